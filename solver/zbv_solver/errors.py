@@ -1,0 +1,99 @@
+"""The planner's errors, drawn at one place.
+
+::
+
+    ZbvError
+    ├── InvalidInput         a document breaks a rule (exit status 2, HTTP 422)
+    ├── InfeasibleMemory     no plan can fit the memory limit (exit status 3)
+    ├── InvalidPlan          an order that is incomplete, deadlocks, or overflows memory
+    └── MissingDependency    a part that is not installed here
+
+Every message says what was found, what the rule is, and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ZbvError(Exception):
+    """Root of every error the planner raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Issue:
+    """One broken rule.
+
+    Attributes
+    ----------
+    pointer
+        RFC 6901 JSON pointer into the document, ``""`` for the whole of it.
+    detail
+        What was found, the rule, and the remedy, in one or two sentences.
+    """
+
+    pointer: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.pointer or '(document)'}: {self.detail}"
+
+
+class InvalidInput(ZbvError):
+    """A problem, plan or option document breaks one or more rules."""
+
+    def __init__(self, issues: list[Issue] | tuple[Issue, ...]):
+        self.issues = tuple(issues)
+        super().__init__("; ".join(str(issue) for issue in self.issues))
+
+    def __reduce__(self) -> tuple[type[InvalidInput], tuple[tuple[Issue, ...]]]:
+        # Exceptions with their own constructor do not cross process pools without this.
+        return type(self), (self.issues,)
+
+    @classmethod
+    def at(cls, pointer: str, detail: str) -> InvalidInput:
+        """The error for a single broken rule."""
+        return cls([Issue(pointer, detail)])
+
+    def below(self, prefix: str) -> InvalidInput:
+        """The same error for a document that was nested at ``prefix`` in a larger one."""
+        return InvalidInput([Issue(prefix + issue.pointer, issue.detail) for issue in self.issues])
+
+
+class InfeasibleMemory(ZbvError):
+    """No plan fits the memory limit of at least one rank.
+
+    Attributes
+    ----------
+    smallest
+        The smallest feasible limit of every rank, in the problem's memory unit.
+    ranks
+        The ranks whose limit is below it.
+    """
+
+    def __init__(self, smallest: tuple[float, ...], limits: tuple[float, ...]):
+        self.smallest = smallest
+        self.limits = limits
+        self.ranks = tuple(r for r, (s, limit) in enumerate(zip(smallest, limits, strict=True)) if limit < s)
+        shown = ", ".join(f"rank {r}: {limits[r]:.15g} < {smallest[r]:.15g}" for r in self.ranks[:4])
+        more = f" and {len(self.ranks) - 4} more ranks" if len(self.ranks) > 4 else ""
+        super().__init__(
+            f"no plan fits memory.limit ({shown}{more}). A rank must hold its static memory and the forwards "
+            f"of one microbatch on all of its stages; the smallest feasible limit per rank is "
+            f"{[_plain(value) for value in smallest]}."
+        )
+
+    def __reduce__(self) -> tuple[type[InfeasibleMemory], tuple[tuple[float, ...], tuple[float, ...]]]:
+        return type(self), (self.smallest, self.limits)
+
+
+class InvalidPlan(ZbvError):
+    """The order of a plan cannot be executed as the problem demands, or states wrong metrics."""
+
+
+class MissingDependency(ZbvError):
+    """A command needs a package that this installation was made without."""
+
+
+def _plain(value: float) -> float | int:
+    return int(value) if value == int(value) else value

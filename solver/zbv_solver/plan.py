@@ -1,0 +1,277 @@
+"""The answer: an order for every rank, what it achieves, and its identity.
+
+A plan's identity is the SHA-256 of the canonical JSON of its problem and ranks; metrics, baselines and
+provenance describe it and are not part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from zbv_solver import __version__
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.orders import Orders
+from zbv_solver.problem import Objective, Problem
+from zbv_solver.schema import Number, canonical_json, issues_of, number, numbers, parse_problem, problem_json
+
+Status = Literal["optimal", "feasible"]
+
+OPTIMAL_GAP = 1e-9
+"""Gaps up to this are float rounding: the plan is optimal."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What an order achieves (definitions: README, "Words").
+
+    Attributes
+    ----------
+    peak_memory
+        Per rank (p,), static memory included.
+    lower_bound
+        A proven bound: no plan of this problem has a smaller objective.
+    gap
+        objective / lower_bound - 1.
+    """
+
+    makespan: float
+    span: float
+    bubble_rate: float
+    peak_memory: tuple[float, ...]
+    lower_bound: float
+    gap: float
+    status: Status
+
+    def value(self, objective: Objective) -> float:
+        """The metric that is being minimised."""
+        return self.span if objective == "span" else self.makespan
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a classical schedule achieves on the same model."""
+
+    name: str
+    span: float
+    makespan: float
+    bubble_rate: float
+    peak_memory: tuple[float, ...]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How a plan came to be."""
+
+    method: str
+    seed: int = 0
+    seconds: float = 0.0
+    version: str = __version__
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A problem's answer. Make one with :func:`zbv_solver.search.search` or :func:`parse_plan`."""
+
+    problem: Problem
+    orders: Orders
+    metrics: Metrics
+    baselines: tuple[Baseline, ...] = ()
+    provenance: Provenance = Provenance(method="unknown")
+
+    @cached_property
+    def plan_id(self) -> str:
+        """SHA-256 of the canonical JSON of problem and ranks, in hex."""
+        return identity(problem_json(self.problem), self.orders.all_text())
+
+    @property
+    def objective(self) -> float:
+        """Value of the problem's objective."""
+        return self.metrics.value(self.problem.objective)
+
+    def with_baselines(self, baselines: tuple[Baseline, ...]) -> Plan:
+        """The same plan with other baselines beside it."""
+        return replace(self, baselines=baselines)
+
+
+def identity(problem: dict[str, Any], ranks: list[list[str]]) -> str:
+    """The ``plan_id`` of a normalised problem document and its action texts."""
+    text = canonical_json({"problem": problem, "ranks": ranks})
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def gap_of(value: float, lower_bound: float) -> float:
+    """Relative distance of a value from a lower bound; 0 when both are 0."""
+    if lower_bound > 0:
+        gap = value / lower_bound - 1
+        return 0.0 if abs(gap) <= OPTIMAL_GAP else gap
+    return 0.0 if value <= 0 else math.inf
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan as a JSON document."""
+    metrics, provenance = plan.metrics, plan.provenance
+    return {
+        "plan_id": plan.plan_id,
+        "problem": problem_json(plan.problem),
+        "objective": plan.problem.objective,
+        "ranks": plan.orders.all_text(),
+        "metrics": {
+            "makespan": number(metrics.makespan),
+            "span": number(metrics.span),
+            "bubble_rate": number(metrics.bubble_rate),
+            "peak_memory": numbers(metrics.peak_memory),
+            "lower_bound": number(metrics.lower_bound),
+            "gap": number(metrics.gap) if math.isfinite(metrics.gap) else None,
+            "status": metrics.status,
+        },
+        "baselines": [baseline_json(baseline) for baseline in plan.baselines],
+        "provenance": {
+            "version": provenance.version,
+            "seed": provenance.seed,
+            "method": provenance.method,
+            "seconds": round(provenance.seconds, 6),
+            **provenance.extra,
+        },
+    }
+
+
+def baseline_json(baseline: Baseline) -> dict[str, Any]:
+    """A baseline as a JSON document."""
+    return {
+        "name": baseline.name,
+        "span": number(baseline.span),
+        "makespan": number(baseline.makespan),
+        "bubble_rate": number(baseline.bubble_rate),
+        "peak_memory": numbers(baseline.peak_memory),
+        "fits": baseline.fits,
+    }
+
+
+class _Lenient(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class MetricsDocument(_Lenient):
+    """Stated metrics of a plan."""
+
+    makespan: Number
+    span: Number
+    bubble_rate: Number
+    peak_memory: list[Number]
+    lower_bound: Number = 0.0
+    gap: Number | None = None
+    status: Status = "feasible"
+
+
+class BaselineDocument(_Lenient):
+    """Stated metrics of a baseline."""
+
+    name: str
+    span: Number
+    makespan: Number
+    bubble_rate: Number
+    peak_memory: list[Number]
+    fits: bool
+
+
+class ProvenanceDocument(_Lenient):
+    """How a plan came to be."""
+
+    version: str = "unknown"
+    seed: int = 0
+    method: str = "unknown"
+    seconds: float = 0.0
+
+
+class PlanDocument(_Lenient):
+    """A plan file. Only ``problem`` and ``ranks`` are needed; stated metrics are checked when present."""
+
+    plan_id: str | None = None
+    problem: dict[str, Any]
+    objective: Objective | None = None
+    ranks: list[list[str]]
+    metrics: MetricsDocument | None = None
+    baselines: list[BaselineDocument] = []
+    provenance: ProvenanceDocument = ProvenanceDocument()
+
+
+def parse_plan_document(document: Any) -> PlanDocument:
+    """Check a decoded plan document's shape; raises :class:`InvalidInput`."""
+    try:
+        return PlanDocument.model_validate(document)
+    except ValidationError as error:
+        raise InvalidInput(issues_of(error, document)) from None
+
+
+def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
+    """The problem and orders of a plan document, metrics left aside; raises :class:`InvalidInput`."""
+    try:
+        problem = parse_problem(document.problem)
+    except InvalidInput as error:
+        raise error.below("/problem") from None
+    if len(document.ranks) != problem.pp_degree:
+        raise InvalidInput.at(
+            "/ranks", f"found {len(document.ranks)} lists; must be {problem.pp_degree}, one per rank."
+        )
+    if document.objective is not None and document.objective != problem.objective:
+        raise InvalidInput.at(
+            "/objective", f"found {document.objective!r}; the plan's problem says {problem.objective!r}."
+        )
+    orders = Orders.from_text(document.ranks)
+    stated = document.plan_id
+    if stated is not None and stated != (found := identity(problem_json(problem), document.ranks)):
+        raise InvalidInput.at(
+            "/plan_id", f"found {stated}; its problem and ranks hash to {found}. The plan was altered."
+        )
+    return problem, orders
+
+
+def parse_plan(document: Any) -> Plan:
+    """Read a plan document with its stated metrics. It is *not* verified: see :mod:`zbv_solver.verify`.
+
+    Raises
+    ------
+    InvalidInput
+        When the document has the wrong shape or states no metrics.
+    """
+    parsed = parse_plan_document(document)
+    problem, orders = parse_orders(parsed)
+    stated = parsed.metrics
+    if stated is None:
+        raise InvalidInput([Issue("/metrics", "this key is required and absent.")])
+    value = stated.span if problem.objective == "span" else stated.makespan
+    metrics = Metrics(
+        makespan=stated.makespan,
+        span=stated.span,
+        bubble_rate=stated.bubble_rate,
+        peak_memory=tuple(stated.peak_memory),
+        lower_bound=stated.lower_bound,
+        gap=gap_of(value, stated.lower_bound) if stated.gap is None else stated.gap,
+        status=stated.status,
+    )
+    baselines = tuple(
+        Baseline(b.name, b.span, b.makespan, b.bubble_rate, tuple(b.peak_memory), b.fits)
+        for b in parsed.baselines
+    )
+    provenance = parsed.provenance
+    return Plan(
+        problem,
+        orders,
+        metrics,
+        baselines,
+        Provenance(
+            provenance.method,
+            provenance.seed,
+            provenance.seconds,
+            provenance.version,
+            dict(provenance.model_extra or {}),
+        ),
+    )

@@ -1,0 +1,256 @@
+"""JSON at the edge: problem documents in and out (formats: README, "Problem").
+
+Pydantic checks types and unknown keys here; the rules between numbers are the
+:class:`~zbv_solver.problem.Problem`'s own. The same models are the request bodies of the service.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.placement import Placement, PlacementKind
+from zbv_solver.problem import MAX_CELLS, MAX_PP_DEGREE, Costs, Memory, Objective, Problem, Units
+
+Number = Annotated[float, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+def _number_or_list(value: Any) -> str:
+    return "list" if isinstance(value, list | tuple) else "number"
+
+
+NumberOrList = Annotated[
+    Annotated[Number, Tag("number")] | Annotated[list[Number], Tag("list")], Discriminator(_number_or_list)
+]
+"""A scalar, one value per chunk, or one per stage."""
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class CostsDocument(_Document):
+    """Durations in the caller's time unit: a scalar, one per chunk, or one per stage in model order."""
+
+    forward: NumberOrList
+    backward_input: NumberOrList
+    backward_weight: NumberOrList
+    backward: NumberOrList | None = Field(None, description="Fused backward; null means I + W.")
+    p2p: NumberOrList = Field(0.0, description="Latency of a stage boundary: a scalar, or one per boundary.")
+
+
+class MemoryDocument(_Document):
+    """Memory deltas (a scalar, one per chunk, or one per stage), static use and limit (scalar or per rank)."""
+
+    forward: NumberOrList
+    backward_input: NumberOrList
+    backward_weight: NumberOrList
+    static: NumberOrList = 0.0
+    limit: NumberOrList | None = Field(None, description="null means unlimited.")
+
+
+class UnitsDocument(_Document):
+    """Names of units, for display only."""
+
+    time: str | None = Field(None, max_length=32)
+    memory: str | None = Field(None, max_length=32)
+
+
+class ProblemDocument(_Document):
+    """A planning problem."""
+
+    pp_degree: Annotated[int, Field(strict=True, ge=1, le=MAX_PP_DEGREE)]
+    microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_CELLS)]
+    placement: PlacementKind = "v"
+    chunks: Count | None = Field(None, le=64, description="Stages per rank; only for placement loop.")
+    objective: Objective = "span"
+    costs: CostsDocument
+    memory: MemoryDocument | None = None
+    units: UnitsDocument | None = None
+
+
+def parse_problem(document: Any) -> Problem:
+    """A decoded JSON document as a problem.
+
+    Raises
+    ------
+    InvalidInput
+        With one issue per broken rule, pointing into the document.
+    """
+    try:
+        parsed = ProblemDocument.model_validate(document)
+    except ValidationError as error:
+        raise InvalidInput(issues_of(error, document)) from None
+    return to_problem(parsed)
+
+
+def to_problem(document: ProblemDocument) -> Problem:
+    """A parsed document as a problem: every value expanded to one per stage, boundary or rank."""
+    placement = _placement(document)
+    # Checked before expanding: a document of a few bytes must not allocate millions of values.
+    costs, memory = document.costs, document.memory
+    per_stage = _Expander(placement, placement.n_stages, "stage", chunks=True)
+    per_boundary = _Expander(placement, placement.n_stages - 1, "stage boundary")
+    per_rank = _Expander(placement, placement.pp_degree, "rank")
+    parsed_costs = Costs(
+        forward=per_stage("/costs/forward", costs.forward),
+        backward_input=per_stage("/costs/backward_input", costs.backward_input),
+        backward_weight=per_stage("/costs/backward_weight", costs.backward_weight),
+        backward=None if costs.backward is None else per_stage("/costs/backward", costs.backward),
+        p2p=per_boundary("/costs/p2p", costs.p2p),
+    )
+    parsed_memory = Memory.unlimited(placement)
+    if memory is not None:
+        parsed_memory = Memory(
+            forward=per_stage("/memory/forward", memory.forward),
+            backward_input=per_stage("/memory/backward_input", memory.backward_input),
+            backward_weight=per_stage("/memory/backward_weight", memory.backward_weight),
+            static=per_rank("/memory/static", memory.static),
+            limit=None if memory.limit is None else per_rank("/memory/limit", memory.limit),
+        )
+    units = document.units or UnitsDocument(time=None, memory=None)
+    issues = per_stage.issues + per_boundary.issues + per_rank.issues
+    if issues:
+        raise InvalidInput(issues)
+    return Problem(
+        placement=placement,
+        microbatches=document.microbatches,
+        costs=parsed_costs,
+        memory=parsed_memory,
+        objective=document.objective,
+        units=Units(units.time, units.memory),
+    )
+
+
+def problem_json(problem: Problem) -> dict[str, Any]:
+    """The problem normalised: every key present, every value one per stage, boundary or rank."""
+    costs, memory, units = problem.costs, problem.memory, problem.units
+    document: dict[str, Any] = {
+        "pp_degree": problem.pp_degree,
+        "microbatches": problem.microbatches,
+        "placement": problem.placement.kind,
+        "objective": problem.objective,
+        "costs": {
+            "forward": numbers(costs.forward),
+            "backward_input": numbers(costs.backward_input),
+            "backward_weight": numbers(costs.backward_weight),
+            "backward": None if costs.backward is None else numbers(costs.backward),
+            "p2p": numbers(costs.p2p),
+        },
+        "memory": {
+            "forward": numbers(memory.forward),
+            "backward_input": numbers(memory.backward_input),
+            "backward_weight": numbers(memory.backward_weight),
+            "static": numbers(memory.static),
+            "limit": None if memory.limit is None else numbers(memory.limit),
+        },
+    }
+    if problem.placement.kind == "loop":
+        document["chunks"] = problem.placement.chunks
+    named = {"time": units.time, "memory": units.memory}
+    if any(named.values()):
+        document["units"] = {key: value for key, value in named.items() if value is not None}
+    return document
+
+
+def canonical_json(document: Any) -> str:
+    """The one text of a JSON document that hashes are taken of: sorted keys, no white space, UTF-8."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def number(value: float) -> float | int:
+    """A float as JSON writes it shortest: whole numbers without a fraction."""
+    return int(value) if value == int(value) else value
+
+
+def numbers(values: Sequence[float]) -> list[float | int]:
+    """:func:`number` over a sequence."""
+    return [number(value) for value in values]
+
+
+def issues_of(error: ValidationError, document: Any) -> list[Issue]:
+    """Pydantic's findings as issues whose pointers name keys that a user wrote, not our types."""
+    issues = []
+    for entry in error.errors(include_url=False):
+        path = _document_path(entry["loc"], entry["type"], document)
+        pointer = "".join(f"/{str(key).replace('~', '~0').replace('/', '~1')}" for key in path)
+        found = "" if entry["type"] in ("missing", "extra_forbidden") else f"found {_shown(entry['input'])}; "
+        rule = {
+            "missing": "this key is required and absent.",
+            "extra_forbidden": "unknown key; remove it or correct its spelling.",
+            "model_type": "must be a JSON object.",
+        }.get(entry["type"], entry["msg"][0].lower() + entry["msg"][1:] + ".")
+        issues.append(Issue(pointer, found + rule))
+    return issues
+
+
+def _document_path(loc: tuple[int | str, ...], kind: str, document: Any) -> list[int | str]:
+    """Drop the parts of a location that pydantic adds for unions and tags."""
+    path: list[int | str] = []
+    current = document
+    for position, key in enumerate(loc):
+        is_last = position == len(loc) - 1
+        if isinstance(current, dict) and (key in current or (is_last and kind == "missing")):
+            current = current.get(key)
+        elif isinstance(current, list) and isinstance(key, int) and key < len(current):
+            current = current[key]
+        else:
+            continue
+        path.append(key)
+    return path
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _placement(document: ProblemDocument) -> Placement:
+    expected = {"v": 2, "single": 1}.get(document.placement)
+    if document.chunks is not None and expected is not None and document.chunks != expected:
+        raise InvalidInput.at(
+            "/chunks",
+            f"found {document.chunks}; placement {document.placement} has {expected} per rank. "
+            f"Leave it out, or use placement loop.",
+        )
+    placement = Placement.of(document.placement, document.pp_degree, document.chunks)
+    if placement.n_stages * document.microbatches > 2 * MAX_CELLS:
+        raise InvalidInput.at(
+            "/microbatches",
+            f"found {placement.n_stages} stages times {document.microbatches} microbatches; their product "
+            f"must be at most {2 * MAX_CELLS}. Plan fewer microbatches: the steady state repeats.",
+        )
+    return placement
+
+
+class _Expander:
+    """Expands scalars, per-chunk pairs and full lists to one value per thing; collects wrong lengths."""
+
+    def __init__(self, placement: Placement, length: int, thing: str, *, chunks: bool = False):
+        self.placement = placement
+        self.length = length
+        self.thing = thing
+        self.chunks = placement.chunks if chunks else None
+        self.issues: list[Issue] = []
+
+    def __call__(self, pointer: str, values: float | list[float]) -> tuple[float, ...]:
+        if not isinstance(values, list):
+            return (float(values),) * self.length
+        if len(values) == self.length:
+            return tuple(map(float, values))
+        if self.chunks is not None and len(values) == self.chunks:
+            return tuple(float(values[chunk]) for chunk in self.placement.chunk_of)
+        per_chunk = f", {self.chunks} values (one per chunk)" if self.chunks is not None else ""
+        self.issues.append(
+            Issue(
+                pointer,
+                f"found {len(values)} values; must be a number{per_chunk} or {self.length} values "
+                f"(one per {self.thing}).",
+            )
+        )
+        return (0.0,) * self.length

@@ -1,0 +1,85 @@
+"""Trace Event Format: the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+One process, one thread per rank, one complete event per action, one memory counter per rank. Times are
+microseconds; a plan whose unit is none of ns, us, ms, s is written as if one of its units were one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from zbv_solver.export.palette import NAMES
+from zbv_solver.export.timeline import Timeline, timeline
+from zbv_solver.plan import Plan
+from zbv_solver.problem import LETTERS
+from zbv_solver.schema import number
+
+MICROSECONDS: dict[str, float] = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
+"""Microseconds in one time unit."""
+
+_PROCESS = 0
+
+
+def render(plan: Plan) -> str:
+    """The plan as a Trace Event Format document."""
+    line = timeline(plan)
+    scale = MICROSECONDS.get(plan.problem.units.time or "us", 1.0)
+    events = [*_names(line), *_actions(line, scale)]
+    if any(plan.problem.memory.forward) or any(plan.problem.memory.static):
+        events += _memory(plan, line, scale)
+    document = {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "plan_id": plan.plan_id,
+            "time_unit": plan.problem.units.time,
+            "span": number(plan.metrics.span),
+            "makespan": number(plan.metrics.makespan),
+        },
+    }
+    # One event a line: large traces stay readable and diffable, and no copy of the list is indented.
+    head = json.dumps(document, ensure_ascii=False)[1:-1]
+    body = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
+    return f'{{{head}, "traceEvents": [\n{body}\n]}}\n'
+
+
+def _names(line: Timeline) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": _PROCESS, "args": {"name": "zbv plan"}}
+    for rank in range(line.pp_degree):
+        thread = {"ph": "M", "pid": _PROCESS, "tid": rank}
+        yield {**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _actions(line: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+    columns = (line.rank, line.stage, line.chunk, line.letter, line.microbatch, line.start, line.end)
+    for rank, stage, chunk, code, microbatch, start, end in zip(
+        *(column.tolist() for column in columns), strict=True
+    ):
+        letter = LETTERS[code]
+        yield {
+            "ph": "X",
+            "name": f"{stage}{letter}{microbatch}",
+            "cat": NAMES[letter],
+            "pid": _PROCESS,
+            "tid": rank,
+            "ts": start * scale,
+            "dur": (end - start) * scale,
+            "args": {"stage": stage, "chunk": chunk, "microbatch": microbatch, "letter": letter},
+        }
+
+
+def _memory(plan: Plan, line: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+    columns = (line.rank, line.start, line.end, line.during, line.after)
+    for rank, static in enumerate(plan.problem.memory.static):
+        yield _counter(rank, 0.0, static)
+    for rank, start, end, during, after in zip(*(column.tolist() for column in columns), strict=True):
+        yield _counter(rank, start * scale, during)
+        if after != during:
+            yield _counter(rank, end * scale, after)
+
+
+def _counter(rank: int, at: float, held: float) -> dict[str, Any]:
+    # A counter belongs to a process, not a thread: its name has to carry the rank.
+    return {"ph": "C", "name": f"memory rank {rank}", "pid": _PROCESS, "ts": at, "args": {"held": held}}

@@ -1,0 +1,61 @@
+"""Numbers as people read them: four significant digits, thin spaces between thousands, units."""
+
+from __future__ import annotations
+
+import math
+
+from zbv_solver.problem import Units
+
+_NARROW_SPACE = "\u202f"
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """A number with at least ``digits`` significant digits and no superfluous zeros."""
+    if not math.isfinite(value):
+        return "∞" if value > 0 else "−∞"
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    if magnitude >= 12 or magnitude < -6:
+        return f"{value:.{digits - 1}e}".replace("-", "−")
+    text = f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return text.replace(",", _NARROW_SPACE).replace("-", "−")
+
+
+def time(value: float, units: Units) -> str:
+    """A time with its unit."""
+    return f"{figure(value)} {units.time}" if units.time else figure(value)
+
+
+def memory(value: float, units: Units) -> str:
+    """A memory amount with its unit; bytes in the binary unit that suits."""
+    if units.memory in ("bytes", "B", "byte"):
+        return _bytes(value)
+    return f"{figure(value)} {units.memory}" if units.memory else figure(value)
+
+
+def percent(fraction: float, digits: int = 2) -> str:
+    """A fraction as a percentage: ``1.25 %``."""
+    if not math.isfinite(fraction):
+        return "∞" if fraction > 0 else "−∞"
+    text = f"{100 * fraction:.{digits}f}"
+    # Rounding leaves "-0.00", which reads as if it meant something.
+    text = text.lstrip("-") if not text.strip("-0.") else text
+    return f"{text}{_NARROW_SPACE}%".replace("-", "−")
+
+
+def relative(value: float, base: float) -> str:
+    """How far a value is above (+) or below (−) a base, in percent."""
+    if base == 0:
+        return "±0.0\u202f%" if value == 0 else "∞"
+    change = percent(value / base - 1, 1)
+    return change if change.startswith("−") or value <= base else f"+{change}"
+
+
+def _bytes(value: float) -> str:
+    exponent = 0
+    while abs(value) >= 1024 and exponent < len(_BYTE_UNITS) - 1:
+        value /= 1024
+        exponent += 1
+    return f"{figure(value)} {_BYTE_UNITS[exponent]}"

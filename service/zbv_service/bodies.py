@@ -1,0 +1,85 @@
+"""Reading JSON request bodies: bounded, strict, and with errors that say what is wrong.
+
+The framework's own body parsing is not used: it would accept NaN, and its messages would not be those
+of the command line.
+"""
+
+from __future__ import annotations
+
+import email.message
+import json
+from typing import Any, NoReturn
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from zbv_service.problems import BODY_TOO_LARGE, MALFORMED_JSON, UNSUPPORTED_MEDIA_TYPE, ProblemError
+
+
+async def read_json(request: Request, limit: int) -> Any:
+    """The decoded JSON body of a request, at most ``limit`` bytes of it.
+
+    Raises
+    ------
+    ProblemError
+        413 when it is larger, 415 when it is not declared as JSON, 400 when it is not JSON.
+    """
+    _require_json(request)
+    return parse_json(await _read(request, limit))
+
+
+def parse_json(body: bytes) -> Any:
+    """Strict JSON: UTF-8, no NaN or infinities, numbers and nesting within reason."""
+    try:
+        return json.loads(body.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise _malformed(f"byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _malformed(f"line {error.lineno} column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise _malformed("it is nested too deeply") from None
+    except ValueError:
+        # Python refuses to convert integers of more than some thousand digits.
+        raise _malformed("it holds an integer with thousands of digits") from None
+
+
+def _require_json(request: Request) -> None:
+    header = request.headers.get("content-type", "")
+    message = email.message.Message()
+    message["content-type"] = header or "none"
+    kind = message.get_content_type()
+    if not header or not (kind == "application/json" or kind.endswith("+json")):
+        raise ProblemError(
+            UNSUPPORTED_MEDIA_TYPE, f"found content type {header!r}; send JSON as application/json."
+        )
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+    except ClientDisconnect:
+        raise _malformed("it ends before its declared length") from None
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> ProblemError:
+    # The rest of the body is not read, so the connection cannot carry another request.
+    return ProblemError(
+        BODY_TOO_LARGE, f"The body is larger than {limit} bytes; send less.", headers={"Connection": "close"}
+    )
+
+
+def _malformed(what: str) -> ProblemError:
+    return ProblemError(MALFORMED_JSON, f"The body is not JSON: {what}. Send one JSON document in UTF-8.")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _malformed(f"it holds {name}, which JSON does not have")

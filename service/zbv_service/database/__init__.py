@@ -1,0 +1,37 @@
+"""The database: tables, migrations, and the only code that speaks SQL.
+
+Nothing outside sees a table or a session. What leaves are the frozen records of
+:mod:`zbv_service.records`.
+"""
+
+from __future__ import annotations
+
+from zbv_service.database.engine import Database
+from zbv_service.database.plans import PlanTable
+from zbv_service.database.searches import SearchTable
+from zbv_service.records import (
+    ANSWERED,
+    FINISHED,
+    Claim,
+    NewPlan,
+    NewSearch,
+    PlanSummary,
+    SearchRecord,
+    SearchState,
+    Update,
+)
+
+__all__ = [
+    "ANSWERED",
+    "FINISHED",
+    "Claim",
+    "Database",
+    "NewPlan",
+    "NewSearch",
+    "PlanSummary",
+    "PlanTable",
+    "SearchRecord",
+    "SearchState",
+    "SearchTable",
+    "Update",
+]

@@ -1,0 +1,75 @@
+"""One database: its engine, its transactions, and bringing its tables up to date."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from sqlalchemy import Connection, event, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+
+from zbv_service.database.migrate import upgrade
+from zbv_service.database.url import async_url
+
+BUSY_SECONDS = 30.0
+"""How long a SQLite writer waits for another one before it gives up."""
+
+
+class Database:
+    """An open database. Call :meth:`migrate` before anything else, and :meth:`close` at the end."""
+
+    def __init__(self, url: str):
+        parsed = async_url(url)
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        if self.is_sqlite:
+            self._engine = create_async_engine(parsed, connect_args={"timeout": BUSY_SECONDS})
+            _prepare_sqlite(self._engine)
+        else:
+            self._engine = create_async_engine(parsed, pool_pre_ping=True, pool_timeout=BUSY_SECONDS)
+
+    async def migrate(self) -> None:
+        """Bring the tables to the newest version, from any older one or from nothing."""
+        async with self._engine.connect() as connection:
+            await connection.execution_options(zbv_writes=True)
+            async with connection.begin():
+                await connection.run_sync(upgrade)
+
+    async def ping(self) -> None:
+        """Raise when the database does not answer."""
+        async with self._engine.connect() as connection:
+            await connection.execute(text("SELECT 1"))
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._engine.dispose()
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncSession]:
+        """A session that sees one state of the database and changes nothing."""
+        async with AsyncSession(self._engine, expire_on_commit=False) as session:
+            yield session
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncSession]:
+        """A session that commits when its block ends, and rolls back when it raises."""
+        async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
+            await session.connection(execution_options={"zbv_writes": True})
+            yield session
+
+
+def _prepare_sqlite(engine: AsyncEngine) -> None:
+    @event.listens_for(engine.sync_engine, "connect")
+    def configure(connection: Any, _record: Any) -> None:
+        # The driver's own transactions start too late: only before the first write, and then as
+        # readers that may fail to become writers. Ours are begun below, as what they are.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("zbv_writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

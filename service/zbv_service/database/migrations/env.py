@@ -1,0 +1,17 @@
+"""Alembic's entry: migrates the connection that :mod:`zbv_service.database.migrate` hands over."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from zbv_service.database.models import Base
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=Base.metadata,
+    # SQLite alters tables only by copying them.
+    render_as_batch=True,
+    transactional_ddl=True,
+)
+with context.begin_transaction():
+    context.run_migrations()

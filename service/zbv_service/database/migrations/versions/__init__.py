@@ -1,0 +1,1 @@
+"""One module per version; each names the one before it."""

@@ -1,0 +1,96 @@
+"""The tables. Their history is in ``migrations``; a test holds the two together."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import JSON, DateTime, Dialect, ForeignKey, Index, LargeBinary, String, TypeDecorator
+from sqlalchemy.orm import DeclarativeBase, Mapped, deferred, mapped_column
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A moment in UTC; databases without time zones get it back on reading."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Refuse naive moments: their meaning would depend on the machine."""
+        if value is not None and value.tzinfo is None:
+            raise ValueError(f"found the naive moment {value}; only moments with a time zone are stored.")
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Moments come back in UTC."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    """Root of the tables."""
+
+    type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), bytes: LargeBinary()}  # noqa: RUF012
+
+
+class PlanRow(Base):
+    """A plan, immutable under its hash."""
+
+    __tablename__ = "plans"
+
+    plan_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    document: Mapped[bytes] = deferred(mapped_column(LargeBinary))
+    pp_degree: Mapped[int]
+    microbatches: Mapped[int]
+    placement: Mapped[str] = mapped_column(String(16))
+    objective: Mapped[str] = mapped_column(String(16))
+    value: Mapped[float]
+    lower_bound: Mapped[float]
+    gap: Mapped[float | None]
+    status: Mapped[str] = mapped_column(String(16))
+    bubble_rate: Mapped[float]
+    method: Mapped[str] = mapped_column(String(200))
+    time_unit: Mapped[str | None] = mapped_column(String(32))
+    created_at: Mapped[datetime]
+
+    __table_args__ = (Index("ix_plans_created_at", "created_at", "plan_id"),)
+
+
+class SearchRow(Base):
+    """A search: the durable truth about it.
+
+    ``request_key`` is given up (null) by a search that is cancelled or failed, so that asking again
+    starts a new one.
+    """
+
+    __tablename__ = "searches"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    request_key: Mapped[str | None] = mapped_column(String(64), unique=True)
+    state: Mapped[str] = mapped_column(String(16))
+    summary: Mapped[dict[str, Any]]
+    options: Mapped[dict[str, Any]]
+    problem: Mapped[bytes] = deferred(mapped_column(LargeBinary))
+    incumbent: Mapped[bytes | None] = deferred(mapped_column(LargeBinary))
+    objective: Mapped[float | None]
+    lower_bound: Mapped[float | None]
+    gap: Mapped[float | None]
+    method: Mapped[str | None] = mapped_column(String(200))
+    plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
+    error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    cancel_requested: Mapped[bool]
+    attempts: Mapped[int]
+    crashes: Mapped[int]
+    fence: Mapped[int]
+    lease_owner: Mapped[str | None] = mapped_column(String(200))
+    leased_until: Mapped[datetime | None]
+    created_at: Mapped[datetime]
+    started_at: Mapped[datetime | None]
+    updated_at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        Index("ix_searches_created_at", "created_at", "id"),
+        Index("ix_searches_state", "state", "created_at"),
+    )

@@ -1,0 +1,166 @@
+"""The JSON that enters and leaves over HTTP, as pydantic models: the named schemas of the API."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from zbv_solver.plan import BaselineDocument, MetricsDocument, ProvenanceDocument
+from zbv_solver.problem import Objective
+from zbv_solver.schema import Number, ProblemDocument
+
+from zbv_service.problems import ProblemDetails
+from zbv_service.records import SearchRecord, SearchState
+
+MAX_SEED = 2**31 - 1
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class OptionsDocument(_Request):
+    """How hard to search. Equal options and seed give equal plans, unless a time limit cuts them off."""
+
+    effort: Literal["quick", "standard", "thorough"] = "standard"
+    time_limit: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Seconds; null means that effort alone decides."
+    )
+    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] = 0
+
+
+class SearchRequest(_Request):
+    """A problem to search a plan for."""
+
+    problem: ProblemDocument
+    options: OptionsDocument = OptionsDocument()
+
+
+class ProblemSummary(BaseModel):
+    """The few numbers that name a problem."""
+
+    pp_degree: int
+    microbatches: int
+    placement: str
+    objective: Objective
+    time_unit: str | None = None
+
+
+class SearchDocument(BaseModel):
+    """A search, running or ended.
+
+    ``objective``, ``lower_bound`` and ``gap`` are those of the best plan known so far.
+    """
+
+    id: str
+    state: SearchState
+    problem_summary: ProblemSummary
+    options: OptionsDocument
+    objective: float | None = None
+    lower_bound: float | None = None
+    gap: float | None = None
+    method: str | None = None
+    plan_id: str | None = Field(None, description="Set once the search is done, or cancelled with a plan.")
+    error: ProblemDetails | None = Field(None, description="Why there is no plan.")
+    cancel_requested: bool = False
+    attempts: int = Field(0, description="How often the search was started; more than 1 after a restart.")
+    created_at: datetime
+    started_at: datetime | None = None
+    updated_at: datetime
+    finished_at: datetime | None = None
+
+    @classmethod
+    def of(cls, record: SearchRecord) -> SearchDocument:
+        """The document of a stored search."""
+        error = None if record.error is None else ProblemDetails.model_validate(record.error)
+        return cls(
+            id=record.id,
+            state=record.state,
+            problem_summary=ProblemSummary.model_validate(record.summary),
+            options=OptionsDocument.model_validate(record.options),
+            objective=record.objective,
+            lower_bound=record.lower_bound,
+            gap=record.gap,
+            method=record.method,
+            plan_id=record.plan_id,
+            error=error,
+            cancel_requested=record.cancel_requested,
+            attempts=record.attempts,
+            created_at=record.created_at,
+            started_at=record.started_at,
+            updated_at=record.updated_at,
+            finished_at=record.finished_at,
+        )
+
+    def json_bytes(self) -> bytes:
+        """The document as UTF-8 JSON."""
+        document: dict[str, Any] = self.model_dump(mode="json")
+        if self.error is not None:
+            document["error"] = self.error.model_dump(mode="json", exclude_none=True)
+        return _dump(document)
+
+
+class SearchList(BaseModel):
+    """Searches, the newest first."""
+
+    searches: list[SearchDocument]
+
+
+class PlanDocument(BaseModel):
+    """A plan. To import one, only ``problem`` and ``ranks`` are needed; the service computes the rest."""
+
+    plan_id: str | None = Field(None, description="SHA-256 of the canonical JSON of problem and ranks.")
+    problem: ProblemDocument
+    objective: Objective | None = None
+    ranks: list[list[str]] = Field(description="Every rank's actions in execution order, such as 7I3.")
+    metrics: MetricsDocument | None = None
+    baselines: list[BaselineDocument] = []
+    provenance: ProvenanceDocument = ProvenanceDocument()
+
+
+class ImportedPlan(BaseModel):
+    """Where an imported plan is."""
+
+    plan_id: str
+    objective: float
+    lower_bound: float
+    gap: float | None
+
+
+class ChannelDocument(BaseModel):
+    """Tensors of one kind that a rank sends to a peer, or receives from it."""
+
+    peer: int
+    direction: Literal["send", "receive"]
+    kind: Literal["activation", "gradient"]
+    transfers: list[str] = Field(
+        description="boundary:microbatch, in the order in which the sending rank produces them. "
+        "Boundary s lies between stages s and s + 1."
+    )
+
+
+class RankDocument(BaseModel):
+    """What one rank needs to execute its part of a plan."""
+
+    plan_id: str
+    rank: int
+    pp_degree: int
+    microbatches: int
+    placement: Literal["v", "loop", "single"]
+    chunks: int = Field(description="Stages per rank.")
+    stages: list[int] = Field(description="The rank's stages in model order.")
+    actions: list[str] = Field(description="In execution order.")
+    peers: list[int] = Field(description="The ranks it exchanges tensors with.")
+    channels: list[ChannelDocument]
+
+
+class Health(BaseModel):
+    """A sign of life."""
+
+    status: Literal["ok"] = "ok"
+
+
+def _dump(document: Any) -> bytes:
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

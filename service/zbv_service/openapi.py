@@ -1,0 +1,48 @@
+"""The OpenAPI document: what the framework derives, and the schemas of bodies that we read ourselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from zbv_service.documents import PlanDocument, RankDocument, SearchRequest
+from zbv_service.problems import ProblemDetails
+
+_REF = "#/components/schemas/{model}"
+
+
+def install(app: FastAPI) -> None:
+    """Make the application serve :func:`document`."""
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of an application."""
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        schemas = made.setdefault("components", {}).setdefault("schemas", {})
+        _, ours = models_json_schema(
+            [(model, "validation") for model in (SearchRequest, PlanDocument)]
+            + [(model, "serialization") for model in (RankDocument, ProblemDetails)],
+            ref_template=_REF,
+        )
+        for name, schema in ours["$defs"].items():
+            schemas.setdefault(name, schema)
+        made["components"]["schemas"] = dict(sorted(schemas.items()))
+        app.openapi_schema = made
+    return app.openapi_schema
+
+
+def body_of(model: type) -> dict[str, Any]:
+    """The ``openapi_extra`` of a route that reads a body of this model itself."""
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def content_of(model: type, description: str) -> dict[str, Any]:
+    """A ``responses`` entry for an answer of this model that is sent as stored text."""
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

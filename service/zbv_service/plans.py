@@ -1,0 +1,153 @@
+"""Reading, importing and exporting plans, and what each rank of one is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from zbv_solver.channels import Channel, channels
+from zbv_solver.plan import Plan, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.schema import canonical_json
+
+from zbv_service.cache import Cache
+from zbv_service.database import PlanTable
+from zbv_service.packing import pack_plan, unpack_text
+from zbv_service.problems import NOT_FOUND, ProblemError
+from zbv_service.records import NewPlan, PlanSummary
+from zbv_service.searches import require_size
+from zbv_service.settings import Settings
+
+CACHED_PLANS = 16
+
+
+class Plans:
+    """The plans of a service."""
+
+    def __init__(self, table: PlanTable, settings: Settings):
+        self._table = table
+        self._settings = settings
+        self._texts: Cache[bytes] = Cache(CACHED_PLANS)
+        self._plans: Cache[Plan] = Cache(CACHED_PLANS)
+        self._ranks: Cache[list[bytes]] = Cache(CACHED_PLANS)
+
+    async def newest(self, limit: int) -> list[PlanSummary]:
+        """The newest plans first."""
+        return await self._table.newest(limit)
+
+    async def text(self, plan_id: str) -> bytes:
+        """A plan's document as JSON text; raises :class:`ProblemError` 404."""
+
+        async def load() -> bytes:
+            packed = await self._table.document(plan_id)
+            if packed is None:
+                raise ProblemError(NOT_FOUND, f"found no plan {plan_id}; GET / lists the newest.")
+            return await asyncio.to_thread(unpack_text, packed)
+
+        return await self._texts.get(plan_id, load)
+
+    async def plan(self, plan_id: str) -> Plan:
+        """A plan; raises :class:`ProblemError` 404."""
+
+        async def load() -> Plan:
+            text = await self.text(plan_id)
+            return await asyncio.to_thread(lambda: parse_plan(json.loads(text)))
+
+        return await self._plans.get(plan_id, load)
+
+    async def rank(self, plan_id: str, rank: int) -> bytes:
+        """What one rank executes, as JSON text; raises :class:`ProblemError` 404."""
+
+        async def load() -> list[bytes]:
+            plan = await self.plan(plan_id)
+            return await asyncio.to_thread(rank_texts, plan)
+
+        texts = await self._ranks.get(plan_id, load)
+        if not 0 <= rank < len(texts):
+            raise ProblemError(
+                NOT_FOUND, f"found no rank {rank}; plan {plan_id} has ranks 0 to {len(texts) - 1}."
+            )
+        return texts[rank]
+
+    async def add(self, body: Any) -> tuple[PlanSummary, bool]:
+        """Verify a plan made elsewhere, compute its metrics and store it; and whether it is new.
+
+        Raises
+        ------
+        InvalidInput, InvalidPlan
+            When the plan is wrong; nothing is stored then.
+        """
+        plan = await asyncio.to_thread(import_plan, body, self._settings.max_cells)
+        return plan.summary, await self._table.add(plan)
+
+    async def export(self, plan_id: str, name: str) -> tuple[str, str, str]:
+        """A plan in another format: its text, media type and file name; raises :class:`ProblemError` 404."""
+        # Imported here: formats bring their own heavy packages.
+        from zbv_solver.export import FORMATS
+
+        target = FORMATS.get(name)
+        if target is None:
+            raise ProblemError(
+                NOT_FOUND, f"found no format {name!r}; there are {', '.join(sorted(FORMATS))}."
+            )
+        plan = await self.plan(plan_id)
+        text = await asyncio.to_thread(target.render, plan)
+        return text, target.media_type, f"plan-{plan_id[:12]}{target.suffix}"
+
+
+def import_plan(body: Any, max_cells: int) -> NewPlan:
+    """Verify a plan document made elsewhere; what it states of itself is checked, and then computed anew."""
+    from zbv_solver.search import make_plan
+    from zbv_solver.verify import verify
+
+    document = parse_plan_document(body)
+    problem, orders = parse_orders(document)
+    require_size(problem.pp_degree, problem.microbatches, max_cells)
+    if document.metrics is not None:
+        verify(parse_plan(body))
+    provenance = document.provenance
+    plan = make_plan(
+        problem,
+        orders,
+        method=f"import: {provenance.method}",
+        seed=provenance.seed,
+        seconds=provenance.seconds,
+    )
+    return pack_plan(plan)
+
+
+def rank_texts(plan: Plan) -> list[bytes]:
+    """The answer for every rank of a plan, as JSON text."""
+    every = channels(plan.problem, plan.orders)
+    ends: list[list[Channel]] = [[] for _ in range(plan.problem.pp_degree)]
+    for channel in every:
+        ends[channel.sender].append(channel)
+        ends[channel.receiver].append(channel)
+    return [canonical_json(rank_document(plan, rank, found)).encode() for rank, found in enumerate(ends)]
+
+
+def rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str, Any]:
+    """What one rank executes, and what it sends and receives on its channels."""
+    problem, placement = plan.problem, plan.problem.placement
+    listed = [
+        {
+            "peer": channel.receiver if channel.sender == rank else channel.sender,
+            "direction": "send" if channel.sender == rank else "receive",
+            "kind": channel.kind,
+            "transfers": [str(transfer) for transfer in channel.transfers],
+        }
+        for channel in found
+    ]
+    return {
+        "plan_id": plan.plan_id,
+        "rank": rank,
+        "pp_degree": problem.pp_degree,
+        "microbatches": problem.microbatches,
+        "placement": placement.kind,
+        "chunks": placement.chunks,
+        "stages": list(placement.stages_of[rank]),
+        "actions": plan.orders.text(rank),
+        "peers": sorted({channel["peer"] for channel in listed}),
+        "channels": listed,
+    }

@@ -1,0 +1,185 @@
+"""Errors as RFC 9457 problem documents: their types, their one shape, and the handlers that make them.
+
+Every answer of the service that is not what was asked for has this shape, those of the framework
+(unknown routes, wrong methods, crashes) included.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, cast
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
+
+MEDIA_TYPE = "application/problem+json"
+_PREFIX = "urn:zbv:problem:"
+
+logger = logging.getLogger(__name__)
+
+
+class ErrorItem(BaseModel):
+    """One broken rule of a body (``pointer``) or of the address (``parameter``)."""
+
+    pointer: str | None = Field(None, description="RFC 6901 JSON pointer into the body.")
+    parameter: str | None = Field(None, description="Name of a path or query parameter.")
+    detail: str
+
+
+class ProblemDetails(BaseModel):
+    """An error (RFC 9457)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(description="A stable URN that names the kind of error.")
+    title: str
+    status: int
+    detail: str = Field(description="What was found, what the rule is, and what to do.")
+    errors: list[ErrorItem] | None = Field(None, description="One entry per broken rule.")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of error: its stable name, status and title."""
+
+    name: str
+    status: int
+    title: str
+
+
+MALFORMED_JSON = Kind("malformed-json", 400, "The body is not JSON")
+NOT_FOUND = Kind("not-found", 404, "There is no such thing")
+METHOD_NOT_ALLOWED = Kind("method-not-allowed", 405, "This address does not take this method")
+BODY_TOO_LARGE = Kind("body-too-large", 413, "The body is too large")
+UNSUPPORTED_MEDIA_TYPE = Kind("unsupported-media-type", 415, "The body has the wrong content type")
+INVALID_BODY = Kind("invalid-body", 422, "The body breaks a rule")
+INVALID_PARAMETER = Kind("invalid-parameter", 422, "A parameter of the address breaks a rule")
+INVALID_PLAN = Kind("invalid-plan", 422, "The plan cannot be executed as its problem demands")
+INFEASIBLE_MEMORY = Kind("infeasible-memory", 422, "No plan fits the memory limit")
+INTERNAL = Kind("internal-error", 500, "The service failed")
+SEARCH_CRASHED = Kind("search-crashed", 500, "The search process died")
+NOT_IMPLEMENTED = Kind("missing-dependency", 501, "This part of the service is not installed")
+NOT_READY = Kind("not-ready", 503, "The service cannot work now")
+
+
+class ProblemError(Exception):
+    """Raised anywhere below a route to answer with a problem document."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        detail: str,
+        errors: list[dict[str, str]] | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+        self.errors = errors
+        self.headers = headers or {}
+
+
+def document(
+    kind: Kind, detail: str, errors: list[dict[str, str]] | None = None, **more: Any
+) -> dict[str, Any]:
+    """A problem document; ``more`` are extension members."""
+    found = {"type": _PREFIX + kind.name, "title": kind.title, "status": kind.status, "detail": detail}
+    return {**found, **({} if errors is None else {"errors": errors}), **more}
+
+
+def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
+    """The problem document of a memory limit that no plan fits."""
+    at = [
+        {
+            "pointer": "/problem/memory/limit",
+            "detail": f"rank {rank} has {error.limits[rank]:.15g} and needs {error.smallest[rank]:.15g}.",
+        }
+        for rank in error.ranks
+    ]
+    return document(INFEASIBLE_MEMORY, str(error), at, smallest_limit=list(error.smallest))
+
+
+def response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """An answer that carries a problem document."""
+    # ASCII, because what we quote from a body may hold half a surrogate pair, which is no UTF-8.
+    return Response(json.dumps(content), content["status"], headers, MEDIA_TYPE)
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of an application a problem document."""
+    app.add_exception_handler(ProblemError, _on_problem)
+    app.add_exception_handler(InvalidInput, _on_invalid_input)
+    app.add_exception_handler(InvalidPlan, _on_invalid_plan)
+    app.add_exception_handler(MissingDependency, _on_missing_dependency)
+    app.add_exception_handler(RequestValidationError, _on_parameters)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_crash)
+
+
+def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
+    """The ``responses`` of a route that can answer with these kinds of errors."""
+    answers: dict[int | str, dict[str, Any]] = {}
+    for kind in (*kinds, INTERNAL):
+        schema = {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}
+        known = answers.setdefault(kind.status, {"description": kind.title, "content": {MEDIA_TYPE: schema}})
+        if kind.title not in known["description"]:
+            known["description"] += f"; or: {kind.title}"
+    return answers
+
+
+async def _on_problem(_request: Request, error: Exception) -> Response:
+    error = cast("ProblemError", error)  # registered for this class alone
+    return response(document(error.kind, error.detail, error.errors), error.headers)
+
+
+async def _on_invalid_input(_request: Request, error: Exception) -> Response:
+    error = cast("InvalidInput", error)
+    errors = [{"pointer": issue.pointer, "detail": issue.detail} for issue in error.issues]
+    return response(document(INVALID_BODY, str(error), errors))
+
+
+async def _on_invalid_plan(_request: Request, error: Exception) -> Response:
+    return response(document(INVALID_PLAN, str(error), [{"pointer": "/ranks", "detail": str(error)}]))
+
+
+async def _on_missing_dependency(_request: Request, error: Exception) -> Response:
+    return response(document(NOT_IMPLEMENTED, str(error)))
+
+
+async def _on_parameters(_request: Request, error: Exception) -> Response:
+    error = cast("RequestValidationError", error)
+    errors = []
+    for entry in error.errors():
+        where, *names = entry["loc"]
+        name = ".".join(map(str, names)) or str(where)
+        message = f"found {str(entry['input'])[:60]!r}; {entry['msg'][0].lower()}{entry['msg'][1:]}."
+        errors.append({"parameter": name, "detail": message})
+    detail = "; ".join(f"{entry['parameter']}: {entry['detail']}" for entry in errors)
+    return response(document(INVALID_PARAMETER, detail, errors))
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    error = cast("HTTPException", error)
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        detail = f"found no {request.url.path} here; the addresses are in /openapi.json."
+        return response(document(NOT_FOUND, detail), headers)
+    if error.status_code == 405:
+        allowed = headers.get("Allow", "another method")
+        detail = f"found {request.method}; {request.url.path} takes {allowed}."
+        return response(document(METHOD_NOT_ALLOWED, detail), headers)
+    phrase = HTTPStatus(error.status_code).phrase
+    kind = Kind(phrase.lower().replace(" ", "-"), error.status_code, phrase)
+    return response(document(kind, str(error.detail)), headers)
+
+
+async def _on_crash(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    detail = "An error of the service, not of the request; its log has the details. Nothing was stored."
+    return response(document(INTERNAL, detail))

@@ -1,0 +1,108 @@
+"""An executor whose processes fail one by one.
+
+A :class:`concurrent.futures.ProcessPoolExecutor` breaks as a whole when one of its processes dies, and
+takes every other search down with it. Here each process is a pool of its own, so a death is known to be
+the fault of the task it ran.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ORPHANED = 70
+"""Exit status of a process whose service is gone."""
+
+logger = logging.getLogger(__name__)
+
+
+class IsolatedProcesses(Executor):
+    """As many processes as there are tasks at the same time; idle ones are kept for the next task.
+
+    The caller bounds the number of tasks. A task whose process dies fails with
+    :class:`concurrent.futures.BrokenExecutor`; the others never notice.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[ProcessPoolExecutor] = []
+        self._all: dict[ProcessPoolExecutor, Future[int]] = {}
+        self._is_shut_down = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a call in an idle process, or in a new one."""
+        while True:
+            with self._lock:
+                if self._is_shut_down:
+                    raise RuntimeError("the executor was shut down; it takes no more tasks.")
+                pool = self._idle.pop() if self._idle else self._new()
+            try:
+                future = pool.submit(fn, *args, **kwargs)
+            except BrokenExecutor:
+                self._discard(pool)  # it died while idle
+                continue
+            future.add_done_callback(partial(self._returned, pool))
+            return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End every process once its task has ended."""
+        with self._lock:
+            self._is_shut_down = True
+            pools = list(self._all)
+        for pool in pools:
+            pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+    def kill(self) -> None:
+        """End every process now, whatever it does."""
+        with self._lock:
+            self._is_shut_down = True
+            started = [process_id for process_id in self._all.values() if process_id.done()]
+        for process_id in started:
+            if process_id.exception() is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process_id.result(), signal.SIGKILL)
+
+    def _new(self) -> ProcessPoolExecutor:
+        # Spawned, never forked: this process has threads.
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare)
+        self._all[pool] = pool.submit(os.getpid)
+        return pool
+
+    def _returned(self, pool: ProcessPoolExecutor, future: Future[Any]) -> None:
+        if not future.cancelled() and isinstance(future.exception(), BrokenExecutor):
+            self._discard(pool)
+            return
+        with self._lock:
+            if not self._is_shut_down:
+                self._idle.append(pool)
+
+    def _discard(self, pool: ProcessPoolExecutor) -> None:
+        logger.warning("a search process died; it is replaced when the next search starts")
+        with self._lock:
+            self._all.pop(pool, None)
+        pool.shutdown(wait=False)
+
+
+def _prepare() -> None:
+    """In the new process: leave Ctrl-C to the service, and follow it when it dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, name="zbv-orphan-watch", daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # a pipe from the parent ends with it, however it dies
+        os._exit(ORPHANED)

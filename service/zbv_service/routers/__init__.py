@@ -1,0 +1,1 @@
+"""HTTP, and nothing else: each router translates between addresses and the module it is named after."""

@@ -1,0 +1,110 @@
+"""``/v1/plans``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from zbv_service.bodies import read_json
+from zbv_service.documents import ImportedPlan, PlanDocument, RankDocument
+from zbv_service.openapi import body_of, content_of
+from zbv_service.problems import (
+    BODY_TOO_LARGE,
+    INVALID_BODY,
+    INVALID_PARAMETER,
+    INVALID_PLAN,
+    MALFORMED_JSON,
+    NOT_FOUND,
+    NOT_IMPLEMENTED,
+    UNSUPPORTED_MEDIA_TYPE,
+    documented,
+)
+from zbv_service.routers.rooms import immutable, rooms
+
+router = APIRouter(prefix="/v1/plans", tags=["plans"])
+
+_NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "The caller has it already."}}
+
+
+@router.post(
+    "",
+    operation_id="import_plan",
+    summary="Store a plan made elsewhere",
+    status_code=201,
+    response_model=ImportedPlan,
+    response_description="Verified and stored.",
+    openapi_extra=body_of(PlanDocument),
+    responses={
+        200: {"model": ImportedPlan, "description": "It was there already."},
+        **documented(MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY, INVALID_PLAN),
+    },
+)
+async def import_plan(request: Request) -> Response:
+    """The plan is verified, and its metrics are computed anew; a wrong one is not stored."""
+    found = rooms(request)
+    body = await read_json(request, found.settings.max_plan_bytes)
+    summary, is_new = await found.plans.add(body)
+    answer = ImportedPlan(
+        plan_id=summary.plan_id,
+        objective=summary.value,
+        lower_bound=summary.lower_bound,
+        gap=summary.gap,
+    )
+    headers = {"Location": f"/v1/plans/{summary.plan_id}"}
+    return Response(answer.model_dump_json(), 201 if is_new else 200, headers, "application/json")
+
+
+@router.get(
+    "/{plan_id}",
+    operation_id="get_plan",
+    summary="A plan",
+    response_class=Response,
+    responses={
+        200: content_of(PlanDocument, "The plan; it never changes."),
+        **_NOT_MODIFIED,
+        **documented(NOT_FOUND),
+    },
+)
+async def get_plan(request: Request, plan_id: str) -> Response:
+    """The whole plan, with every rank's actions."""
+    text = await rooms(request).plans.text(plan_id)
+    headers, known = immutable(request, plan_id)
+    return known or Response(text, headers=headers, media_type="application/json")
+
+
+@router.get(
+    "/{plan_id}/ranks/{rank}",
+    operation_id="get_rank",
+    summary="One rank's part of a plan",
+    response_class=Response,
+    responses={
+        200: content_of(RankDocument, "The rank's part; it never changes."),
+        **_NOT_MODIFIED,
+        **documented(NOT_FOUND, INVALID_PARAMETER),
+    },
+)
+async def get_rank(request: Request, plan_id: str, rank: int) -> Response:
+    """Its actions, and what it exchanges with which peers in which order."""
+    text = await rooms(request).plans.rank(plan_id, rank)
+    headers, known = immutable(request, f"{plan_id}-{rank}")
+    return known or Response(text, headers=headers, media_type="application/json")
+
+
+@router.get(
+    "/{plan_id}/export/{format_name}",
+    operation_id="export_plan",
+    summary="A plan in another format",
+    response_class=Response,
+    responses={
+        200: {"description": "The plan, as a file.", "content": {"*/*": {"schema": {"type": "string"}}}},
+        **_NOT_MODIFIED,
+        **documented(NOT_FOUND, NOT_IMPLEMENTED),
+    },
+)
+async def export_plan(request: Request, plan_id: str, format_name: str) -> Response:
+    """The formats of ``zbv export``."""
+    text, media_type, name = await rooms(request).plans.export(plan_id, format_name)
+    headers, known = immutable(request, f"{plan_id}-{format_name}")
+    headers["Content-Disposition"] = f'attachment; filename="{name}"'
+    return known or Response(text, headers=headers, media_type=media_type)

@@ -1,0 +1,124 @@
+"""Searches under a test's control. Search processes import this module, so it lies on the path alone.
+
+Each is a :class:`zbv_service.task.SearchFunction`. The test talks to it by files in the directory that
+``ZBV_TEST_DIRECTORY`` names: search processes inherit the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zbv_service.task import ProgressLike
+from zbv_solver.orders import Action, Orders
+from zbv_solver.plan import Metrics, Plan, Provenance
+from zbv_solver.problem import Problem
+
+DEADLINE = 60.0
+
+
+def directory() -> Path:
+    return Path(os.environ["ZBV_TEST_DIRECTORY"])
+
+
+def orders_of(problem: Problem) -> Orders:
+    """One microbatch after the other: always valid."""
+    ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
+    rank_of, stages = problem.placement.rank_of, range(problem.n_stages)
+    for j in range(problem.microbatches):
+        for s in stages:
+            ranks[rank_of[s]].append(Action(s, "F", j))
+        for s in reversed(stages):
+            ranks[rank_of[s]].append(Action(s, "B", j))
+    return Orders.from_actions(ranks)
+
+
+def plan_of(problem: Problem, method: str = "fake") -> Plan:
+    """A plan whose stated metrics are made up: only for what the service does around plans."""
+    peak = problem.smallest_limit
+    metrics = Metrics(8.0, 8.0, 0.5, peak, 4.0, 1.0, "feasible")
+    return Plan(problem, orders_of(problem), metrics, provenance=Provenance(method))
+
+
+@dataclass(frozen=True)
+class FakeProgress:
+    objective: float
+    lower_bound: float
+    gap: float
+    method: str
+    orders: Orders
+
+
+def immediate(
+    problem: Problem,
+    options: dict[str, Any],
+    on_progress: Callable[[ProgressLike], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | None,
+) -> Plan:
+    """Ends at once."""
+    return plan_of(problem)
+
+
+def held(
+    problem: Problem,
+    options: dict[str, Any],
+    on_progress: Callable[[ProgressLike], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | None,
+) -> Plan:
+    """Reports one incumbent, then waits for the file ``release`` or for cancellation."""
+    here = directory()
+    (here / f"started-{os.getpid()}").touch()
+    if incumbent is not None:
+        (here / "resumed").write_text("\n".join(incumbent.text(0)))
+    on_progress(FakeProgress(9.0, 4.0, 1.25, "held", orders_of(problem)))
+    until = time.monotonic() + DEADLINE
+    while not (here / "release").exists() and not cancelled():
+        if time.monotonic() > until:
+            raise TimeoutError("the test neither released nor cancelled its search.")
+        time.sleep(0.01)
+    return plan_of(problem, "cancelled" if cancelled() else "released")
+
+
+def deaf(
+    problem: Problem,
+    options: dict[str, Any],
+    on_progress: Callable[[ProgressLike], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | None,
+) -> Plan:
+    """Never asks whether it is cancelled."""
+    return held(problem, options, on_progress, lambda: False, incumbent)
+
+
+def dying(
+    problem: Problem,
+    options: dict[str, Any],
+    on_progress: Callable[[ProgressLike], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | None,
+) -> Plan:
+    """Dies by SIGKILL while there is a file ``die-N`` left, each of which it uses up; then ends."""
+    here = directory()
+    fatal = sorted(here.glob(f"die-{problem.microbatches}-*"))
+    if fatal:
+        fatal[0].unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plan_of(problem)
+
+
+def broken(
+    problem: Problem,
+    options: dict[str, Any],
+    on_progress: Callable[[ProgressLike], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | None,
+) -> Plan:
+    """Fails with an error that is nobody's input."""
+    raise ZeroDivisionError("secret detail")

@@ -1,0 +1,154 @@
+"""Searches over HTTP: accepted, shared, followed, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.service.conftest import PROBLEM, Serving
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_search_is_accepted_and_ends_with_a_plan(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        accepted = await service.submit()
+        assert accepted.status_code == 202
+        assert int(accepted.headers["retry-after"]) > 0
+        body = accepted.json()
+        assert body["state"] in ("queued", "running")
+        assert accepted.headers["location"] == f"/v1/searches/{body['id']}"
+        assert body["problem_summary"]["pp_degree"] == 2
+        assert body["options"] == {"effort": "standard", "time_limit": None, "seed": 0}
+
+        done = await service.ended(body["id"])
+        assert (done["state"], done["objective"], done["error"]) == ("done", 8, None)
+        plan = await service.http.get(f"/v1/plans/{done['plan_id']}")
+        assert plan.json()["plan_id"] == done["plan_id"]
+
+
+async def test_a_done_search_answers_the_same_request_again(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        first = (await service.submit()).json()
+        await service.ended(first["id"])
+        again = await service.submit()
+        assert again.status_code == 200
+        assert again.json()["id"] == first["id"]
+        # The same question in other words: normalised, it is equal.
+        spelled = {**PROBLEM, "placement": "v", "objective": "span"}
+        assert (await service.submit(spelled, effort="standard")).json()["id"] == first["id"]
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"effort": "quick"}, {"time_limit": 5.0}])
+async def test_other_options_are_another_search(serving: Serving, options: dict[str, Any]) -> None:
+    async with serving("immediate") as service:
+        first = (await service.submit()).json()
+        assert (await service.submit(**options)).json()["id"] != first["id"]
+
+
+async def test_a_running_search_is_shared(serving: Serving, directory: Path) -> None:
+    async with serving("held") as service:
+        first = (await service.submit()).json()
+        await service.until(first["id"], lambda found: found["state"] == "running")
+        again = await service.submit()
+        assert (again.status_code, again.json()["id"]) == (202, first["id"])
+        (directory / "release").touch()
+        await service.ended(first["id"])
+
+
+async def test_many_equal_requests_at_once_are_one_search(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        answers = await asyncio.gather(*(service.submit() for _ in range(20)))
+        assert {answer.status_code for answer in answers} <= {200, 202}
+        assert len({answer.json()["id"] for answer in answers}) == 1
+
+
+async def test_progress_shows_while_a_search_runs(serving: Serving, directory: Path) -> None:
+    async with serving("held") as service:
+        search_id = (await service.submit()).json()["id"]
+        seen = await service.until(search_id, lambda found: found["objective"] is not None)
+        assert (seen["state"], seen["objective"], seen["lower_bound"], seen["gap"]) == ("running", 9, 4, 1.25)
+        assert seen["method"] == "held"
+        (directory / "release").touch()
+        assert (await service.ended(search_id))["objective"] == 8
+
+
+async def test_cancelling_keeps_the_best_plan_and_frees_the_request(serving: Serving) -> None:
+    async with serving("held") as service:
+        search_id = (await service.submit()).json()["id"]
+        await service.until(search_id, lambda found: found["objective"] is not None)
+        answer = await service.http.post(f"/v1/searches/{search_id}/cancel")
+        assert answer.status_code == 202
+        assert answer.json()["cancel_requested"]
+        cancelled = await service.ended(search_id)
+        assert cancelled["state"] == "cancelled"
+        plan = await service.http.get(f"/v1/plans/{cancelled['plan_id']}")
+        assert plan.json()["provenance"]["method"] == "cancelled"
+
+        again = await service.http.post(f"/v1/searches/{search_id}/cancel")
+        assert (again.status_code, again.json()) == (200, cancelled)
+        anew = (await service.submit()).json()
+        assert anew["id"] != search_id
+        await service.http.post(f"/v1/searches/{anew['id']}/cancel")
+        await service.ended(anew["id"])
+
+
+async def test_a_queued_search_is_cancelled_at_once(serving: Serving, directory: Path) -> None:
+    async with serving("held", searches=1) as service:
+        running = (await service.submit()).json()["id"]
+        await service.until(running, lambda found: found["state"] == "running")
+        waiting = (await service.submit(seed=1)).json()["id"]
+        answer = await service.http.post(f"/v1/searches/{waiting}/cancel")
+        assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+        assert answer.json()["plan_id"] is None
+        (directory / "release").touch()
+        assert (await service.ended(running))["state"] == "done"
+
+
+async def test_searches_run_at_most_so_many_at_a_time_and_in_order(serving: Serving, directory: Path) -> None:
+    async with serving("held", searches=2) as service:
+        ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(4)]
+        for search_id in ids[:2]:
+            await service.until(search_id, lambda found: found["objective"] is not None)
+        assert [(await service.search(search_id))["state"] for search_id in ids[2:]] == ["queued"] * 2
+        (directory / "release").touch()
+        for search_id in ids:
+            assert (await service.ended(search_id))["state"] == "done"
+
+
+async def test_the_list_shows_the_newest_first(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(3)]
+        listed = (await service.http.get("/v1/searches")).json()["searches"]
+        assert [entry["id"] for entry in listed] == ids[::-1]
+        limited = (await service.http.get("/v1/searches", params={"limit": 1})).json()["searches"]
+        assert [entry["id"] for entry in limited] == ids[-1:]
+
+
+async def test_an_infeasible_memory_limit_is_an_answer(serving: Serving) -> None:
+    tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "static": [0, 1], "limit": [2, 2.5]}}
+    async with serving("immediate") as service:
+        search_id = (await service.submit(tight)).json()["id"]
+        ended = await service.ended(search_id)
+        assert (ended["state"], ended["plan_id"]) == ("infeasible", None)
+        error = ended["error"]
+        assert error["type"] == "urn:zbv:problem:infeasible-memory"
+        assert error["smallest_limit"] == [2, 3]
+        assert [entry["pointer"] for entry in error["errors"]] == ["/problem/memory/limit"]
+        assert "rank 1" in error["detail"]
+        again = await service.submit(tight)
+        assert (again.status_code, again.json()["id"]) == (200, search_id)
+
+
+async def test_a_search_that_fails_says_so_and_can_be_asked_again(serving: Serving) -> None:
+    async with serving("broken") as service:
+        search_id = (await service.submit()).json()["id"]
+        ended = await service.ended(search_id)
+        assert ended["state"] == "failed"
+        assert ended["error"]["type"] == "urn:zbv:problem:internal-error"
+        assert "secret" not in str(ended)
+        again = await service.submit()
+        assert again.json()["id"] != search_id
+        await service.ended(again.json()["id"])

@@ -1,0 +1,110 @@
+"""What the ranks must agree on before the first step, and again at every change of plan.
+
+Two ranks with different plans hang or corrupt silently. So every rank states what it was started with, all
+read all statements, and every rank refuses with the same message when they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbv_solver.channels import Channel
+
+from zbv_worker.channels import ChannelKey, Transport, key_of
+from zbv_worker.errors import ChannelTimeout, Disagreement
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank was started with.
+
+    Attributes
+    ----------
+    model
+        Fingerprint of the model, its arguments and its number of stages.
+    """
+
+    plan_id: str
+    pp_rank: int
+    pp_degree: int
+    world_size: int
+    model: str
+    backend: str
+    steps: int
+    channels: tuple[Channel, ...]
+
+
+_COMMON = ("plan_id", "pp_degree", "world_size", "model", "backend", "steps")
+
+
+def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[ChannelKey, ...]:
+    """Exchange statements; returns every channel of the pipeline, the same on all ranks.
+
+    Raises
+    ------
+    Disagreement
+        Naming what differs and on which ranks. Raised on every rank alike.
+    ChannelTimeout
+        When a rank does not take part.
+    """
+    try:
+        statements: list[Statement] = transport.gather(mine, timeout)
+    except TimeoutError as error:
+        raise ChannelTimeout(
+            f"rank {transport.rank} waited {timeout:g} s for all {transport.world_size} ranks to agree on "
+            f"the plan ({error}). Start every rank within that time, or raise --timeout."
+        ) from error
+    _check_common(statements)
+    _check_ranks(statements)
+    _check_channels(statements)
+    return tuple(sorted({key_of(channel) for statement in statements for channel in statement.channels}))
+
+
+def _check_common(statements: Sequence[Statement]) -> None:
+    for name in _COMMON:
+        values: dict[object, list[int]] = {}
+        for rank, statement in enumerate(statements):
+            values.setdefault(getattr(statement, name), []).append(rank)
+        if len(values) > 1:
+            # The larger group first: those on their own are probably the ones started wrongly.
+            groups = sorted(values.items(), key=lambda item: (-len(item[1]), item[1]))
+            found = "; ".join(f"{_ranks(ranks)}: {_shown(value)}" for value, ranks in groups)
+            raise Disagreement(
+                f"the ranks differ in {name.replace('_', ' ')} ({found}). All must be started with the same "
+                f"plan, model and options; nothing was run."
+            )
+
+
+def _check_ranks(statements: Sequence[Statement]) -> None:
+    world, degree = statements[0].world_size, statements[0].pp_degree
+    if world != degree:
+        raise Disagreement(
+            f"found {world} ranks; the plan is for {degree}. Start {degree} ranks, or plan for {world}."
+        )
+    for rank, statement in enumerate(statements):
+        if statement.pp_rank != rank:
+            raise Disagreement(
+                f"rank {rank} has the action list of rank {statement.pp_rank}; it needs its own."
+            )
+
+
+def _check_channels(statements: Sequence[Statement]) -> None:
+    """Both ends of a channel must expect the same tensors in the same order."""
+    for rank, statement in enumerate(statements):
+        for channel in statement.channels:
+            peer = channel.receiver if channel.sender == rank else channel.sender
+            if channel not in statements[peer].channels:
+                raise Disagreement(
+                    f"ranks {channel.sender} and {channel.receiver} expect different tensors on the channel "
+                    f"{key_of(channel)}. Fetch the plan again from the service that made it."
+                )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else f"{text[:12]}…"

@@ -1,0 +1,195 @@
+"""The ``zbv-worker`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zbv_solver import __version__
+
+if TYPE_CHECKING:  # torch takes seconds to import; --help must not
+    from zbv_worker.run import RunOptions
+
+_EXIT_FAILED = 1
+_EXIT_WRONG_INPUT = 2
+
+_RUN_EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 4 --no-python zbv-worker run --server http://planner:8000 --plan 1f3a… \\
+      --model mypackage.model:build --steps 1000
+  torchrun --nproc-per-node 2 --no-python zbv-worker run --plan-file plan.json \\
+      --model zbv_worker.models.gpt:gpt --model-args '{"layers": 8}' --steps 20
+"""
+_PROFILE_EXAMPLES = """\
+example:
+  zbv-worker profile --model zbv_worker.models.gpt:gpt --pp 2 --microbatches 8 -o problem.json
+  zbv plan problem.json -o plan.json
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0 done, 1 failed, 2 the input is wrong."""
+    parsed = _parser().parse_args(arguments)
+    from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
+
+    try:
+        return _run(parsed) if parsed.command == "run" else _profile(parsed)
+    except (InvalidRun, Disagreement) as error:
+        return _failed(error, _EXIT_WRONG_INPUT)
+    except WorkerError as error:
+        return _failed(error, _EXIT_FAILED)
+
+
+def _failed(error: Exception, status: int) -> int:
+    print(f"zbv-worker: {error}", file=sys.stderr, flush=True)
+    return status
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from zbv_worker.distributed import World
+    from zbv_worker.launch import pin_to_core
+    from zbv_worker.run import run
+
+    options = _run_options(parsed)
+    world = World.from_environment()
+    if parsed.pin:
+        pin_to_core(world.local_rank)
+    run(options, world)
+    return 0
+
+
+def _run_options(parsed: argparse.Namespace) -> RunOptions:
+    from zbv_worker.model import ModelSpec
+    from zbv_worker.run import PlanSource, RunOptions
+
+    return RunOptions(
+        source=PlanSource(parsed.server, parsed.plan, parsed.plan_file),
+        model=ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed),
+        steps=parsed.steps,
+        backend=parsed.backend,
+        timeout=parsed.timeout,
+        look_ahead=parsed.look_ahead,
+        threads=parsed.threads,
+        result_dir=parsed.result_dir,
+    )
+
+
+def _profile(parsed: argparse.Namespace) -> int:
+    from zbv_worker.model import ModelSpec
+    from zbv_worker.profile import ProfileOptions, profile, write_problem
+
+    options = ProfileOptions(
+        model=ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed),
+        pp_degree=parsed.pp,
+        microbatches=parsed.microbatches,
+        repeats=parsed.repeats,
+        backend=parsed.backend,
+        memory_limit_fraction=parsed.memory_limit_fraction,
+        timeout=parsed.timeout,
+    )
+    write_problem(profile(options), parsed.output)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zbv-worker",
+        description="Runs pipeline plans on real ranks, and measures what they are made from.",
+    )
+    parser.add_argument("--version", action="version", version=f"zbv-worker {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_run(commands)
+    _add_profile(commands)
+    return parser
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser(
+        "run",
+        help="train a model as one rank of a plan (under torchrun)",
+        description="Train a model as one rank of a plan. Start one per rank, with torchrun.",
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = run.add_argument_group("the plan, from a service or a file")
+    source.add_argument("--server", metavar="URL", help="address of the service")
+    source.add_argument("--plan", metavar="ID", help="the plan's id there")
+    source.add_argument("--plan-file", metavar="FILE", type=Path, help="a plan file, with no service at all")
+    _add_model(run)
+    run.add_argument("--steps", type=_positive, default=20, help="training steps (default 20)")
+    run.add_argument(
+        "--look-ahead", type=_positive, default=3, help="receives posted ahead per channel (default 3)"
+    )
+    run.add_argument("--threads", type=_positive, help="compute threads per rank (default: torch's choice)")
+    run.add_argument("--pin", action="store_true", help="bind every local rank to a CPU core of its own")
+    run.add_argument(
+        "--result-dir",
+        metavar="DIR",
+        type=Path,
+        help="write losses, step times and traces here, one file per rank",
+    )
+
+
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="measure a model's stages on this machine and write a problem",
+        description="Measure F, I, W, B, transfers and memory of a model's 2P stages, by P ranks at once.",
+        epilog=_PROFILE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_model(profile)
+    profile.add_argument("--pp", type=_positive, required=True, metavar="P", help="number of ranks")
+    profile.add_argument(
+        "--microbatches", type=_positive, required=True, metavar="M", help="microbatches per step"
+    )
+    profile.add_argument("--repeats", type=_positive, default=10, help="measurements per number (default 10)")
+    profile.add_argument(
+        "--memory-limit-fraction",
+        type=_positive_number,
+        metavar="X",
+        help="limit the memory of each rank to X of what 1F1B needs on its fullest rank (default: unlimited)",
+    )
+    profile.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, required=True, help="the problem; - for standard output"
+    )
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", required=True, metavar="MODULE:FACTORY", help="see zbv_worker.model for what it must offer"
+    )
+    command.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
+    command.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
+    command.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="gloo: CPU; nccl: CUDA")
+    command.add_argument(
+        "--timeout",
+        type=_positive_number,
+        default=120.0,
+        metavar="S",
+        help="longest wait for a peer (default 120)",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; must be an integer of at least 1")
+    return value
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text!r}; must be a number above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

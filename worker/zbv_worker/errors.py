@@ -1,0 +1,39 @@
+"""The worker's errors, drawn at one place.
+
+::
+
+    WorkerError
+    ├── InvalidRun          what was asked for cannot be run (exit status 2)
+    ├── Disagreement        the ranks were started with different plans or models
+    ├── ChannelTimeout      a peer did not deliver within the timeout
+    ├── PeerLost            the connection to a peer broke
+    └── ModelError          a model broke the protocol of zbv_worker.model
+
+A message names the rank it comes from, the action that could not go on, and the peer it waited for.
+"""
+
+from __future__ import annotations
+
+
+class WorkerError(Exception):
+    """Root of every error the worker raises on purpose. The ranks' process group is unusable afterwards."""
+
+
+class InvalidRun(WorkerError):
+    """What was asked for cannot be run: found, rule, remedy."""
+
+
+class Disagreement(WorkerError):
+    """The ranks were not started with the same plan, model and world."""
+
+
+class ChannelTimeout(WorkerError):
+    """A peer did not deliver, or did not take delivery, within the timeout."""
+
+
+class PeerLost(WorkerError):
+    """The connection to a peer broke: its process ended or its host went away."""
+
+
+class ModelError(WorkerError):
+    """A model's stage returned something that the protocol of :mod:`zbv_worker.model` does not allow."""

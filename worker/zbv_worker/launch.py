@@ -1,0 +1,183 @@
+"""Starts local ranks as processes with the environment that torchrun gives, watches them, and ends them.
+
+For one machine without torchrun: the demonstration, profiling, and tests. No rank outlives the launcher's
+``with`` block, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from zbv_worker.errors import WorkerError
+
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 3.0
+_TAIL_LINES = 12
+
+
+class LaunchError(WorkerError):
+    """A rank ended with an error, or the ranks did not end in time."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def usable_cores() -> list[int]:
+    """The CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def pin_to_core(local_rank: int) -> None:
+    """Bind this process to one core, ranks taking turns; does nothing where the system cannot."""
+    cores = usable_cores()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would put into a rank's environment, and one compute thread per rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        # Names resolve slowly or not at all on some machines; ranks of one host need none.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
+    }
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """A command that runs a module with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+class LocalRanks:
+    """Processes of one pipeline on this machine.
+
+    Parameters
+    ----------
+    commands
+        One per rank.
+    log_dir
+        Each rank's output goes to ``rank-{rank}.log`` there.
+    environment
+        Added to every rank's.
+    """
+
+    def __init__(
+        self, commands: Sequence[Sequence[str]], log_dir: Path, environment: Mapping[str, str] | None = None
+    ):
+        self._commands = commands
+        self._log_dir = log_dir
+        self._environment = dict(environment or {})
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> LocalRanks:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        port = free_port()
+        try:
+            for rank, command in enumerate(self._commands):
+                self._processes.append(self._start(rank, command, port))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid for process in self._processes]
+
+    def log(self, rank: int) -> str:
+        """What a rank has printed."""
+        return self._log_path(rank).read_text(errors="replace")
+
+    def wait(self, timeout: float, on_poll: Callable[[], None] | None = None) -> None:
+        """Wait until all ranks have ended well.
+
+        Raises
+        ------
+        LaunchError
+            When one ended with an error (with the end of its log) or the time is over.
+        """
+        deadline = time.monotonic() + timeout
+        while any(process.poll() is None for process in self._processes):
+            if any(process.returncode for process in self._processes):
+                break
+            if time.monotonic() > deadline:
+                waiting = [rank for rank, process in enumerate(self._processes) if process.returncode is None]
+                raise LaunchError(
+                    f"ranks {waiting} did not end within {timeout:g} s.\n{self._tail(waiting[0])}"
+                )
+            if on_poll is not None:
+                on_poll()
+            time.sleep(_POLL_SECONDS)
+        self._raise_failure()
+
+    def stop(self) -> None:
+        """End every rank: ask, then kill."""
+        for sign, patience in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, _GRACE_SECONDS)):
+            running = [process for process in self._processes if process.poll() is None]
+            for process in running:
+                process.send_signal(sign)
+            deadline = time.monotonic() + patience
+            while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+
+    def _start(self, rank: int, command: Sequence[str], port: int) -> subprocess.Popen[bytes]:
+        added = {**rank_environment(rank, len(self._commands), port), **self._environment}
+        with ExitStack() as stack:
+            log = stack.enter_context(self._log_path(rank).open("wb"))
+            return subprocess.Popen(
+                command,
+                env={**os.environ, **added},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _raise_failure(self) -> None:
+        failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
+        if not failed:
+            return
+        # Ranks that lost a failed peer fail after it; a moment later all of them have told their story.
+        time.sleep(_POLL_SECONDS)
+        code = self._processes[failed[0]].returncode
+        raise LaunchError(f"rank {failed[0]} ended with status {code}.\n{self._tail(failed[0])}")
+
+    def _tail(self, rank: int) -> str:
+        lines = self.log(rank).strip().splitlines()[-_TAIL_LINES:]
+        return "\n".join(f"  rank {rank}: {line}" for line in lines)
+
+    def _log_path(self, rank: int) -> Path:
+        return self._log_dir / f"rank-{rank}.log"
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    return next((name for name in ("lo", "lo0") if name in names), "lo")

@@ -1,0 +1,124 @@
+"""What a model must offer to be run as a pipeline, and how a run names one.
+
+A model is given as ``package.module:factory``. The factory takes keyword arguments (``--model-args``, and
+``seed``) and returns an object that satisfies :class:`PipelineModel`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from zbv_worker.errors import InvalidRun, ModelError
+
+
+@runtime_checkable
+class PipelineModel(Protocol):
+    """A model that can be built stage by stage.
+
+    Rules that the worker relies on and cannot check on one rank:
+
+    - Stage k of S covers the same layers as stages 2k and 2k + 1 of 2S, in the same order.
+    - A layer's initial parameters depend on the seed and the layer, never on S or on which other layers are
+      built beside it. Then every placement trains the same model.
+    - A parameter's name is the same in every cut (name modules after their layer, not after their place).
+    - A stage maps one floating-point tensor to one; the first takes the microbatch's input. Their shapes do
+      not change from microbatch to microbatch. A stage's output may be a view, but a stage must not write to
+      its input.
+    """
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        """Stage ``stage`` of ``n_stages``, on ``device``, in training mode."""
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """Input of the first stage and target of the last, on the CPU; the same on every rank.
+
+        Only ranks that host the first or the last stage call this.
+        """
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean loss over a microbatch, a scalar. Gradients are those of its mean over the microbatches."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of one rank's parameters."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model to build: all ranks must agree on it.
+
+    Attributes
+    ----------
+    factory
+        ``package.module:name``.
+    arguments
+        Keyword arguments of the factory; values are what JSON can say.
+    """
+
+    factory: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, factory: str, arguments: str | None, seed: int) -> ModelSpec:
+        """Read the command line's ``--model`` and ``--model-args``; raises :class:`InvalidRun`."""
+        try:
+            decoded = json.loads(arguments) if arguments else {}
+        except json.JSONDecodeError as error:
+            raise InvalidRun(
+                f"--model-args: found {arguments!r}; must be a JSON object ({error}). "
+                f"""Write for example '{{"layers": 8}}'."""
+            ) from None
+        if not isinstance(decoded, dict):
+            raise InvalidRun(
+                f"--model-args: found {arguments!r}; must be a JSON object of keyword arguments."
+            )
+        return cls(factory, decoded, seed)
+
+    def build(self) -> PipelineModel:
+        """Call the factory; raises :class:`InvalidRun` when it cannot be found or returns something else."""
+        model = self._load()(**{"seed": self.seed, **self.arguments})
+        if not isinstance(model, PipelineModel):
+            raise InvalidRun(
+                f"--model {self.factory}: its result is a {type(model).__name__} without build_stage, "
+                f"microbatch, loss and optimizer; see zbv_worker.model.PipelineModel."
+            )
+        return model
+
+    def fingerprint(self, n_stages: int) -> str:
+        """Identity of the model as a pipeline of ``n_stages``; equal on ranks that may run together."""
+        parts = [self.factory, dict(self.arguments), self.seed, n_stages]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _load(self) -> Callable[..., Any]:
+        name, colon, attribute = self.factory.partition(":")
+        if not (colon and name and attribute):
+            raise InvalidRun(f"--model: found {self.factory!r}; must be package.module:factory.")
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise InvalidRun(
+                f"--model {self.factory}: there is no module {error.name!r} here. Install it, or put its "
+                f"directory on PYTHONPATH."
+            ) from None
+        factory = getattr(module, attribute, None)
+        if not callable(factory):
+            raise InvalidRun(f"--model {self.factory}: {name} has no callable {attribute!r}.")
+        return factory  # type: ignore[no-any-return]  # what the user's module holds is Any
+
+
+def build_stage(model: PipelineModel, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+    """A model's stage, checked to be one; raises :class:`ModelError`."""
+    module = model.build_stage(stage, n_stages, device)
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"build_stage({stage}, {n_stages}) returned {type(module).__name__}; must be an nn.Module."
+        )
+    return module.train()

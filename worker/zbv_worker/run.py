@@ -1,0 +1,207 @@
+"""One rank's run: get the plan, agree with the peers, build the stages, train.
+
+This is what ``zbv-worker run`` does in each process that torchrun starts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.placement import Placement, PlacementKind
+from zbv_solver.plan import identity, parse_orders, parse_plan_document
+from zbv_solver.schema import problem_json
+
+from zbv_worker.agreement import Statement, agree
+from zbv_worker.channels import Transport
+from zbv_worker.distributed import Backend, DistributedTransport, World, select_device
+from zbv_worker.errors import InvalidRun
+from zbv_worker.executor import DEFAULT_LOOK_AHEAD, Executor
+from zbv_worker.model import ModelSpec, PipelineModel, build_stage
+from zbv_worker.rank_plan import RankPlan
+from zbv_worker.stage import Stage
+from zbv_worker.trace import RankReport
+
+
+@dataclass(frozen=True)
+class PlanSource:
+    """Where a rank's list comes from: a service and a plan's id, or a file."""
+
+    server: str | None = None
+    plan_id: str | None = None
+    file: Path | None = None
+
+    def rank_plan(self, rank: int, timeout: float) -> RankPlan:
+        """The list of one rank; raises :class:`InvalidRun`."""
+        if self.file is not None:
+            return _from_file(self.file, rank)
+        if self.server is None or self.plan_id is None:
+            raise InvalidRun("found no plan; give --server URL and --plan ID, or --plan-file FILE.")
+        return _from_service(self.server, self.plan_id, rank, timeout)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run a plan.
+
+    Attributes
+    ----------
+    timeout
+        Seconds that a rank waits for any peer.
+    threads
+        Compute threads per rank on CPU; None leaves torch's choice.
+    """
+
+    source: PlanSource
+    model: ModelSpec
+    steps: int
+    backend: Backend = "gloo"
+    timeout: float = 120.0
+    look_ahead: int = DEFAULT_LOOK_AHEAD
+    threads: int | None = None
+    result_dir: Path | None = None
+
+
+def run(options: RunOptions, world: World) -> RankReport:
+    """Run as one rank of the world.
+
+    Raises
+    ------
+    WorkerError
+        See :mod:`zbv_worker.errors`; the process should end then.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = select_device(options.backend, world.local_rank)
+    plan = options.source.rank_plan(world.rank, options.timeout)
+    transport = DistributedTransport(world, options.backend, device, options.timeout)
+    try:
+        report = train(options, plan, transport, device)
+        transport.flush(options.timeout)
+        transport.barrier(options.timeout)  # nobody hangs up while a peer still receives
+    finally:
+        transport.close()
+    if options.result_dir is not None:
+        report.write(options.result_dir)
+    return report
+
+
+def train(options: RunOptions, plan: RankPlan, transport: Transport, device: torch.device) -> RankReport:
+    """Agree with the peers, build this rank's stages and run all steps."""
+    keys = agree(transport, _statement(options, plan, transport), options.timeout)
+    transport.open(keys, options.timeout)
+    model = options.model.build()
+    stages = build_stages(model, plan, device)
+    executor = Executor(
+        plan,
+        stages,
+        model,
+        transport,
+        device=device,
+        timeout=options.timeout,
+        look_ahead=options.look_ahead,
+    )
+    parameters = list(chain.from_iterable(stage.module.parameters() for stage in stages.values()))
+    optimizer = model.optimizer(parameters) if parameters else None
+    report = RankReport(plan.plan_id, plan.rank)
+    for step in range(options.steps):
+        result = executor.step(step)
+        before = time.perf_counter()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        report.steps.append(result)
+        report.optimizer_seconds.append(time.perf_counter() - before)
+        if result.loss is not None:
+            print(f"step {step}: loss {result.loss:.4f}, {result.seconds:.3f} s", file=sys.stderr, flush=True)  # noqa: T201
+    return report
+
+
+def build_stages(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, Stage]:
+    """The stages that a rank hosts, and no others."""
+    n_stages = plan.placement.n_stages
+    return {
+        index: Stage(
+            index,
+            n_stages,
+            build_stage(model, index, n_stages, device),
+            plan.microbatches,
+            model.loss if index == n_stages - 1 else None,
+        )
+        for index in plan.stages
+    }
+
+
+def _statement(options: RunOptions, plan: RankPlan, transport: Transport) -> Statement:
+    return Statement(
+        plan_id=plan.plan_id,
+        pp_rank=plan.rank,
+        pp_degree=plan.placement.pp_degree,
+        world_size=transport.world_size,
+        model=options.model.fingerprint(plan.placement.n_stages),
+        backend=options.backend,
+        steps=options.steps,
+        channels=plan.channels,
+    )
+
+
+def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankPlan:
+    from zbv_service.client import Client, ClientError
+
+    try:
+        with Client(server, timeout=timeout) as client:
+            answer = client.rank(plan_id, rank)
+    except ClientError as error:
+        raise InvalidRun(f"rank {rank}: no action list of plan {plan_id} from {server}: {error}") from error
+    kinds: dict[str, PlacementKind] = {"v": "v", "loop": "loop", "single": "single"}
+    if answer.placement not in kinds:
+        raise InvalidRun(
+            f"rank {rank}: found placement {answer.placement!r}; this worker knows {', '.join(kinds)}. "
+            f"Use the same version as the service."
+        )
+    return RankPlan(
+        plan_id=answer.plan_id,
+        rank=answer.rank,
+        placement=Placement(kinds[answer.placement], answer.pp_degree, answer.chunks),
+        microbatches=answer.microbatches,
+        actions=answer.actions,
+        channels=answer.channels,
+    )
+
+
+def _from_file(path: Path, rank: int) -> RankPlan:
+    try:
+        problem, orders = parse_orders(parse_plan_document(json.loads(path.read_text())))
+        _verify(problem, orders)
+    except OSError as error:
+        raise InvalidRun(f"--plan-file {path}: {error.strerror}.") from error
+    except json.JSONDecodeError as error:
+        raise InvalidRun(f"--plan-file {path}: not JSON ({error}).") from error
+    except (InvalidInput, InvalidPlan) as error:
+        raise InvalidRun(f"--plan-file {path}: {error}") from error
+    if rank >= problem.pp_degree:
+        raise InvalidRun(
+            f"found rank {rank}; the plan has {problem.pp_degree} ranks. Start as many processes, or plan "
+            f"for more ranks."
+        )
+    return RankPlan.of(identity(problem_json(problem), orders.all_text()), problem, orders, rank)
+
+
+def _verify(problem: Any, orders: Any) -> None:
+    """The solver's verification, where the solver is installed (a GPU node may have only its plan format)."""
+    try:
+        from zbv_solver.verify import verify_orders
+    except ModuleNotFoundError as error:
+        print(  # noqa: T201
+            f"The plan file is not verified here: {error.name} is not installed. Verify it with `zbv check`.",
+            file=sys.stderr,
+        )
+        return
+    verify_orders(problem, orders)

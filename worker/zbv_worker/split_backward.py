@@ -1,0 +1,279 @@
+"""Splits the backward of any module tree into I (input gradients) and W (weight gradients).
+
+The method is the weight-grad store of DualPipe and of the zero-bubble schedules (Qi et al. 2023, §2): in
+the backward pass a Linear computes the gradient of its input at once, and *queues* what the gradient of
+its weight needs, which is its input and the gradient of its output. Running the queue later is W.
+
+:func:`defer_weight_gradients` prepares a module tree: every plain ``nn.Linear`` and ``nn.Embedding`` changes
+its class to a subclass that can queue. Parameters, buffers and the names in the state dict stay as they
+are, and outside of :meth:`Recorder.into` the modules do exactly what they did before: a fused backward (B),
+an evaluation or a reference run takes PyTorch's own path.
+
+What is not queued is computed by autograd during I, neither lost nor doubled: LayerNorm and RMSNorm (their
+weight gradients fall out of the input gradient's own pass; queueing them would cost a second pass, and hold
+two more activations until W), convolutions, parameters that a module owns itself, subclasses of Linear with
+a forward of their own, reparametrised weights, and sparse or renormalising embeddings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+
+class _Deferred(Protocol):
+    """One queued weight gradient."""
+
+    def accumulate(self) -> None:
+        """Add the gradient into ``.grad``; runs under ``no_grad``."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held in memory until then."""
+
+
+class WeightGrads:
+    """The queued weight gradients of one stage and microbatch.
+
+    Its life follows the plan: F records into it, I fills it, W runs it. It holds tensors only from I to W.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[_Deferred] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def push(self, deferred: _Deferred) -> None:
+        """Queue a weight gradient."""
+        self._queue.append(deferred)
+
+    def run(self) -> None:
+        """Compute every queued gradient and accumulate it into its parameter's ``.grad``.
+
+        Each one's tensors are released as soon as it is done. Without ``no_grad`` the results would carry a
+        graph that keeps every output gradient alive.
+        """
+        with torch.no_grad():
+            while self._queue:
+                self._queue.popleft().accumulate()
+
+    def held_tensors(self) -> list[Tensor]:
+        """The tensors kept alive until :meth:`run`."""
+        return [tensor for deferred in self._queue for tensor in deferred.tensors()]
+
+
+class Recorder:
+    """Tells the modules of one tree where to queue.
+
+    The modules refer to it themselves, rather than to something per thread: with activation checkpointing
+    the forward runs again inside I, which on CUDA happens on a thread of autograd's.
+    """
+
+    def __init__(self) -> None:
+        self.queue: WeightGrads | None = None
+
+    @contextmanager
+    def into(self, queue: WeightGrads | None) -> Iterator[None]:
+        """Within it, forwards of the tree queue into ``queue`` when their backward comes."""
+        before, self.queue = self.queue, queue
+        try:
+            yield
+        finally:
+            self.queue = before
+
+
+def defer_weight_gradients(module: nn.Module) -> Recorder:
+    """Prepare a module tree, in place; returns its recorder. Safe to call twice.
+
+    Only the exact classes ``nn.Linear`` and ``nn.Embedding`` are changed: a subclass may mean something else
+    by its weight. Trees that share modules share a recorder; a rank runs one action at a time.
+    """
+    children = [child for child in module.modules() if isinstance(child, (nn.Linear, nn.Embedding))]
+    known = [child.recorder for child in children if isinstance(child, _QUEUEING)]
+    recorder = known[0] if known else Recorder()
+    for child in children:
+        if type(child) in _SUBCLASS:
+            # Swapping the class is what keeps parameters, hooks and state-dict names as they are.
+            child.__class__ = _SUBCLASS[type(child)]  # type: ignore[assignment]  # a subclass of its own class
+        if isinstance(child, _QUEUEING):
+            child.recorder = recorder
+    return recorder
+
+
+def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
+    """Where to queue a weight's gradient, or None when autograd must compute it.
+
+    A weight that is not a leaf is itself the result of something (weight norm, a functional call); its
+    gradient has further to go, so it cannot be deferred.
+    """
+    if recorder.queue is None or not torch.is_grad_enabled() or not weight.is_leaf:
+        return None
+    return recorder.queue if isinstance(weight, nn.Parameter) else None
+
+
+class _QueueingLinear(nn.Linear):
+    """A Linear whose weight gradient can be queued."""
+
+    recorder: Recorder
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``nn.Linear.forward``: (..., in_features) to (..., out_features)."""
+        queue, bias = _queue_for(self.recorder, self.weight), self.bias
+        trainable = self.weight.requires_grad or (bias is not None and bias.requires_grad)
+        if queue is None or not trainable or (bias is not None and not bias.is_leaf):
+            return super().forward(input)
+        output: Tensor = _LinearFunction.apply(input, self.weight, bias, queue)  # type: ignore[no-untyped-call]  # torch's own
+        return output
+
+
+class _QueueingEmbedding(nn.Embedding):
+    """An Embedding whose weight gradient can be queued."""
+
+    recorder: Recorder
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``nn.Embedding.forward``: integers (...) to (..., embedding_dim)."""
+        queue = _queue_for(self.recorder, self.weight)
+        # Renormalisation writes to the weight in forward, and a sparse gradient has no dense .grad to add to.
+        if queue is None or not self.weight.requires_grad or self.max_norm is not None or self.sparse:
+            return super().forward(input)
+        output: Tensor = _EmbeddingFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
+            input, self.weight, self.padding_idx, self.scale_grad_by_freq, queue
+        )
+        return output
+
+
+_SUBCLASS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: _QueueingLinear,
+    nn.Embedding: _QueueingEmbedding,
+}
+_QUEUEING = (_QueueingLinear, _QueueingEmbedding)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """y = x Wᵀ + b; its backward gives the gradient of x and queues those of W and b.
+
+    W and b are inputs, so that the output requires a gradient even where x does not (the first layer of the
+    first stage): there, too, I must reach this node, or W would find an empty queue.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGrads) -> Tensor:
+        device = x.device.type
+        ctx.input_dtype = x.dtype
+        if torch.is_autocast_enabled(device):
+            x = _autocast(x, torch.get_autocast_dtype(device))
+        ctx.save_for_backward(x, weight)
+        # What comes out of saved_tensors may be another tensor than went in (checkpointing, offloading); the
+        # gradient must reach the parameter itself.
+        ctx.weight, ctx.bias = weight, bias
+        ctx.queue = queue
+        return nnf.linear(x, weight, bias)  # autocast, where enabled, casts weight and bias
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (grad_output,) = grad_outputs
+        x, weight = ctx.saved_tensors
+        # Detached: the queue must not keep the graph above x alive.
+        ctx.queue.push(_LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        with torch.autocast(x.device.type, enabled=False):
+            grad_input = grad_output.matmul(weight.to(grad_output.dtype))
+        return grad_input.to(ctx.input_dtype), None, None, None
+
+
+class _EmbeddingFunction(torch.autograd.Function):
+    """Rows of W by index; its backward queues the gradient of W. Indices have none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        indices: Tensor,
+        weight: Tensor,
+        padding_idx: int | None,
+        scale_by_frequency: bool,
+        queue: WeightGrads,
+    ) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.parameter = weight
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx
+        ctx.scale_by_frequency = scale_by_frequency
+        ctx.queue = queue
+        return nnf.embedding(indices, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None, None]:
+        (grad_output,) = grad_outputs
+        (indices,) = ctx.saved_tensors
+        ctx.queue.push(
+            _EmbeddingGrad(
+                ctx.parameter, indices, grad_output.detach(), ctx.padding_idx, ctx.scale_by_frequency
+            )
+        )
+        return None, None, None, None, None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _LinearGrad:
+    """Weight gradient of a Linear: gᵀx, and the sum of g for the bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    x: Tensor
+    grad_output: Tensor
+
+    def accumulate(self) -> None:
+        grad = self.grad_output.reshape(-1, self.grad_output.shape[-1])
+        x = self.x.reshape(-1, self.x.shape[-1])
+        if self.weight.requires_grad:
+            total = self.weight.grad
+            if total is not None and total.dtype == grad.dtype and not total.is_sparse:
+                total.addmm_(grad.t(), x)  # adds while multiplying: no temporary of the weight's size
+            else:
+                _add(self.weight, grad.t().mm(x))
+        if self.bias is not None and self.bias.requires_grad:
+            _add(self.bias, grad.sum(0))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.x, self.grad_output
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _EmbeddingGrad:
+    """Weight gradient of an Embedding: rows of g summed by index."""
+
+    weight: Tensor
+    indices: Tensor
+    grad_output: Tensor
+    padding_idx: int
+    scale_by_frequency: bool
+
+    def accumulate(self) -> None:
+        grad = torch.ops.aten.embedding_dense_backward(
+            self.grad_output, self.indices, self.weight.shape[0], self.padding_idx, self.scale_by_frequency
+        )
+        _add(self.weight, grad)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.indices, self.grad_output
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    grad = grad.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """What autocast does to an operand: floating point is cast, but never double precision."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor

@@ -158,9 +158,7 @@ class Problem:
         fused = [costs.fused(stage) for stage in range(self.n_stages)]
         deltas = [memory.forward, memory.backward_input, memory.backward_weight]
         freed = [i + w for i, w in zip(memory.backward_input, memory.backward_weight, strict=True)]
-        transfer = [
-            0.0 if placement.is_local(boundary) else cost for boundary, cost in enumerate(costs.p2p)
-        ]
+        transfer = [0.0 if placement.is_local(boundary) else cost for boundary, cost in enumerate(costs.p2p)]
         unlimited = (math.inf,) * self.pp_degree
         arrays = ProblemArrays(
             duration=np.array([costs.forward, costs.backward_input, costs.backward_weight, fused]),

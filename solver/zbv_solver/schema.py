@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -45,7 +45,7 @@ class CostsDocument(_Document):
 
 
 class MemoryDocument(_Document):
-    """Memory deltas (a scalar, one per chunk, or one per stage), static use and limit (scalar or per rank)."""
+    """Memory deltas (scalar, per chunk, or per stage); static use and limit (scalar or per rank)."""
 
     forward: NumberOrList
     backward_input: NumberOrList

@@ -1,0 +1,257 @@
+"""The ``zbv`` command: plan, check, compare, export.
+
+Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit. Results go to standard output or
+the named file, progress and messages to standard error. Everything heavy is imported by the command that
+needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zbv_solver import __version__
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+
+if TYPE_CHECKING:
+    from zbv_solver.plan import Plan
+    from zbv_solver.problem import Problem
+
+EXIT_WRONG_INPUT = 2
+EXIT_INFEASIBLE = 3
+OPTIONAL_PACKAGES = ("numba", "ortools", "bokeh")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except InfeasibleMemory as error:
+        _complain(f"{error}")
+        return EXIT_INFEASIBLE
+    except InvalidInput as error:
+        for issue in error.issues:
+            _complain(str(issue))
+        return EXIT_WRONG_INPUT
+    except InvalidPlan as error:
+        _complain(str(error))
+        return EXIT_WRONG_INPUT
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in OPTIONAL_PACKAGES:
+            raise
+        _complain(f"this command needs {error.name}, which is not installed. Install zbv[solver].")
+        return EXIT_WRONG_INPUT
+    except OSError as error:
+        _complain(f"{error.filename or 'file'}: {error.strerror}. Check the path and its permissions.")
+        return EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        _complain("interrupted.")
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zbv",
+        description="Plan zero-bubble V schedules for pipeline-parallel training.",
+        epilog="Exit status: 0 done, 2 wrong input, 3 no plan fits the memory limit. '-' is standard input "
+        "or output.",
+    )
+    parser.add_argument("--version", action="version", version=f"zbv {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    plan = commands.add_parser("plan", help="search a plan for a problem")
+    plan.add_argument("problem", help="problem file (JSON), or -")
+    plan.add_argument("-o", "--output", default="-", metavar="FILE", help="plan file (default: -)")
+    plan.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
+    plan.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop early (default: no limit)")
+    plan.add_argument("--seed", type=int, default=0)
+    plan.add_argument("--workers", type=int, default=1, metavar="N", help="threads (the plan is the same)")
+    plan.set_defaults(run=_plan)
+
+    check = commands.add_parser("check", help="verify a plan against a problem")
+    check.add_argument("problem", help="problem file (JSON), or -")
+    check.add_argument("plan", help="plan file (JSON), or -")
+    check.set_defaults(run=_check)
+
+    compare = commands.add_parser("compare", help="print a plan beside the classical schedules")
+    compare.add_argument("problem", help="problem file (JSON), or -")
+    compare.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
+    compare.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    compare.set_defaults(run=_compare)
+
+    export = commands.add_parser("export", help="convert a plan for another tool")
+    export.add_argument("plan", help="plan file (JSON), or -")
+    export.add_argument("--format", required=True, metavar="FORMAT", help="; ".join(_format_help()))
+    export.add_argument("-o", "--output", default="-", metavar="FILE", help="output file (default: -)")
+    export.set_defaults(run=_export)
+    return parser
+
+
+def _format_help() -> list[str]:
+    from zbv_solver.export import FORMATS
+
+    return [f"{name}: {form.description}".replace("%", "%%") for name, form in FORMATS.items()]
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from zbv_solver.plan import plan_json
+
+    problem = _read_problem(arguments.problem)
+    plan = _search(
+        problem, arguments.effort, arguments.time_limit, seed=arguments.seed, workers=arguments.workers
+    )
+    _write(arguments.output, json.dumps(plan_json(plan)) + "\n")
+    if arguments.output != "-":
+        _summarise(plan, arguments.output)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    from zbv_solver.plan import parse_orders, parse_plan, parse_plan_document
+    from zbv_solver.problem import Problem
+    from zbv_solver.verify import verify, verify_orders
+
+    problem = _read_problem(arguments.problem)
+    document = _read_json(arguments.plan)
+    parsed = parse_plan_document(document)
+    own_problem, orders = parse_orders(parsed)
+    if own_problem != problem:
+        differing = ", ".join(
+            name
+            for name in Problem.__dataclass_fields__
+            if getattr(problem, name) != getattr(own_problem, name)
+        )
+        raise InvalidInput.at(
+            "/problem", f"the plan was made for another problem; they differ in {differing}."
+        )
+    if parsed.metrics is None:
+        verify_orders(problem, orders)
+    else:
+        verify(parse_plan(document))
+    sys.stdout.write("valid\n")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from zbv_solver.plan import baseline_json, plan_json
+
+    plan = _search(_read_problem(arguments.problem), arguments.effort, None)
+    if arguments.json:
+        document = {
+            "plan_id": plan.plan_id,
+            "metrics": plan_json(plan)["metrics"],
+            "baselines": [baseline_json(baseline) for baseline in plan.baselines],
+        }
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    else:
+        _print_table(plan)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from zbv_solver.export import export
+    from zbv_solver.plan import parse_orders, parse_plan, parse_plan_document
+    from zbv_solver.search import make_plan
+    from zbv_solver.verify import verify
+
+    document = _read_json(arguments.plan)
+    parsed = parse_plan_document(document)
+    if parsed.metrics is None:
+        plan = make_plan(*parse_orders(parsed), method=parsed.provenance.method)
+    else:
+        plan = parse_plan(document)
+        verify(plan)
+    _write(arguments.output, export(plan, arguments.format))
+
+
+def _search(
+    problem: Problem, effort: str, time_limit: float | None, *, seed: int = 0, workers: int = 1
+) -> Plan:
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from zbv_solver.search import SearchOptions, search
+
+    options = SearchOptions(effort=effort, time_limit=time_limit, seed=seed, workers=workers)  # type: ignore[arg-type]  # argparse restricts it to the literals
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("searching", total=None)
+
+        def report(found: Any) -> None:
+            text = f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})"
+            bar.update(task, description=text)
+
+        return search(problem, options, on_progress=report)
+
+
+def _summarise(plan: Plan, path: str) -> None:
+    metrics = plan.metrics
+    proved = "proved optimal" if metrics.status == "optimal" else f"at most {metrics.gap:.2%} above optimal"
+    sys.stderr.write(
+        f"{path}: {plan.problem.objective} {plan.objective:.6g} ({proved}), bubble rate "
+        f"{metrics.bubble_rate:.2%}, {plan.provenance.seconds:.2f} s, plan {plan.plan_id[:12]}\n"
+    )
+
+
+def _print_table(plan: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from zbv_solver.plan import Baseline
+
+    table = Table(title=f"lower bound of {plan.problem.objective}: {plan.metrics.lower_bound:.6g}")
+    for name in ("schedule", "span", "makespan", "bubble rate", "peak memory", "fits", "span / plan"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    metrics = plan.metrics
+    own = Baseline("zbv", metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True)
+    for row in (own, *plan.baselines):
+        table.add_row(
+            row.name,
+            f"{row.span:.6g}",
+            f"{row.makespan:.6g}",
+            f"{row.bubble_rate:.2%}",
+            f"{max(row.peak_memory):.6g}",
+            "yes" if row.fits else "no",
+            f"{row.span / own.span:.3f}" if own.span else "–",
+        )
+    Console().print(table)
+
+
+def _read_problem(path: str) -> Problem:
+    from zbv_solver.schema import parse_problem
+
+    return parse_problem(_read_json(path))
+
+
+def _read_json(path: str) -> Any:
+    name = "standard input" if path == "-" else path
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        return json.loads(text)
+    except UnicodeDecodeError:
+        raise InvalidInput.at("", f"{name} is not UTF-8 text; it must be a JSON document.") from None
+    except json.JSONDecodeError as error:
+        raise InvalidInput.at(
+            "", f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from None
+    except RecursionError:
+        raise InvalidInput.at("", f"{name} is nested too deeply to be a problem or a plan.") from None
+
+
+def _write(path: str, text: str) -> None:
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"zbv: {message}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

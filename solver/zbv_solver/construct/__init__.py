@@ -1,0 +1,1 @@
+"""Ways to make an order from scratch: structured greedy, list scheduling, classical schedules."""

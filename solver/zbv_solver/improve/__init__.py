@@ -1,0 +1,1 @@
+"""Ways to improve an order, and to prove that none is better."""

@@ -20,7 +20,6 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined
 from zbv_solver import __version__
-from zbv_solver.errors import MissingDependency
 from zbv_solver.export import FORMATS, report
 from zbv_solver.plan import Plan
 
@@ -47,9 +46,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
 def _bokeh_static() -> Path:
     spec = find_spec("bokeh")  # found, not imported: importing Bokeh takes half a second
     if spec is None or spec.origin is None:
-        raise MissingDependency(
-            "the pages need bokeh, which is not installed. Run: pip install 'zbv[service]'"
-        )
+        raise ModuleNotFoundError("The pages need bokeh. Run: pip install 'zbv[service]'", name="bokeh")
     return Path(spec.origin).parent / "server" / "static"
 
 

@@ -6,7 +6,7 @@ import math
 
 
 def ticks(length: float, at_most: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten from 0 up to ``length``, at most ``at_most`` + 1 of them."""
+    """Multiples of 1, 2 or 5 times a power of ten, from 0 up to ``length``: at most ``at_most`` and 0."""
     if length <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(length / at_most))

@@ -27,6 +27,6 @@ def render(plan: Plan) -> str:
     return environment.get_template("standalone.html.j2").render(
         view=report.plan_view(plan),
         version=__version__,
-        style=Markup(style),  # noqa: S704 - our own file
-        scripts=[Markup(script) for script in (*bokeh.js_raw, own)],  # noqa: S704 - Bokeh's and our own
+        style=Markup(style),
+        scripts=[Markup(script) for script in (*bokeh.js_raw, own)],
     )

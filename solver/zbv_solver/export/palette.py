@@ -30,7 +30,16 @@ NAMES: dict[str, str] = {
     "B": "full backward",
 }
 
-LINES: tuple[str, ...] = ("#3e6ad4", "#b4782f", "#279a78", "#d86ebc", "#885303", "#4796fb", "#0a6e5d", "#a94899")
+LINES: tuple[str, ...] = (
+    "#3e6ad4",
+    "#b4782f",
+    "#279a78",
+    "#d86ebc",
+    "#885303",
+    "#4796fb",
+    "#0a6e5d",
+    "#a94899",
+)
 """Colours of per-rank lines, reused in turn beyond their number."""
 
 PALETTE_SHADES = 2

@@ -25,7 +25,18 @@ def figure(value: float, digits: int = 4) -> str:
 
 def time(value: float, units: Units) -> str:
     """A time with its unit."""
-    return f"{figure(value)} {units.time}" if units.time else figure(value)
+    unit = time_unit(units)
+    return f"{figure(value)} {unit}" if unit else figure(value)
+
+
+def time_unit(units: Units) -> str:
+    """The name of the time unit as it is printed, empty when it has none."""
+    return "µs" if units.time == "us" else units.time or ""
+
+
+def titled(name: str, unit: str | None) -> str:
+    """A quantity's name with its unit, for axes and columns: ``time [µs]``."""
+    return f"{name} [{unit}]" if unit else name
 
 
 def memory(value: float, units: Units) -> str:

@@ -28,6 +28,8 @@ _LEFT = 76
 _TOP = 76
 _FONT = 'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif"'
 _NARROWEST_COLUMN = 1.0
+_GAP = 0.8
+_WIDE_ENOUGH_FOR_A_GAP = 4.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,11 @@ def render(plan: Plan) -> str:
 
 def _title(plan: Plan) -> str:
     metrics, problem = plan.metrics, plan.problem
-    proved = "proved optimal" if metrics.status == "optimal" else f"at most {quantities.percent(metrics.gap)} above the best"
+    proved = (
+        "proved optimal"
+        if metrics.status == "optimal"
+        else f"at most {quantities.percent(metrics.gap)} above the best possible"
+    )
     return (
         f"{problem.pp_degree} ranks, {problem.microbatches} microbatches: {problem.objective} "
         f"{quantities.time(plan.objective, problem.units)}, "
@@ -94,7 +100,10 @@ def _title(plan: Plan) -> str:
 
 
 def _heading(plan: Plan, line: Timeline, title: str) -> Iterator[str]:
-    yield f'<text x="{_MARGIN}" y="28" font-size="15" font-weight="600" fill="{LIGHT.text}">{escape(title)}</text>'
+    yield (
+        f'<text x="{_MARGIN}" y="28" font-size="15" font-weight="600" fill="{LIGHT.text}">'
+        f"{escape(title)}</text>"
+    )
     used = np.unique(line.letter).tolist()
     chunked = plan.problem.placement.chunks > 1
     x = float(_MARGIN)
@@ -108,7 +117,10 @@ def _heading(plan: Plan, line: Timeline, title: str) -> Iterator[str]:
         yield f'<text x="{x:.1f}" y="54" font-size="12" fill="{LIGHT.text}">{name}</text>'
         x += 6.3 * len(name) + 18
     if chunked:
-        yield f'<text x="{x:.1f}" y="54" font-size="12" fill="{LIGHT.muted}">dark: chunk 0, light: chunk 1</text>'
+        yield (
+            f'<text x="{x:.1f}" y="54" font-size="12" fill="{LIGHT.muted}">'
+            "dark: chunk 0, light: chunk 1</text>"
+        )
 
 
 def _axis(plan: Plan, line: Timeline, frame: _Frame) -> Iterator[str]:
@@ -120,7 +132,7 @@ def _axis(plan: Plan, line: Timeline, frame: _Frame) -> Iterator[str]:
             f'<text x="{x:.1f}" y="{bottom + 19:.1f}" font-size="11" text-anchor="middle" '
             f'fill="{LIGHT.muted}">{quantities.figure(at)}</text>'
         )
-    unit = f"time [{plan.problem.units.time}]" if plan.problem.units.time else "time"
+    unit = quantities.titled("time", quantities.time_unit(plan.problem.units))
     middle = (_LEFT + WIDTH - _MARGIN) / 2
     yield (
         f'<text x="{middle:.1f}" y="{bottom + 38:.1f}" font-size="12" text-anchor="middle" '
@@ -162,9 +174,9 @@ def _paths(bars: list[_Bar], frame: _Frame) -> Iterator[str]:
     inset = 1.0 if frame.row >= 8 else 0.25
     outlines: dict[int, list[str]] = {}
     for bar in bars:
-        # A hairline of background between neighbours, as far as the bar is wide enough to lose it.
         width = bar.right - bar.left
-        width -= min(0.8, 0.2 * width) if bar.label else 0.0
+        if width >= _WIDE_ENOUGH_FOR_A_GAP:
+            width -= _GAP
         outlines.setdefault(bar.kind, []).append(
             f"M{bar.left:.2f} {frame.y(bar.rank) + inset:.2f}h{width:.2f}"
             f"v{frame.row - 2 * inset:.2f}h{-width:.2f}z"

@@ -37,4 +37,3 @@ def microbatch_labels(orders: Orders, n_stages: int) -> NDArray[np.int32]:
     label = np.empty(len(in_run_order), dtype=np.int32)
     label[in_run_order] = np.arange(len(in_run_order), dtype=np.int32)
     return label
-

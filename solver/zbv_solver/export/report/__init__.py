@@ -105,6 +105,7 @@ class PlanView:
     whole: bool
     baselines: tuple[BaselineLine, ...]
     objective: str
+    time_unit: str
     ranks: tuple[RankLine, ...]
     exports: tuple[ExportLink, ...]
     json_url: str | None
@@ -118,11 +119,10 @@ def template_loader() -> FileSystemLoader:
     return FileSystemLoader(TEMPLATES)
 
 
-def plan_view(
-    plan: Plan, *, exports: Sequence[ExportLink] = (), json_url: str | None = None
-) -> PlanView:
+def plan_view(plan: Plan, *, exports: Sequence[ExportLink] = (), json_url: str | None = None) -> PlanView:
     """A plan as its page shows it."""
-    from zbv_solver.export.gantt import accounts_for_memory, plan_chart
+    from zbv_solver.export.gantt import plan_chart
+    from zbv_solver.export.memory_chart import accounts_for_memory
 
     problem = plan.problem
     chart = plan_chart(plan)
@@ -141,6 +141,7 @@ def plan_view(
         whole=chart.glyphs,
         baselines=_baselines(plan),
         objective=problem.objective,
+        time_unit=quantities.time_unit(problem.units),
         ranks=tuple(_ranks(plan)),
         exports=tuple(exports),
         json_url=json_url,
@@ -151,13 +152,14 @@ def plan_view(
 def script_json(value: Any) -> Markup:
     """JSON for a ``<script type="application/json">``: no character in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))  # noqa: S704
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 def _chart_item(layout: Any) -> Any:
+    from bokeh.core.types import ID
     from bokeh.embed import json_item
 
-    return json_item(layout, "chart")
+    return json_item(layout, ID("chart"))
 
 
 def _plural(word: str, count: int) -> str:
@@ -180,7 +182,7 @@ def _cards(plan: Plan) -> list[Card]:
     cards = [
         Card("Span", quantities.time(metrics.span, units), "one iteration, back to back"),
         Card("Makespan", quantities.time(metrics.makespan, units), "first start to last end"),
-        Card("Bubble", quantities.percent(metrics.bubble_rate), "idle share of all ranks in a span"),
+        Card("Bubble", quantities.percent(metrics.bubble_rate), "idle share of a span"),
         Card(
             "Gap to the bound",
             "0" if optimal else quantities.percent(metrics.gap),
@@ -190,9 +192,13 @@ def _cards(plan: Plan) -> list[Card]:
     ]
     peak = max(metrics.peak_memory, default=0.0)
     if limits is not None:
-        use = max((m / x if x else 0.0 for m, x in zip(metrics.peak_memory, limits, strict=True)), default=0.0)
-        note = f"{quantities.percent(use, 0)} of the limit on the fullest rank"
-        cards.append(Card("Peak memory", quantities.memory(peak, units), note, "bad" if use > 1 + 1e-9 else ""))
+        use = max(
+            (m / x if x else 0.0 for m, x in zip(metrics.peak_memory, limits, strict=True)), default=0.0
+        )
+        note = f"{quantities.percent(use, 0)} of the limit"
+        cards.append(
+            Card("Peak memory", quantities.memory(peak, units), note, "bad" if use > 1 + 1e-9 else "")
+        )
     else:
         cards.append(Card("Peak memory", quantities.memory(peak, units), "no limit was given"))
     return cards
@@ -207,8 +213,8 @@ def _baselines(plan: Plan) -> tuple[BaselineLine, ...]:
         value: float = getattr(source, objective)
         return BaselineLine(
             name=name,
-            span=quantities.time(source.span, units),
-            makespan=quantities.time(source.makespan, units),
+            span=quantities.figure(source.span),
+            makespan=quantities.figure(source.makespan),
             bubble=quantities.percent(source.bubble_rate),
             peak=quantities.memory(max(source.peak_memory, default=0.0), units),
             fits=fits,
@@ -258,15 +264,16 @@ def _chips(plan: Plan, rank: int) -> list[Chip]:
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
-    costs, units, provenance = plan.problem.costs, plan.problem.units, plan.provenance
+    costs, provenance = plan.problem.costs, plan.provenance
+    unit = quantities.time_unit(plan.problem.units)
     facts = [
-        ("Forward F", _spread(costs.forward, units.time)),
-        ("Backward, input I", _spread(costs.backward_input, units.time)),
-        ("Backward, weight W", _spread(costs.backward_weight, units.time)),
+        ("Forward F", _spread(costs.forward, unit)),
+        ("Backward, input I", _spread(costs.backward_input, unit)),
+        ("Backward, weight W", _spread(costs.backward_weight, unit)),
     ]
     if costs.backward is not None:
-        facts.append(("Full backward B", _spread(costs.backward, units.time)))
-    facts.append(("Transfer", _spread(costs.p2p, units.time)))
+        facts.append(("Full backward B", _spread(costs.backward, unit)))
+    facts.append(("Transfer", _spread(costs.p2p, unit)))
     facts.append(("Memory limit", _limit(plan.problem)))
     facts.append(("Found by", f"{provenance.method}, seed {provenance.seed}, {provenance.seconds:.2f} s"))
     facts.append(("Version", provenance.version))
@@ -281,7 +288,7 @@ def _limit(problem: Problem) -> str:
     return text if low == high else f"{text} to {quantities.memory(high, problem.units)}"
 
 
-def _spread(values: Sequence[float], unit: str | None) -> str:
+def _spread(values: Sequence[float], unit: str) -> str:
     if not values:
         return "none"
     low, high = quantities.figure(min(values)), quantities.figure(max(values))

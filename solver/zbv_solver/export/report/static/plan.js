@@ -8,6 +8,7 @@
   const DIGIT_WIDTH = 6.6; // px of one digit, with the label's font
   const LABEL_PADDING = 4;
   const EDGE_FROM = 5; // px of the average bar from which a line separates it from its neighbours
+  const TICK_WIDTH = 90; // px that the number at a tick needs
   const MAX_LABELS = 3000;
   const SETTLE = 60; // ms without a change of range before anything is redrawn
 
@@ -29,6 +30,23 @@
       if (model !== null) {
         model[rule.property] = dark.matches ? rule.dark : rule.light;
       }
+    }
+  }
+
+  // The same in the document as it was sent, so that nothing is drawn in the wrong theme first.
+  function paintSent(node, rules) {
+    if (node === null || typeof node !== "object") {
+      return;
+    }
+    for (const rule of rules) {
+      if (node.id === rule.model && node.attributes !== undefined) {
+        const sent = node.attributes[rule.property];
+        const colour = dark.matches ? rule.dark : rule.light;
+        node.attributes[rule.property] = sent?.type === "value" ? { ...sent, value: colour } : colour;
+      }
+    }
+    for (const child of Object.values(node)) {
+      paintSent(child, rules);
     }
   }
 
@@ -88,6 +106,7 @@
       this.bars = named(doc, "bars");
       this.picture = named(doc, "picture"); // null in a plan that is drawn bar by bar from the start
       this.separators = named(doc, "separators");
+      this.tickers = ["gantt", "memory"].flatMap((name) => named(doc, name)?.below.map((axis) => axis.ticker) ?? []);
       this.home = [this.range.start, this.range.end];
     }
 
@@ -109,6 +128,9 @@
         }
       }
       const width = this.frame.frame.bbox.width;
+      for (const ticker of this.tickers) {
+        ticker.desired_num_ticks = Math.max(2, Math.min(10, Math.floor(width / TICK_WIDTH)));
+      }
       const average = (width * this.actions.ranks) / Math.max(1, count);
       this.bars.glyph.line_width = average >= EDGE_FROM ? 1 : 0;
       this.labels.data = this.labelsOf(asBars ? windows : [], width / (end - start));
@@ -173,11 +195,14 @@
   }
 
   async function show() {
-    const views = await Bokeh.embed.embed_item(read("chart-item"), target);
+    Bokeh.set_log_level("warn");
+    const rules = read("chart-rules");
+    const item = read("chart-item");
+    paintSent(item.doc.roots, rules);
+    const views = await Bokeh.embed.embed_item(item, target);
+    target.querySelector(".loading").remove();
     const [root] = views.roots ?? [views];
     const doc = root.model.document;
-    const rules = read("chart-rules");
-    paint(doc, rules);
     dark.addEventListener("change", () => paint(doc, rules));
 
     const chart = new Chart(doc);

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,7 +24,7 @@ from zbv_solver.schema import problem_json
 from zbv_worker.agreement import Statement, agree
 from zbv_worker.channels import Transport
 from zbv_worker.distributed import Backend, DistributedTransport, World, select_device
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.executor import DEFAULT_LOOK_AHEAD, Executor
 from zbv_worker.model import ModelSpec, PipelineModel, build_stage
 from zbv_worker.rank_plan import RankPlan
@@ -80,12 +82,16 @@ def run(options: RunOptions, world: World) -> RankReport:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = select_device(options.backend, world.local_rank)
+    # What can be wrong on this rank alone is found before the others are met.
     plan = options.source.rank_plan(world.rank, options.timeout)
-    transport = DistributedTransport(world, options.backend, device, options.timeout)
+    model = options.model.build()
+    with _outside_of_steps(world.rank, "meeting the other ranks"):
+        transport = DistributedTransport(world, options.backend, device, options.timeout)
     try:
-        report = train(options, plan, transport, device)
-        transport.flush(options.timeout)
-        transport.barrier(options.timeout)  # nobody hangs up while a peer still receives
+        report = train(options, plan, model, transport, device)
+        with _outside_of_steps(world.rank, "ending the run"):
+            transport.flush(options.timeout)
+            transport.barrier(options.timeout)  # nobody hangs up while a peer still receives
     finally:
         transport.close()
     if options.result_dir is not None:
@@ -93,11 +99,13 @@ def run(options: RunOptions, world: World) -> RankReport:
     return report
 
 
-def train(options: RunOptions, plan: RankPlan, transport: Transport, device: torch.device) -> RankReport:
+def train(
+    options: RunOptions, plan: RankPlan, model: PipelineModel, transport: Transport, device: torch.device
+) -> RankReport:
     """Agree with the peers, build this rank's stages and run all steps."""
     keys = agree(transport, _statement(options, plan, transport), options.timeout)
-    transport.open(keys, options.timeout)
-    model = options.model.build()
+    with _outside_of_steps(plan.rank, "opening the channels"):
+        transport.open(keys, options.timeout)
     stages = build_stages(model, plan, device)
     executor = Executor(
         plan,
@@ -137,6 +145,17 @@ def build_stages(model: PipelineModel, plan: RankPlan, device: torch.device) -> 
         )
         for index in plan.stages
     }
+
+
+@contextmanager
+def _outside_of_steps(rank: int, what: str) -> Iterator[None]:
+    """Gives a transport's errors the worker's names where no action is under way."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ChannelTimeout(f"rank {rank}, {what}: {error}.") from error
+    except ConnectionError as error:
+        raise PeerLost(f"rank {rank}, {what}: {error}.") from error
 
 
 def _statement(options: RunOptions, plan: RankPlan, transport: Transport) -> Statement:

@@ -1,0 +1,181 @@
+"""``zbv-worker run`` on real processes: it trains, and it refuses or fails by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from zbv_solver.construct.baselines import baseline
+from zbv_solver.orders import Orders
+from zbv_solver.placement import Placement
+from zbv_solver.plan import identity
+from zbv_solver.problem import Costs, Memory, Problem
+from zbv_solver.schema import problem_json
+from zbv_worker.cli import main
+from zbv_worker.launch import LaunchError, LocalRanks, python_command
+from zbv_worker.selfcheck import random_orders
+from zbv_worker.trace import read_reports, summarise
+
+MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
+
+
+def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
+    document = {"problem": problem_json(problem), "ranks": orders.all_text()}
+    document["plan_id"] = identity(document["problem"], document["ranks"])  # type: ignore[arg-type]  # JSON
+    path.write_text(json.dumps(document))
+    return path
+
+
+def problem_of(p: int, microbatches: int) -> Problem:
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    problem = problem_of(2, 4)
+    return write_plan(tmp_path / "random.json", problem, random_orders(problem, Random(3)))
+
+
+def run_arguments(plan: Path, *more: str, steps: int = 3, timeout: float = 20) -> list[str]:
+    model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
+    numbers = ["--steps", str(steps), "--timeout", str(timeout), "--threads", "1"]
+    return ["run", "--plan-file", str(plan), *model, *numbers, *more]
+
+
+def ranks(arguments: Sequence[Sequence[str]], folder: Path) -> LocalRanks:
+    return LocalRanks([python_command("zbv_worker.cli", *a) for a in arguments], folder)
+
+
+def test_torchrun_trains_and_another_schedule_gives_the_same_losses(plan_file: Path, tmp_path: Path) -> None:
+    torchrun = python_command("torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    command = [
+        *torchrun,
+        "-m",
+        "zbv_worker.cli",
+        *run_arguments(plan_file, "--result-dir", str(tmp_path / "v")),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        command, capture_output=True, text=True, timeout=90, env=environment, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    found = summarise(read_reports(tmp_path / "v", 2))
+    assert len(found.losses) == len(found.step_seconds) == 3
+
+    problem, orders = baseline("1f1b", problem_of(2, 4))
+    other = write_plan(tmp_path / "1f1b.json", problem, orders)
+    arguments = run_arguments(other, "--result-dir", str(tmp_path / "single"))
+    with ranks([arguments] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=90)
+    assert summarise(read_reports(tmp_path / "single", 2)).losses == pytest.approx(found.losses, rel=1e-5)
+    assert found.losses[-1] < found.losses[0]
+
+
+def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Path) -> None:
+    problem = problem_of(2, 4)
+    other = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(4)))
+    with (
+        ranks([run_arguments(plan_file), run_arguments(other)], tmp_path / "logs") as started,
+        pytest.raises(LaunchError, match=r"ended with status 2"),
+    ):
+        started.wait(timeout=60)
+    time.sleep(0.5)
+    assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
+    plan_file: Path, tmp_path: Path, sign: signal.Signals
+) -> None:
+    arguments = run_arguments(plan_file, steps=1_000_000, timeout=1.5)
+    with ranks([arguments] * 2, tmp_path / "logs") as started:
+        deadline = time.monotonic() + 60
+        while "step 3:" not in started.log(0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(started.pids[1], sign)
+        with pytest.raises(LaunchError):
+            started.wait(timeout=30)
+        deadline = time.monotonic() + 10
+        while "zbv-worker:" not in started.log(0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if sign == signal.SIGSTOP:
+            os.kill(started.pids[1], signal.SIGKILL)
+        waited = (
+            r"rank 0 waited 1\.5 s at \dF\d for the" if sign == signal.SIGSTOP else r"connection|earlier send"
+        )
+        assert re.search(waited, started.log(0)), started.log(0)
+        assert "Traceback" not in started.log(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "x"], "found no plan"),
+        (["--plan-file", "absent.json", "--model", "x"], "No such file"),
+        (["--plan-file", "PLAN", "--model", "gpt"], "must be package.module:factory"),
+        (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "there is no module 'nowhere'"),
+        (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "[1]"], "must be a JSON object"),
+        (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "{"], "must be a JSON object"),
+        (["--server", "http://127.0.0.1:9", "--plan", "a", "--model", "x:y"], "no action list of plan a"),
+    ],
+)
+def test_wrong_arguments_give_a_message_and_status_2(
+    arguments: list[str],
+    message: str,
+    plan_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    replaced = [str(plan_file) if argument == "PLAN" else argument for argument in arguments]
+    assert main(["run", *replaced, "--timeout", "1"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_torchrun_the_message_says_how_to_start(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(run_arguments(plan_file)) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_a_broken_plan_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from zbv_worker.errors import InvalidRun
+    from zbv_worker.run import PlanSource
+
+    path = tmp_path / "plan.json"
+    for text in ("{", "{}", '{"problem": {}, "ranks": []}'):
+        path.write_text(text)
+        with pytest.raises(InvalidRun, match=re.escape(str(path))):
+            PlanSource(file=path).rank_plan(0, 1.0)
+    problem = problem_of(2, 1)
+    orders = Orders.from_text([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]])
+    write_plan(path, problem, orders)
+    with pytest.raises(InvalidRun, match=r"2F0|deadlock"):
+        PlanSource(file=path).rank_plan(0, 1.0)
+    write_plan(path, problem, random_orders(problem, Random(0)))
+    with pytest.raises(InvalidRun, match="found rank 2; the plan has 2 ranks"):
+        PlanSource(file=path).rank_plan(2, 1.0)
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys, zbv_worker.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbv_solver import __version__
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
 
 if TYPE_CHECKING:
     from zbv_solver.plan import Plan
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for issue in error.issues:
             _complain(str(issue))
         return EXIT_WRONG_INPUT
-    except InvalidPlan as error:
+    except (InvalidPlan, MissingDependency) as error:
         _complain(str(error))
         return EXIT_WRONG_INPUT
     except ModuleNotFoundError as error:

@@ -5,7 +5,8 @@
     ZbvError
     ├── InvalidInput         a document breaks a rule (exit status 2, HTTP 422)
     ├── InfeasibleMemory     no plan can fit the memory limit (exit status 3)
-    └── InvalidPlan          an order that is incomplete, deadlocks, or overflows memory
+    ├── InvalidPlan          an order that is incomplete, deadlocks, or overflows memory
+    └── MissingDependency    a part that is not installed here
 
 Every message says what was found, what the rule is, and what to do.
 """
@@ -88,6 +89,10 @@ class InfeasibleMemory(ZbvError):
 
 class InvalidPlan(ZbvError):
     """The order of a plan cannot be executed as the problem demands, or states wrong metrics."""
+
+
+class MissingDependency(ZbvError):
+    """A command needs a package that this installation was made without."""
 
 
 def _plain(value: float) -> float | int:

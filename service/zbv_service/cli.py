@@ -215,7 +215,7 @@ def _submit(parsed: argparse.Namespace) -> int:
         raise _Stop(status, str(ended)) from None
     except ClientError as error:
         raise _Stop(FAILED, str(error)) from None
-    _write(parsed.output, json.dumps(document, ensure_ascii=False, indent=1) + "\n")
+    _write(parsed.output, json.dumps(document, ensure_ascii=False) + "\n")
     return DONE
 
 
@@ -254,9 +254,8 @@ def _follow(client: Client, search: Search) -> Search:
             progress.update(shown, description=text)
 
         found = client.wait(search.id, show)
-    console.print(
-        f"plan {found.plan_id}: objective {found.objective:.9g}, {client.base_url}/plans/{found.plan_id}"
-    )
+    address = f"{client.base_url}/plans/{found.plan_id}"
+    print(f"plan {found.plan_id}: objective {found.objective:.9g}, {address}", file=sys.stderr)
     return found
 
 

@@ -31,9 +31,21 @@ def document(app: FastAPI) -> dict[str, Any]:
         )
         for name, schema in ours["$defs"].items():
             schemas.setdefault(name, schema)
+        _drop_framework_errors(made)
         made["components"]["schemas"] = dict(sorted(schemas.items()))
         app.openapi_schema = made
     return app.openapi_schema
+
+
+def _drop_framework_errors(made: dict[str, Any]) -> None:
+    """FastAPI documents an error of its own shape for every route with a parameter; we never answer it."""
+    for methods in made["paths"].values():
+        for operation in methods.values():
+            answer = operation["responses"].get("422", {})
+            if "application/json" in answer.get("content", {}):
+                del operation["responses"]["422"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        made["components"]["schemas"].pop(name, None)
 
 
 def body_of(model: type) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, DateTime, Dialect, ForeignKey, Index, LargeBinary, String, TypeDecorator
-from sqlalchemy.orm import DeclarativeBase, Mapped, deferred, mapped_column
+from sqlalchemy import JSON, DateTime, Dialect, Double, ForeignKey, Index, LargeBinary, String, TypeDecorator
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -31,7 +31,7 @@ class UtcDateTime(TypeDecorator[datetime]):
 class Base(DeclarativeBase):
     """Root of the tables."""
 
-    type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), bytes: LargeBinary()}  # noqa: RUF012
+    type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), float: Double()}  # noqa: RUF012
 
 
 class PlanRow(Base):
@@ -40,7 +40,7 @@ class PlanRow(Base):
     __tablename__ = "plans"
 
     plan_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    document: Mapped[bytes] = deferred(mapped_column(LargeBinary))
+    document: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
     pp_degree: Mapped[int]
     microbatches: Mapped[int]
     placement: Mapped[str] = mapped_column(String(16))
@@ -71,8 +71,8 @@ class SearchRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     summary: Mapped[dict[str, Any]]
     options: Mapped[dict[str, Any]]
-    problem: Mapped[bytes] = deferred(mapped_column(LargeBinary))
-    incumbent: Mapped[bytes | None] = deferred(mapped_column(LargeBinary))
+    problem: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
+    incumbent: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
     objective: Mapped[float | None]
     lower_bound: Mapped[float | None]
     gap: Mapped[float | None]

@@ -1,0 +1,93 @@
+"""The OpenAPI document: committed, with stable operation ids and named schemas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zbv_service.app import create_app
+from zbv_service.settings import Settings
+
+COMMITTED = Path(__file__).parents[2] / "service" / "openapi.json"
+
+OPERATIONS = {
+    "submit_search": ("post", "/v1/searches"),
+    "list_searches": ("get", "/v1/searches"),
+    "get_search": ("get", "/v1/searches/{search_id}"),
+    "cancel_search": ("post", "/v1/searches/{search_id}/cancel"),
+    "import_plan": ("post", "/v1/plans"),
+    "get_plan": ("get", "/v1/plans/{plan_id}"),
+    "get_rank": ("get", "/v1/plans/{plan_id}/ranks/{rank}"),
+    "export_plan": ("get", "/v1/plans/{plan_id}/export/{format_name}"),
+    "get_health": ("get", "/healthz"),
+    "get_readiness": ("get", "/readyz"),
+}
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return create_app(Settings()).openapi()
+
+
+def operations(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (method, path, operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+def test_the_committed_document_is_the_current_one(document: dict[str, Any]) -> None:
+    committed = json.loads(COMMITTED.read_text())
+    assert committed == json.loads(json.dumps(document)), "run: zbv-service openapi > service/openapi.json"
+
+
+def test_it_is_openapi_3_1(document: dict[str, Any]) -> None:
+    assert document["openapi"].startswith("3.1")
+
+
+def test_operation_ids_are_stable(document: dict[str, Any]) -> None:
+    found = {operation["operationId"]: (method, path) for method, path, operation in operations(document)}
+    assert found == OPERATIONS
+
+
+def test_schemas_are_named_and_complete(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    assert {"ProblemDocument", "SearchRequest", "SearchDocument", "PlanDocument", "RankDocument"} <= set(
+        schemas
+    )
+    assert "ProblemDetails" in schemas
+    for reference in references(document):
+        prefix, _, name = reference.rpartition("/")
+        assert (prefix, name in schemas) == ("#/components/schemas", True), reference
+
+
+def references(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+        return own + [found for value in node.values() for found in references(value)]
+    return [found for value in node for found in references(value)] if isinstance(node, list) else []
+
+
+def test_every_error_is_documented_as_a_problem_document(document: dict[str, Any]) -> None:
+    for _, path, operation in operations(document):
+        for status, answer in operation["responses"].items():
+            if int(status) >= 400:
+                content = answer["content"]
+                assert list(content) == ["application/problem+json"], (path, status)
+                schema = content["application/problem+json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ProblemDetails"}
+
+
+def test_every_body_is_documented(document: dict[str, Any]) -> None:
+    bodies = {
+        operation["operationId"]: operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        for _, _, operation in operations(document)
+        if "requestBody" in operation
+    }
+    assert bodies == {
+        "submit_search": "#/components/schemas/SearchRequest",
+        "import_plan": "#/components/schemas/PlanDocument",
+    }

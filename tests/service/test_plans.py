@@ -6,13 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from support.serving import PROBLEM, Service, Serving
 from zbv_solver.channels import Channel, Transfer, channels
 from zbv_solver.plan import parse_plan, plan_json
 from zbv_solver.schema import parse_problem
 from zbv_solver.search import baseline_plan
 from zbv_solver.verify import verify
-
-from tests.service.conftest import PROBLEM, Service, Serving
 
 pytestmark = pytest.mark.anyio
 

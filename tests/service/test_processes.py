@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.serving import DEADLINE, PROBLEM
 from zbv_service.client import Client, Search
 from zbv_solver.plan import parse_plan
 from zbv_solver.verify import verify
-
-from tests.service.conftest import DEADLINE, PROBLEM
 
 COMMAND = [sys.executable, "-c", "import sys; from zbv_service.cli import main; sys.exit(main())"]
 
@@ -37,7 +36,7 @@ LONG = {
     },
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 13},
 }
-LONG_OPTIONS = {"effort": "thorough", "time_limit": 4.0}
+LONG_OPTIONS = {"effort": "thorough", "time_limit": 3.0}
 
 
 @dataclass

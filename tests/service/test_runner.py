@@ -12,13 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from support.serving import DEADLINE, PROBLEM, Serving
 from zbv_service.database import Database, SearchTable
 from zbv_service.packing import pack
 from zbv_service.records import NewSearch, Update
 from zbv_service.settings import Settings
 from zbv_solver.schema import parse_problem, problem_json
-
-from tests.service.conftest import DEADLINE, PROBLEM, Serving
 
 pytestmark = pytest.mark.anyio
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.service.conftest import PROBLEM, Serving
+from support.serving import PROBLEM, Serving
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""Searches under a test's control. Search processes import this module, so it lies on the path alone.
+"""Searches under a test's control; search processes import this module.
 
 Each is a :class:`zbv_service.task.SearchFunction`. The test talks to it by files in the directory that
 ``ZBV_TEST_DIRECTORY`` names: search processes inherit the environment.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbv_service.task import ProgressLike
+from zbv_service.task import ProgressLike, SearchFunction
 from zbv_solver.orders import Action, Orders
 from zbv_solver.plan import Metrics, Plan, Provenance
 from zbv_solver.problem import Problem
@@ -122,3 +122,12 @@ def broken(
 ) -> Plan:
     """Fails with an error that is nobody's input."""
     raise ZeroDivisionError("secret detail")
+
+
+BY_NAME: dict[str, SearchFunction] = {
+    "immediate": immediate,
+    "held": held,
+    "deaf": deaf,
+    "dying": dying,
+    "broken": broken,
+}

@@ -1,0 +1,82 @@
+"""The profiler writes a problem that describes the stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from zbv_solver.schema import parse_problem
+from zbv_worker.cli import main
+from zbv_worker.model import ModelSpec
+from zbv_worker.profile import ProfileOptions, RankProfile, StageProfile, to_problem
+
+MODEL = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
+TENSOR = 2 * 32 * 32 * 4  # what crosses a boundary, in bytes
+
+
+def ranks_of(p: int) -> list[RankProfile]:
+    def stage(index: int) -> StageProfile:
+        return StageProfile(index, 1e-3 * (index + 1), 2e-3, 3e-3, 4e-3, 100 + index, 60)
+
+    return [
+        RankProfile(
+            rank,
+            (stage(rank), stage(2 * p - 1 - rank)),
+            1000 * (rank + 1),
+            {rank: 5e-5} if rank < p - 1 else {},
+        )
+        for rank in range(p)
+    ]
+
+
+def options_of(p: int, fraction: float | None = None) -> ProfileOptions:
+    return ProfileOptions(ModelSpec("a:b"), p, microbatches=8, memory_limit_fraction=fraction)
+
+
+def test_measurements_become_a_problem_in_microseconds_and_bytes() -> None:
+    problem = to_problem(options_of(2), ranks_of(2))
+    assert problem.costs.forward == (1000.0, 2000.0, 3000.0, 4000.0)
+    assert problem.costs.backward == (4000.0,) * 4
+    assert problem.costs.p2p == (50.0, 0.0, 0.0)
+    assert problem.memory.forward == (100.0, 101.0, 102.0, 103.0)
+    assert problem.memory.backward_input == (-40.0, -41.0, -42.0, -43.0)
+    assert problem.memory.backward_weight == (-60.0,) * 4
+    assert problem.memory.static == (1000.0, 2000.0)
+    assert problem.memory.limit is None
+    assert (problem.units.time, problem.units.memory) == ("us", "bytes")
+
+
+def test_the_memory_limit_is_a_fraction_of_what_1f1b_needs() -> None:
+    problem = to_problem(options_of(2, 0.5), ranks_of(2))
+    in_flight = 2 * (100 + 101)  # rank 0 of 1F1B: two microbatches of stages 0 and 1
+    assert problem.memory.limit == (1000 + in_flight / 2, 2000 + in_flight / 2)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_profile_measures_a_real_model(p: int, tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    arguments = ["profile", "--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
+    numbers = ["--pp", str(p), "--microbatches", "4", "--repeats", "3", "--timeout", "60"]
+    assert main([*arguments, *numbers, "-o", str(path)]) == 0
+    problem = parse_problem(json.loads(path.read_text()))
+    assert (problem.pp_degree, problem.microbatches, problem.n_stages) == (p, 4, 2 * p)
+    costs, memory = problem.costs, problem.memory
+    assert costs.backward is not None
+    assert all(0 < cost < 1e6 for part in vars(costs).values() for cost in part if part is not costs.p2p)
+    assert [cost > 0 for cost in costs.p2p] == [boundary != p - 1 for boundary in range(2 * p - 1)]
+    # A block keeps more than ten tensors of a boundary's size; a queue keeps the Linears' ends.
+    blocks = 4 // (2 * p)
+    assert all(10 * blocks * TENSOR < held < 40 * blocks * TENSOR for held in memory.forward)
+    assert all(0 < -freed < 40 * blocks * TENSOR for freed in memory.backward_weight)
+    parameters = 4 * 12 * 32**2 * 4 // p  # bytes of the blocks' matrices on a rank
+    assert all(4 * parameters < static < 8 * parameters for static in memory.static)
+
+
+def test_a_model_that_fails_is_reported_with_its_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["profile", "--model", "zbv_worker.models.gpt:gpt", "--model-args", '{"heads": 7}']
+    assert main([*arguments, "--pp", "1", "--microbatches", "4", "-o", str(tmp_path / "p.json")]) == 1
+    assert "heads must divide width" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()

@@ -1,0 +1,271 @@
+"""The whole line on this machine: profile, plan, run, compare. ``python -m zbv_worker.demo``.
+
+A small GPT's stages are measured, a service plans them, local ranks fetch their lists and train; then the
+same model runs under 1F1B and interleaved 1F1B, planned from the same measurements. What is printed was
+measured in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from zbv_worker.errors import WorkerError
+from zbv_worker.launch import LocalRanks, python_command, usable_cores
+from zbv_worker.local_service import LocalService, port_or_free
+from zbv_worker.model import ModelSpec
+from zbv_worker.profile import ProfileOptions, profile
+from zbv_worker.trace import RunSummary, read_reports, summarise
+
+if TYPE_CHECKING:
+    from zbv_service.client import Client, Search
+    from zbv_solver.problem import Problem
+
+MICROBATCHES = 8
+LAYERS_PER_STAGE = 2
+MODEL_SIZE = {"width": 192, "heads": 6, "length": 128, "sequences": 2}
+WARM_UP_STEPS = 2
+LOSS_TOLERANCE = 1e-2
+"""Schedules sum gradients in different orders, and training amplifies rounding; more than this is a bug."""
+
+_RUN_TIMEOUT = 600.0
+_SEARCH_TIMEOUT = 300.0
+_PROFILE_ROUNDS = 12
+_BASELINES = {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}
+
+
+class DemoFailed(WorkerError):
+    """The demonstration did not show what it should."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One schedule, planned and run.
+
+    Attributes
+    ----------
+    planned
+        Span in seconds, of the plan.
+    """
+
+    name: str
+    plan_id: str
+    planned: float
+    run: RunSummary
+
+
+class Demo:
+    """Everything between a running service and the table."""
+
+    def __init__(self, client: Client, server: str, folder: Path, ranks: int, steps: int, progress: Progress):
+        self._client = client
+        self._server = server
+        self._folder = folder
+        self._ranks = ranks
+        self._steps = steps
+        self._progress = progress
+        layers = LAYERS_PER_STAGE * 2 * ranks
+        self._model = ModelSpec("zbv_worker.models.gpt:gpt", {"layers": layers, **MODEL_SIZE})
+
+    def outcomes(self) -> list[Outcome]:
+        """Profile, plan and run: the planner's schedule first, then the baselines."""
+        from zbv_solver.plan import plan_json
+        from zbv_solver.schema import problem_json
+        from zbv_solver.search import baseline_plan
+
+        problem = self._profile()
+        (self._folder / "problem.json").write_text(json.dumps(problem_json(problem), indent=2) + "\n")
+        plan_id = self._plan(problem)
+        found = [self._run("zbv", plan_id, self._client.plan(plan_id).metrics.span)]
+        for name, title in _BASELINES.items():
+            plan = baseline_plan(name, problem)
+            self._client.import_plan(plan_json(plan))
+            found.append(self._run(title, plan.plan_id, plan.metrics.span))
+        return found
+
+    def _profile(self) -> Problem:
+        options = ProfileOptions(self._model, self._ranks, MICROBATCHES, repeats=_PROFILE_ROUNDS)
+        rounds = _PROFILE_ROUNDS + 3
+        task = self._progress.add_task(f"measuring {2 * self._ranks} stages", total=rounds)
+        problem = profile(options, lambda done: self._progress.update(task, completed=done))
+        self._progress.update(task, completed=rounds)
+        return problem
+
+    def _plan(self, problem: Problem) -> str:
+        from zbv_solver.schema import problem_json
+
+        task = self._progress.add_task("searching a plan", total=1)
+        search = self._client.submit(problem_json(problem))
+
+        def show(seen: Search) -> None:
+            gap = "" if seen.gap is None else f", gap {seen.gap:.1%}"
+            self._progress.update(task, description=f"searching a plan ({seen.state}{gap})")
+
+        found = self._client.wait(search.id, show, timeout=_SEARCH_TIMEOUT)
+        if found.plan_id is None:
+            raise DemoFailed(f"search {found.id} ended without a plan.")
+        self._progress.update(task, completed=1)
+        return found.plan_id
+
+    def _run(self, name: str, plan_id: str, span: float) -> Outcome:
+        folder = self._folder / name.replace(" ", "-").lower()
+        for stale in folder.glob("rank-*.json"):
+            stale.unlink()
+        command = python_command(
+            "zbv_worker.cli",
+            *("run", "--server", self._server, "--plan", plan_id, "--pin", "--threads", "1"),
+            *("--model", self._model.factory, "--model-args", json.dumps(dict(self._model.arguments))),
+            *("--steps", str(self._steps), "--timeout", "60", "--result-dir", str(folder)),
+        )
+        task = self._progress.add_task(f"training with {name}", total=self._steps)
+        with LocalRanks([command] * self._ranks, folder) as ranks:
+
+            def show() -> None:
+                done = sum(ranks.log(rank).count("\nstep ") for rank in range(self._ranks))
+                self._progress.update(task, completed=done)
+
+            ranks.wait(_RUN_TIMEOUT, show)
+        self._progress.update(task, completed=self._steps)
+        return Outcome(name, plan_id, span / 1e6, summarise(read_reports(folder, self._ranks)))
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """Planned and measured step times and the losses, one row per schedule."""
+    shown = Table(title="Step time of the same model on the same ranks")
+    for column in ("schedule", "planned", "measured", "measured / planned", "against 1F1B", "loss"):
+        shown.add_column(column, justify="left" if column == "schedule" else "right")
+    reference = next(o.run.median_seconds(WARM_UP_STEPS) for o in outcomes if o.name == "1F1B")
+    for outcome in outcomes:
+        measured = outcome.run.median_seconds(WARM_UP_STEPS)
+        shown.add_row(
+            outcome.name,
+            f"{outcome.planned * 1e3:.0f} ms",
+            f"{measured * 1e3:.0f} ms",
+            f"{measured / outcome.planned:.2f}",
+            f"{measured / reference - 1:+.1%}",
+            f"{outcome.run.losses[0]:.3f} → {outcome.run.losses[-1]:.3f}",
+        )
+    return shown
+
+
+def check_losses(outcomes: Sequence[Outcome]) -> float:
+    """The largest relative difference of any step's loss between schedules.
+
+    Raises
+    ------
+    DemoFailed
+        When it is larger than rounding explains, or when the loss did not go down.
+    """
+    first = outcomes[0].run.losses
+    worst = max(
+        abs(mine - right) / abs(right)
+        for outcome in outcomes
+        for mine, right in zip(outcome.run.losses, first, strict=True)
+    )
+    if worst > LOSS_TOLERANCE:
+        raise DemoFailed(f"the schedules' losses differ by {worst:.1%}; they must train the same model.")
+    if len(first) > 1 and not first[-1] < first[0]:
+        raise DemoFailed(f"the loss did not go down: {first[0]:.3f} → {first[-1]:.3f}.")
+    return worst
+
+
+def rank_count() -> int:
+    """One rank per core, at least two, at most four."""
+    return min(4, max(2, len(usable_cores())))
+
+
+def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None:
+    """Run everything, print the summary, and keep serving unless told to exit."""
+    from zbv_service.client import Client
+
+    ranks, folder = rank_count(), options.folder.absolute()
+    port = port_or_free(options.port)
+    if port != options.port:
+        err.print(f"Port {options.port} is taken; the service listens on a free one.")
+    if len(usable_cores()) < ranks:
+        err.print(
+            f"[yellow]Only {len(usable_cores())} core for {ranks} ranks: they fill each other's bubbles, so "
+            f"the measured times say nothing about the schedules."
+        )
+    with ExitStack() as stack:
+        service = stack.enter_context(LocalService(folder, port))
+        client = stack.enter_context(Client(service.address))
+        err.print(f"Service at {service.address}, state and logs in {folder}")
+        with _progress(err) as progress:
+            demo = Demo(client, service.address, folder, ranks, options.steps, progress)
+            outcomes = demo.outcomes()
+        _summary(outcomes, service.address, folder, out)
+        if not options.exit:
+            out.print("Serving until Ctrl-C.")
+            service.wait()
+
+
+def _summary(outcomes: Sequence[Outcome], server: str, folder: Path, out: Console) -> None:
+    worst = check_losses(outcomes)
+    ranks = rank_count()
+    out.print(table(outcomes))
+    out.print(
+        f"{ranks} ranks, {MICROBATCHES} microbatches. Planned: the plan's span, from stages measured on this "
+        f"machine. Measured: median over the steps after the first {WARM_UP_STEPS} of the slowest rank's "
+        f"time from its first action's start to its last one's end, optimizer excluded."
+    )
+    out.print(f"Losses of the schedules agree to {worst:.0e} (relative).")
+    out.print(f"The plan: {server}/plans/{outcomes[0].plan_id}", soft_wrap=True)
+    report = [{**asdict(outcome), "run": asdict(outcome.run)} for outcome in outcomes]
+    (folder / "summary.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    # As an exception, so that every `with` block ends its processes.
+    raise SystemExit(128 + number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m zbv_worker.demo", description=__doc__.partition("\n")[0])
+    parser.add_argument("--exit", action="store_true", help="stop after the summary instead of serving on")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="of the service (default 8000; 0 for a free one)"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="training steps per schedule (default 20)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/demo"), help="state, logs and results (default build/demo)"
+    )
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps: found {options.steps}; must be at least 1")
+    signal.signal(signal.SIGTERM, _stop)
+    out, err = Console(), Console(stderr=True)
+    try:
+        demonstrate(options, out, err)
+    except KeyboardInterrupt:
+        return 0
+    except WorkerError as error:
+        err.print(f"demo: {error}", markup=False, highlight=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Memory that is really held follows the plan's account, action by action."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+from zbv_solver.placement import Placement
+from zbv_solver.problem import Costs, Memory, Problem
+from zbv_solver.timing import memory_profile
+from zbv_worker.executor import Executor
+from zbv_worker.memory import LiveBytes
+from zbv_worker.models.gpt import gpt
+from zbv_worker.rank_plan import RankPlan
+from zbv_worker.run import build_stages
+from zbv_worker.selfcheck import random_orders
+from zbv_worker.stage import Stage
+from zbv_worker.thread_transport import ThreadHub
+
+CPU = torch.device("cpu")
+MICROBATCHES = 5
+TOLERANCE = 0.02
+
+
+def problem_of(memory: Memory | None = None) -> Problem:
+    placement = Placement.of("v", 1)
+    ones = (1.0, 1.0)
+    memory = memory or Memory.unlimited(placement)
+    return Problem(placement, MICROBATCHES, Costs(ones, ones, ones, ones[1:]), memory)
+
+
+def deltas(stages: dict[int, Stage], inputs: dict[int, Tensor], target: Tensor) -> Memory:
+    """The plan's account of these stages, measured one microbatch at a time."""
+    forward, backward_input, backward_weight = [], [], []
+    for index, stage in stages.items():
+        is_last = index == len(stages) - 1
+        for _ in range(2):  # the second time, parameters have their gradients
+            with LiveBytes() as live:
+                output = stage.forward(0, inputs[index].clone(), target if is_last else None, split=True)
+                gradient = None if is_last else torch.zeros_like(output)
+                del output
+                held = live.bytes - (0 if gradient is None else gradient.untyped_storage().nbytes())
+                stage.backward_input(0, gradient)
+                del gradient
+                kept = live.bytes
+                stage.backward_weight(0)
+        forward.append(float(held))
+        backward_input.append(float(kept - held))
+        backward_weight.append(float(-kept))
+    return Memory(tuple(forward), tuple(backward_input), tuple(backward_weight), (0.0,))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_live_bytes_after_every_action_are_the_plans(seed: int) -> None:
+    model = gpt(layers=4, width=32, heads=2, length=32, sequences=2, characters=20_000)
+    orders = random_orders(problem_of(), Random(seed))
+    plan = RankPlan.of("plan", problem_of(), orders, 0)
+    stages = build_stages(model, plan, CPU)
+    words, target = model.microbatch(0, 0)
+    hidden = stages[0].module(words).detach()
+    account = problem_of(deltas(stages, {0: words, 1: hidden}, target))
+    _, expected = memory_profile(account, orders)
+
+    transport = ThreadHub(1).transport(0)
+    executor = Watched(plan, stages, model, transport, device=CPU, timeout=5)
+    with LiveBytes() as live:
+        executor.live = live
+        executor.step(0)
+    largest = max(expected)
+    assert largest > 1e5
+    for found, right in zip(executor.seen, expected.tolist(), strict=True):
+        assert abs(found - right) <= TOLERANCE * largest
+    assert executor.seen[-1] <= TOLERANCE * largest
+
+
+class Watched(Executor):
+    """Notes the live bytes after every action, without what is on its way between the stages."""
+
+    live: LiveBytes
+    seen: list[int]
+
+    def _deliver(self, instruction, output, state):  # type: ignore[no-untyped-def]  # as in the base class
+        super()._deliver(instruction, output, state)
+        passing = [output] if output is not None and instruction.sink is None else []
+        passing += state.handed_over.values()
+        self.seen = [
+            *getattr(self, "seen", []),
+            self.live.bytes - sum(t.untyped_storage().nbytes() for t in passing),
+        ]

@@ -141,6 +141,8 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     from zbv_service.app import create_app
 
+    _require_database(settings)
+
     class AnnouncedServer(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -159,6 +161,25 @@ def _serve(parsed: argparse.Namespace) -> int:
         server.run(sockets=[listener])
     # Uvicorn logs why a start failed, and returns.
     return DONE if server.started else FAILED
+
+
+def _require_database(settings: Settings) -> None:
+    """Open the database once before the server starts: its own way to fail is a traceback."""
+    import asyncio
+
+    from zbv_service.database import Database, DatabaseUnusable
+
+    async def migrate() -> None:
+        database = Database(settings.database)
+        try:
+            await database.migrate()
+        finally:
+            await database.close()
+
+    try:
+        asyncio.run(migrate())
+    except DatabaseUnusable as error:
+        raise _Stop(WRONG_INPUT, str(error)) from None
 
 
 def _exit(_number: int, _frame: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import uuid
 from datetime import UTC, datetime
@@ -38,19 +39,8 @@ class Searches:
         InvalidInput
             When the body breaks a rule; nothing is stored then.
         """
-        problem, options = parse_request(body, self._settings)
-        document = problem_json(problem)
-        chosen = options.model_dump()
-        record, is_new = await self._table.add(
-            NewSearch(
-                id=uuid.uuid4().hex,
-                request_key=request_key(document, chosen),
-                problem=pack(document),
-                summary=summary_of(problem),
-                options=chosen,
-                created_at=datetime.now(UTC),
-            )
-        )
+        new = await asyncio.to_thread(new_search, body, self._settings)
+        record, is_new = await self._table.add(new)
         if is_new:
             self._runner.wake()
         return record
@@ -69,6 +59,20 @@ class Searches:
         self._runner.cancel(search_id)
         self._runner.wake()
         return record
+
+
+def new_search(body: Any, settings: Settings) -> NewSearch:
+    """The search that a request body asks for; raises :class:`InvalidInput`."""
+    problem, options = parse_request(body, settings)
+    document, chosen = problem_json(problem), options.model_dump()
+    return NewSearch(
+        id=uuid.uuid4().hex,
+        request_key=request_key(document, chosen),
+        problem=pack(document),
+        summary=summary_of(problem),
+        options=chosen,
+        created_at=datetime.now(UTC),
+    )
 
 
 def parse_request(body: Any, settings: Settings) -> tuple[Problem, OptionsDocument]:

@@ -11,7 +11,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, inspect, text
-from zbv_service.database import Database, PlanTable, SearchTable
+from zbv_service.database import Database, DatabaseUnusable, PlanTable, SearchTable
 from zbv_service.database.migrate import upgrade
 from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
@@ -79,6 +79,13 @@ async def test_migrating_twice_or_at_once_changes_nothing(tmp_path: Path) -> Non
     assert await SearchTable(opened[1]).newest(1) == []
     for each in opened:
         await each.close()
+
+
+async def test_a_database_of_a_newer_version_is_left_alone(database: Database) -> None:
+    async with database.writing() as session:
+        await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(DatabaseUnusable, match="9999"):
+        await database.migrate()
 
 
 async def test_sqlite_writes_ahead_waits_for_others_and_checks_references(database: Database) -> None:

@@ -224,6 +224,8 @@ def test_a_port_in_use_is_said_plainly(served: Served, tmp_path: Path) -> None:
     [
         (["--database", "zbv.db"], "sqlite:///"),
         (["--database", "mysql://x/y"], "mysql"),
+        (["--database", "sqlite:///no/such/directory/zbv.db"], "directory must exist"),
+        (["--database", f"sqlite:///{__file__}"], "cannot use the database"),
         (["--searches", "0"], "searches"),
         (["--port", "70000"], "port"),
     ],

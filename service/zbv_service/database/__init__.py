@@ -6,7 +6,7 @@ Nothing outside sees a table or a session. What leaves are the frozen records of
 
 from __future__ import annotations
 
-from zbv_service.database.engine import Database
+from zbv_service.database.engine import Database, DatabaseUnusable
 from zbv_service.database.plans import PlanTable
 from zbv_service.database.searches import SearchTable
 from zbv_service.records import (
@@ -26,6 +26,7 @@ __all__ = [
     "FINISHED",
     "Claim",
     "Database",
+    "DatabaseUnusable",
     "NewPlan",
     "NewSearch",
     "PlanSummary",

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from alembic.util.exc import CommandError
 from sqlalchemy import Connection, event, text
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 from zbv_service.database.migrate import upgrade
@@ -14,6 +16,10 @@ from zbv_service.database.url import async_url
 
 BUSY_SECONDS = 30.0
 """How long a SQLite writer waits for another one before it gives up."""
+
+
+class DatabaseUnusable(Exception):
+    """The database cannot be opened or brought up to date; the message says which, why and what to do."""
 
 
 class Database:
@@ -29,11 +35,25 @@ class Database:
             self._engine = create_async_engine(parsed, pool_pre_ping=True, pool_timeout=BUSY_SECONDS)
 
     async def migrate(self) -> None:
-        """Bring the tables to the newest version, from any older one or from nothing."""
-        async with self._engine.connect() as connection:
-            await connection.execution_options(zbv_writes=True)
-            async with connection.begin():
-                await connection.run_sync(upgrade)
+        """Bring the tables to the newest version, from any older one or from nothing.
+
+        Raises
+        ------
+        DatabaseUnusable
+            When the database cannot be opened, is none, or is of a newer version than this code.
+        """
+        try:
+            async with self._engine.connect() as connection:
+                await connection.execution_options(zbv_writes=True)
+                async with connection.begin():
+                    await connection.run_sync(upgrade)
+        except (SQLAlchemyError, CommandError) as error:
+            shown = self._engine.url.render_as_string(hide_password=True)
+            reason = getattr(error, "orig", None) or error
+            raise DatabaseUnusable(
+                f"cannot use the database {shown}: {reason}. Its directory must exist and be writable, and "
+                f"it must come from this version of the service or an older one."
+            ) from error
 
     async def ping(self) -> None:
         """Raise when the database does not answer."""

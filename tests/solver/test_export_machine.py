@@ -137,7 +137,8 @@ def torch_runtime(problem: Problem, rank: int) -> Any:
         )
         stage.is_first, stage.is_last = index == 0, index == problem.n_stages - 1
         stages.append(stage)
-    return torch_schedules._PipelineScheduleRuntime(stages, problem.microbatches)
+    runtime: Any = torch_schedules._PipelineScheduleRuntime
+    return runtime(stages, problem.microbatches)
 
 
 @settings(max_examples=25, deadline=None)
@@ -213,7 +214,7 @@ def test_trace_names_one_thread_per_rank() -> None:
     ("unit", "microseconds"), [("ns", 0.003), ("us", 3), ("ms", 3000), ("s", 3e6), ("ticks", 3), (None, 3)]
 )
 def test_trace_times_are_microseconds(unit: str | None, microseconds: float) -> None:
-    units = {} if unit is None else {"units": {"time": unit}}
+    units: dict[str, Any] = {} if unit is None else {"units": {"time": unit}}
     plan = random_plan(problem_of(1, 1, **units), Random(5))
     assert of_phase(trace_of(plan), "X")[0]["dur"] == pytest.approx(microseconds)
 

@@ -1,0 +1,287 @@
+"""Exports for people: SVG, raster, Bokeh layout, the standalone page and its numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zbv_solver.export import export, palette, quantities
+from zbv_solver.export.axis import ticks
+from zbv_solver.export.raster import coverage, image
+from zbv_solver.export.report import plan_view, script_json
+from zbv_solver.export.svg import MAX_BARS, WIDTH
+from zbv_solver.export.timeline import timeline
+from zbv_solver.orders import Action, Orders
+from zbv_solver.plan import Plan
+from zbv_solver.problem import Units
+from zbv_solver.schema import parse_problem
+from zbv_solver.search import SearchOptions, make_plan, search
+
+MEMORY = {"forward": 2, "backward_input": -1, "backward_weight": -1, "static": 1, "limit": 14}
+COSTS = {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50}
+
+
+def plan_of(p: int, m: int, **more: Any) -> Plan:
+    document = {"pp_degree": p, "microbatches": m, "costs": COSTS, "memory": MEMORY, **more}
+    return search(parse_problem(document), SearchOptions(effort="quick"))
+
+
+def sequential_plan(p: int, m: int, **more: Any) -> Plan:
+    """One microbatch after the other: poor, but made in no time at any size."""
+    problem = parse_problem({"pp_degree": p, "microbatches": m, "costs": COSTS, **more})
+    rank_of, stages = problem.placement.rank_of, range(problem.n_stages)
+    ranks: list[list[Action]] = [[] for _ in range(p)]
+    for j in range(m):
+        for s in stages:
+            ranks[rank_of[s]].append(Action(s, "F", j))
+        for s in reversed(stages):
+            ranks[rank_of[s]] += [Action(s, "I", j), Action(s, "W", j)]
+    return make_plan(problem, Orders.from_actions(ranks), method="sequential", lower_bound=1.0)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of(3, 5, units={"time": "us"})
+
+
+# --- SVG
+
+
+def svg_of(plan: Plan) -> ElementTree.Element:
+    return ElementTree.fromstring(export(plan, "svg"))
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def bars_by_fill(root: ElementTree.Element) -> Counter[str]:
+    paths = root.iter("{http://www.w3.org/2000/svg}path")
+    return Counter({str(p.get("fill")): str(p.get("d")).count("M") for p in paths if p.get("fill")})
+
+
+def test_svg_draws_every_action_in_its_colour(plan: Plan) -> None:
+    line = timeline(plan)
+    expected = Counter(palette.KIND_FILLS[kind] for kind in line.kind.tolist())
+    assert bars_by_fill(svg_of(plan)) == expected
+
+
+def test_svg_names_ranks_and_says_what_the_plan_achieves(plan: Plan) -> None:
+    found = texts(svg_of(plan))
+    assert [text for text in found if text.startswith("rank")] == ["rank 0", "rank 1", "rank 2"]
+    assert found[0].startswith("3 ranks, 5 microbatches: span ")
+    assert "time [µs]" in found
+    assert "F forward" in found
+    assert "B full backward" not in found or "B" in {a.letter for a in plan.orders.actions(0)}
+
+
+def test_svg_numbers_bars_that_have_room() -> None:
+    found = texts(svg_of(sequential_plan(1, 2)))
+    assert Counter(text for text in found if text in "01") == {"0": 6 + 1, "1": 6}  # and 0 on the axis
+
+
+def test_svg_stays_inside_its_frame(plan: Plan) -> None:
+    text = export(plan, "svg")
+    for left, width in re.findall(r"M([\d.]+) [\d.]+h([\d.]+)v", text):
+        assert 0 <= float(left) <= float(left) + float(width) <= WIDTH
+
+
+def test_svg_has_no_script_and_brings_its_own_background(plan: Plan) -> None:
+    root = svg_of(plan)
+    names = [element.tag.rpartition("}")[2] for element in root.iter()]
+    assert "script" not in names
+    background = next(root.iter("{http://www.w3.org/2000/svg}rect"))
+    assert (background.get("width"), background.get("fill")) == ("100%", "#ffffff")
+
+
+def test_svg_of_a_large_plan_is_of_bounded_size() -> None:
+    plan = sequential_plan(16, 700)
+    assert len(plan.orders) > MAX_BARS
+    text = export(plan, "svg")
+    ElementTree.fromstring(text)
+    assert len(text) < 2_000_000
+
+
+def test_svg_escapes_what_a_user_wrote() -> None:
+    root = svg_of(sequential_plan(1, 1, units={"time": "<b>&"}))
+    assert "time [<b>&]" in texts(root)
+
+
+def test_svg_of_a_plan_that_takes_no_time() -> None:
+    costs = {"forward": 0, "backward_input": 0, "backward_weight": 0}
+    ElementTree.fromstring(export(sequential_plan(2, 1, costs=costs), "svg"))
+
+
+# --- raster
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50))
+def test_the_columns_of_a_raster_add_up_to_the_busy_time(p: int, m: int, columns: int) -> None:
+    line = timeline(sequential_plan(p, m))
+    shares = coverage(line, columns)
+
+    assert shares.shape == (p, columns, len(palette.KIND_FILLS))
+    assert np.all(shares >= -1e-5)
+    assert np.all(shares.sum(axis=2) <= 1 + 1e-5)
+    width = line.makespan / columns
+    for rank in range(p):
+        part = line.slice_of(rank)
+        for kind in range(len(palette.KIND_FILLS)):
+            busy = (line.end - line.start)[part][line.kind[part] == kind].sum()
+            assert shares[rank, :, kind].sum() * width == pytest.approx(busy, rel=1e-4, abs=1e-2)
+
+
+def test_a_raster_column_inside_an_action_has_its_colour_and_idle_time_is_transparent() -> None:
+    line = timeline(sequential_plan(2, 1))
+    pixels = image(line, 200).view(np.uint8).reshape(2, 200, 4)
+    assert tuple(pixels[0, 1]) == (*palette.rgb(palette.fill("F", 0)), 255)
+    assert pixels[1, 1, 3] == 0  # rank 1 waits for the first activation
+
+
+# --- page
+
+
+def test_the_page_shows_what_matters(plan: Plan) -> None:
+    view = plan_view(plan)
+    cards = {card.label: card for card in view.cards}
+    assert cards["Span"].value == quantities.time(plan.metrics.span, plan.problem.units)
+    assert cards["Makespan"].value == quantities.time(plan.metrics.makespan, plan.problem.units)
+    assert cards["Bubble"].value == quantities.percent(plan.metrics.bubble_rate)
+    assert cards["Peak memory"].value == quantities.figure(max(plan.metrics.peak_memory))
+    assert [row.name for row in view.baselines] == ["this plan", *(b.name for b in plan.baselines)]
+    assert [chip.text for chip in view.ranks[1].chips] == plan.orders.text(1)
+
+
+def test_the_page_claims_optimality_only_when_it_is_proved() -> None:
+    proved = plan_view(make_plan(*_problem_and_orders(sequential_plan(1, 1)), method="x"))
+    not_proved = plan_view(sequential_plan(1, 1))
+    notes = [next(c.note for c in view.cards if c.label.startswith("Gap")) for view in (proved, not_proved)]
+    assert "proved optimal" in notes[0]
+    assert "optimal" not in notes[1]
+
+
+def _problem_and_orders(plan: Plan) -> tuple[Any, Orders]:
+    return plan.problem, plan.orders
+
+
+def test_memory_over_the_limit_is_marked() -> None:
+    view = plan_view(plan_of(2, 4))
+    assert view.memory is not None
+    assert not any(bar.over for bar in view.memory.bars)
+    assert [bar.limit is None for bar in view.memory.bars] == [False, False]
+
+
+def test_a_problem_without_memory_shows_none() -> None:
+    assert plan_view(sequential_plan(2, 2)).memory is None
+
+
+def test_a_large_plan_lists_the_beginning_of_every_rank_and_draws_a_picture() -> None:
+    view = plan_view(sequential_plan(2, 3000))
+    assert not view.whole
+    assert view.ranks[0].omitted == 6 * 3000 - len(view.ranks[0].text.split())
+    assert view.ranks[0].text.startswith("0F0 3F0 3I0")
+
+
+def chart_models(view_chart: str, kind: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("type") == "object" and node.get("name") == kind:
+                found.append(node)
+            for child in node.values():
+                walk(child)
+        elif isinstance(node, list):
+            for child in node:
+                walk(child)
+
+    walk(json.loads(view_chart))
+    return found
+
+
+def test_the_chart_has_linked_figures_and_runs_no_code_of_its_own(plan: Plan) -> None:
+    chart = str(plan_view(plan).chart)
+    figures = {figure["attributes"]["name"] for figure in chart_models(chart, "Figure")}
+    assert figures == {"gantt", "memory", "overview"}
+    assert chart_models(chart, "CustomJS") == []  # it needs eval, which the pages forbid
+    assert len([r for r in chart_models(chart, "Range1d") if r["attributes"].get("name") == "time"]) == 1
+    assert len(chart_models(chart, "Span")) == 1  # every rank has the same limit
+
+
+def test_the_colour_rules_name_models_of_the_chart(plan: Plan) -> None:
+    view = plan_view(plan)
+    for rule in json.loads(str(view.rules)):
+        assert f'"id":"{rule["model"]}"' in str(view.chart)
+        assert rule["light"].startswith("#")
+        assert rule["dark"].startswith("#")
+
+
+def test_json_cannot_end_the_script_that_carries_it() -> None:
+    assert json.loads(str(script_json({"a": "</script><!--&"}))) == {"a": "</script><!--&"}
+    assert "<" not in str(script_json("</script>"))
+
+
+def test_the_standalone_page_refers_to_nothing_outside(plan: Plan) -> None:
+    text = export(plan, "html")
+    head = text[: text.index("<script")]
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', head)
+    assert "<script src" not in text
+    assert plan.plan_id in text
+
+
+def test_the_standalone_page_escapes_what_a_user_wrote() -> None:
+    assert "<b>evil" not in export(sequential_plan(1, 1, units={"time": "<b>evil"}), "html")
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (7, "7"),
+        (-0.5, "−0.5"),
+        (1234567, "1\u202f234\u202f567"),
+        (0.012345, "0.01235"),
+        (99.9999, "100"),
+        (1e15, "1.000e+15"),
+        (math.inf, "∞"),
+    ],
+)
+def test_figures(value: float, text: str) -> None:
+    assert quantities.figure(value) == text
+
+
+def test_units() -> None:
+    assert quantities.time(1500, Units("us")) == "1\u202f500 µs"
+    assert quantities.time(3, Units()) == "3"
+    assert quantities.memory(3 * 2**30, Units(memory="bytes")) == "3 GiB"
+    assert quantities.memory(12, Units(memory="slots")) == "12 slots"
+    assert quantities.percent(0.1234) == "12.34\u202f%"
+    assert quantities.percent(-1e-9) == "0.00\u202f%"
+
+
+def test_relative_figures_carry_their_sign() -> None:
+    assert quantities.relative(110, 100) == "+10.0\u202f%"
+    assert quantities.relative(90, 100) == "−10.0\u202f%"
+    assert quantities.relative(100, 100) == "0.0\u202f%"
+    assert quantities.relative(1, 0) == "∞"
+
+
+@given(st.floats(1e-6, 1e12), st.integers(4, 20))
+def test_ticks_are_even_and_few(length: float, at_most: int) -> None:
+    found = ticks(length, at_most)
+    assert found[0] == 0
+    assert found[-1] <= length * (1 + 1e-9)
+    assert 2 <= len(found) <= at_most + 1
+    assert np.allclose([b - a for a, b in pairwise(found)], found[1])

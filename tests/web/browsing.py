@@ -1,0 +1,173 @@
+"""A real service as a user starts it, and what a test sees of a browser's page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page
+from zbv_solver.plan import Plan, parse_plan, plan_json
+
+ARTIFACTS = Path(__file__).parents[2] / "artifacts"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# A browser that only talks to the page under test: no updates, no QUIC, no first-run pages.
+BROWSER_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+SCRIPT = Path(sys.executable).with_name("zbv-service")
+START_SECONDS = 60.0
+SEARCH_SECONDS = 60.0
+HARMLESS = re.compile(r"\[bokeh [\d.]+\] setting log level to")
+
+
+@dataclass
+class Look:
+    """A page of the browser, and what went wrong or out while it was open."""
+
+    page: Page
+    origin: str
+    complaints: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def open(self, url: str) -> None:
+        """Go to a page and wait until its chart, if it has one, is drawn."""
+        self.page.goto(url)
+        if self.page.locator("#chart").count():
+            self.page.wait_for_selector('#chart[data-state="ready"]')
+
+    def strangers(self) -> list[str]:
+        """Requests that left the origin."""
+        inside = (self.origin, "data:", "blob:")
+        return [url for url in self.requests if not url.startswith(inside)]
+
+    def draw_area(self) -> tuple[float, float, float, float]:
+        """Left, top, width and height of the Gantt chart's frame in the window, in pixels."""
+        left, top, width, height = self.page.evaluate(
+            """() => {
+              const gantt = Bokeh.documents[0].get_model_by_name("gantt");
+              const view = Bokeh.index.find_one_by_id(gantt.id);
+              view.el.scrollIntoView({block: "center", behavior: "instant"});
+              const box = view.el.getBoundingClientRect(), frame = view.frame.bbox;
+              return [box.left + frame.left, box.top + frame.top, frame.width, frame.height];
+            }"""
+        )
+        return left, top, width, height
+
+    def window(self) -> tuple[float, float]:
+        """The part of time that the chart shows."""
+        start, end = self.page.evaluate(
+            """() => {
+              const range = Bokeh.documents[0].get_model_by_name("gantt").x_range;
+              return [range.start, range.end];
+            }"""
+        )
+        return start, end
+
+    def drawn(self) -> list[str]:
+        """Texts of the numbers on the bars."""
+        texts: list[str] = self.page.evaluate(
+            '() => Array.from(Bokeh.documents[0].get_model_by_name("labels").data.text)'
+        )
+        return texts
+
+    def point_at(self, time_at: float, rank: int, ranks: int) -> tuple[float, float]:
+        """Where a time on a rank is in the window, in pixels."""
+        left, top, width, height = self.draw_area()
+        start, end = self.window()
+        return left + (time_at - start) / (end - start) * width, top + (rank + 0.5) / ranks * height
+
+    def tooltip(self) -> Locator:
+        """The chart's tooltip that is open."""
+        return self.page.locator(".bk-tooltip-content").filter(visible=True).first
+
+    def keep(self, name: str, *, whole: bool = True) -> None:
+        """Store a screenshot as a test artefact."""
+        ARTIFACTS.mkdir(exist_ok=True)
+        self.page.screenshot(path=ARTIFACTS / f"{name}.png", full_page=whole)
+
+
+@dataclass(frozen=True)
+class Service:
+    """The running service."""
+
+    url: str
+
+    def import_plan(self, plan: Plan) -> str:
+        """Store a plan; its page's address."""
+        self.call("/v1/plans", plan_json(plan))
+        return f"{self.url}/plans/{plan.plan_id}"
+
+    def search(self, problem: Any) -> Plan:
+        """Have a problem searched, and wait for the plan."""
+        found = self.call("/v1/searches", {"problem": problem, "options": {"effort": "quick"}})
+        until = time.monotonic() + SEARCH_SECONDS
+        while found["state"] in ("queued", "running"):
+            assert time.monotonic() < until, f"the search did not end in time: {found}"
+            time.sleep(0.1)
+            found = self.call(f"/v1/searches/{found['id']}")
+        assert found["state"] == "done", found
+        return parse_plan(self.call(f"/v1/plans/{found['plan_id']}"))
+
+    def call(self, path: str, body: Any = None) -> Any:
+        """GET a document, or POST one."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+
+@contextmanager
+def serving(directory: Path) -> Iterator[Service]:
+    """The service as a user starts it, with its state in a directory."""
+    command = [str(SCRIPT), "serve", "--port", "0", "--searches", "1"]
+    with subprocess.Popen(
+        [*command, "--database", f"sqlite:///{directory / 'zbv.db'}"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        text=True,
+    ) as process:
+        try:
+            yield Service(_announced_address(process))
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def _announced_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    until = time.monotonic() + START_SECONDS
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while time.monotonic() < until and process.poll() is None:
+            if selector.select(timeout=1.0):
+                found = re.search(r"listening on (http://\S+)", process.stdout.readline())
+                if found:
+                    return found[1]
+    pytest.fail("the service ended, or did not announce its address in time (see its standard error)")
+
+
+PROBLEM: dict[str, Any] = {
+    "pp_degree": 4,
+    "microbatches": 8,
+    "costs": {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50},
+    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 16},
+    "units": {"time": "us"},
+}

@@ -1,0 +1,90 @@
+"""A running service with a plan in it, and a browser."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, PROBLEM, Look, Service, serving
+from zbv_solver.orders import Action, Orders
+from zbv_solver.plan import Plan
+from zbv_solver.schema import parse_problem
+from zbv_solver.search import make_plan
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving(tmp_path_factory.mktemp("service")) as found:
+        yield found
+
+
+@pytest.fixture
+def empty_service(tmp_path: Path) -> Iterator[Service]:
+    with serving(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.fail(
+            f"No browser found (looked for {', '.join(BROWSERS)}); the page is tested in a real one. "
+            "Run: make browser"
+        )
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(BROWSER_FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def look(browser: Browser) -> Iterator[Callable[..., Look]]:
+    """Open a fresh profile: ``look(origin, color_scheme="dark", …)``."""
+    opened: list[Look] = []
+
+    def make(origin: str, **options: Any) -> Look:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        context.set_default_timeout(15_000)
+        found = Look(context.new_page(), origin)
+        page = found.page
+        page.on("pageerror", lambda error: found.complaints.append(str(error)))
+        page.on(
+            "console",
+            lambda message: (
+                None
+                if HARMLESS.search(message.text)
+                else found.complaints.append(f"{message.type}: {message.text}")
+            ),
+        )
+        page.on("request", lambda request: found.requests.append(request.url))
+        opened.append(found)
+        return found
+
+    yield make
+    for each in opened:
+        each.page.context.close()
+
+
+@pytest.fixture(scope="session")
+def plan(service: Service) -> Plan:
+    """A small plan, as the service found it: every action is a bar."""
+    return service.search(PROBLEM)
+
+
+@pytest.fixture(scope="session")
+def large_plan() -> Plan:
+    """More actions than are drawn one by one."""
+    problem = parse_problem({**PROBLEM, "pp_degree": 8, "microbatches": 260})
+    rank_of = problem.placement.rank_of
+    ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
+    for j in range(problem.microbatches):
+        for stage in range(problem.n_stages):
+            ranks[rank_of[stage]].append(Action(stage, "F", j))
+        for stage in reversed(range(problem.n_stages)):
+            ranks[rank_of[stage]] += [Action(stage, "I", j), Action(stage, "W", j)]
+    return make_plan(problem, Orders.from_actions(ranks), method="sequential")

@@ -1,0 +1,58 @@
+"""The front page, error pages, and the file that opens from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from web.browsing import PROBLEM, Look, Service
+from zbv_solver.export import export
+from zbv_solver.plan import Plan
+
+
+def test_the_front_page_says_what_to_do_while_there_is_nothing(
+    look: Callable[..., Look], empty_service: Service
+) -> None:
+    found = look(empty_service.url)
+    found.open(empty_service.url)
+    assert "No plans yet" in found.page.locator("main").inner_text()
+    assert "zbv-service submit problem.json --server http://" in found.page.locator("main").inner_text()
+    assert found.complaints == []
+    assert found.strangers() == []
+    found.keep("index-empty")
+
+
+def test_the_front_page_leads_to_plans(look: Callable[..., Look], service: Service, plan: Plan) -> None:
+    service.search({**PROBLEM, "microbatches": 3})
+    found = look(service.url)
+    found.open(service.url)
+    assert found.page.locator("[aria-labelledby=searches] tbody tr").count() >= 1
+    found.keep("index")
+    found.page.get_by_role("link", name=plan.plan_id[:12]).first.click()
+    found.page.wait_for_selector('#chart[data-state="ready"]')
+    assert found.complaints == []
+    assert found.strangers() == []
+
+
+def test_an_unknown_plan_is_a_page_that_says_so(look: Callable[..., Look], service: Service) -> None:
+    found = look(service.url)
+    answer = found.page.goto(f"{service.url}/plans/{'0' * 64}")
+    assert answer is not None
+    assert answer.status == 404
+    assert found.page.locator("h1").count() == 1
+    assert found.page.get_by_role("link", name="Searches and plans").count() >= 1
+    found.keep("error")
+
+
+def test_a_standalone_page_opens_from_disk_without_a_network(
+    look: Callable[..., Look], plan: Plan, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.html"
+    path.write_text(export(plan, "html"), encoding="utf-8")
+    found = look("file://", offline=True)
+    found.open(path.as_uri())
+
+    assert found.page.get_attribute("#chart", "data-bars") == str(len(plan.orders))
+    assert found.page.locator(".card").count() == 5
+    assert found.complaints == []
+    assert found.requests == [path.as_uri()]

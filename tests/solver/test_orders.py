@@ -1,0 +1,58 @@
+"""Orders: text and arrays, and relabelling."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.problems import problems
+from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.errors import InvalidInput
+from zbv_solver.orders import Action, Orders, first_in_first_out
+from zbv_solver.problem import Problem
+from zbv_solver.timing import evaluate
+from zbv_solver.verify import verify_orders
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0F", "F0", "0X0", "0F0xyz", " 0F0", "0F0\n", "00F0", "0f0", "-1F0", "٣F0"]
+)
+def test_text_that_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="an action is a stage"):
+        Action.parse(text)
+
+
+def test_errors_in_ranks_point_at_the_action() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Orders.from_text([["0F0"], ["1F0", "what"]])
+    assert caught.value.issues[0].pointer == "/ranks/1/1"
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 999), st.sampled_from("FIWB"), st.integers(0, 9999))), min_size=1
+    )
+)
+def test_text_round_trips(ranks: list[list[tuple[int, str, int]]]) -> None:
+    orders = Orders.from_actions(ranks)
+    assert Orders.from_text(orders.all_text()) == orders
+    assert [orders.actions(rank) for rank in range(len(ranks))] == ranks
+    assert len(orders) == sum(map(len, ranks))
+
+
+@given(problems(max_m=4), st.integers(0, 2**32))
+def test_relabelling_undoes_any_permutation_of_microbatches(problem: Problem, seed: int) -> None:
+    for attempt in priority_schedules(problem, (1.0,)):
+        orders = attempt.orders
+        labels = list(range(problem.microbatches))
+        Random(seed).shuffle(labels)
+        shuffled = Orders.from_actions(
+            [[(s, x, labels[j]) for s, x, j in orders.actions(rank)] for rank in range(orders.pp_degree)]
+        )
+        relabelled = first_in_first_out(shuffled, problem.n_stages)
+        assert relabelled == orders
+        verify_orders(problem, relabelled)
+        assert evaluate(problem, relabelled).span <= evaluate(problem, shuffled).span + 1e-9
+        break

@@ -1,0 +1,135 @@
+"""The search: a verified plan whenever one exists, the same every time, anytime."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.problems import limited, limited_problems, problems, uniform
+from support.reference import is_monotone
+from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.orders import Orders
+from zbv_solver.problem import Problem
+from zbv_solver.search import Progress, SearchOptions, make_plan, search
+from zbv_solver.verify import verify
+
+QUICK = SearchOptions(effort="quick")
+
+
+@given(limited_problems(max_p=8, max_m=32))
+@settings(max_examples=80)
+def test_every_feasible_limit_gives_a_verified_plan(problem: Problem) -> None:
+    plan = search(problem, QUICK)
+    verify(plan)
+    assert plan.problem == problem
+    assert {baseline.name for baseline in plan.baselines} >= {"1f1b", "interleaved-1f1b"}
+
+
+@given(problems(max_p=8, max_m=32), st.data())
+def test_no_limit_below_the_smallest_gives_one(problem: Problem, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, problem.pp_degree - 1))
+    smallest = problem.smallest_limit
+    if smallest[rank] == 0:
+        return
+    limit = tuple(s - 0.5 if r == rank else s for r, s in enumerate(smallest))
+    short = replace(problem, memory=replace(problem.memory, limit=limit))
+    with pytest.raises(InfeasibleMemory) as caught:
+        search(short, QUICK)
+    assert caught.value.ranks == (rank,)
+    assert caught.value.smallest == smallest
+
+
+def test_zero_bubble_with_the_memory_of_1f1b() -> None:
+    plan = search(uniform(8, 32, limit=16))
+    assert plan.metrics.span == 192
+    assert plan.metrics.status == "optimal"
+    assert plan.metrics.bubble_rate == 0
+    assert max(plan.metrics.peak_memory) == 16
+
+
+def test_small_cases_are_proved_optimal() -> None:
+    plan = search(uniform(2, 4, limit=4, p2p=1, objective="makespan"), SearchOptions(effort="thorough"))
+    assert plan.metrics.status == "optimal"
+
+
+@given(limited_problems(max_p=2, max_m=3))
+@settings(max_examples=10)
+def test_same_question_same_plan(problem: Problem) -> None:
+    plans = [search(problem, SearchOptions(seed=3, workers=workers)) for workers in (1, 2)]
+    assert plans[0].plan_id == plans[1].plan_id
+
+
+@given(limited_problems(max_p=2, max_m=3))
+@settings(max_examples=10)
+def test_progress_only_gets_better_and_ends_at_the_plan(problem: Problem) -> None:
+    heard: list[Progress] = []
+    plan = search(problem, SearchOptions(effort="standard"), on_progress=heard.append)
+    assert is_monotone([progress.objective for progress in heard])
+    assert is_monotone([-progress.lower_bound for progress in heard])
+    assert heard[-1].orders == plan.orders
+    assert plan.objective <= heard[-1].objective * (1 + 1e-9) + 1e-9
+    for progress in heard:
+        make_plan(problem, progress.orders, method="test")
+
+
+def test_a_resumed_search_is_never_worse_than_its_incumbent() -> None:
+    problem = limited(uniform(3, 6, p2p=1), 1.0)
+    best = search(problem, SearchOptions(effort="thorough", time_limit=5))
+    resumed = search(problem, QUICK, incumbent=best.orders)
+    assert resumed.objective <= best.objective
+    worse = search(problem, QUICK, incumbent=serial(problem).orders)
+    assert worse.plan_id == search(problem, QUICK).plan_id
+
+
+def test_an_incumbent_of_another_problem_is_refused() -> None:
+    with pytest.raises(InvalidPlan):
+        search(uniform(2, 3), QUICK, incumbent=serial(uniform(2, 2)).orders)
+
+
+def test_a_cancelled_search_keeps_its_incumbent() -> None:
+    plan = search(limited(uniform(4, 8), 2.0), cancelled=lambda: True)
+    verify(plan)
+    assert plan.provenance.extra["cut"] == "cancelled"
+
+
+def test_a_time_limit_cuts_and_says_so() -> None:
+    problem = limited(uniform(4, 16, p2p=1), 2.0)
+    began = time.monotonic()
+    plan = search(problem, SearchOptions(effort="thorough", time_limit=1e-9))
+    verify(plan)
+    assert plan.provenance.extra["cut"] == "time limit"
+    assert time.monotonic() - began < 60  # thorough would take minutes
+
+
+def test_an_uncut_search_says_nothing_of_cuts() -> None:
+    assert "cut" not in search(uniform(2, 2), QUICK).provenance.extra
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"effort": "heroic"},
+        {"time_limit": 0},
+        {"time_limit": -1},
+        {"time_limit": float("nan")},
+        {"workers": 0},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        SearchOptions(**options)  # type: ignore[arg-type]  # on purpose
+    assert caught.value.issues[0].pointer == f"/{next(iter(options))}"
+
+
+def test_orders_from_elsewhere_are_verified() -> None:
+    problem = uniform(1, 1)
+    good = Orders.from_text([["0F0", "1F0", "1B0", "0B0"]])
+    assert make_plan(problem, good, method="mine").metrics.span == 6
+    with pytest.raises(InvalidPlan):
+        make_plan(problem, Orders.from_text([["0F0", "1F0", "1B0"]]), method="mine")

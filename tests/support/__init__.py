@@ -1,0 +1,1 @@
+"""Problems, plans and references that tests of several parts share."""

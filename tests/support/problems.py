@@ -1,0 +1,97 @@
+"""Problems for tests: plain ones by name, random ones as hypothesis strategies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+from zbv_solver.placement import Placement
+from zbv_solver.problem import Costs, Memory, Objective, Problem
+from zbv_solver.schema import parse_problem
+
+
+def uniform(
+    p: int, m: int, *, limit: float | None = None, p2p: float = 0, objective: Objective = "span"
+) -> Problem:
+    """F = I = W = 1; a forward holds 1, half of which I gives back. 1F1B's peak is 2p."""
+    return parse_problem(uniform_document(p, m, limit=limit, p2p=p2p, objective=objective))
+
+
+def uniform_document(p: int, m: int, *, limit: float | None = None, **changes: Any) -> dict[str, Any]:
+    """The document of :func:`uniform`."""
+    return {
+        "pp_degree": p,
+        "microbatches": m,
+        "objective": changes.get("objective", "span"),
+        "costs": {
+            "forward": 1,
+            "backward_input": 1,
+            "backward_weight": 1,
+            "p2p": changes.get("p2p", 0),
+        },
+        "memory": {"forward": 1, "backward_input": -0.5, "backward_weight": -0.5, "limit": limit},
+    }
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+    *,
+    max_p: int = 4,
+    max_m: int = 6,
+    kinds: tuple[str, ...] = ("v",),
+    fused: bool = True,
+    objective: Objective | None = None,
+) -> Problem:
+    """Random per-stage costs and deltas, growing I's and cheap B's included; no memory limit."""
+    p, m = draw(st.integers(1, max_p)), draw(st.integers(1, max_m))
+    placement = Placement.of(draw(st.sampled_from(kinds)), p)  # type: ignore[arg-type]  # a literal
+    n = placement.n_stages
+    cost = st.integers(0, 20)
+
+    def per_stage() -> tuple[float, ...]:
+        return tuple(map(float, draw(st.lists(cost, min_size=n, max_size=n))))
+
+    forward, inputs, weights = per_stage(), per_stage(), per_stage()
+    backward = None
+    if fused and draw(st.booleans()):
+        shares = draw(st.lists(st.integers(5, 12), min_size=n, max_size=n))
+        backward = tuple((i + w) * share / 10 for i, w, share in zip(inputs, weights, shares, strict=True))
+    held = draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+    released = [draw(st.integers(0, amount + 3)) for amount in held]
+    memory = Memory(
+        forward=tuple(map(float, held)),
+        backward_input=tuple(float(w - f) for f, w in zip(held, released, strict=True)),
+        backward_weight=tuple(-float(w) for w in released),
+        static=tuple(map(float, draw(st.lists(st.integers(0, 5), min_size=p, max_size=p)))),
+    )
+    return Problem(
+        placement=placement,
+        microbatches=m,
+        costs=Costs(
+            forward,
+            inputs,
+            weights,
+            tuple(map(float, draw(st.lists(st.integers(0, 6), min_size=n - 1, max_size=n - 1)))),
+            backward,
+        ),
+        memory=memory,
+        objective=objective or draw(st.sampled_from(["span", "makespan"])),  # type: ignore[arg-type]
+    )
+
+
+def limited(problem: Problem, headroom: float | tuple[float, ...]) -> Problem:
+    """The problem with a limit of its smallest feasible one plus ``headroom`` (scalar or per rank)."""
+    extra = headroom if isinstance(headroom, tuple) else (headroom,) * problem.pp_degree
+    limit = tuple(s + e for s, e in zip(problem.smallest_limit, extra, strict=True))
+    return replace(problem, memory=replace(problem.memory, limit=limit))
+
+
+@st.composite
+def limited_problems(draw: st.DrawFn, **options: Any) -> Problem:
+    """Random problems with a feasible limit, often the smallest."""
+    problem = draw(problems(**options))
+    p = problem.pp_degree
+    headroom = draw(st.lists(st.sampled_from([0, 0, 1, 3, 10, 40]), min_size=p, max_size=p))
+    return limited(problem, tuple(map(float, headroom)))

@@ -1,0 +1,64 @@
+"""One direction of knowledge: worker → service's client → solver; heavy packages where they belong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FORBIDDEN = {
+    "solver/zbv_solver": ("zbv_service", "zbv_worker", "torch", "fastapi", "sqlalchemy", "httpx"),
+    "service/zbv_service": ("zbv_worker", "torch"),
+    "worker/zbv_worker": ("fastapi", "sqlalchemy", "uvicorn", "ortools"),
+}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_packages_import_only_what_they_may_know(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for name in imports(path)
+        if name.split(".")[0] in FORBIDDEN[package]
+    ]
+    assert wrong == []
+
+
+def test_of_the_service_the_worker_knows_only_the_client() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted((ROOT / "worker").rglob("*.py"))
+        for name in imports(path)
+        if name.split(".")[0] == "zbv_service" and not name.startswith("zbv_service.client")
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("zbv_solver.search", ("torch", "fastapi", "ortools", "bokeh")),
+        ("zbv_solver.plan", ("numba", "torch", "fastapi")),
+        ("zbv_service.client", ("fastapi", "sqlalchemy", "numba", "torch")),
+        ("zbv_worker.cli", ("torch", "numba", "fastapi")),
+    ],
+)
+def test_importing_stays_light(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print([m for m in {absent!r} if m in sys.modules])"
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert made.stdout.strip() == "[]"

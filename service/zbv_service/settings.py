@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from zbv_service.database.url import async_url
@@ -57,3 +57,13 @@ class Settings(BaseSettings):
     def _database_is_usable(cls, value: str) -> str:
         async_url(value)
         return value
+
+    @model_validator(mode="after")
+    def _leases_outlive_heartbeats(self) -> Settings:
+        if self.heartbeat_seconds > self.lease_seconds / 2:
+            raise ValueError(
+                f"found heartbeat_seconds {self.heartbeat_seconds:g} and lease_seconds "
+                f"{self.lease_seconds:g}; "
+                f"a lease must last at least two heartbeats, or healthy searches are taken away."
+            )
+        return self

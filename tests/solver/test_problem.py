@@ -140,6 +140,6 @@ def test_an_infeasible_limit_names_ranks_and_smallest_limits() -> None:
     problem = parse_problem(document)
     with pytest.raises(InfeasibleMemory) as caught:
         problem.require_feasible()
-    assert caught.value.ranks == (1,)
-    assert caught.value.smallest == (3, 7)
+    assert list(caught.value.ranks) == [1]
+    assert list(caught.value.smallest) == [3, 7]
     assert "rank 1: 6.5 < 7" in str(caught.value)

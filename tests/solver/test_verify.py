@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -168,7 +169,7 @@ def test_false_metrics_are_refused(plan: Plan, change: dict[str, float]) -> None
     verify(plan)
     ((name, factor),) = change.items()
     true = getattr(plan.metrics, name)
-    false = tuple(v * factor for v in true) if isinstance(true, tuple) else (true or 0.1) * factor
+    false: Any = tuple(v * factor for v in true) if isinstance(true, tuple) else (true or 0.1) * factor
     with pytest.raises(InvalidPlan, match=name):
         verify(replace(plan, metrics=replace(plan.metrics, **{name: false})))
 

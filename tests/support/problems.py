@@ -46,7 +46,7 @@ def problems(
 ) -> Problem:
     """Random per-stage costs and deltas, growing I's and cheap B's included; no memory limit."""
     p, m = draw(st.integers(1, max_p)), draw(st.integers(1, max_m))
-    placement = Placement.of(draw(st.sampled_from(kinds)), p)  # type: ignore[arg-type]  # a literal
+    placement = Placement.of(draw(st.sampled_from(kinds)), p)
     n = placement.n_stages
     cost = st.integers(0, 20)
 
@@ -89,7 +89,7 @@ def limited(problem: Problem, headroom: float | tuple[float, ...]) -> Problem:
 
 
 @st.composite
-def limited_problems(draw: st.DrawFn, **options: Any) -> Problem:
+def limited_problems(draw: st.DrawFn, /, **options: Any) -> Problem:
     """Random problems with a feasible limit, often the smallest."""
     problem = draw(problems(**options))
     p = problem.pp_degree

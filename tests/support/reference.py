@@ -118,13 +118,13 @@ def _ready(problem: Problem, times: Times, action: Action) -> float | None:
     """When an action's inputs are there, or None while one is missing."""
     stage, letter, j = action
     needs: list[tuple[list[Action], float]] = []
-    backward = lambda s: [Action(s, "I", j), Action(s, "B", j)]  # noqa: E731 - a two-word name
     if letter == "F" and stage > 0:
         needs.append(([Action(stage - 1, "F", j)], _transfer(problem, stage - 1)))
     if letter in "IB":
         needs.append(([Action(stage, "F", j)], 0.0))
         if stage + 1 < problem.n_stages:
-            needs.append((backward(stage + 1), _transfer(problem, stage)))
+            above = [Action(stage + 1, "I", j), Action(stage + 1, "B", j)]
+            needs.append((above, _transfer(problem, stage)))
     if letter == "W":
         needs.append(([Action(stage, "I", j)], 0.0))
     ready = 0.0

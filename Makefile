@@ -1,0 +1,61 @@
+# zbv: `make run` shows everything end to end on this machine, `make test` checks everything.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+ARGS   ?=
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint format browser picture openapi freeze clean install
+
+help: ## Show the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed ## Set up .venv with the pinned versions
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "zbv needs Python 3.11 or newer; $(PYTHON) is older. Run: make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet hatchling editables
+	$(PIP) install --quiet --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m zbv_solver.warm_up
+	@touch $@
+
+run: install ## Plan, train and compare on this machine; ARGS=--exit stops after the summary
+	$(BIN)/python -m zbv_worker.demo $(ARGS)
+
+test: install browser lint ## Run all checks and tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: install ## Rewrite the code in the project's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Browser tests drive a Chromium; Debian's is installed where there is none.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+	  echo "installing chromium"; \
+	  if [ "$$(id -u)" = 0 ]; then SUDO=; else SUDO=sudo; fi; \
+	  $$SUDO apt-get -qq update && $$SUDO apt-get -qq install -y --no-install-recommends chromium >/dev/null; }
+
+picture: install ## Draw the README's plan again
+	$(BIN)/zbv plan examples/readme.json -o build/readme.json
+	$(BIN)/zbv export build/readme.json --format svg -o docs/plan.svg
+
+openapi: install ## Write the service's OpenAPI document again
+	$(BIN)/zbv-service openapi > service/openapi.json
+
+freeze: ## Write constraints.txt again from what is installed
+	@{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean: ## Remove what make and the tests made
+	rm -rf $(VENV) build artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis

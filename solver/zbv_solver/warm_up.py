@@ -1,0 +1,32 @@
+"""Compile all kernels once: ``python -m zbv_solver.warm_up``.
+
+Numba keeps the machine code on disk, so that no later command waits for it. Installing does this; without
+it the first plan takes some twenty seconds longer.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from zbv_solver.schema import parse_problem
+
+
+def main() -> int:
+    """Plan a tiny problem, which runs every kernel."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        progress.add_task("compiling kernels (once)", total=None)
+        from zbv_solver.search import SearchOptions, search
+
+        costs = {"forward": 2, "backward_input": 2, "backward_weight": 1, "p2p": 1}
+        memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 6}
+        problem = {"pp_degree": 2, "microbatches": 3, "costs": costs, "memory": memory}
+        search(parse_problem(problem), SearchOptions(effort="quick"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -267,6 +267,8 @@ def test_units() -> None:
     assert quantities.time(3, Units()) == "3"
     assert quantities.memory(3 * 2**30, Units(memory="bytes")) == "3 GiB"
     assert quantities.memory(12, Units(memory="slots")) == "12 slots"
+    assert quantities.memory_scale(3 * 2**30, Units(memory="bytes")) == (2**30, "GiB")
+    assert quantities.memory_scale(3e9, Units(memory="slots")) == (1, "slots")
     assert quantities.percent(0.1234) == "12.34\u202f%"
     assert quantities.percent(-1e-9) == "0.00\u202f%"
 

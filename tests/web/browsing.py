@@ -81,6 +81,15 @@ class Look:
         )
         return start, end
 
+    def settle(self) -> None:
+        """Wait until what is drawn is what the range says."""
+        self.page.wait_for_function(
+            """() => {
+              const range = Bokeh.documents[0].get_model_by_name("gantt").x_range;
+              return document.getElementById("chart").dataset.window === `${range.start} ${range.end}`;
+            }"""
+        )
+
     def drawn(self) -> list[str]:
         """Texts of the numbers on the bars."""
         texts: list[str] = self.page.evaluate(

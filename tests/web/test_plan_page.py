@@ -28,7 +28,7 @@ def page_of_plan(look: Callable[..., Look], service: Service, address: str) -> L
 def opened(page_of_plan: Look) -> Look:
     """The plan's page, showing all of it."""
     page_of_plan.page.get_by_role("button", name="Show all").click()
-    page_of_plan.page.wait_for_timeout(150)  # the chart redraws once the range has settled
+    page_of_plan.settle()
     return page_of_plan
 
 
@@ -87,7 +87,7 @@ def test_dragging_zooms_into_what_was_dragged_over(opened: Look) -> None:
     mouse.move(left + width * 0.45, top + height / 2, steps=3)
     mouse.move(left + width * 0.5, top + height / 2, steps=3)
     mouse.up()
-    opened.page.wait_for_timeout(300)
+    opened.settle()
 
     start, end = opened.window()
     length = before[1] - before[0]
@@ -155,7 +155,7 @@ def test_exports_are_linked_and_answer(opened: Look, service: Service) -> None:
 
 def test_nothing_is_complained_about_and_nothing_leaves_the_origin(opened: Look) -> None:
     opened.page.get_by_role("button", name="Zoom in").click()
-    opened.page.wait_for_timeout(200)
+    opened.settle()
     assert opened.complaints == []
     assert opened.strangers() == []
     assert any(url.endswith("/static/plan.js") or "/static/plan.js?" in url for url in opened.requests)
@@ -197,7 +197,8 @@ def test_a_large_plan_is_a_picture_that_turns_into_bars_when_zoomed_in(
 
     for _ in range(7):
         found.page.get_by_role("button", name="Zoom in").click()
-    found.page.wait_for_function('() => document.getElementById("chart").dataset.bars !== "0"')
+    found.settle()
+    assert found.page.get_attribute("#chart", "data-bars") != "0"
     timing = evaluate(large_plan.problem, large_plan.orders)
     start, end = found.window()
     visible = {

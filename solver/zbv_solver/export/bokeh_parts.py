@@ -63,6 +63,7 @@ def time_figure(colours: Colours, *, height: int, x_range: Range1d, tools: list[
         axis.axis_label_text_font_style = "normal"
         axis.minor_tick_line_color = None
         axis.axis_line_color = None
+        axis.major_tick_in = 0
         colours.paint(
             axis,
             major_label_text_color="muted",

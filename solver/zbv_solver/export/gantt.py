@@ -36,9 +36,9 @@ from zbv_solver.plan import Plan
 from zbv_solver.problem import LETTERS
 
 MAX_GLYPHS = 10_000
-"""Above this many actions a picture of the whole is drawn, and glyphs only for what is zoomed into."""
+"""Above this many actions an image of the schedule is drawn, and bars only for what is zoomed into."""
 
-IMAGE_COLUMNS = 2400
+IMAGE_COLUMNS = 1200
 OVERVIEW_COLUMNS = 1200
 BAR_HEIGHT = 0.84
 _TYPICAL_WIDTH = 1000
@@ -127,9 +127,9 @@ def _picture(figure: Any, line: Timeline, columns: int, *, visible: bool, name: 
         return
     p = line.pp_degree
     # Rows of an image count upwards from y; the axis runs downwards, so rank 0 stays the first row.
-    source = ColumnDataSource({"image": [image(line, columns)]})
-    glyph = ImageRGBA(image="image", x=0, y=-0.5, dw=line.makespan or 1.0, dh=p)
-    figure.add_glyph(source, glyph, name=name, level="underlay")
+    source = ColumnDataSource({"image": [image(line, columns)], "x": [0.0], "dw": [line.makespan or 1.0]})
+    glyph = ImageRGBA(image="image", x="x", y=-0.5, dw="dw", dh=p)
+    figure.add_glyph(source, glyph, name=name, level="glyph")  # above the grid
 
 
 def _separators(figure: Any, p: int, row: float, colours: Colours, *, visible: bool) -> None:
@@ -214,6 +214,7 @@ def _facts(plan: Plan, line: Timeline) -> dict[str, Any]:
         "letters": LETTERS,
         "names": [palette.NAMES[letter] for letter in LETTERS],
         "inks": list(palette.KIND_INKS),
+        "fills": list(palette.KIND_FILLS),
         "shades": palette.PALETTE_SHADES,
         "max_glyphs": MAX_GLYPHS,
     }

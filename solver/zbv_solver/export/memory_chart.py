@@ -32,28 +32,29 @@ def accounts_for_memory(problem: Problem) -> bool:
 def memory_figure(plan: Plan, line: Timeline, x_range: Range1d, colours: Colours) -> Any:
     """What every rank holds at every time, and the limits as dashed lines."""
     limits = plan.problem.memory.limit
-    top = max(plan.metrics.peak_memory, default=0.0)
-    top = max(top, *limits) if limits and max(limits) <= 3 * (top or 1.0) else top
+    top = _top(plan)
+    scale, unit = quantities.memory_scale(top, plan.problem.units)
     tools = navigation()
     figure = time_figure(
         colours,
         height=210,
         x_range=x_range,
         tools=tools,
-        y_range=Range1d(start=0, end=1.08 * top or 1.0),
+        y_range=Range1d(start=0, end=1.08 * top / scale or 1.0),
         toolbar_location=None,
         name="memory",
     )
     figure.toolbar.active_drag, figure.toolbar.active_scroll = tools[0], tools[2]
-    unit = plan.problem.units.memory
     figure.yaxis.axis_label = quantities.titled("memory", unit)
-    figure.yaxis.formatter = NumeralTickFormatter(format="0.[0] b" if unit == "bytes" else "0,0.[00]")
+    figure.yaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     if line.pp_degree <= MAX_LINES:
         _lines(figure, plan, line, colours)
     else:
         _band(figure, plan, line, colours)
     for limit in sorted(set(limits or ()))[:MAX_LINES]:
-        span = Span(location=limit, dimension="width", line_dash="dashed", line_width=1.5, name="limit")
+        span = Span(
+            location=limit / scale, dimension="width", line_dash="dashed", line_width=1.5, name="limit"
+        )
         colours.paint(span, line_color="limit")
         figure.add_layout(span)
     return figure
@@ -61,6 +62,7 @@ def memory_figure(plan: Plan, line: Timeline, x_range: Range1d, colours: Colours
 
 def _lines(figure: Any, plan: Plan, line: Timeline, colours: Colours) -> None:
     items, renderers = [], []
+    scale, memory_unit = quantities.memory_scale(_top(plan), plan.problem.units)
     for rank in range(line.pp_degree):
         at, held = _steps(plan, line, rank)
         renderer = figure.step(
@@ -72,22 +74,26 @@ def _lines(figure: Any, plan: Plan, line: Timeline, colours: Colours) -> None:
             # Colours repeat after some ranks: dashes tell those apart.
             line_dash="solid" if rank < len(palette.LINES) else "dotted",
             muted_alpha=0.08,
-            source=ColumnDataSource({"at": at, "held": held}),
+            source=ColumnDataSource({"at": at, "held": held / scale}),
             name=f"memory of rank {rank}",
         )
         items.append(LegendItem(label=f"rank {rank}", renderers=[renderer]))
         renderers.append(renderer)
     _legend(figure, items, colours)
     unit = quantities.time_unit(plan.problem.units)
-    amount = "@held{0.[00] b}" if plan.problem.units.memory == "bytes" else "@held{0,0.[00]}"
-    says = tooltip("<b>$name</b>", ("from", f"@at{{0,0.[000]}} {unit}"), ("held", amount))
+    says = tooltip(
+        "<b>$name</b>",
+        ("from", f"@at{{0,0.[000]}} {unit}"),
+        ("held", f"@held{{0,0.[00]}} {memory_unit}"),
+    )
     figure.add_tools(HoverTool(tooltips=says, renderers=renderers, line_policy="prev"))
 
 
 def _band(figure: Any, plan: Plan, line: Timeline, colours: Colours) -> None:
     """Least and most loaded rank at every time, and the rank with the highest peak as a line."""
     edges = np.linspace(0.0, line.makespan, MAX_STEPS // 2 + 1)
-    held = np.stack([_peaks_between(plan, line, rank, edges) for rank in range(line.pp_degree)])
+    scale, _ = quantities.memory_scale(_top(plan), plan.problem.units)
+    held = np.stack([_peaks_between(plan, line, rank, edges) for rank in range(line.pp_degree)]) / scale
     source = ColumnDataSource({"at": edges[:-1], "low": held.min(axis=0), "high": held.max(axis=0)})
     band = figure.varea_step(
         x="at",
@@ -107,6 +113,12 @@ def _band(figure: Any, plan: Plan, line: Timeline, colours: Colours) -> None:
         LegendItem(label=f"rank {worst}, the highest peak", renderers=[peak]),
     ]
     _legend(figure, items, colours)
+
+
+def _top(plan: Plan) -> float:
+    """The highest peak, or limit unless it is so far above that it would flatten the lines."""
+    peak, limits = max(plan.metrics.peak_memory, default=0.0), plan.problem.memory.limit
+    return max(peak, *limits) if limits and max(limits) <= 3 * (peak or 1.0) else peak
 
 
 def _legend(figure: Any, items: list[LegendItem], colours: Colours) -> None:

@@ -7,6 +7,7 @@ import math
 from zbv_solver.problem import Units
 
 _NARROW_SPACE = "\u202f"
+_BYTES = ("bytes", "byte", "B")
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -34,16 +35,15 @@ def time_unit(units: Units) -> str:
     return "µs" if units.time == "us" else units.time or ""
 
 
-def titled(name: str, unit: str | None) -> str:
+def titled(name: str, unit: str) -> str:
     """A quantity's name with its unit, for axes and columns: ``time [µs]``."""
     return f"{name} [{unit}]" if unit else name
 
 
 def memory(value: float, units: Units) -> str:
     """A memory amount with its unit; bytes in the binary unit that suits."""
-    if units.memory in ("bytes", "B", "byte"):
-        return _bytes(value)
-    return f"{figure(value)} {units.memory}" if units.memory else figure(value)
+    scale, unit = memory_scale(abs(value), units)
+    return f"{figure(value / scale)} {unit}" if unit else figure(value)
 
 
 def percent(fraction: float, digits: int = 2) -> str:
@@ -64,9 +64,11 @@ def relative(value: float, base: float) -> str:
     return change if change.startswith("−") or value <= base else f"+{change}"
 
 
-def _bytes(value: float) -> str:
+def memory_scale(highest: float, units: Units) -> tuple[float, str]:
+    """What to divide memory amounts by on an axis that ends at ``highest``, and the unit they then have."""
+    if units.memory not in _BYTES:
+        return 1.0, units.memory or ""
     exponent = 0
-    while abs(value) >= 1024 and exponent < len(_BYTE_UNITS) - 1:
-        value /= 1024
+    while highest >= 1024 ** (exponent + 1) and exponent < len(_BYTE_UNITS) - 1:
         exponent += 1
-    return f"{figure(value)} {_BYTE_UNITS[exponent]}"
+    return float(1024**exponent), _BYTE_UNITS[exponent]

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from zbv_solver.export import palette, quantities
 from zbv_solver.export.report.memory import MemoryBars, memory_bars
 from zbv_solver.plan import Plan
-from zbv_solver.problem import LETTERS, Problem
+from zbv_solver.problem import LETTERS, Problem, Units
 
 if TYPE_CHECKING:
     from jinja2 import FileSystemLoader
@@ -275,8 +275,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("Full backward B", _spread(costs.backward, unit)))
     facts.append(("Transfer", _spread(costs.p2p, unit)))
     facts.append(("Memory limit", _limit(plan.problem)))
-    facts.append(("Found by", f"{provenance.method}, seed {provenance.seed}, {provenance.seconds:.2f} s"))
     facts.append(("Version", provenance.version))
+    facts.append(("Found by", f"{provenance.method}, seed {provenance.seed}, {provenance.seconds:.2f} s"))
     return facts
 
 
@@ -296,6 +296,9 @@ def _spread(values: Sequence[float], unit: str) -> str:
 
 
 FILTERS: Mapping[str, Callable[..., str]] = MappingProxyType(
-    {"figure": quantities.figure, "percent": quantities.percent}
+    {
+        "time": lambda value, unit: quantities.time(value, Units(time=unit)),
+        "percent": quantities.percent,
+    }
 )
 """Jinja2 filters that the templates use."""

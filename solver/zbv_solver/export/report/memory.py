@@ -57,4 +57,7 @@ def _summary(plan: Plan, peaks: tuple[float, ...]) -> str:
     units, limits = plan.problem.units, plan.problem.memory.limit
     fullest = max(range(len(peaks)), key=peaks.__getitem__)
     text = f"Highest: {quantities.memory(peaks[fullest], units)} on rank {fullest}"
-    return f"{text}, of {quantities.memory(limits[fullest], units)}." if limits else f"{text}. No limit."
+    text += (
+        f", of {quantities.memory(limits[fullest], units)}. Dashed: the limit." if limits else ". No limit."
+    )
+    return f"{text} Darker: static memory." if any(plan.problem.memory.static) else text

@@ -1,6 +1,6 @@
 // The chart of a plan's page. It embeds the Bokeh document that the page carries as JSON, keeps its colours
-// in step with the light or dark theme, puts microbatch numbers on bars that have room, and, in a large plan,
-// replaces the picture of the whole by real bars once few enough are in view. No eval, no network.
+// in step with the light or dark theme, and puts microbatch numbers on bars that have room. A large plan is
+// drawn as an image of what is in view, and bar by bar once few enough are. No eval, no network.
 "use strict";
 
 (() => {
@@ -106,6 +106,7 @@
       this.bars = named(doc, "bars");
       this.picture = named(doc, "picture"); // null in a plan that is drawn bar by bar from the start
       this.separators = named(doc, "separators");
+      this.fills = this.actions.facts.fills.map((fill) => [1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16)));
       this.tickers = ["gantt", "memory"].flatMap((name) => named(doc, name)?.below.map((axis) => axis.ticker) ?? []);
       this.home = [this.range.start, this.range.end];
     }
@@ -123,6 +124,9 @@
       if (this.picture !== null) {
         this.drawn.data = this.barsOf(asBars ? windows : []);
         this.picture.visible = !asBars;
+        if (!asBars) {
+          this.picture.data_source.data = this.pixelsOf(windows, start, end);
+        }
         if (this.separators !== null) {
           this.separators.visible = !asBars;
         }
@@ -135,6 +139,42 @@
       this.bars.glyph.line_width = average >= EDGE_FROM ? 1 : 0;
       this.labels.data = this.labelsOf(asBars ? windows : [], width / (end - start));
       target.dataset.bars = asBars ? String(count) : "0";
+      target.dataset.window = `${start} ${end}`;
+    }
+
+    // The visible window as one image, a pixel per column of the screen, each the mean of what runs in it.
+    pixelsOf(windows, start, end) {
+      const columns = Math.max(1, Math.round(this.frame.frame.bbox.width * window.devicePixelRatio));
+      const scale = columns / (end - start);
+      const pixels = new Uint32Array(columns * windows.length);
+      const bytes = new Uint8ClampedArray(pixels.buffer);
+      windows.forEach(([first, stop], rank) => {
+        const sums = new Float32Array(4 * columns); // red, green, blue, busy share
+        for (let at = first; at < stop; at += 1) {
+          const left = Math.max(0, (this.actions.columns.start[at] - start) * scale);
+          const right = Math.min(columns, (this.actions.end(rank, at) - start) * scale);
+          const fill = this.fills[this.actions.kind(at)];
+          for (let column = Math.floor(left); column < right; column += 1) {
+            const share = Math.min(right, column + 1) - Math.max(left, column);
+            for (let channel = 0; channel < 3; channel += 1) {
+              sums[4 * column + channel] += share * fill[channel];
+            }
+            sums[4 * column + 3] += share;
+          }
+        }
+        const row = 4 * columns * rank;
+        for (let column = 0; column < columns; column += 1) {
+          const busy = sums[4 * column + 3];
+          for (let channel = 0; busy > 0 && channel < 3; channel += 1) {
+            bytes[row + 4 * column + channel] = sums[4 * column + channel] / busy;
+          }
+          bytes[row + 4 * column + 3] = 255 * busy;
+        }
+      });
+      // Bokeh takes images as its own arrays with a shape; the one that the server sent has their class.
+      const ImageArray = this.picture.data_source.data.image[0].constructor;
+      const image = new ImageArray(pixels, [windows.length, columns]);
+      return { image: [image], x: [start], dw: [end - start] };
     }
 
     barsOf(windows) {

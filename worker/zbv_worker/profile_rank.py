@@ -28,7 +28,7 @@ from zbv_solver.problem import Costs, Memory, Problem
 from zbv_worker.channels import ChannelKey, TensorSpec, Transport, key_of
 from zbv_worker.distributed import DistributedTransport, World, select_device
 from zbv_worker.executor import DEFAULT_LOOK_AHEAD, Executor
-from zbv_worker.launch import pin_to_core
+from zbv_worker.launch import keep_freed_memory, pin_to_core
 from zbv_worker.memory import LiveBytes
 from zbv_worker.model import ModelSpec, PipelineModel
 from zbv_worker.profile import PROGRESS_MARK, ProfileOptions, RankProfile, StageProfile
@@ -37,6 +37,7 @@ from zbv_worker.run import build_stages
 from zbv_worker.stage import Stage
 
 _WARM_UP = 3
+_IN_FLIGHT = 2
 _PING_PONGS = 20
 
 
@@ -80,37 +81,43 @@ class RankProfiler:
 
     def _times(self, seen: dict[int, _Seen]) -> dict[int, tuple[float, float, float, float]]:
         """Medians of F, I, W and B by stage, in seconds."""
-        measured: dict[int, list[tuple[float, float, float, float]]] = {index: [] for index in seen}
+        measured: dict[tuple[int, str], list[float]] = {
+            (index, letter): [] for index in seen for letter in "FIWB"
+        }
         gc.collect()
         for turn in range(_WARM_UP + self._options.repeats):
             # Ranks begin every round together, so that each is measured while the others are busy.
             self._transport.barrier(self._options.timeout)
-            for index, given in seen.items():
-                found = self._round(given)
-                if turn >= _WARM_UP:
-                    measured[index].append(found)
+            found = self._round(seen)
+            if turn >= _WARM_UP:
+                for key, seconds in found:
+                    measured[key].append(seconds)
             sys.stdout.write(f"{PROGRESS_MARK} {turn}\n")
             sys.stdout.flush()
-        return {
-            index: tuple(median(column) for column in zip(*rows, strict=True))
-            for index, rows in measured.items()
-        }
+        middle = {key: median(values) for key, values in measured.items()}
+        return {i: (middle[i, "F"], middle[i, "I"], middle[i, "W"], middle[i, "B"]) for i in seen}
 
-    def _round(self, given: _Seen) -> tuple[float, float, float, float]:
-        stage, timed = given.stage, self._timed
-        forward, _ = timed(lambda: stage.forward(0, given.input, given.target, split=True))
-        backward_input, _ = timed(lambda: stage.backward_input(0, given.gradient))
-        backward_weight, _ = timed(lambda: stage.backward_weight(0))
-        again, _ = timed(lambda: stage.forward(0, given.input, given.target, split=False))
-        backward, _ = timed(lambda: stage.backward(0, given.gradient))
-        return (forward + again) / 2, backward_input, backward_weight, backward
+    def _round(self, seen: dict[int, _Seen]) -> list[tuple[tuple[int, str], float]]:
+        """Times of some actions, in an order as plans have it.
 
-    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        All stages and several microbatches take turns: a stage that runs again and again finds its weights
+        and activations in the cache, which in a pipeline it never does.
+        """
+        found = []
+        for split, letters in ((True, "FIW"), (False, "FB")):
+            for letter in letters:
+                for j in range(_IN_FLIGHT):
+                    for index, given in seen.items():
+                        seconds = self._timed(_action(given, letter, j, split=split))
+                        found.append(((index, letter), seconds))
+        return found
+
+    def _timed(self, work: Callable[[], object]) -> float:
         self._synchronise()
         start = time.perf_counter()
-        result = work()
+        work()
         self._synchronise()
-        return time.perf_counter() - start, result
+        return time.perf_counter() - start
 
     def _held_bytes(self, given: _Seen) -> tuple[int, int]:
         """Bytes held after F and after I. Inputs and gradients count: a rank receives new ones each time."""
@@ -206,6 +213,18 @@ class _Seen:
         return self._backward(microbatch, grad_output)
 
 
+def _action(given: _Seen, letter: str, microbatch: int, *, split: bool) -> Callable[[], object]:
+    """An action of a stage on what the stage was given."""
+    stage, gradient = given.stage, given.gradient
+    actions: dict[str, Callable[[], object]] = {
+        "F": lambda: stage.forward(microbatch, given.input, given.target, split=split),
+        "I": lambda: stage.backward_input(microbatch, gradient),
+        "W": lambda: stage.backward_weight(microbatch),
+        "B": lambda: stage.backward(microbatch, gradient),
+    }
+    return actions[letter]
+
+
 class _allocated:
     """``with _allocated(device) as held``: ``held()`` is how many bytes were allocated since, less freed."""
 
@@ -253,6 +272,7 @@ def main(request: Path) -> None:
     device = select_device(options.backend, world.local_rank)
     if device.type == "cpu":
         pin_to_core(world.local_rank)
+        keep_freed_memory()
         torch.set_num_threads(1)
     transport = DistributedTransport(world, options.backend, device, options.timeout)
     try:

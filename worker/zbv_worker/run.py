@@ -26,6 +26,7 @@ from zbv_worker.channels import Transport
 from zbv_worker.distributed import Backend, DistributedTransport, World, select_device
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.executor import DEFAULT_LOOK_AHEAD, Executor
+from zbv_worker.launch import keep_freed_memory
 from zbv_worker.model import ModelSpec, PipelineModel, build_stage
 from zbv_worker.rank_plan import RankPlan
 from zbv_worker.stage import Stage
@@ -82,6 +83,8 @@ def run(options: RunOptions, world: World) -> RankReport:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = select_device(options.backend, world.local_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
     # What can be wrong on this rank alone is found before the others are met.
     plan = options.source.rank_plan(world.rank, options.timeout)
     model = options.model.build()

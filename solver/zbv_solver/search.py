@@ -19,6 +19,7 @@ from zbv_solver.construct.board import Attempt
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.errors import InvalidInput
+from zbv_solver.improve.parameter_search import parameter_search
 from zbv_solver.orders import Orders, first_in_first_out
 from zbv_solver.plan import OPTIMAL_GAP, Baseline, Metrics, Plan, Provenance, gap_of
 from zbv_solver.problem import Problem, exceeds
@@ -37,6 +38,8 @@ class Budget:
     ----------
     cap_shares
         In-flight caps tried by list scheduling, as shares of what memory allows.
+    placements
+        Actions that the parameter search may place.
     exact_actions
         Largest problem, in actions, that goes to CP-SAT.
     exact_time
@@ -44,14 +47,15 @@ class Budget:
     """
 
     cap_shares: tuple[float, ...]
+    placements: int
     exact_actions: int
     exact_time: float
 
 
 BUDGETS: dict[str, Budget] = {
-    "quick": Budget((1.0,), 0, 0.0),
-    "standard": Budget((1.0, 0.75), 200, 4.0),
-    "thorough": Budget((1.0, 0.9, 0.75, 0.5), 400, 60.0),
+    "quick": Budget((1.0,), placements=0, exact_actions=0, exact_time=0.0),
+    "standard": Budget((1.0, 0.75), placements=1_000_000, exact_actions=200, exact_time=2.0),
+    "thorough": Budget((1.0, 0.75, 0.5), placements=10_000_000, exact_actions=400, exact_time=40.0),
 }
 
 
@@ -135,6 +139,7 @@ def search(
     if incumbent is not None:
         run.resume_from(incumbent)
     run.construct()
+    run.tune()
     run.refine()
     return run.finish()
 
@@ -264,6 +269,16 @@ class _Search:
         if self.problem.placement.kind == "v":
             return chain(get_v_schedule(self.problem), listed)
         return listed
+
+    def tune(self) -> None:
+        """List scheduling with searched parameters."""
+        if self._is_over():
+            return
+        for attempt in parameter_search(self.problem, self.budget.placements, self.options.seed):
+            if attempt is not None and attempt.value < self.value * (1 - OPTIMAL_GAP):
+                self._offer(attempt.value, attempt.orders, attempt.method)
+            if self._is_over():
+                return
 
     def refine(self) -> None:
         """CP-SAT on the whole problem, where its size allows."""

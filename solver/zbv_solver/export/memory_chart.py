@@ -124,6 +124,7 @@ def _top(plan: Plan) -> float:
 def _legend(figure: Any, items: list[LegendItem], colours: Colours) -> None:
     legend = Legend(
         items=items,
+        name="legend",
         orientation="horizontal",
         click_policy="mute",
         ncols=8,

@@ -9,6 +9,8 @@
   const LABEL_PADDING = 4;
   const EDGE_FROM = 5; // px of the average bar from which a line separates it from its neighbours
   const TICK_WIDTH = 90; // px that the number at a tick needs
+  const LEGEND_WIDTH = 84; // px of an entry of the legend
+  const LONG_LEGEND_WIDTH = 200; // px, where the entries are sentences
   const MAX_LABELS = 3000;
   const SETTLE = 60; // ms without a change of range before anything is redrawn
 
@@ -47,6 +49,22 @@
     }
     for (const child of Object.values(node)) {
       paintSent(child, rules);
+    }
+  }
+
+  // Bokeh moves its canvases' origin by half a pixel and then clears from there, so that the first row and
+  // column keep a trace of whatever was painted before the layout was final.
+  function wipeEdges(figures) {
+    for (const figure of figures) {
+      const { canvas_view: view } = Bokeh.index.find_one_by_id(figure.id);
+      for (const { canvas, ctx } of [view.primary, view.overlays]) {
+        const edge = Math.ceil(window.devicePixelRatio / 2);
+        ctx.save();
+        ctx.setTransform(1, 0, 0, 1, 0, 0);
+        ctx.clearRect(0, 0, canvas.width, edge);
+        ctx.clearRect(0, 0, edge, canvas.height);
+        ctx.restore();
+      }
     }
   }
 
@@ -96,7 +114,8 @@
   }
 
   class Chart {
-    constructor(doc) {
+    constructor(doc, figures) {
+      this.figures = figures;
       this.gantt = named(doc, "gantt");
       this.range = this.gantt.x_range;
       this.frame = Bokeh.index.find_one_by_id(this.gantt.id);
@@ -108,6 +127,7 @@
       this.separators = named(doc, "separators");
       this.fills = this.actions.facts.fills.map((fill) => [1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16)));
       this.tickers = ["gantt", "memory"].flatMap((name) => named(doc, name)?.below.map((axis) => axis.ticker) ?? []);
+      this.legend = named(doc, "legend");
       this.home = [this.range.start, this.range.end];
     }
 
@@ -132,12 +152,17 @@
         }
       }
       const width = this.frame.frame.bbox.width;
+      if (this.legend !== null) {
+        const entry = this.legend.items.length > 2 ? LEGEND_WIDTH : LONG_LEGEND_WIDTH;
+        this.legend.ncols = Math.max(1, Math.min(8, Math.floor(width / entry)));
+      }
       for (const ticker of this.tickers) {
         ticker.desired_num_ticks = Math.max(2, Math.min(10, Math.floor(width / TICK_WIDTH)));
       }
       const average = (width * this.actions.ranks) / Math.max(1, count);
       this.bars.glyph.line_width = average >= EDGE_FROM ? 1 : 0;
       this.labels.data = this.labelsOf(asBars ? windows : [], width / (end - start));
+      wipeEdges(this.figures);
       target.dataset.bars = asBars ? String(count) : "0";
       target.dataset.window = `${start} ${end}`;
     }
@@ -243,9 +268,11 @@
     target.querySelector(".loading").remove();
     const [root] = views.roots ?? [views];
     const doc = root.model.document;
-    dark.addEventListener("change", () => paint(doc, rules));
-
-    const chart = new Chart(doc);
+    const chart = new Chart(doc, root.model.children);
+    dark.addEventListener("change", () => {
+      paint(doc, rules);
+      wipeEdges(root.model.children);
+    });
     let timer = 0;
     const later = () => {
       window.clearTimeout(timer);

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zbv_solver.export import export, palette, quantities
 from zbv_solver.export.axis import ticks
+from zbv_solver.export.memory_chart import memory_steps, peaks_between
 from zbv_solver.export.raster import coverage, image
 from zbv_solver.export.report import plan_view, script_json
 from zbv_solver.export.svg import MAX_BARS, WIDTH
@@ -287,3 +288,17 @@ def test_ticks_are_even_and_few(length: float, at_most: int) -> None:
     assert found[-1] <= length * (1 + 1e-9)
     assert 2 <= len(found) <= at_most + 1
     assert np.allclose([b - a for a, b in pairwise(found)], found[1])
+
+
+@pytest.mark.parametrize("columns", [1, 7, 400])
+def test_peaks_of_time_columns_miss_no_peak(plan: Plan, columns: int) -> None:
+    line = timeline(plan)
+    edges = np.linspace(0, line.makespan, columns + 1)
+    for rank in range(line.pp_degree):
+        peaks = peaks_between(plan, line, rank, edges)
+        at, held = memory_steps(plan, line, rank)
+        assert peaks.max() == plan.metrics.peak_memory[rank]
+        for left, right, peak in zip(edges, edges[1:], peaks, strict=False):
+            inside = held[(at >= left) & (at < right)]
+            before = held[np.searchsorted(at, left, side="right") - 1]
+            assert peak == max([before, *inside])

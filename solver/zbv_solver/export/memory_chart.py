@@ -19,8 +19,10 @@ FloatArray = NDArray[np.float64]
 
 MAX_LINES = 16
 """Above this many ranks the memory lines are drawn as one band."""
-MAX_STEPS = 3000
-"""Points of a memory line above which only the peak of every time column is drawn."""
+MAX_STEPS = 60_000
+"""Points of all lines together, above which they show the peak of every time column instead of every step."""
+COLUMNS = 1500
+"""Time columns of a plan that is too large for exact steps."""
 
 
 def accounts_for_memory(problem: Problem) -> bool:
@@ -91,9 +93,9 @@ def _lines(figure: Any, plan: Plan, line: Timeline, colours: Colours) -> None:
 
 def _band(figure: Any, plan: Plan, line: Timeline, colours: Colours) -> None:
     """Least and most loaded rank at every time, and the rank with the highest peak as a line."""
-    edges = np.linspace(0.0, line.makespan, MAX_STEPS // 2 + 1)
+    edges = np.linspace(0.0, line.makespan, COLUMNS + 1)
     scale, _ = quantities.memory_scale(_top(plan), plan.problem.units)
-    held = np.stack([_peaks_between(plan, line, rank, edges) for rank in range(line.pp_degree)]) / scale
+    held = np.stack([peaks_between(plan, line, rank, edges) for rank in range(line.pp_degree)]) / scale
     source = ColumnDataSource({"at": edges[:-1], "low": held.min(axis=0), "high": held.max(axis=0)})
     band = figure.varea_step(
         x="at",
@@ -142,17 +144,17 @@ def _legend(figure: Any, items: list[LegendItem], colours: Colours) -> None:
 
 def _steps(plan: Plan, line: Timeline, rank: int) -> tuple[FloatArray, FloatArray]:
     """Times at which a rank's memory changes, and what it holds from then on."""
-    part = line.slice_of(rank)
-    if 2 * (part.stop - part.start) > MAX_STEPS:
-        edges = np.linspace(0.0, line.makespan, MAX_STEPS // 2 + 1)
-        return edges[:-1], _peaks_between(plan, line, rank, edges)
-    at, held = _all_steps(plan, line, rank)
+    if 2 * len(line) > MAX_STEPS:
+        edges = np.linspace(0.0, line.makespan, COLUMNS + 1)
+        return edges[:-1], peaks_between(plan, line, rank, edges)
+    at, held = memory_steps(plan, line, rank)
     changes = np.concatenate(([True], np.diff(held) != 0))
     changes[-1] = True
     return at[changes], held[changes]
 
 
-def _all_steps(plan: Plan, line: Timeline, rank: int) -> tuple[FloatArray, FloatArray]:
+def memory_steps(plan: Plan, line: Timeline, rank: int) -> tuple[FloatArray, FloatArray]:
+    """Every start and end of a rank's actions, and what the rank holds from then on; starts with static."""
     part = line.slice_of(rank)
     at = np.stack([line.start[part], line.end[part]], axis=1).ravel()
     held = np.stack([line.during[part], line.after[part]], axis=1).ravel()
@@ -161,9 +163,9 @@ def _all_steps(plan: Plan, line: Timeline, rank: int) -> tuple[FloatArray, Float
     return np.concatenate(([0.0], at, [line.makespan])), np.concatenate(([static], held, [last]))
 
 
-def _peaks_between(plan: Plan, line: Timeline, rank: int, edges: FloatArray) -> FloatArray:
+def peaks_between(plan: Plan, line: Timeline, rank: int, edges: FloatArray) -> FloatArray:
     """The most that a rank holds between every two consecutive edges."""
-    at, held = _all_steps(plan, line, rank)
+    at, held = memory_steps(plan, line, rank)
     first = np.searchsorted(at, edges[:-1], side="right") - 1
     stop = np.searchsorted(at, edges[1:], side="left")
     bounds = np.stack([first, np.maximum(stop, first + 1)], axis=1).ravel()

@@ -1,4 +1,4 @@
-"""What the demonstration prints and refuses. The whole of it runs in tests/end_to_end."""
+"""What the demonstration prints and refuses. All of it together is `make run ARGS=--exit`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def test_the_table_states_planned_and_measured_times_without_warm_up() -> None:
     text = console.export_text()
     for expected in ("500 ms", "550 ms", "1.10", "-45.0%", "1000 ms", "4.000 → 2.000"):
         assert expected in text
+
+
+def test_scatter_of_the_steps_shows_a_busy_machine() -> None:
+    calm = outcome("zbv", 1, [9, 9, *[1.0] * 18], [1.0])
+    busy = outcome("zbv", 1, [9, 9, *[1.0] * 12, *[2.0] * 6], [1.0])
+    assert calm.run.spread() == 0
+    assert busy.run.spread() == 1
 
 
 def test_losses_must_agree_and_go_down() -> None:

@@ -12,7 +12,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -38,6 +38,9 @@ MODEL_SIZE = {"width": 192, "heads": 6, "length": 128, "sequences": 2}
 WARM_UP_STEPS = 2
 LOSS_TOLERANCE = 1e-2
 """Schedules sum gradients in different orders, and training amplifies rounding; more than this is a bug."""
+
+_CALM = 0.15
+"""Steps that scatter by more than this were disturbed from outside."""
 
 _RUN_TIMEOUT = 600.0
 _SEARCH_TIMEOUT = 300.0
@@ -208,7 +211,8 @@ def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None
         _summary(outcomes, service.address, folder, out)
         if not options.exit:
             out.print("Serving until Ctrl-C.")
-            service.wait()
+            with suppress(KeyboardInterrupt):  # the way to end it
+                service.wait()
 
 
 def _summary(outcomes: Sequence[Outcome], server: str, folder: Path, out: Console) -> None:
@@ -220,6 +224,12 @@ def _summary(outcomes: Sequence[Outcome], server: str, folder: Path, out: Consol
         f"machine. Measured: median over the steps after the first {WARM_UP_STEPS} of the slowest rank's "
         f"time from its first action's start to its last one's end, optimizer excluded."
     )
+    spread = max(outcome.run.spread(WARM_UP_STEPS) for outcome in outcomes)
+    if spread > _CALM:
+        out.print(
+            f"[yellow]The slowest tenth of the steps took {spread:.0%} longer than the median: this machine "
+            f"was busy with other things, so the times compare nothing. Run it again when it is idle."
+        )
     out.print(f"Losses of the schedules agree to {worst:.0e} (relative).")
     out.print(f"The plan: {server}/plans/{outcomes[0].plan_id}", soft_wrap=True)
     report = [{**asdict(outcome), "run": asdict(outcome.run)} for outcome in outcomes]
@@ -260,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         demonstrate(options, out, err)
     except KeyboardInterrupt:
-        return 0
+        return 128 + signal.SIGINT
     except WorkerError as error:
         err.print(f"demo: {error}", markup=False, highlight=False)
         return 1

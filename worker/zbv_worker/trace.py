@@ -76,6 +76,11 @@ class RunSummary:
         """Median step time without the first steps, in which allocators and caches settle."""
         return median(self.step_seconds[warm_up:] or self.step_seconds)
 
+    def spread(self, warm_up: int = 2) -> float:
+        """How much longer than the median the slowest tenth of the steps took, relative."""
+        steps = sorted(self.step_seconds[warm_up:] or self.step_seconds)
+        return steps[int(0.9 * (len(steps) - 1))] / median(steps) - 1
+
 
 def read_reports(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """The documents that the ranks wrote, by rank."""

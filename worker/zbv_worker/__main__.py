@@ -1,0 +1,9 @@
+"""``python -m zbv_worker``, which is also what ``torchrun -m zbv_worker`` starts."""
+
+from __future__ import annotations
+
+import sys
+
+from zbv_worker.cli import main
+
+sys.exit(main())

@@ -85,10 +85,22 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
     )
 
 
-def earliest_start_span(problem: Problem, orders: Orders) -> float:
-    """Largest (last end - first start) over the ranks at earliest start: an upper bound of the span."""
+def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
+    """Earliest start and end of every action, each (n,): what drawing needs, without the exact span.
+
+    Raises
+    ------
+    InvalidPlan
+        As :func:`evaluate`.
+    """
     graph = _graph(problem, orders)
     start, end = _earliest(graph.topological, orders.offset, graph.source, graph.duration, graph.delay)
+    return start, end
+
+
+def earliest_start_span(problem: Problem, orders: Orders) -> float:
+    """Largest (last end - first start) over the ranks at earliest start: an upper bound of the span."""
+    start, end = earliest_times(problem, orders)
     first, last = orders.offset[:-1], orders.offset[1:] - 1
     return float((end[last] - start[first]).max())
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from zbv_solver.jit import compiled
 from zbv_solver.orders import Orders, first_in_first_out
 from zbv_solver.problem import MEMORY_TOLERANCE, B, F, I, Problem, W
+from zbv_solver.timing import earliest_times
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
@@ -71,6 +72,21 @@ class Attempt:
             board.length,
             span=float((board.clock - board.first).max()),
             makespan=float(board.clock.max() - board.first.min()),
+        )
+
+    @classmethod
+    def retimed(cls, method: str, problem: Problem, board: Board) -> Attempt:
+        """What a complete board's order achieves when the board was laid with other costs."""
+        orders = to_orders(board.code, board.length, problem)
+        start, end = earliest_times(problem, orders)
+        first, last = orders.offset[:-1], orders.offset[1:] - 1
+        return cls(
+            method,
+            problem,
+            board.code,
+            board.length,
+            span=float((end[last] - start[first]).max()),
+            makespan=float(end.max() - start.min()),
         )
 
     @property

@@ -98,7 +98,7 @@ class Plans:
 
 def import_plan(body: Any, max_cells: int) -> NewPlan:
     """Verify a plan document made elsewhere; what it states of itself is checked, and then computed anew."""
-    from zbv_solver.search import make_plan
+    from zbv_solver.search import compare, make_plan
     from zbv_solver.verify import verify
 
     document = parse_plan_document(body)
@@ -114,7 +114,7 @@ def import_plan(body: Any, max_cells: int) -> NewPlan:
         seed=provenance.seed,
         seconds=provenance.seconds,
     )
-    return pack_plan(plan)
+    return pack_plan(plan.with_baselines(compare(problem)))
 
 
 def rank_texts(plan: Plan) -> list[bytes]:

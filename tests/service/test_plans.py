@@ -49,6 +49,7 @@ async def test_an_imported_plan_is_computed_anew_and_stored_once(
     assert plan.plan_id == stored["plan_id"] == plan_id
     assert plan.metrics.makespan == 4 * 12  # 4 forwards of 1 and 4 fused backwards of 2, one by one
     assert stored["ranks"] == ranks
+    assert {row["name"] for row in stored["baselines"]} >= {"1f1b", "interleaved-1f1b"}
 
 
 def swapped(ranks: list[list[str]]) -> list[list[str]]:

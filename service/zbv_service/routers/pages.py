@@ -30,7 +30,7 @@ async def get_index(request: Request) -> HTMLResponse:
     found = rooms(request)
     searches = [_search_row(record) for record in await found.searches.newest(LISTED)]
     plans = [_plan_row(summary) for summary in await found.plans.newest(LISTED)]
-    return _page(pages.index_page(searches, plans, root=_root(request)))
+    return _page(pages.index_page(searches, plans, root=_root(request), base_url=str(request.base_url)))
 
 
 @router.get("/plans/{plan_id}")

@@ -75,15 +75,15 @@ def timeline(plan: Plan) -> Timeline:
     InvalidPlan
         When the plan's orders cannot be executed.
     """
-    from zbv_solver.timing import evaluate, memory_profile  # numba: only those who draw wait for it
+    from zbv_solver.timing import earliest_times, memory_profile  # numba: only those who draw wait for it
 
     orders = plan.orders
-    timing = evaluate(plan.problem, orders)
+    start, end = earliest_times(plan.problem, orders)
     during, after = memory_profile(plan.problem, orders)
     chunk = np.array(plan.problem.placement.chunk_of, dtype=np.int32)[orders.stage]
     return Timeline(
-        start=timing.start,
-        end=timing.end,
+        start=start,
+        end=end,
         rank=orders.rank_index(),
         chunk=chunk,
         stage=orders.stage,

@@ -109,7 +109,7 @@ class Demo:
         from zbv_solver.schema import problem_json
 
         task = self._progress.add_task("searching a plan", total=1)
-        search = self._client.submit(problem_json(problem))
+        search = self._client.submit(problem_json(problem), {"effort": "quick"})
 
         def show(seen: Search) -> None:
             gap = "" if seen.gap is None else f", gap {seen.gap:.1%}"

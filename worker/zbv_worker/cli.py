@@ -170,7 +170,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         type=_positive_number,
         default=120.0,
         metavar="S",
-        help="longest wait for a peer (default 120)",
+        help="longest wait for a tensor (default 120)",
     )
 
 

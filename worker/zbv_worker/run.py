@@ -32,6 +32,8 @@ from zbv_worker.rank_plan import RankPlan
 from zbv_worker.stage import Stage
 from zbv_worker.trace import RankReport
 
+_MEETING_SECONDS = 120.0
+
 
 @dataclass(frozen=True)
 class PlanSource:
@@ -57,7 +59,7 @@ class RunOptions:
     Attributes
     ----------
     timeout
-        Seconds that a rank waits for any peer.
+        Seconds that a rank waits for any one tensor within a step.
     threads
         Compute threads per rank on CPU; None leaves torch's choice.
     """
@@ -70,6 +72,11 @@ class RunOptions:
     look_ahead: int = DEFAULT_LOOK_AHEAD
     threads: int | None = None
     result_dir: Path | None = None
+
+    @property
+    def meeting_timeout(self) -> float:
+        """Seconds for the ranks to meet before the first step and after the last: not all start at once."""
+        return max(self.timeout, _MEETING_SECONDS)
 
 
 def run(options: RunOptions, world: World) -> RankReport:
@@ -89,12 +96,12 @@ def run(options: RunOptions, world: World) -> RankReport:
     plan = options.source.rank_plan(world.rank, options.timeout)
     model = options.model.build()
     with _outside_of_steps(world.rank, "meeting the other ranks"):
-        transport = DistributedTransport(world, options.backend, device, options.timeout)
+        transport = DistributedTransport(world, options.backend, device, options.meeting_timeout)
     try:
         report = train(options, plan, model, transport, device)
         with _outside_of_steps(world.rank, "ending the run"):
-            transport.flush(options.timeout)
-            transport.barrier(options.timeout)  # nobody hangs up while a peer still receives
+            transport.flush(options.meeting_timeout)
+            transport.barrier(options.meeting_timeout)  # nobody hangs up while a peer still receives
     finally:
         transport.close()
     if options.result_dir is not None:
@@ -106,9 +113,9 @@ def train(
     options: RunOptions, plan: RankPlan, model: PipelineModel, transport: Transport, device: torch.device
 ) -> RankReport:
     """Agree with the peers, build this rank's stages and run all steps."""
-    keys = agree(transport, _statement(options, plan, transport), options.timeout)
+    keys = agree(transport, _statement(options, plan, transport), options.meeting_timeout)
     with _outside_of_steps(plan.rank, "opening the channels"):
-        transport.open(keys, options.timeout)
+        transport.open(keys, options.meeting_timeout)
     stages = build_stages(model, plan, device)
     executor = Executor(
         plan,

@@ -44,7 +44,7 @@ class InvalidInput(ZbvError):
 
     def __init__(self, issues: list[Issue] | tuple[Issue, ...]):
         self.issues = tuple(issues)
-        super().__init__("; ".join(str(issue) for issue in self.issues))
+        super().__init__(" ".join(str(issue) for issue in self.issues))
 
     def __reduce__(self) -> tuple[type[InvalidInput], tuple[tuple[Issue, ...]]]:
         # Exceptions with their own constructor do not cross process pools without this.

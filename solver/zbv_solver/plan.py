@@ -28,7 +28,7 @@ OPTIMAL_GAP = 1e-9
 
 @dataclass(frozen=True)
 class Metrics:
-    """What an order achieves (definitions: README, "Words").
+    """What an order achieves (definitions: docs/formats.md).
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""JSON at the edge: problem documents in and out (formats: README, "Problem").
+"""JSON at the edge: problem documents in and out (see docs/formats.md).
 
 Pydantic checks types and unknown keys here; the rules between numbers are the
 :class:`~zbv_solver.problem.Problem`'s own. The same models are the request bodies of the service.

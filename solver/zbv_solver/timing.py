@@ -1,7 +1,7 @@
 """When every action starts and ends under an order, and what the order achieves.
 
 Kernels are numba on flat arrays. One pass finds a topological order of the actions (or a deadlock); each
-longest-path question is then a linear sweep along it. Definitions: README, "Words".
+longest-path question is then a linear sweep along it. Definitions: docs/formats.md.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.jit import compiled
+from zbv_solver.jit import compiled_where_possible
 from zbv_solver.orders import Orders
 from zbv_solver.plan import Plan
 from zbv_solver.problem import LETTERS, B, F, I, Problem, W
@@ -232,7 +232,7 @@ class _Simulation:
         return False
 
 
-@compiled
+@compiled_where_possible
 def _kahn(edges: NDArray[Any], head: NDArray[Any]) -> tuple[NDArray[Any], int]:  # pragma: no cover - compiled
     n = len(edges) - 1
     waiting = np.zeros(n, np.int64)
@@ -257,7 +257,7 @@ def _kahn(edges: NDArray[Any], head: NDArray[Any]) -> tuple[NDArray[Any], int]: 
     return queue, done
 
 
-@compiled
+@compiled_where_possible
 def _propagate(
     order: NDArray[Any],
     edges: NDArray[Any],

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -178,3 +182,27 @@ def test_a_false_claim_of_optimality_is_refused(plan: Plan) -> None:
     metrics: Metrics = replace(plan.metrics, lower_bound=plan.objective / 2, gap=1.0, status="optimal")
     with pytest.raises(InvalidPlan, match="optimal means a gap of 0"):
         verify(replace(plan, metrics=metrics))
+
+
+def test_verifies_without_numba_too() -> None:
+    """GPU nodes install no numba; they verify plan files all the same."""
+    code = (
+        "import sys; sys.modules['numba'] = None\n"
+        "from support.problems import uniform\n"
+        "from zbv_solver.orders import Orders\n"
+        "from zbv_solver.verify import verify_orders\n"
+        f"good = {GOOD!r}\n"
+        "verify_orders(uniform(2, 1), Orders.from_text(good))\n"
+        "good[0][0], good[0][1] = good[0][1], good[0][0]\n"
+        "try: verify_orders(uniform(2, 1), Orders.from_text(good))\n"
+        "except Exception as error: print(error)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    assert "deadlocks" in made.stdout

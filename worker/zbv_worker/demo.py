@@ -135,7 +135,8 @@ class Demo:
         with LocalRanks([command] * self._ranks, folder) as ranks:
 
             def show() -> None:
-                done = sum(ranks.log(rank).count("\nstep ") for rank in range(self._ranks))
+                lines = (line for rank in range(self._ranks) for line in ranks.log(rank).splitlines())
+                done = sum(line.startswith("step ") for line in lines)
                 self._progress.update(task, completed=done)
 
             ranks.wait(_RUN_TIMEOUT, show)
@@ -146,8 +147,9 @@ class Demo:
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Planned and measured step times and the losses, one row per schedule."""
     shown = Table(title="Step time of the same model on the same ranks")
-    for column in ("schedule", "planned", "measured", "measured / planned", "against 1F1B", "loss"):
-        shown.add_column(column, justify="left" if column == "schedule" else "right")
+    # Headings short enough for a terminal of 80 columns.
+    for column in ("schedule", "planned", "measured", "÷ planned", "vs 1F1B", "loss"):
+        shown.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
     reference = next(o.run.median_seconds(WARM_UP_STEPS) for o in outcomes if o.name == "1F1B")
     for outcome in outcomes:
         measured = outcome.run.median_seconds(WARM_UP_STEPS)
@@ -198,7 +200,7 @@ def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None
         err.print(f"Port {options.port} is taken; the service listens on a free one.")
     if len(usable_cores()) < ranks:
         err.print(
-            f"[yellow]Only {len(usable_cores())} core for {ranks} ranks: they fill each other's bubbles, so "
+            f"[yellow]{ranks} ranks, but CPU cores: {len(usable_cores())}. Ranks fill each other's bubbles: "
             f"the measured times say nothing about the schedules."
         )
     with ExitStack() as stack:
@@ -265,13 +267,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps: found {options.steps}; must be at least 1")
+    from zbv_service.client import ClientError
+
     signal.signal(signal.SIGTERM, _stop)
     out, err = Console(), Console(stderr=True)
     try:
         demonstrate(options, out, err)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except WorkerError as error:
+    except (WorkerError, ClientError) as error:
         err.print(f"demo: {error}", markup=False, highlight=False)
         return 1
     return 0

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.placement import Placement, PlacementKind
 from zbv_solver.plan import identity, parse_orders, parse_plan_document
 from zbv_solver.schema import problem_json
+from zbv_solver.verify import verify_orders
 
 from zbv_worker.agreement import Statement, agree
 from zbv_worker.channels import Transport
@@ -208,7 +208,7 @@ def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankP
 def _from_file(path: Path, rank: int) -> RankPlan:
     try:
         problem, orders = parse_orders(parse_plan_document(json.loads(path.read_text())))
-        _verify(problem, orders)
+        verify_orders(problem, orders)
     except OSError as error:
         raise InvalidRun(f"--plan-file {path}: {error.strerror}.") from error
     except json.JSONDecodeError as error:
@@ -221,16 +221,3 @@ def _from_file(path: Path, rank: int) -> RankPlan:
             f"for more ranks."
         )
     return RankPlan.of(identity(problem_json(problem), orders.all_text()), problem, orders, rank)
-
-
-def _verify(problem: Any, orders: Any) -> None:
-    """The solver's verification, where the solver is installed (a GPU node may have only its plan format)."""
-    try:
-        from zbv_solver.verify import verify_orders
-    except ModuleNotFoundError as error:
-        print(  # noqa: T201
-            f"The plan file is not verified here: {error.name} is not installed. Verify it with `zbv check`.",
-            file=sys.stderr,
-        )
-        return
-    verify_orders(problem, orders)

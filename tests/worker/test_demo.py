@@ -13,7 +13,8 @@ from zbv_worker.trace import RunSummary
 
 
 def outcome(name: str, planned: float, seconds: list[float], losses: list[float]) -> Outcome:
-    return Outcome(name, "aa", planned, RunSummary("aa", tuple(seconds), tuple(losses)))
+    busy = tuple(2 * second for second in seconds)
+    return Outcome(name, "aa", planned, 2 * planned, RunSummary("aa", tuple(seconds), busy, tuple(losses)))
 
 
 OUTCOMES = [
@@ -28,6 +29,10 @@ def test_the_table_states_planned_and_measured_times_without_warm_up() -> None:
     text = console.export_text()
     for expected in ("500 ms", "550 ms", "1.10", "-45.0%", "1000 ms", "4.000 → 2.000"):
         assert expected in text
+
+
+def test_slower_actions_are_told_from_waiting() -> None:
+    assert OUTCOMES[0].slowdown == pytest.approx(1.1)
 
 
 def test_scatter_of_the_steps_shows_a_busy_machine() -> None:

@@ -82,6 +82,28 @@ def test_torchrun_trains_and_another_schedule_gives_the_same_losses(plan_file: P
     assert found.losses[-1] < found.losses[0]
 
 
+def test_plans_that_take_turns_train_as_if_alone(plan_file: Path, tmp_path: Path) -> None:
+    """Two placements on the same channels, step by step; each plan trains its own copy."""
+    problem, orders = baseline("interleaved-1f1b", problem_of(2, 4))
+    other = write_plan(tmp_path / "loop.json", problem, orders)
+    folder = tmp_path / "turns"
+    arguments = run_arguments(plan_file, "--plan-file", str(other), "--result-dir", str(folder))
+    with ranks([arguments] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=90)
+    found = [summarise(read_reports(folder / identity_in(path), 2)) for path in (plan_file, other)]
+    alone = run_arguments(plan_file, "--result-dir", str(tmp_path / "alone"))
+    with ranks([alone] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=90)
+    expected = summarise(read_reports(tmp_path / "alone", 2)).losses
+    for summary in found:
+        assert summary.losses == pytest.approx(expected, rel=1e-5)
+
+
+def identity_in(path: Path) -> str:
+    plan_id: str = json.loads(path.read_text())["plan_id"]
+    return plan_id
+
+
 def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Path) -> None:
     problem = problem_of(2, 4)
     other = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(4)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from zbv_solver import __version__
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
-    from zbv_worker.run import RunOptions
+    from zbv_worker.run import PlanSource, RunOptions
 
 _EXIT_FAILED = 1
 _EXIT_WRONG_INPUT = 2
@@ -63,10 +63,10 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _run_options(parsed: argparse.Namespace) -> RunOptions:
     from zbv_worker.model import ModelSpec
-    from zbv_worker.run import PlanSource, RunOptions
+    from zbv_worker.run import RunOptions
 
     return RunOptions(
-        source=PlanSource(parsed.server, parsed.plan, parsed.plan_file),
+        sources=_sources(parsed),
         model=ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed),
         steps=parsed.steps,
         backend=parsed.backend,
@@ -75,6 +75,14 @@ def _run_options(parsed: argparse.Namespace) -> RunOptions:
         threads=parsed.threads,
         result_dir=parsed.result_dir,
     )
+
+
+def _sources(parsed: argparse.Namespace) -> tuple[PlanSource, ...]:
+    from zbv_worker.run import PlanSource
+
+    fetched = [PlanSource(parsed.server, plan) for plan in parsed.plan]
+    sources = (*fetched, *(PlanSource(file=file) for file in parsed.plan_file))
+    return sources or (PlanSource(parsed.server),)
 
 
 def _profile(parsed: argparse.Namespace) -> int:
@@ -116,8 +124,16 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     source = run.add_argument_group("the plan, from a service or a file")
     source.add_argument("--server", metavar="URL", help="address of the service")
-    source.add_argument("--plan", metavar="ID", help="the plan's id there")
-    source.add_argument("--plan-file", metavar="FILE", type=Path, help="a plan file, with no service at all")
+    source.add_argument("--plan", metavar="ID", action="append", default=[], help="the plan's id there")
+    source.add_argument(
+        "--plan-file",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="a plan file, with no service at all. Several plans take turns step by step, each training a "
+        "copy of its own, so that their times can be compared",
+    )
     _add_model(run)
     run.add_argument("--steps", type=_positive, default=20, help="training steps (default 20)")
     run.add_argument(
@@ -129,7 +145,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--result-dir",
         metavar="DIR",
         type=Path,
-        help="write losses, step times and traces here, one file per rank",
+        help="write losses, step times and traces here, one file per rank; of several plans, one "
+        "folder per plan",
     )
 
 

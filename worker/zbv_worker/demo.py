@@ -1,17 +1,18 @@
 """The whole line on this machine: profile, plan, run, compare. ``python -m zbv_worker.demo``.
 
-A small GPT's stages are measured, a service plans them, local ranks fetch their lists and train; then the
-same model runs under 1F1B and interleaved 1F1B, planned from the same measurements. What is printed was
-measured in this run.
+A small GPT's stages are measured, a service plans them, local ranks fetch their lists and train: with this
+plan, with 1F1B and with interleaved 1F1B in turns, all planned from the same measurements. What is printed
+was measured in this run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from zbv_worker.trace import RunSummary, read_reports, summarise
 
 if TYPE_CHECKING:
     from zbv_service.client import Client, Search
+    from zbv_solver.plan import Plan
     from zbv_solver.problem import Problem
 
 MICROBATCHES = 8
@@ -59,13 +61,28 @@ class Outcome:
     Attributes
     ----------
     planned
-        Span in seconds, of the plan.
+        The plan's span, in seconds.
+    planned_busy
+        The plan's time in actions, summed over the ranks, in seconds.
     """
 
     name: str
     plan_id: str
     planned: float
+    planned_busy: float
     run: RunSummary
+
+    @classmethod
+    def of(cls, name: str, plan: Plan, run: RunSummary) -> Outcome:
+        """A plan whose times are in microseconds, and its run."""
+        orders = plan.orders
+        busy = float(plan.problem.arrays.duration[orders.letter, orders.stage].sum())
+        return cls(name, plan.plan_id, plan.metrics.span / 1e6, busy / 1e6, run)
+
+    @property
+    def slowdown(self) -> float:
+        """How long actions took, relative to the profile that the plan was made from."""
+        return self.run.median_busy(WARM_UP_STEPS) / self.planned_busy
 
 
 class Demo:
@@ -89,13 +106,11 @@ class Demo:
 
         problem = self._profile()
         (self._folder / "problem.json").write_text(json.dumps(problem_json(problem), indent=2) + "\n")
-        plan_id = self._plan(problem)
-        found = [self._run("zbv", plan_id, self._client.plan(plan_id).metrics.span)]
+        plans = {"zbv": self._client.plan(self._plan(problem))}
         for name, title in _BASELINES.items():
-            plan = baseline_plan(name, problem)
-            self._client.import_plan(plan_json(plan))
-            found.append(self._run(title, plan.plan_id, plan.metrics.span))
-        return found
+            plans[title] = baseline_plan(name, problem)
+            self._client.import_plan(plan_json(plans[title]))
+        return self._train(plans)
 
     def _profile(self) -> Problem:
         options = ProfileOptions(self._model, self._ranks, MICROBATCHES, repeats=_PROFILE_ROUNDS)
@@ -121,27 +136,31 @@ class Demo:
         self._progress.update(task, completed=1)
         return found.plan_id
 
-    def _run(self, name: str, plan_id: str, span: float) -> Outcome:
-        folder = self._folder / name.replace(" ", "-").lower()
-        for stale in folder.glob("rank-*.json"):
-            stale.unlink()
+    def _train(self, plans: Mapping[str, Plan]) -> list[Outcome]:
+        """Run the plans in turns, step by step: the machine's own ups and downs then meet all of them."""
+        folder = self._folder / "runs"
+        shutil.rmtree(folder, ignore_errors=True)
+        chosen = [argument for plan in plans.values() for argument in ("--plan", plan.plan_id)]
         command = python_command(
             "zbv_worker.cli",
-            *("run", "--server", self._server, "--plan", plan_id, "--pin", "--threads", "1"),
+            *("run", "--server", self._server, *chosen, "--pin", "--threads", "1"),
             *("--model", self._model.factory, "--model-args", json.dumps(dict(self._model.arguments))),
             *("--steps", str(self._steps), "--timeout", "60", "--result-dir", str(folder)),
         )
-        task = self._progress.add_task(f"training with {name}", total=self._steps)
+        total = self._steps * len(plans)
+        task = self._progress.add_task(f"training with {', '.join(plans)} in turns", total=total)
         with LocalRanks([command] * self._ranks, folder) as ranks:
 
             def show() -> None:
                 lines = (line for rank in range(self._ranks) for line in ranks.log(rank).splitlines())
-                done = sum(line.startswith("step ") for line in lines)
-                self._progress.update(task, completed=done)
+                self._progress.update(task, completed=sum(line.startswith("step ") for line in lines))
 
             ranks.wait(_RUN_TIMEOUT, show)
-        self._progress.update(task, completed=self._steps)
-        return Outcome(name, plan_id, span / 1e6, summarise(read_reports(folder, self._ranks)))
+        self._progress.update(task, completed=total)
+        return [
+            Outcome.of(name, plan, summarise(read_reports(folder / plan.plan_id, self._ranks)))
+            for name, plan in plans.items()
+        ]
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
@@ -226,11 +245,17 @@ def _summary(outcomes: Sequence[Outcome], server: str, folder: Path, out: Consol
         f"machine. Measured: median over the steps after the first {WARM_UP_STEPS} of the slowest rank's "
         f"time from its first action's start to its last one's end, optimizer excluded."
     )
+    slowdowns = ", ".join(f"{outcome.slowdown:.2f} ({outcome.name})" for outcome in outcomes)
+    out.print(
+        f"The schedules took turns, step by step. Their actions took {slowdowns} times as long as profiled; "
+        f"what is left of the difference between planned and measured is waiting."
+    )
     spread = max(outcome.run.spread(WARM_UP_STEPS) for outcome in outcomes)
     if spread > _CALM:
         out.print(
-            f"[yellow]The slowest tenth of the steps took {spread:.0%} longer than the median: this machine "
-            f"was busy with other things, so the times compare nothing. Run it again when it is idle."
+            f"[yellow]The slowest tenth of the steps took {spread:.0%} longer than the median: something "
+            f"else keeps this machine busy, and differences of a few percent mean little. Run it again when "
+            f"it is idle."
         )
     out.print(f"Losses of the schedules agree to {worst:.0e} (relative).")
     out.print(f"The plan: {server}/plans/{outcomes[0].plan_id}", soft_wrap=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -54,17 +54,22 @@ class PlanSource:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run a plan.
+    """How to run a plan, or several in turns.
 
     Attributes
     ----------
+    sources
+        Usually one. Several plans of the same ranks take turns step by step, each training a copy of its
+        own: what disturbs the machine then disturbs all of them alike, so their times can be compared.
+    result_dir
+        Where reports go; with several plans, into one folder each, named by the plan's id.
     timeout
         Seconds that a rank waits for any one tensor within a step.
     threads
         Compute threads per rank on CPU; None leaves torch's choice.
     """
 
-    source: PlanSource
+    sources: tuple[PlanSource, ...]
     model: ModelSpec
     steps: int
     backend: Backend = "gloo"
@@ -79,8 +84,8 @@ class RunOptions:
         return max(self.timeout, _MEETING_SECONDS)
 
 
-def run(options: RunOptions, world: World) -> RankReport:
-    """Run as one rank of the world.
+def run(options: RunOptions, world: World) -> list[RankReport]:
+    """Run as one rank of the world; one report per plan.
 
     Raises
     ------
@@ -93,53 +98,83 @@ def run(options: RunOptions, world: World) -> RankReport:
     if device.type == "cpu":
         keep_freed_memory()
     # What can be wrong on this rank alone is found before the others are met.
-    plan = options.source.rank_plan(world.rank, options.timeout)
+    plans = [source.rank_plan(world.rank, options.timeout) for source in options.sources]
     model = options.model.build()
     with _outside_of_steps(world.rank, "meeting the other ranks"):
         transport = DistributedTransport(world, options.backend, device, options.meeting_timeout)
     try:
-        report = train(options, plan, model, transport, device)
+        reports = train(options, plans, model, transport, device)
         with _outside_of_steps(world.rank, "ending the run"):
             transport.flush(options.meeting_timeout)
             transport.barrier(options.meeting_timeout)  # nobody hangs up while a peer still receives
     finally:
         transport.close()
     if options.result_dir is not None:
-        report.write(options.result_dir)
-    return report
+        for report in reports:
+            report.write(options.result_dir / report.plan_id if len(reports) > 1 else options.result_dir)
+    return reports
 
 
 def train(
-    options: RunOptions, plan: RankPlan, model: PipelineModel, transport: Transport, device: torch.device
-) -> RankReport:
-    """Agree with the peers, build this rank's stages and run all steps."""
-    keys = agree(transport, _statement(options, plan, transport), options.meeting_timeout)
-    with _outside_of_steps(plan.rank, "opening the channels"):
-        transport.open(keys, options.meeting_timeout)
-    stages = build_stages(model, plan, device)
-    executor = Executor(
-        plan,
-        stages,
-        model,
-        transport,
-        device=device,
-        timeout=options.timeout,
-        look_ahead=options.look_ahead,
-    )
-    parameters = list(chain.from_iterable(stage.module.parameters() for stage in stages.values()))
-    optimizer = model.optimizer(parameters) if parameters else None
-    report = RankReport(plan.plan_id, plan.rank)
+    options: RunOptions,
+    plans: Sequence[RankPlan],
+    model: PipelineModel,
+    transport: Transport,
+    device: torch.device,
+) -> list[RankReport]:
+    """Agree with the peers, build this rank's stages and run all steps; one report per plan."""
+    trainings = [_Training(options, plan, model, transport, device) for plan in plans]
     for step in range(options.steps):
-        result = executor.step(step)
+        for training in trainings:
+            if len(trainings) > 1:
+                with _outside_of_steps(transport.rank, "taking turns"):
+                    # Else a rank that is done early would seem to wait in the next plan's step.
+                    transport.barrier(options.meeting_timeout)
+            training.step(step)
+    return [training.report for training in trainings]
+
+
+class _Training:
+    """One plan's stages, executor and optimizer on this rank."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        plan: RankPlan,
+        model: PipelineModel,
+        transport: Transport,
+        device: torch.device,
+    ):
+        keys = agree(transport, _statement(options, plan, transport), options.meeting_timeout)
+        with _outside_of_steps(plan.rank, "opening the channels"):
+            transport.open(keys, options.meeting_timeout)
+        stages = build_stages(model, plan, device)
+        self._executor = Executor(
+            plan,
+            stages,
+            model,
+            transport,
+            device=device,
+            timeout=options.timeout,
+            look_ahead=options.look_ahead,
+        )
+        parameters = list(chain.from_iterable(stage.module.parameters() for stage in stages.values()))
+        self._optimizer = model.optimizer(parameters) if parameters else None
+        self._label = f"plan {plan.plan_id[:12]}, " if len(options.sources) > 1 else ""
+        self.report = RankReport(plan.plan_id, plan.rank)
+
+    def step(self, step: int) -> None:
+        """One step of the plan and of the optimizer."""
+        result = self._executor.step(step)
         before = time.perf_counter()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        report.steps.append(result)
-        report.optimizer_seconds.append(time.perf_counter() - before)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self.report.steps.append(result)
+        self.report.optimizer_seconds.append(time.perf_counter() - before)
         if result.loss is not None:
-            print(f"step {step}: loss {result.loss:.4f}, {result.seconds:.3f} s", file=sys.stderr, flush=True)  # noqa: T201
-    return report
+            text = f"step {step}: {self._label}loss {result.loss:.4f}, {result.seconds:.3f} s"
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def build_stages(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, Stage]:

@@ -64,17 +64,24 @@ class RunSummary:
     step_seconds
         Per step the slowest rank's time from the start of its first action to the end of its last, which is
         what a plan's span states. Optimizer and data loading are outside of it.
+    busy_seconds
+        Per step the time in actions, summed over the ranks.
     losses
         Per step.
     """
 
     plan_id: str
     step_seconds: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
     losses: tuple[float, ...]
 
     def median_seconds(self, warm_up: int = 2) -> float:
         """Median step time without the first steps, in which allocators and caches settle."""
         return median(self.step_seconds[warm_up:] or self.step_seconds)
+
+    def median_busy(self, warm_up: int = 2) -> float:
+        """Median time in actions, as :meth:`median_seconds`."""
+        return median(self.busy_seconds[warm_up:] or self.busy_seconds)
 
     def spread(self, warm_up: int = 2) -> float:
         """How much longer than the median the slowest tenth of the steps took, relative."""
@@ -94,7 +101,13 @@ def summarise(documents: Sequence[dict[str, Any]]) -> RunSummary:
     return RunSummary(
         plan_id=documents[0]["plan_id"],
         step_seconds=tuple(max(entry["seconds"] for entry in entries) for entries in per_step),
+        busy_seconds=tuple(sum(map(_busy, entries)) for entries in per_step),
         losses=tuple(
             next(entry["loss"] for entry in entries if entry["loss"] is not None) for entries in per_step
         ),
     )
+
+
+def _busy(entry: dict[str, Any]) -> float:
+    nanoseconds: int = sum(end - start for _, _, start, end in entry["actions"])
+    return nanoseconds / 1e9

@@ -1,0 +1,38 @@
+"""The whole line as ``make run ARGS=--exit`` shows it, with fewer steps."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_profile_plan_train_and_compare(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zbv_worker.demo", "--exit", "--port", "0", "--steps", "4"]
+    made = subprocess.run(
+        [*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=170, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    for expected in ("zbv", "1F1B", "interleaved 1F1B", "planned", "measured"):
+        assert expected in made.stdout
+    assert re.search(r"The plan: http://127\.0\.0\.1:\d+/plans/[0-9a-f]{64}", made.stdout)
+    outcomes = json.loads((tmp_path / "summary.json").read_text())
+    losses = [outcome["run"]["losses"] for outcome in outcomes]
+    assert len(losses) == 3
+    assert all(len(steps) == 4 and steps[-1] < steps[0] for steps in losses)
+    assert not leftovers(tmp_path), "the demonstration must end what it started"
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Processes that still name the folder on their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it has just ended
+        if str(folder) in command and "pytest" not in command:
+            found.append(command)
+    return found

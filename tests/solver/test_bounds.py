@@ -27,7 +27,7 @@ def test_no_order_of_one_microbatch_is_better(problem: Problem) -> None:
 
 
 @given(limited_problems(max_p=2, max_m=3))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_no_better_order_is_found_by_exact_search(problem: Problem) -> None:
     bound = lower_bound(problem).value
     start = next(priority_schedules(problem)).orders

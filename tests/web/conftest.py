@@ -28,7 +28,9 @@ def empty_service(tmp_path: Path) -> Iterator[Service]:
         yield found
 
 
-@pytest.fixture(scope="session")
+# Playwright runs an event loop in this thread until it ends. It must end with its module: tests of other
+# modules in the same process have loops of their own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:

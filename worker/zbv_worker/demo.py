@@ -164,10 +164,10 @@ class Demo:
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """Planned and measured step times and the losses, one row per schedule."""
+    """Planned and measured step times, one row per schedule."""
     shown = Table(title="Step time of the same model on the same ranks")
     # Headings short enough for a terminal of 80 columns.
-    for column in ("schedule", "planned", "measured", "÷ planned", "vs 1F1B", "loss"):
+    for column in ("schedule", "planned", "measured", "÷ planned", "÷ profile", "vs 1F1B"):
         shown.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
     reference = next(o.run.median_seconds(WARM_UP_STEPS) for o in outcomes if o.name == "1F1B")
     for outcome in outcomes:
@@ -177,8 +177,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.planned * 1e3:.0f} ms",
             f"{measured * 1e3:.0f} ms",
             f"{measured / outcome.planned:.2f}",
+            f"{outcome.slowdown:.2f}",
             f"{measured / reference - 1:+.1%}",
-            f"{outcome.run.losses[0]:.3f} → {outcome.run.losses[-1]:.3f}",
         )
     return shown
 
@@ -243,12 +243,9 @@ def _summary(outcomes: Sequence[Outcome], server: str, folder: Path, out: Consol
     out.print(
         f"{ranks} ranks, {MICROBATCHES} microbatches. Planned: the plan's span, from stages measured on this "
         f"machine. Measured: median over the steps after the first {WARM_UP_STEPS} of the slowest rank's "
-        f"time from its first action's start to its last one's end, optimizer excluded."
-    )
-    slowdowns = ", ".join(f"{outcome.slowdown:.2f} ({outcome.name})" for outcome in outcomes)
-    out.print(
-        f"The schedules took turns, step by step. Their actions took {slowdowns} times as long as profiled; "
-        f"what is left of the difference between planned and measured is waiting."
+        f"time from its first action's start to its last one's end, optimizer excluded. The schedules took "
+        f"turns, step by step. ÷ profile: how long the actions themselves took, relative to the "
+        f"profile; what is left of ÷ planned is waiting."
     )
     spread = max(outcome.run.spread(WARM_UP_STEPS) for outcome in outcomes)
     if spread > _CALM:
@@ -257,6 +254,9 @@ def _summary(outcomes: Sequence[Outcome], server: str, folder: Path, out: Consol
             f"else keeps this machine busy, and differences of a few percent mean little. Run it again when "
             f"it is idle."
         )
+    for outcome in outcomes:
+        losses = outcome.run.losses
+        out.print(f"Loss of {outcome.name} over {len(losses)} steps: {losses[0]:.4f} → {losses[-1]:.4f}")
     out.print(f"Losses of the schedules agree to {worst:.0e} (relative).")
     out.print(f"The plan: {server}/plans/{outcomes[0].plan_id}", soft_wrap=True)
     report = [{**asdict(outcome), "run": asdict(outcome.run)} for outcome in outcomes]

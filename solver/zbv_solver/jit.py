@@ -1,8 +1,15 @@
-"""How kernels are compiled: one way, so that all of them cache and release the GIL alike."""
+"""How kernels are compiled: one way, so that all of them cache and release the GIL alike.
+
+Numba decides by a kernel's own file whether its machine code on disk is fresh, and does not see that a
+kernel it calls, in another file, has changed. So code that is older than any file with kernels is dropped
+here before it can be loaded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import TypeVar, cast
 
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
@@ -18,6 +25,7 @@ def compiled(function: Kernel) -> Kernel:
     """
     from numba import njit
 
+    drop_stale_code(Path(__file__).parent)
     return cast(Kernel, njit(cache=True, nogil=True)(function))
 
 
@@ -30,3 +38,20 @@ def compiled_where_possible(function: Kernel) -> Kernel:
         return compiled(function)
     except ModuleNotFoundError:
         return function
+
+
+@cache
+def drop_stale_code(package: Path) -> None:
+    """Remove the package's cached machine code that is older than the newest file with kernels. Once."""
+    newest = max(
+        path.stat().st_mtime_ns
+        for path in package.rglob("*.py")
+        if "zbv_solver.jit import" in path.read_text(encoding="utf-8")
+    )
+    for index in package.rglob("*.nbi"):
+        try:
+            if index.stat().st_mtime_ns < newest:
+                index.unlink()
+        except OSError:
+            # Another process was first, or the folder is not ours to write, and numba's is elsewhere.
+            continue

@@ -1,0 +1,46 @@
+"""The parameter search: valid, ever better, repeatable, and worth its time where memory is tight."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from support.problems import limited, limited_problems, uniform
+from zbv_solver.construct.board import Attempt
+from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.improve.parameter_search import MOST_EVALUATIONS, parameter_search
+from zbv_solver.problem import Problem
+from zbv_solver.verify import verify_orders
+
+TIGHT = limited(uniform(4, 12, p2p=1), 2.0)
+
+
+def improvements(problem: Problem, evaluations: int, seed: int = 0) -> list[Attempt]:
+    found = parameter_search(problem, evaluations * problem.max_actions, seed)
+    return [attempt for attempt in found if attempt is not None]
+
+
+@given(limited_problems(max_p=4, max_m=6, kinds=("v", "loop", "single")))
+@settings(max_examples=30)
+def test_attempts_are_valid_and_each_better_than_the_last(problem: Problem) -> None:
+    attempts = improvements(problem, 40)
+    assert all(later.value < earlier.value for earlier, later in pairwise(attempts))
+    for attempt in attempts:
+        verify_orders(problem, attempt.orders)
+
+
+def test_the_seed_decides_everything() -> None:
+    first, again, other = (improvements(TIGHT, 80, seed) for seed in (1, 1, 2))
+    assert [(a.method, a.value) for a in first] == [(a.method, a.value) for a in again]
+    assert all(mine.orders == theirs.orders for mine, theirs in zip(first, again, strict=True))
+    assert [a.method for a in first] != [a.method for a in other]
+
+
+def test_beats_the_fixed_rules_where_memory_is_tight() -> None:
+    fixed = min(attempt.value for attempt in priority_schedules(TIGHT))
+    assert improvements(TIGHT, 300)[-1].value < 0.95 * fixed
+
+
+def test_the_budget_counts_placed_actions() -> None:
+    for evaluations, made in ((0, 0), (7, 7), (10 * MOST_EVALUATIONS, MOST_EVALUATIONS)):
+        assert len(list(parameter_search(uniform(1, 2), evaluations * 12))) == made

@@ -205,7 +205,7 @@ def _print_table(plan: Plan) -> None:
 
     table = Table(title=f"lower bound of {plan.problem.objective}: {plan.metrics.lower_bound:.6g}")
     for name in ("schedule", "span", "makespan", "bubble rate", "peak memory", "fits", "span / plan"):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=name == "schedule")
     metrics = plan.metrics
     own = Baseline("zbv", metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True)
     for row in (own, *plan.baselines):
@@ -214,7 +214,7 @@ def _print_table(plan: Plan) -> None:
             f"{row.span:.6g}",
             f"{row.makespan:.6g}",
             f"{row.bubble_rate:.2%}",
-            f"{max(row.peak_memory):.6g}",
+            f"{max(row.peak_memory):.4g}",
             "yes" if row.fits else "no",
             f"{row.span / own.span:.3f}" if own.span else "–",
         )

@@ -124,7 +124,7 @@ class Demo:
         from zbv_solver.schema import problem_json
 
         task = self._progress.add_task("searching a plan", total=1)
-        search = self._client.submit(problem_json(problem), {"effort": "quick"})
+        search = self._client.submit(problem_json(problem))
 
         def show(seen: Search) -> None:
             gap = "" if seen.gap is None else f", gap {seen.gap:.1%}"

@@ -73,7 +73,7 @@ def _version(connection: Connection) -> str:
 
 
 async def test_migrating_twice_or_at_once_changes_nothing(tmp_path: Path) -> None:
-    opened = [Database(f"sqlite:///{tmp_path}/zbv.db") for _ in range(3)]
+    opened = [Database(f"sqlite:///{tmp_path}/zbv.db") for _ in range(8)]
     await asyncio.gather(*(each.migrate() for each in opened))
     await opened[0].migrate()
     assert await SearchTable(opened[1]).newest(1) == []

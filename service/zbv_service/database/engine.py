@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,12 +13,15 @@ from alembic.util.exc import CommandError
 from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.util import await_only
 
 from zbv_service.database.migrate import upgrade
 from zbv_service.database.url import async_url
 
 BUSY_SECONDS = 30.0
 """How long a SQLite writer waits for another one before it gives up."""
+
+_RETRY_SECONDS = 0.02
 
 
 class DatabaseUnusable(Exception):
@@ -85,7 +91,8 @@ def _prepare_sqlite(engine: AsyncEngine) -> None:
         # readers that may fail to become writers. Ours are begun below, as what they are.
         connection.isolation_level = None
         cursor = connection.cursor()
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+        _write_ahead(cursor)
+        for pragma in ("synchronous=NORMAL", "foreign_keys=ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
@@ -93,3 +100,20 @@ def _prepare_sqlite(engine: AsyncEngine) -> None:
     def begin(connection: Connection) -> None:
         writes = connection.get_execution_options().get("zbv_writes", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _write_ahead(cursor: Any) -> None:
+    """Switch a new database to write-ahead logging; it stays that way.
+
+    The switch does not wait for others as writes do: when several connections open a new database at once,
+    SQLite answers "locked" at once. So it is waited for here.
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        await_only(asyncio.sleep(_RETRY_SECONDS))

@@ -118,11 +118,15 @@ def gap_of(value: float, lower_bound: float) -> float:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON document."""
     metrics, provenance = plan.metrics, plan.provenance
+    problem, ranks = problem_json(plan.problem), plan.orders.all_text()
+    # The identity is a hash of these texts: a large plan should not write them twice.
+    if "plan_id" not in vars(plan):
+        vars(plan)["plan_id"] = identity(problem, ranks)
     return {
         "plan_id": plan.plan_id,
-        "problem": problem_json(plan.problem),
+        "problem": problem,
         "objective": plan.problem.objective,
-        "ranks": plan.orders.all_text(),
+        "ranks": ranks,
         "metrics": {
             "makespan": number(metrics.makespan),
             "span": number(metrics.span),

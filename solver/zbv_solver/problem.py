@@ -263,14 +263,22 @@ def _check_values(pointer: str, values: Sequence[float], length: int, signed: bo
     if len(values) != length:
         return [Issue(pointer, f"found {len(values)} values; must be {length}.")]
     for index, value in enumerate(values):
-        at = f"{pointer}/{index}" if len(values) > 1 and len(set(map(repr, values))) > 1 else pointer
-        if not math.isfinite(value):
-            return [Issue(at, f"found {value}; must be a finite number.")]
-        if value < 0 and not signed:
-            return [Issue(at, f"found {value:.15g}; must not be negative.")]
-        if abs(value) > MAX_NUMBER:
-            return [Issue(at, f"found {value:.15g}; must be at most {MAX_NUMBER:g}. Use a larger unit.")]
+        rule = _broken_rule(value, signed)
+        if rule is not None:
+            # Of equal values, the user wrote one.
+            at = f"{pointer}/{index}" if len(set(map(repr, values))) > 1 else pointer
+            return [Issue(at, rule)]
     return []
+
+
+def _broken_rule(value: float, signed: bool) -> str | None:
+    if not math.isfinite(value):
+        return f"found {value}; must be a finite number."
+    if value < 0 and not signed:
+        return f"found {value:.15g}; must not be negative."
+    if abs(value) > MAX_NUMBER:
+        return f"found {value:.15g}; must be at most {MAX_NUMBER:g}. Use a larger unit."
+    return None
 
 
 def _delta_rules(problem: Problem) -> list[Issue]:

@@ -1,8 +1,8 @@
 """An independent check of plans: nothing leaves the solver, the service or the command line without it.
 
-Shares no code with timing or search, on purpose: it builds the precedence graph as explicit edges, orders
-it by Kahn's algorithm, and checks a stated span by the system of inequalities that defines it instead of
-computing it. A fault would have to be made twice, in two different ways, to pass.
+Shares no code with timing or search, on purpose: every rule is a plain loop of its own, the precedence
+graph is ordered by Kahn's algorithm, and a stated span is checked by the definition instead of computed
+(:mod:`zbv_solver.verify_times`). A fault would have to be made twice, in two different ways, to pass.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.jit import compiled_where_possible
 from zbv_solver.orders import Orders
-from zbv_solver.plan import Plan
+from zbv_solver.plan import Metrics, Plan
 from zbv_solver.problem import LETTERS, B, F, I, Problem, W
+from zbv_solver.verify_times import Graph, circle, columns, for_loops
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[Any]
 
 RELATIVE = 1e-7
 """Stated metrics may differ from the recomputed ones by float rounding, not by more than this."""
+
+_FINE, _OUT_OF_RANGE, _MISPLACED, _REPEATED, _MISSING, _EARLY = range(6)
 
 
 def verify_orders(problem: Problem, orders: Orders) -> None:
@@ -29,14 +35,11 @@ def verify_orders(problem: Problem, orders: Orders) -> None:
     Raises
     ------
     InvalidPlan
-        Naming the first broken rule, with the action and rank that break it.
+        Naming a broken rule, with the action and rank that break it.
     """
-    _check_range(problem, orders)
-    _check_placement(problem, orders)
-    _check_complete(problem, orders)
-    _check_local_precedence(problem, orders)
+    where = _check_actions(problem, orders)
     _check_memory(problem, orders)
-    _Simulation(problem, orders)
+    Graph.of(problem, orders, where)
 
 
 def verify(plan: Plan) -> None:
@@ -48,22 +51,49 @@ def verify(plan: Plan) -> None:
         As there, or naming the metric with its stated and recomputed value.
     """
     problem, orders, metrics = plan.problem, plan.orders, plan.metrics
-    verify_orders(problem, orders)
-    simulation = _Simulation(problem, orders)
-    _compare("makespan", metrics.makespan, simulation.makespan())
-    if not simulation.windows_fit(metrics.span * (1 + RELATIVE)):
-        raise InvalidPlan(f"the stated span {metrics.span:.15g} is too small: no start times reach it.")
-    if metrics.span > 0 and simulation.windows_fit(metrics.span * (1 - RELATIVE)):
-        raise InvalidPlan(f"the stated span {metrics.span:.15g} is too large: the order reaches less.")
-    busy = float(np.sum(simulation.duration))
+    where = _check_actions(problem, orders)
+    peaks = _check_memory(problem, orders)
+    graph = Graph.of(problem, orders, where)
+    _check_finite(metrics)
+    start = graph.earliest(np.zeros(problem.pp_degree))
+    _compare("makespan", metrics.makespan, float(np.max(start + graph.duration) - np.min(start)))
+    _check_span(graph, metrics.span, start[graph.first])
+    busy = float(np.sum(graph.duration))
     bubble = 1 - busy / (problem.pp_degree * metrics.span) if metrics.span > 0 else 0.0
     if abs(bubble - metrics.bubble_rate) > RELATIVE:
         raise InvalidPlan(f"the stated bubble_rate {metrics.bubble_rate:.9g} is {bubble:.9g} recomputed.")
     if len(metrics.peak_memory) != problem.pp_degree:
         raise InvalidPlan(f"peak_memory states {len(metrics.peak_memory)} ranks, not {problem.pp_degree}.")
     for rank, stated in enumerate(metrics.peak_memory):
-        _compare(f"peak_memory of rank {rank}", stated, _peak(problem, orders, rank))
+        _compare(f"peak_memory of rank {rank}", stated, peaks[rank])
     _check_bound(plan)
+
+
+def _check_finite(metrics: Metrics) -> None:
+    """Comparisons with NaN are false and differences of infinities NaN: neither may come that far."""
+    for name in ("makespan", "span", "bubble_rate", "lower_bound"):
+        value = getattr(metrics, name)
+        if not math.isfinite(value):
+            raise InvalidPlan(f"the stated {name} is {value}; it must be a finite number.")
+    for rank, value in enumerate(metrics.peak_memory):
+        if not math.isfinite(value):
+            raise InvalidPlan(
+                f"the stated peak_memory of rank {rank} is {value}; it must be a finite number."
+            )
+    if math.isnan(metrics.gap):
+        raise InvalidPlan("the stated gap is nan; it must be a number.")
+
+
+def _check_span(graph: Graph, span: float, release: FloatArray) -> None:
+    """Refute a span that is too small by a circle of paths, and one that is too large by start times."""
+    mean = circle(graph, span * (1 + RELATIVE), release)
+    if mean is not None:
+        raise InvalidPlan(
+            f"the stated span {span:.15g} is too small: paths of {mean:.15g} on average lead in a circle "
+            f"through the ranks."
+        )
+    if span > 0 and circle(graph, span * (1 - RELATIVE), release) is None:
+        raise InvalidPlan(f"the stated span {span:.15g} is too large: the order reaches less.")
 
 
 def _check_bound(plan: Plan) -> None:
@@ -85,188 +115,128 @@ def _compare(name: str, stated: float, recomputed: float) -> None:
         raise InvalidPlan(f"the stated {name} {stated:.15g} is {recomputed:.15g} recomputed.")
 
 
-def _text(orders: Orders, index: int) -> str:
-    return f"{orders.stage[index]}{LETTERS[orders.letter[index]]}{orders.microbatch[index]}"
+def _check_actions(problem: Problem, orders: Orders) -> IntArray:
+    """Range, placement, completeness, and precedence inside a rank.
 
-
-def _check_range(problem: Problem, orders: Orders) -> None:
+    Returns
+    -------
+    where
+        (4 S m,): the index of letter k's action at ``4 * (stage * m + microbatch) + k``, or -1.
+    """
+    offset, m = orders.offset, problem.microbatches
     if orders.pp_degree != problem.pp_degree:
         raise InvalidPlan(f"found {orders.pp_degree} ranks; the problem has {problem.pp_degree}.")
-    wrong = (orders.stage >= problem.n_stages) | (orders.microbatch >= problem.microbatches)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise InvalidPlan(
-            f"found {_text(orders, at)}; stages are 0 to {problem.n_stages - 1} and microbatches 0 to "
-            f"{problem.microbatches - 1}."
+    if offset[0] != 0 or offset[-1] != len(orders) or np.any(np.diff(offset) < 0):
+        raise InvalidPlan("the ranks' lists overlap or leave actions out; each action is in one list.")
+    rank_of = for_loops(np.array(problem.placement.rank_of))
+    where = np.full(4 * problem.n_stages * m, -1, dtype=np.int32)
+    rule, at = _locate(*columns(orders), offset, rank_of, m, where)
+    if rule == _FINE:
+        rule, at = _misses(for_loops(where))
+    if rule != _FINE:
+        raise InvalidPlan(_fault(problem, orders, rule, int(at)))
+    return where
+
+
+def _fault(problem: Problem, orders: Orders, rule: int, at: int) -> str:
+    """What is wrong with an action, or with a cell stage * m + microbatch that misses one."""
+    m = problem.microbatches
+    if rule == _OUT_OF_RANGE:
+        return (
+            f"found {orders.text_at(at)}; stages are 0 to {problem.n_stages - 1} and microbatches 0 to "
+            f"{m - 1}."
         )
-
-
-def _check_placement(problem: Problem, orders: Orders) -> None:
-    host = np.array(problem.placement.rank_of)[orders.stage]
-    wrong = host != orders.rank_index()
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise InvalidPlan(
-            f"found {_text(orders, at)} on rank {orders.rank_index()[at]}; placement "
-            f"{problem.placement.kind} puts stage {orders.stage[at]} on rank {host[at]}."
+    if rule == _MISPLACED:
+        stage = orders.stage[at]
+        return (
+            f"found {orders.text_at(at)} on rank {orders.rank_index()[at]}; placement "
+            f"{problem.placement.kind} puts stage {stage} on rank {problem.placement.rank_of[stage]}."
         )
-
-
-def _check_complete(problem: Problem, orders: Orders) -> None:
-    shape = (4, problem.n_stages, problem.microbatches)
-    count = np.zeros(shape, dtype=np.int64)
-    np.add.at(count, (orders.letter, orders.stage, orders.microbatch), 1)
-    fused, split = count[B] == 1, count[B] == 0
-    right = (count[F] == 1) & (
-        (fused & (count[I] == 0) & (count[W] == 0)) | (split & (count[I] == 1) & (count[W] == 1))
+    if rule == _EARLY:
+        needed = "I" if orders.letter[at] == W else "F"
+        needs = f"{orders.stage[at]}{needed}{orders.microbatch[at]}"
+        return f"{orders.text_at(at)} comes before {needs} on its rank, which it needs."
+    stage, microbatch = divmod(at, m) if rule == _MISSING else (orders.stage[at], orders.microbatch[at])
+    here = orders.letter[(orders.stage == stage) & (orders.microbatch == microbatch)]
+    found = ", ".join(f"{np.count_nonzero(here == k)} {LETTERS[k]}" for k in range(4))
+    return (
+        f"stage {stage} microbatch {microbatch} has {found}; it must have one F, and either one B or "
+        f"one I and one W."
     )
-    if not right.all():
-        stage, microbatch = (int(index[0]) for index in np.nonzero(~right))
-        found = ", ".join(f"{count[k, stage, microbatch]} {LETTERS[k]}" for k in range(4))
-        raise InvalidPlan(
-            f"stage {stage} microbatch {microbatch} has {found}; it must have one F, and either one B or "
-            f"one I and one W."
-        )
 
 
-def _check_local_precedence(problem: Problem, orders: Orders) -> None:
-    """F before I or B, and I before W: all three are on one rank, so positions decide."""
-    position = np.full((4, problem.n_stages, problem.microbatches), -1, dtype=np.int64)
-    position[orders.letter, orders.stage, orders.microbatch] = np.arange(len(orders))
-    backward = np.maximum(position[I], position[B])
-    for first, then, names in ((position[F], backward, "F"), (position[I], position[W], "I")):
-        wrong = (then >= 0) & (then < first)
-        if wrong.any():
-            stage, microbatch = (int(index[0]) for index in np.nonzero(wrong))
-            late = _text(orders, int(then[stage, microbatch]))
-            raise InvalidPlan(f"{late} comes before {stage}{names}{microbatch} on its rank, which it needs.")
-
-
-def _check_memory(problem: Problem, orders: Orders) -> None:
-    if problem.memory.limit is None:
-        return
-    for rank, limit in enumerate(problem.memory.limit):
-        peak = _peak(problem, orders, rank)
-        if peak > limit + 1e-9 * max(abs(peak), abs(limit)):
-            raise InvalidPlan(f"rank {rank} needs {peak:.15g} of memory; its limit is {limit:.15g}.")
-
-
-def _peak(problem: Problem, orders: Orders, rank: int) -> float:
+def _check_memory(problem: Problem, orders: Orders) -> list[float]:
+    """Peaks (p,), none over its limit."""
     memory = problem.memory
-    held = highest = memory.static[rank]
-    begin, end = int(orders.offset[rank]), int(orders.offset[rank + 1])
-    deltas = np.zeros((4, problem.n_stages))
-    deltas[F], deltas[I], deltas[W] = memory.forward, memory.backward_input, memory.backward_weight
-    deltas[B] = deltas[I] + deltas[W]
-    changes = deltas[orders.letter[begin:end], orders.stage[begin:end]]
-    held_after = held + np.cumsum(changes)
-    held_before = held_after - changes
-    return float(max(highest, np.max(np.maximum(held_before, held_after), initial=held)))
-
-
-class _Simulation:
-    """The precedence graph of an order as explicit edges, sorted by Kahn's algorithm.
-
-    Raises :class:`InvalidPlan` when a cycle makes the order a deadlock.
-    """
-
-    def __init__(self, problem: Problem, orders: Orders):
-        self.orders = orders
-        costs, n = problem.costs, len(orders)
-        durations = np.zeros((4, problem.n_stages))
-        durations[F], durations[I], durations[W] = costs.forward, costs.backward_input, costs.backward_weight
-        durations[B] = [costs.fused(stage) for stage in range(problem.n_stages)]
-        self.duration = durations[orders.letter, orders.stage]
-        at = np.full((4, problem.n_stages, problem.microbatches), -1, dtype=np.int64)
-        at[orders.letter, orders.stage, orders.microbatch] = np.arange(n)
-        backward = np.maximum(at[I], at[B])
-        tails, heads, lags = [], [], []
-        for boundary in range(problem.n_stages - 1):
-            local = problem.placement.rank_of[boundary] == problem.placement.rank_of[boundary + 1]
-            lag = 0.0 if local else costs.p2p[boundary]
-            tails += [at[F, boundary], backward[boundary + 1]]
-            heads += [at[F, boundary + 1], backward[boundary]]
-            lags += [np.full(2 * problem.microbatches, lag)]
-        first = np.zeros(n, dtype=bool)
-        first[orders.offset[:-1][np.diff(orders.offset) > 0]] = True
-        follows = np.flatnonzero(~first)
-        tail = np.concatenate([follows - 1, *tails]).astype(np.int64)
-        head = np.concatenate([follows, *heads]).astype(np.int64)
-        lag_of = np.concatenate([np.zeros(len(follows)), *lags])
-        by_tail = np.argsort(tail, kind="stable")
-        self.head, self.lag = head[by_tail], lag_of[by_tail]
-        self.edges = np.searchsorted(tail[by_tail], np.arange(n + 1))
-        self.sorted, done = _kahn(self.edges, self.head)
-        if done < n:
-            stuck = np.ones(n, dtype=bool)
-            stuck[self.sorted[:done]] = False
-            raise InvalidPlan(
-                f"the order deadlocks: {n - done} actions wait in a circle, among them "
-                f"{_text(orders, int(np.argmax(stuck)))}."
-            )
-        self.first = orders.offset[:-1].copy()
-        self.last = orders.offset[1:] - 1
-
-    def makespan(self) -> float:
-        """Last end when everything starts as early as it can."""
-        start = np.zeros(len(self.duration))
-        _propagate(self.sorted, self.edges, self.head, self.lag, self.duration, start)
-        return float(np.max(start + self.duration, initial=0.0) - np.min(start, initial=np.inf))
-
-    def windows_fit(self, window: float) -> bool:
-        """Whether start times exist with last end - first start <= window on every rank.
-
-        Pushes first starts up until every window fits; p rounds decide, for a system that can be
-        satisfied needs no more than the longest simple path among p windows.
-        """
-        release = np.zeros(len(self.first))
-        for _ in range(len(self.first) + 1):
-            start = np.zeros(len(self.duration))
-            start[self.first] = release
-            _propagate(self.sorted, self.edges, self.head, self.lag, self.duration, start)
-            # A start can also be forced up by inputs; the window then begins there.
-            needed = start[self.last] + self.duration[self.last] - window
-            if (needed <= start[self.first] + 1e-12 * abs(window)).all():
-                return True
-            release = np.maximum(start[self.first], needed)
-        return False
+    delta = np.zeros((4, problem.n_stages))
+    delta[F], delta[I], delta[W] = memory.forward, memory.backward_input, memory.backward_weight
+    delta[B] = delta[I] + delta[W]
+    static = np.array(memory.static, dtype=np.float64)
+    peaks: list[float] = _highest(*columns(orders)[:2], orders.offset, delta, static).tolist()
+    for rank, limit in enumerate(memory.limit or ()):
+        if peaks[rank] > limit + 1e-9 * max(abs(peaks[rank]), abs(limit)):
+            raise InvalidPlan(f"rank {rank} needs {peaks[rank]:.15g} of memory; its limit is {limit:.15g}.")
+    return peaks
 
 
 @compiled_where_possible
-def _kahn(edges: NDArray[Any], head: NDArray[Any]) -> tuple[NDArray[Any], int]:  # pragma: no cover - compiled
-    n = len(edges) - 1
-    waiting = np.zeros(n, np.int64)
-    for node in head:
-        waiting[node] += 1
-    queue = np.empty(n, np.int64)
-    size = 0
-    for node in range(n):
-        if waiting[node] == 0:
-            queue[size] = node
-            size += 1
-    done = 0
-    while done < size:
-        node = queue[done]
-        done += 1
-        for edge in range(edges[node], edges[node + 1]):
-            follower = head[edge]
-            waiting[follower] -= 1
-            if waiting[follower] == 0:
-                queue[size] = follower
-                size += 1
-    return queue, done
+def _locate(
+    stage: IntArray,
+    letter: IntArray,
+    microbatch: IntArray,
+    offset: IntArray,
+    rank_of: IntArray,
+    m: int,
+    where: IntArray,
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """Fill ``where``; the first action that is out of range, on another rank than its stage, or a repeat."""
+    for rank in range(len(offset) - 1):
+        for at in range(offset[rank], offset[rank + 1]):
+            s, k, j = stage[at], letter[at], microbatch[at]
+            if not (0 <= s < len(rank_of) and 0 <= k < 4 and 0 <= j < m):
+                return _OUT_OF_RANGE, at
+            if rank_of[s] != rank:
+                return _MISPLACED, at
+            slot = 4 * (s * m + j) + k
+            if where[slot] >= 0:
+                return _REPEATED, at
+            where[slot] = at
+    return _FINE, -1
 
 
 @compiled_where_possible
-def _propagate(
-    order: NDArray[Any],
-    edges: NDArray[Any],
-    head: NDArray[Any],
-    lag: NDArray[Any],
-    duration: NDArray[Any],
-    start: NDArray[Any],
-) -> None:  # pragma: no cover - compiled
-    for node in order:
-        end = start[node] + duration[node]
-        for edge in range(edges[node], edges[node + 1]):
-            start[head[edge]] = max(start[head[edge]], end + lag[edge])
+def _misses(where: IntArray) -> tuple[int, int]:  # pragma: no cover - compiled
+    """The first cell without its F and either B or I and W, or the first action before what it needs."""
+    for cell in range(len(where) // 4):
+        forward, inputs = where[4 * cell + F], where[4 * cell + I]
+        weights, fused = where[4 * cell + W], where[4 * cell + B]
+        if forward < 0:
+            return _MISSING, cell
+        if fused >= 0:
+            if inputs >= 0 or weights >= 0:
+                return _MISSING, cell
+            if fused < forward:
+                return _EARLY, fused
+        else:
+            if inputs < 0 or weights < 0:
+                return _MISSING, cell
+            if inputs < forward:
+                return _EARLY, inputs
+            if weights < inputs:
+                return _EARLY, weights
+    return _FINE, -1
+
+
+@compiled_where_possible
+def _highest(
+    stage: IntArray, letter: IntArray, offset: IntArray, delta: FloatArray, static: FloatArray
+) -> FloatArray:  # pragma: no cover - compiled
+    """Most memory held by every rank before, during or after any action, (p,)."""
+    highest = static.copy()
+    for rank in range(len(static)):
+        held = static[rank]
+        for at in range(offset[rank], offset[rank + 1]):
+            held += delta[letter[at], stage[at]]
+            if held > highest[rank]:
+                highest[rank] = held
+    return highest

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from support.problems import limited, problems, uniform
-from zbv_solver.construct.baselines import BASELINES, baseline, merge_stages, without_limit
+from zbv_solver.construct.baselines import (
+    BASELINES,
+    baseline,
+    eager_1f1b,
+    gpipe,
+    interleaved_1f1b,
+    merge_stages,
+    one_f_one_b,
+    without_limit,
+    zb_h1,
+)
 from zbv_solver.errors import InvalidInput
-from zbv_solver.problem import Problem
+from zbv_solver.problem import B, F, I, Problem, W
 from zbv_solver.schema import parse_problem
 from zbv_solver.search import baseline_plan, compare
 from zbv_solver.timing import evaluate
 from zbv_solver.verify import verify_orders
 
+Row = tuple[int, int, int]
 UNEVEN = {
     "pp_degree": 4,
     "microbatches": 16,
@@ -31,6 +46,60 @@ UNEVEN = {
 def test_every_baseline_is_valid_at_every_size(problem: Problem, name: str) -> None:
     own, orders = baseline(name, problem)
     verify_orders(without_limit(own), orders)
+
+
+@given(st.integers(1, 9), st.integers(1, 25), st.integers(1, 4))
+def test_lists_are_those_of_the_plain_descriptions(p: int, m: int, chunks: int) -> None:
+    for rank in range(p):
+        assert rows(gpipe(rank, p, m)) == alternate(forwards(rank, m), backwards(rank, m), m)
+        assert rows(one_f_one_b(rank, p, m)) == alternate(forwards(rank, m), backwards(rank, m), p - 1 - rank)
+        assert rows(eager_1f1b(rank, p, m)) == alternate(
+            forwards(rank, m), backwards(rank, m), 2 * (p - 1 - rank)
+        )
+        assert rows(zb_h1(rank, p, m)) == plain_zb_h1(rank, p, m)
+        assert rows(interleaved_1f1b(rank, p, m, chunks)) == plain_interleaved(rank, p, m, chunks)
+
+
+def rows(array: NDArray[np.int32]) -> list[Row]:
+    return [(stage, letter, j) for stage, letter, j in array.tolist()]
+
+
+def forwards(stage: int, m: int) -> list[Row]:
+    return [(stage, F, j) for j in range(m)]
+
+
+def backwards(stage: int, m: int) -> list[Row]:
+    return [(stage, B, j) for j in range(m)]
+
+
+def alternate(forward: list[Row], backward: list[Row], warm_up: int) -> list[Row]:
+    """``warm_up`` forwards, then a forward, while there are any, and a backward."""
+    found, left = forward[:warm_up], forward[warm_up:]
+    for row in backward:
+        found += [left.pop(0), row] if left else [row]
+    return found
+
+
+def plain_zb_h1(rank: int, p: int, m: int) -> list[Row]:
+    found = [(rank, F, j) for j in range(min(m, p - rank))]
+    for j in range(m):
+        found.append((rank, I, j))
+        if j >= rank:
+            found.append((rank, W, j - rank))
+        if j + p - rank < m:
+            found.append((rank, F, j + p - rank))
+    return found + [(rank, W, j) for j in range(max(0, m - rank), m)]
+
+
+def plain_interleaved(rank: int, p: int, m: int, chunks: int) -> list[Row]:
+    rounds = max(1, m // p)
+    pairs = list(pairwise(m * k // rounds for k in range(rounds + 1)))
+    forward = [(c * p + rank, F, j) for lo, hi in pairs for c in range(chunks) for j in range(lo, hi)]
+    backward = [
+        (c * p + rank, B, j) for lo, hi in pairs for c in reversed(range(chunks)) for j in range(lo, hi)
+    ]
+    longest = max(hi - lo for lo, hi in pairs)
+    return alternate(forward, backward, (chunks - 1) * longest + 2 * (p - 1 - rank))
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 7, 8, 11, 16])

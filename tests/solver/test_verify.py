@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,18 +12,22 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from support.orders import random_orders
 from support.problems import limited, problems, uniform
-from support.reference import Impossible, peak_memory, simulate
+from support.reference import Impossible, largest_cycle_mean, peak_memory, reach, simulate
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.orders import Action, Orders
-from zbv_solver.plan import Metrics, Plan
+from zbv_solver.plan import Metrics, Plan, plan_json
 from zbv_solver.problem import Problem
-from zbv_solver.search import SearchOptions, search
+from zbv_solver.search import SearchOptions, make_plan, search
 from zbv_solver.verify import verify, verify_orders
+from zbv_solver.verify_times import Graph, circle
 
 Ranks = list[list[Action]]
 GOOD = [
@@ -131,8 +136,19 @@ def test_agrees_with_the_plain_rules_on_mutated_orders(
         (0, ["0F0", "3F0", "3I0", "3W0", "0B0", "1F0"], "found 1F0 on rank 0"),
         (0, ["0F0", "3F0", "3W0", "3I0", "0B0"], "3W0 comes before 3I0"),
         (0, ["0F0", "3I0", "3F0", "3W0", "0B0"], "3I0 comes before 3F0"),
-        (0, ["0F0", "3F0", "3I0", "3W0", "0B1"], "microbatches 0 to 0"),
-        (0, ["3F0", "0F0", "3I0", "3W0", "0B0"], "deadlocks"),
+        (0, ["0F0", "3F0", "3I0", "3W0", "0B1"], "found 0B1; .* microbatches 0 to 0"),
+        (0, ["0F0", "3F0", "3I0", "3W0", "4B0"], "found 4B0; stages are 0 to 3"),
+        (0, ["3F0", "3I0", "3W0", "0B0"], "stage 0 microbatch 0 has 0 F, 0 I, 0 W, 1 B"),
+        (0, ["0F0", "0F0", "3F0", "3I0", "3W0", "0B0"], "stage 0 microbatch 0 has 2 F"),
+        (0, ["0F0", "3F0", "3I0", "3W0"], "stage 0 microbatch 0 has 1 F, 0 I, 0 W, 0 B"),
+        (0, ["0F0", "3F0", "3W0", "0B0"], "stage 3 microbatch 0 has 1 F, 0 I, 1 W, 0 B"),
+        (0, ["0F0", "3F0", "3I0", "3W0", "0B0", "0I0"], "stage 0 microbatch 0 has 1 F, 1 I, 0 W, 1 B"),
+        (0, ["0F0", "3F0", "3I0", "3W0", "0B0", "0W0"], "stage 0 microbatch 0 has 1 F, 0 I, 1 W, 1 B"),
+        (0, ["0B0", "0F0", "3F0", "3I0", "3W0"], "0B0 comes before 0F0"),
+        (0, ["3F0", "0F0", "3I0", "3W0", "0B0"], "deadlocks.* among them 3F0"),
+        (0, ["0F0", "3F0", "0B0", "3I0", "3W0"], "deadlocks.* among them 0B0"),
+        (1, ["2F0", "1F0", "2I0", "1I0", "1W0", "2W0"], "deadlocks"),
+        (1, ["1F0", "2F0", "1I0", "2I0", "1W0", "2W0"], "deadlocks"),
     ],
 )
 def test_broken_rules_are_named(rank: int, actions: list[str], says: str) -> None:
@@ -141,6 +157,49 @@ def test_broken_rules_are_named(rank: int, actions: list[str], says: str) -> Non
     ranks[rank] = actions
     with pytest.raises(InvalidPlan, match=says):
         verify_orders(uniform(2, 1), Orders.from_text(ranks))
+
+
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        ((-1, 0, 0), "found -1F0; stages are 0 to 3"),
+        ((0, 0, -1), "found 0F-1; .* microbatches 0 to 0"),
+        ((0, 4, 0), r"found 0\(letter 4\)0"),
+        ((0, -1, 0), r"found 0\(letter -1\)0"),
+    ],
+)
+def test_numbers_that_text_cannot_write_are_named_too(action: tuple[int, int, int], says: str) -> None:
+    good = Orders.from_text(GOOD)
+    rows = [
+        [(a.stage, "FIWB".index(a.letter), a.microbatch) for a in good.actions(rank)] for rank in range(2)
+    ]
+    rows[0][0] = action
+    with pytest.raises(InvalidPlan, match=says):
+        verify_orders(uniform(2, 1), Orders.pack(rows))
+
+
+@pytest.mark.parametrize("offset", [[0, 5, 10], [1, 5, 11], [0, 12, 11], [0, 11]])
+def test_lists_that_do_not_add_up_are_refused(offset: list[int]) -> None:
+    with pytest.raises(InvalidPlan, match=r"lists overlap or leave actions out|found 1 ranks"):
+        verify_orders(uniform(2, 1), replace(Orders.from_text(GOOD), offset=np.array(offset)))
+
+
+def test_memory_counts_while_an_action_runs_and_between_actions() -> None:
+    """Rank 0 holds most after F, rank 1 after an I that grows; both exactly at their limits."""
+    problem = uniform(2, 1)
+    memory = replace(
+        problem.memory,
+        backward_input=(-0.5, 0.25, 0.25, -0.5),
+        backward_weight=(-0.5, -1.25, -1.25, -0.5),
+        static=(3.0, 5.0),
+    )
+    for limit, fits in (((5.0, 7.5), True), ((4.9, 7.5), False), ((5.0, 7.4), False)):
+        limited_problem = replace(problem, memory=replace(memory, limit=limit))
+        if fits:
+            verify_orders(limited_problem, Orders.from_text(GOOD))
+        else:
+            with pytest.raises(InvalidPlan, match="of memory; its limit is"):
+                verify_orders(limited_problem, Orders.from_text(GOOD))
 
 
 def test_a_memory_overflow_is_named() -> None:
@@ -178,31 +237,117 @@ def test_false_metrics_are_refused(plan: Plan, change: dict[str, float]) -> None
         verify(replace(plan, metrics=replace(plan.metrics, **{name: false})))
 
 
+@pytest.mark.parametrize("name", ["makespan", "span", "bubble_rate", "peak_memory", "lower_bound", "gap"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_metrics_that_are_no_amounts_are_refused(plan: Plan, name: str, value: float) -> None:
+    if name == "lower_bound" and value == -1:
+        return  # true, if of no use
+    false: Any = (value,) * 3 if name == "peak_memory" else value
+    with pytest.raises(InvalidPlan, match=name):
+        verify(replace(plan, metrics=replace(plan.metrics, **{name: false})))
+
+
+@given(problems(max_p=5, max_m=5, kinds=("v", "loop", "single")), st.integers(0, 2**32))
+def test_of_spans_only_the_true_one_passes(problem: Problem, seed: int) -> None:
+    orders = random_orders(problem, Random(seed))
+    made = make_plan(problem, orders, method="random", lower_bound=0.0)  # verifies
+    true = largest_cycle_mean(reach(problem, orders))
+    assert made.metrics.span == pytest.approx(true, rel=1e-12)
+    busy = (1 - made.metrics.bubble_rate) * made.metrics.span if true > 0 else 0.0
+    for factor, says in (
+        (1 - 1e-6, "too small"),
+        (1 + 1e-6, "too large"),
+        (0.5, "too small"),
+        (2.0, "too large"),
+    ):
+        span = true * factor
+        false = replace(made.metrics, span=span, bubble_rate=1 - busy / span if span > 0 else 0.0)
+        if true > 0:
+            with pytest.raises(InvalidPlan, match=f"the stated span .* is {says}"):
+                verify(replace(made, metrics=false))
+
+
+def test_the_span_is_checked_by_times_and_by_paths() -> None:
+    """Two ranks, each feeding the other's end: the only critical circle visits both."""
+    for mean, length in ((5.0, {(0, 1): 6.0, (1, 0): 4.0}), (8.0, {(0, 0): 8.0, (0, 1): 1.0})):
+        graph = graph_of_paths(length)
+        release = np.zeros(2)
+        assert circle(graph, mean + 0.01, release) is None
+        assert np.all(ends(graph, release) <= release + mean + 0.01 + 1e-9)
+        assert circle(graph, mean - 0.01, release) == mean
+
+
+def test_start_times_that_ignore_an_input_do_not_count() -> None:
+    graph = graph_of_paths({(0, 0): 5.0, (0, 1): 6.0})
+    start = graph.earliest(np.zeros(2))
+    assert start.tolist() == [0, 0, 5, 0, 0, 6]
+    assert graph.waits(start)
+    for at in (2, 5):  # after its own rank, and after the other's
+        early = start.copy()
+        early[at] -= 0.5
+        assert not graph.waits(early)
+
+
+def graph_of_paths(length: dict[tuple[int, int], float]) -> Graph:
+    """Two ranks of three actions each: the first feeds the other rank's last; all take no time."""
+    own = [length.get((rank, rank), 0.0) for rank in range(2)]
+    return Graph(
+        previous=np.array([-1, 0, 1, -2, 3, 4], dtype=np.int32),
+        feed=np.array([-1, -1, 3, -1, -1, 0], dtype=np.int32),
+        delay=np.array([0, 0, length.get((1, 0), 0.0), 0, 0, length.get((0, 1), 0.0)]),
+        duration=np.array([0, own[0], 0, 0, own[1], 0.0]),
+        sequence=np.array([0, 1, 3, 4, 2, 5], dtype=np.int32),
+        first=np.array([0, 3]),
+        last=np.array([2, 5]),
+    )
+
+
+def ends(graph: Graph, release: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray((graph.earliest(release) + graph.duration)[graph.last])
+
+
+def test_peaks_are_stated_for_every_rank(plan: Plan) -> None:
+    metrics = replace(plan.metrics, peak_memory=plan.metrics.peak_memory[:2])
+    with pytest.raises(InvalidPlan, match="peak_memory states 2 ranks, not 3"):
+        verify(replace(plan, metrics=metrics))
+
+
 def test_a_false_claim_of_optimality_is_refused(plan: Plan) -> None:
     metrics: Metrics = replace(plan.metrics, lower_bound=plan.objective / 2, gap=1.0, status="optimal")
     with pytest.raises(InvalidPlan, match="optimal means a gap of 0"):
         verify(replace(plan, metrics=metrics))
 
 
-def test_verifies_without_numba_too() -> None:
+def test_verifies_without_numba_too(plan: Plan) -> None:
     """GPU nodes install no numba; they verify plan files all the same."""
-    code = (
-        "import sys; sys.modules['numba'] = None\n"
-        "from support.problems import uniform\n"
-        "from zbv_solver.orders import Orders\n"
-        "from zbv_solver.verify import verify_orders\n"
-        f"good = {GOOD!r}\n"
-        "verify_orders(uniform(2, 1), Orders.from_text(good))\n"
-        "good[0][0], good[0][1] = good[0][1], good[0][0]\n"
-        "try: verify_orders(uniform(2, 1), Orders.from_text(good))\n"
-        "except Exception as error: print(error)"
-    )
+    code = """
+import json, sys
+sys.modules["numba"] = None
+from support.problems import uniform
+from zbv_solver.errors import InvalidPlan
+from zbv_solver.orders import Orders
+from zbv_solver.plan import parse_plan
+from zbv_solver.verify import verify, verify_orders
+document, good = json.load(sys.stdin)
+verify(parse_plan(document))
+document["metrics"]["span"] *= 1.01
+verify_orders(uniform(2, 1), Orders.from_text(good))
+good[0][0], good[0][1] = good[0][1], good[0][0]
+for check in (
+    lambda: verify(parse_plan(document)),
+    lambda: verify_orders(uniform(2, 1), Orders.from_text(good)),
+):
+    try: check()
+    except InvalidPlan as error: print(error)
+"""
     made = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-W", "error", "-c", code],
+        input=json.dumps([plan_json(plan), GOOD]),
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
     )
+    assert "too large" in made.stdout
     assert "deadlocks" in made.stdout

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
+from math import inf
 
 from zbv_solver.orders import Action, Orders
 from zbv_solver.problem import Problem
@@ -55,6 +56,41 @@ def steady_period(problem: Problem, orders: Orders, iterations: int = 60) -> flo
     ends = [max(end for _, end in times[k].values()) for k in range(iterations)]
     half = iterations // 2
     return (ends[-1] - ends[half - 1]) / (iterations - half)
+
+
+def reach(problem: Problem, orders: Orders) -> list[list[float]]:
+    """D[r][q]: the longest path from rank r's first start to rank q's last end, -inf where there is none."""
+    ranks = [orders.actions(rank) for rank in range(orders.pp_degree)]
+    before = {then: first for actions in ranks for first, then in pairwise(actions)}
+    executable = list(simulate(problem, orders)[0])
+    rows = []
+    for actions in ranks:
+        end: dict[Action, float] = {}
+        for action in executable:
+            paths = [0.0] if actions and action == actions[0] else []
+            paths += [end[before[action]]] if action in before else []
+            paths += [
+                end[source] + lag
+                for sources, lag in _inputs(problem, action)
+                for source in sources
+                if source in end
+            ]
+            end[action] = max(paths, default=-inf) + _duration(problem, action)
+        rows.append([end[mine[-1]] if mine else -inf for mine in ranks])
+    return rows
+
+
+def largest_cycle_mean(weight: Sequence[Sequence[float]]) -> float:
+    """Karp's theorem (1978), word by word; -inf is no arc."""
+    p = len(weight)
+    walk = [[0.0] * p]
+    for _ in range(p):
+        walk.append([max(walk[-1][tail] + weight[tail][head] for tail in range(p)) for head in range(p)])
+    return max(
+        min((walk[p][node] - walk[k][node]) / (p - k) for k in range(p) if walk[k][node] > -inf)
+        for node in range(p)
+        if walk[p][node] > -inf
+    )
 
 
 def peak_memory(problem: Problem, orders: Orders) -> list[float]:
@@ -116,6 +152,17 @@ def _duration(problem: Problem, action: Action) -> float:
 
 def _ready(problem: Problem, times: Times, action: Action) -> float | None:
     """When an action's inputs are there, or None while one is missing."""
+    ready = 0.0
+    for alternatives, lag in _inputs(problem, action):
+        done = [times[action][1] for action in alternatives if action in times]
+        if not done:
+            return None
+        ready = max(ready, done[0] + lag)
+    return ready
+
+
+def _inputs(problem: Problem, action: Action) -> list[tuple[list[Action], float]]:
+    """What an action needs: of each group one, and the transfer from there."""
     stage, letter, j = action
     needs: list[tuple[list[Action], float]] = []
     if letter == "F" and stage > 0:
@@ -127,13 +174,7 @@ def _ready(problem: Problem, times: Times, action: Action) -> float | None:
             needs.append((above, _transfer(problem, stage)))
     if letter == "W":
         needs.append(([Action(stage, "I", j)], 0.0))
-    ready = 0.0
-    for alternatives, lag in needs:
-        done = [times[action][1] for action in alternatives if action in times]
-        if not done:
-            return None
-        ready = max(ready, done[0] + lag)
-    return ready
+    return needs
 
 
 def _transfer(problem: Problem, boundary: int) -> float:

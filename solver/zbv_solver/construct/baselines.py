@@ -6,76 +6,89 @@ V stages dealt round (interleaved). Letters as everywhere: B is the full backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.orders import Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import B, Costs, F, I, Memory, Problem, W
 
-Row = tuple[int, int, int]
-"""(stage, letter code, microbatch)"""
+Rows = NDArray[np.int32]
+"""A rank's list, (n, 3): stage, letter code, microbatch."""
 
 
-def gpipe(rank: int, p: int, m: int) -> list[Row]:
+def gpipe(rank: int, p: int, m: int) -> Rows:
     """All forwards, then all backwards (Huang et al. 2019)."""
-    return [(rank, F, j) for j in range(m)] + [(rank, B, j) for j in range(m)]
+    return _alternate(rank, m, m)
 
 
-def one_f_one_b(rank: int, p: int, m: int) -> list[Row]:
+def one_f_one_b(rank: int, p: int, m: int) -> Rows:
     """Warm up with p - 1 - rank forwards, then one forward and one backward (Narayanan et al. 2019)."""
-    return list(_alternate(rank, min(m, p - 1 - rank), m))
+    return _alternate(rank, p - 1 - rank, m)
 
 
-def eager_1f1b(rank: int, p: int, m: int) -> list[Row]:
+def eager_1f1b(rank: int, p: int, m: int) -> Rows:
     """1F1B with about twice the warm-up, 2 (p - 1 - rank), which hides transfers (Zhuang et al. 2022)."""
-    return list(_alternate(rank, min(m, 2 * (p - 1 - rank)), m))
+    return _alternate(rank, 2 * (p - 1 - rank), m)
 
 
-def zb_h1(rank: int, p: int, m: int) -> list[Row]:
-    """1F1B with the backward split, W's kept back by ``rank`` microbatches (Qi et al. 2023, section 2.2)."""
-    rows: list[Row] = [(rank, F, j) for j in range(min(m, p - rank))]
-    for j in range(m):
-        rows.append((rank, I, j))
-        if j >= rank:
-            rows.append((rank, W, j - rank))
-        if j + p - rank < m:
-            rows.append((rank, F, j + p - rank))
-    return rows + [(rank, W, j) for j in range(max(0, m - rank), m)]
+def zb_h1(rank: int, p: int, m: int) -> Rows:
+    """1F1B with the backward split, W's kept back by ``rank`` microbatches (Qi et al. 2023, section 2.2).
+
+    After p - rank forwards a step repeats, I first; then W once there are ``rank`` to keep back, and F
+    while there are any left. The remaining W's come last.
+    """
+    j, ahead = np.arange(m), p - rank
+    rows = np.empty((3 * m, 3), dtype=np.int32)
+    # An action's place is how many F's, I's and W's come before it.
+    forward = j + np.maximum(j - ahead + 1, 0) + np.clip(j - ahead - rank + 1, 0, m)
+    inputs = np.minimum(ahead + j, m) + j + np.maximum(j - rank, 0)
+    weights = np.minimum(ahead + j + rank, m) + np.minimum(j + rank + 1, m) + j
+    for letter, places in ((F, forward), (I, inputs), (W, weights)):
+        rows[places, 1], rows[places, 2] = letter, j
+    rows[:, 0] = rank
+    return rows
 
 
-def interleaved_1f1b(rank: int, p: int, m: int, chunks: int) -> list[Row]:
+def interleaved_1f1b(rank: int, p: int, m: int, chunks: int) -> Rows:
     """Chunks take turns by rounds of about p microbatches (Narayanan et al. 2021, section 2.2).
 
     Rounds are as even as m allows, so m need not be a multiple of p.
     """
     rounds = max(1, m // p)
-    bounds = [m * k // rounds for k in range(rounds + 1)]
-    pairs = list(pairwise(bounds))
-    forward = [(c * p + rank, j) for lo, hi in pairs for c in range(chunks) for j in range(lo, hi)]
-    backward = [(c * p + rank, j) for lo, hi in pairs for c in reversed(range(chunks)) for j in range(lo, hi)]
-    longest = max(hi - lo for lo, hi in pairs)
-    warm_up = min(len(forward), (chunks - 1) * longest + 2 * (p - 1 - rank))
-    rows: list[Row] = [(s, F, j) for s, j in forward[:warm_up]]
-    for ahead, (stage, j) in enumerate(backward):
-        if warm_up + ahead < len(forward):
-            later, k = forward[warm_up + ahead]
-            rows.append((later, F, k))
-        rows.append((stage, B, j))
+    bounds = np.arange(rounds + 1) * m // rounds
+    # The k-th forward: round by round, in it chunk by chunk, in that microbatch by microbatch.
+    round_of = np.repeat(np.arange(rounds), np.diff(bounds) * chunks)
+    in_round = np.arange(chunks * m) - chunks * bounds[round_of]
+    chunk, later = np.divmod(in_round, np.diff(bounds)[round_of])
+    microbatch = bounds[round_of] + later
+    warm_up = (chunks - 1) * int(np.diff(bounds).max()) + 2 * (p - 1 - rank)
+    rows = _alternate(rank, warm_up, chunks * m)
+    turn, is_forward = rows[:, 2], rows[:, 1] == F
+    rows[:, 0] = np.where(is_forward, chunk[turn], chunks - 1 - chunk[turn]) * p + rank
+    rows[:, 2] = microbatch[turn]
     return rows
 
 
-def _alternate(rank: int, warm_up: int, m: int) -> Iterator[Row]:
-    yield from ((rank, F, j) for j in range(warm_up))
-    for j in range(m):
-        if warm_up + j < m:
-            yield rank, F, warm_up + j
-        yield rank, B, j
+def _alternate(stage: int, warm_up: int, m: int) -> Rows:
+    """``warm_up`` forwards, then one forward and one backward while there are forwards."""
+    k = np.arange(m)
+    rows = np.empty((2 * m, 3), dtype=np.int32)
+    # An action's place is how many F's and B's come before it.
+    for letter, places in (
+        (F, k + np.maximum(k - warm_up, 0)),
+        (B, k + np.minimum(warm_up + k + 1, m)),
+    ):
+        rows[places, 1], rows[places, 2] = letter, k
+    rows[:, 0] = stage
+    return rows
 
 
-_SINGLE: dict[str, Callable[[int, int, int], list[Row]]] = {
+_SINGLE: dict[str, Callable[[int, int, int], Rows]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "eager-1f1b": eager_1f1b,
@@ -102,13 +115,12 @@ def baseline(name: str, problem: Problem) -> tuple[Problem, Orders]:
     p, m = problem.pp_degree, problem.microbatches
     if name == "interleaved-1f1b":
         looped = replace(problem, placement=Placement.of("loop", p, problem.placement.chunks))
-        return looped, Orders.pack(
-            [interleaved_1f1b(rank, p, m, looped.placement.chunks) for rank in range(p)]
-        )
+        chunks = looped.placement.chunks
+        return looped, Orders.of_rows([interleaved_1f1b(rank, p, m, chunks) for rank in range(p)])
     if name not in _SINGLE:
         raise InvalidInput.at("", f"found baseline {name!r}; must be one of {', '.join(BASELINES)}.")
     merged = merge_stages(problem)
-    return merged, Orders.pack([_SINGLE[name](rank, p, m) for rank in range(p)])
+    return merged, Orders.of_rows([_SINGLE[name](rank, p, m) for rank in range(p)])
 
 
 def merge_stages(problem: Problem) -> Problem:

@@ -1,0 +1,159 @@
+"""The quick bound: the one-machine bound of every rank with heads and tails that are blind to memory.
+
+Jackson's preemptive one-machine bound (Carlier 1982): every action of a rank is a job with a head (time
+that must pass before it can start) and a tail (time that must pass after it ends). Heads and tails come
+from the path of a microbatch through the stages and from the slowest action on that path.
+
+For ``makespan`` heads begin at the first start of all ranks, and tails end at the last end of all. For
+``span`` both begin and end on the rank itself, whose own window is being bounded; another rank's W never
+enters a tail.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.jit import compiled
+from zbv_solver.problem import Problem
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[Any]
+
+
+def one_machine_bounds(problem: Problem) -> list[float]:
+    """Jackson's bound of every rank.
+
+    Positions lie along the stages: position k < S is F of stage k; position k >= S is the backward of stage
+    2S-1-k, whose share on the path is the cheaper of I and B. What of the backward's cheapest work is not
+    on the path (W, mostly) is a job of its own without a tail.
+    """
+    forward, inputs, weights, fused = problem.arrays.duration
+    on_path = np.minimum(inputs, fused)
+    rest = np.minimum(fused, inputs + weights) - on_path
+    length = np.concatenate([forward, on_path[::-1]])
+    transfer = problem.arrays.transfer
+    gaps = np.concatenate([transfer, [0.0], transfer[::-1]])
+    # When every position starts if one microbatch runs alone.
+    start = np.concatenate([[0.0], np.cumsum(length[:-1] + gaps)])
+    bounds = []
+    for stages in problem.placement.stages_of:
+        own = np.array(stages, dtype=np.int64)
+        exits = own if problem.objective == "span" else np.arange(problem.n_stages)
+        origin = stages[0] if problem.objective == "span" else 0
+        jobs = _jobs(start, length, rest, own, exits, origin, problem.microbatches)
+        bounds.append(preemptive_bound(jobs[0], jobs[1], jobs[2]))
+    return bounds
+
+
+def preemptive_bound(heads: FloatArray, lengths: FloatArray, tails: FloatArray) -> float:
+    """Jackson's bound of one machine with jobs (n,)."""
+    return float(_one_machine(np.argsort(heads), heads, lengths, tails))
+
+
+@compiled
+def _jobs(
+    start: FloatArray,
+    length: FloatArray,
+    rest: FloatArray,
+    stages: IntArray,
+    exits: IntArray,
+    origin: int,
+    m: int,
+) -> FloatArray:  # pragma: no cover - compiled
+    """Heads, lengths and tails (3, jobs) of a rank's jobs, the k-th of a kind in column k of its block."""
+    n = len(rest)
+    jobs = np.zeros((3, 3 * m * len(stages)))
+    block = 0
+    for stage in stages:
+        for position in (stage, 2 * n - 1 - stage):
+            slowest = 0.0
+            for before in range(origin, position):
+                slowest = max(slowest, length[before])
+            for k in range(m):
+                jobs[0, block + k] = start[position] - start[origin] + k * slowest
+                jobs[1, block + k] = length[position]
+            _tails(start, length, rest, exits, position, jobs[2, block : block + m])
+            block += m
+        for k in range(m):
+            jobs[0, block + k] = jobs[0, block - m + k] + length[2 * n - 1 - stage]
+            jobs[1, block + k] = rest[stage]
+        block += m
+    return jobs
+
+
+@compiled
+def _tails(
+    start: FloatArray, length: FloatArray, rest: FloatArray, exits: IntArray, position: int, tails: FloatArray
+) -> None:  # pragma: no cover - compiled
+    """From the end of a position to the end of everything, while m-1 … 0 microbatches follow it.
+
+    Every exit, ascending stages, gives a tail of path + microbatches · slowest. The exit of the longest
+    path has nearly always the slowest action behind it too, and then no other counts.
+    """
+    n, m, count = len(rest), len(tails), 0
+    path, slowest = np.zeros(len(exits)), np.zeros(len(exits))
+    end, after, slow, longest = start[position] + length[position], position + 1, 0.0, 0
+    for i in range(len(exits) - 1, -1, -1):
+        out = 2 * n - 1 - exits[i]
+        if out <= position:
+            continue
+        while after < out:
+            slow = max(slow, length[after])
+            after += 1
+        path[count] = start[out] + length[out] + rest[exits[i]] - end
+        slowest[count] = max(slow, length[out] + rest[exits[i]])
+        if path[count] >= path[longest]:
+            longest = count
+        count += 1
+    for i in range(count):
+        if i == longest or slowest[i] > slowest[longest]:
+            for k in range(m):
+                tails[k] = max(tails[k], path[i] + (m - 1 - k) * slowest[i])
+
+
+@compiled
+def _one_machine(
+    by_head: IntArray, heads: FloatArray, lengths: FloatArray, tails: FloatArray
+) -> float:  # pragma: no cover
+    """Largest end + tail of the preemptive schedule that always runs the job with the longest tail."""
+    n = len(heads)
+    queue = np.empty(n, np.int64)  # binary heap of job indices, longest tail on top
+    left = lengths.copy()
+    size, next_job, clock, worst = 0, 0, 0.0, 0.0
+    while next_job < n or size > 0:
+        if size == 0:
+            clock = max(clock, heads[by_head[next_job]])
+        while next_job < n and heads[by_head[next_job]] <= clock:
+            child = size
+            queue[child] = by_head[next_job]
+            size += 1
+            next_job += 1
+            while child > 0 and tails[queue[(child - 1) // 2]] < tails[queue[child]]:
+                parent = (child - 1) // 2
+                queue[parent], queue[child] = queue[child], queue[parent]
+                child = parent
+        job = queue[0]
+        until = heads[by_head[next_job]] if next_job < n else np.inf
+        if clock + left[job] > until:
+            left[job] -= until - clock
+            clock = until
+            continue
+        clock += left[job]
+        worst = max(worst, clock + tails[job])
+        size -= 1
+        queue[0] = queue[size]
+        parent = 0
+        while True:
+            child = 2 * parent + 1
+            if child >= size:
+                break
+            if child + 1 < size and tails[queue[child + 1]] > tails[queue[child]]:
+                child += 1
+            if tails[queue[parent]] >= tails[queue[child]]:
+                break
+            queue[parent], queue[child] = queue[child], queue[parent]
+            parent = child
+    return worst

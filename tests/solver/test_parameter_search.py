@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 from hypothesis import given, settings
 from support.problems import limited, limited_problems, uniform
-from zbv_solver.construct.board import Attempt
-from zbv_solver.construct.list_scheduling import priority_schedules
-from zbv_solver.improve.parameter_search import MOST_EVALUATIONS, parameter_search
+from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, simple_rule
+from zbv_solver.improve.parameter_search import FEW_MICROBATCHES, parameter_search
 from zbv_solver.problem import Problem
 from zbv_solver.verify import verify_orders
 
@@ -33,7 +35,7 @@ def test_the_seed_decides_everything() -> None:
     first, again, other = (improvements(TIGHT, 80, seed) for seed in (1, 1, 2))
     assert [(a.method, a.value) for a in first] == [(a.method, a.value) for a in again]
     assert all(mine.orders == theirs.orders for mine, theirs in zip(first, again, strict=True))
-    assert [a.method for a in first] != [a.method for a in other]
+    assert [(a.method, a.value) for a in first] != [(a.method, a.value) for a in other]
 
 
 def test_beats_the_fixed_rules_where_memory_is_tight() -> None:
@@ -42,5 +44,23 @@ def test_beats_the_fixed_rules_where_memory_is_tight() -> None:
 
 
 def test_the_budget_counts_placed_actions() -> None:
-    for evaluations, made in ((0, 0), (7, 7), (10 * MOST_EVALUATIONS, MOST_EVALUATIONS)):
-        assert len(list(parameter_search(uniform(1, 2), evaluations * 12))) == made
+    for evaluations in (0, 7, 50):
+        assert len(list(parameter_search(uniform(1, 2), evaluations * 12))) == evaluations
+
+
+def test_many_microbatches_are_tuned_at_few() -> None:
+    """At 40 times the microbatches a budget of 60 orders at few still finds better than the fixed rules."""
+    few = uniform(4, FEW_MICROBATCHES * 4, p2p=1)
+    problem = limited(replace(few, microbatches=640), 3.0)
+    found = improvements(problem, 8)
+    assert found
+    for attempt in found:
+        verify_orders(problem, attempt.orders)
+    assert "tuned_at=16" in found[-1].method
+
+
+def test_a_set_flag_ends_an_evaluation() -> None:
+    halt = np.ones(1, np.uint8)
+    problem = limited(uniform(4, 512, p2p=1), 2.0)
+    rule = simple_rule(problem, "backward-deep", 1.0, 0.5)
+    assert ListScheduler(problem, halt=halt).attempt(rule, "") is None

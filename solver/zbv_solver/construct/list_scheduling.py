@@ -8,73 +8,132 @@ filling memory greedily hurts. Where the structured greedy fails for lack of mem
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.construct.board import (
-    Attempt,
-    Board,
-    FloatArray,
-    Instance,
-    IntArray,
-    admits_forward,
-    arrival,
-    backward_letter,
-    is_complete,
-    make_instance,
-    new_board,
-    pending_weight,
-    place,
-    place_weight,
-)
-from zbv_solver.construct.greedy_v import fuse_options
+from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.board import CLOCK, FIRST, HEAD, HELD, IDLE, TAIL, Board, clear
+from zbv_solver.construct.fusing import fuse_options
+from zbv_solver.construct.tables import FloatArray, IntArray, make_tables
 from zbv_solver.jit import compiled
 from zbv_solver.problem import B, F, I, Problem, W
 
 NOTHING = -1
+PHASES = 3
+"""Of a rank: before its first backward, until its last first-chunk F, and after that."""
+POLL_EVERY = 4096
+"""Actions between two looks at the halt flag."""
 
 
-class Rule(NamedTuple):
-    """A priority rule.
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A priority rule; smaller priorities go first.
 
     Attributes
     ----------
-    rank_of_kind
-        (2, chunks) float64: smaller goes first; row 0 forwards, row 1 backwards, by chunk.
-    in_flight
-        (p,) int64: most microbatches that a rank holds between its first F and its last backward.
+    priority
+        (p, PHASES, 3 * chunks) float64: of forwards while the chunk has fewer than ``target`` in flight,
+        of forwards otherwise, and of backwards, by chunk.
+    target
+        (p, chunks) int64: microbatches in flight (F done, backward not) that a chunk is to keep.
+    cap
+        (p,) int64: most microbatches in flight on the first chunk.
     patience
-        A W is started when it delays the next known arrival by no more than this share of its duration.
+        (p, PHASES) float64: a W is started when it delays the next known arrival by no more than this
+        share of its duration.
     """
 
-    rank_of_kind: FloatArray
-    in_flight: IntArray
-    patience: float
+    priority: FloatArray
+    target: IntArray
+    cap: IntArray
+    patience: FloatArray
+
+    def __post_init__(self) -> None:
+        for array in (self.priority, self.target, self.cap, self.patience):
+            array.flags.writeable = False
+
+
+class ListScheduler:
+    """Lays orders of one problem by rules, on one board that is used again and again."""
+
+    def __init__(self, problem: Problem, fuse: NDArray[np.bool_] | None = None, halt: IntArray | None = None):
+        self.problem = problem
+        self.tables = make_tables(problem, fuse)
+        self.board = Board.of(self.tables, halt)
+
+    def value(self, rule: Rule) -> float:
+        """The objective at earliest start of the rule's order; inf if it is incomplete."""
+        tables, board = self.tables, self.board
+        complete = _schedule(
+            tables.row,
+            tables.duration,
+            tables.delta,
+            tables.lag,
+            tables.host,
+            tables.static,
+            tables.limit,
+            tables.fuse,
+            rule.priority,
+            rule.target,
+            rule.cap,
+            rule.patience,
+            board.level,
+            board.count,
+            board.end,
+            board.queue,
+            board.ends,
+            board.code,
+            board.length,
+            board.halt,
+        )
+        if not complete:
+            return float("inf")
+        return board.span if self.problem.objective == "span" else board.makespan
+
+    def attempt(self, rule: Rule, method: str) -> Attempt | None:
+        """The rule's order, or None if it is incomplete."""
+        if self.value(rule) == float("inf"):
+            return None
+        return Attempt.of(method, self.problem, self.board)
 
 
 PREFERENCES = {
-    "backward-deep": ("I", "deep"),
-    "backward-shallow": ("I", "shallow"),
-    "forward-deep": ("F", "deep"),
+    "backward-deep": (I, "deep"),
+    "backward-shallow": (I, "shallow"),
+    "forward-deep": (F, "deep"),
 }
 """Which letter goes first, and whether the later or the earlier half of its way goes first."""
 
 
 def priority_schedules(problem: Problem, shares: tuple[float, ...] = (1.0, 0.75)) -> Iterator[Attempt]:
     """Orders of a small portfolio of rules; ``shares`` scale the in-flight caps that memory allows."""
-    caps = in_flight_caps(problem)
     for fuse_name, fuse in fuse_options(problem):
-        instance = make_instance(problem, fuse)
+        scheduler = ListScheduler(problem, fuse)
         for name, share, patience in product(PREFERENCES, shares, (0.0, 0.5)):
-            in_flight = np.maximum(1, np.ceil(caps * share)).astype(np.int64)
-            rule = Rule(_preference(problem, *PREFERENCES[name]), in_flight, patience)
-            board = schedule(instance, rule)
-            if is_complete(board):
-                method = f"list({name},cap={share:g},patience={patience:g},fuse={fuse_name})"
-                yield Attempt.of(method, problem, board)
+            rule = simple_rule(problem, name, share, patience)
+            method = f"list({name},cap={share:g},patience={patience:g},fuse={fuse_name})"
+            attempt = scheduler.attempt(rule, method)
+            if attempt is not None:
+                yield attempt
+
+
+def simple_rule(problem: Problem, preference: str, share: float, patience: float) -> Rule:
+    """One order of kinds for all ranks and phases, and caps as a share of what memory allows."""
+    letter, depth = PREFERENCES[preference]
+    p, chunks = problem.pp_degree, problem.placement.chunks
+    chunk = np.arange(chunks, dtype=np.float64)
+    forward = (-chunk if depth == "deep" else chunk) + (0 if letter == F else 100)
+    backward = (chunk if depth == "deep" else -chunk) + (0 if letter == I else 100)
+    priority = np.concatenate([forward, forward, backward])
+    return Rule(
+        priority=np.broadcast_to(priority, (p, PHASES, 3 * chunks)).copy(),
+        target=np.zeros((p, chunks), np.int64),
+        cap=np.maximum(1, np.ceil(in_flight_caps(problem) * share)).astype(np.int64),
+        patience=np.full((p, PHASES), patience),
+    )
 
 
 def in_flight_caps(problem: Problem) -> NDArray[np.int64]:
@@ -89,103 +148,174 @@ def in_flight_caps(problem: Problem) -> NDArray[np.int64]:
     return np.clip(np.ceil(np.minimum(allowed, most)), 1, most).astype(np.int64)
 
 
-def _preference(problem: Problem, letter: str, depth: str) -> FloatArray:
-    chunks = problem.placement.chunks
-    rank_of_kind = np.zeros((2, chunks))
-    for chunk in range(chunks):
-        forward = -chunk if depth == "deep" else chunk
-        backward = chunk if depth == "deep" else -chunk
-        rank_of_kind[0, chunk] = forward + (0 if letter == "F" else 100)
-        rank_of_kind[1, chunk] = backward + (0 if letter == "I" else 100)
-    return rank_of_kind
+def serial(problem: Problem) -> Attempt:
+    """One microbatch after another with fused backwards: the plan that the smallest memory limit admits."""
+    rule = simple_rule(problem, "backward-deep", 0.0, 0.0)
+    scheduler = ListScheduler(problem, np.ones(problem.n_stages, dtype=np.bool_))
+    attempt = scheduler.attempt(rule, "serial")
+    if attempt is None:
+        raise RuntimeError("one microbatch after another does not fit; this is a fault of ours.")
+    return attempt
 
 
 @compiled
-def schedule(instance: Instance, rule: Rule) -> Board:  # pragma: no cover - compiled
-    """Lay all actions; the board is incomplete if memory leaves nothing to do."""
-    p = instance.stages.shape[0]
-    board = new_board(instance)
-    next_code = np.full(p, NOTHING, np.int64)
-    next_start = np.full(p, np.inf)
-    for rank in range(p):
-        next_code[rank], next_start[rank] = _decide(instance, board, rule, rank)
+def _schedule(
+    row: IntArray,
+    duration: FloatArray,
+    delta: FloatArray,
+    lag: FloatArray,
+    host: IntArray,
+    static: FloatArray,
+    limit: FloatArray,
+    fuse: NDArray[np.bool_],
+    priority: FloatArray,
+    target: IntArray,
+    cap: IntArray,
+    patience: FloatArray,
+    level: FloatArray,
+    count: IntArray,
+    end: FloatArray,
+    queue: IntArray,
+    ends: IntArray,
+    code: IntArray,
+    length: IntArray,
+    halt: IntArray,
+) -> bool:  # pragma: no cover - compiled
+    """Lay all actions; False if memory leaves nothing to do, or when halted.
+
+    What :func:`~.board.place` does is written out: a call would cost as much as the work.
+    """
+    p, rows = row.shape[0], len(lag)
+    clear(static, level, count, ends, length)
+    leaves = 1
+    while leaves < p:
+        leaves *= 2
+    start = np.full(leaves, np.inf)
+    chosen = np.full(p, NOTHING, np.int64)
+    first = np.zeros(2 * leaves, np.int64)  # tournament: the rank that starts first, by subtree
+    for rank in range(leaves):
+        first[leaves + rank] = rank
+    for node in range(leaves - 1, 0, -1):
+        first[node] = first[2 * node]
+    placed, changed, other = 0, 0, NOTHING
     while True:
-        rank = int(np.argmin(next_start))
-        if next_start[rank] == np.inf:
-            return board
-        chunk, letter = next_code[rank] // 4, next_code[rank] % 4
-        if letter == W:
-            place_weight(instance, board, rank)
+        # Decide again: at first for all ranks, then for the one that placed and the one that waits for it.
+        while changed < p:
+            # fmt: off
+            chosen[changed] = _decide(
+                row, duration, delta, lag, limit, fuse, priority, target, cap, patience,
+                level, count, end, queue, ends, start, changed,
+            )
+            # fmt: on
+            node = (leaves + changed) >> 1
+            while node > 0:
+                left, right = first[2 * node], first[2 * node + 1]
+                first[node] = left if start[left] <= start[right] else right
+                node >>= 1
+            if placed == 0:
+                changed += 1
+            else:
+                changed, other = (other, p) if other >= 0 else (p, p)
+        rank = first[1]
+        begin = start[rank]
+        if begin == np.inf:
+            break
+        action = chosen[rank]
+        at = length[rank]
+        if at == 0:
+            level[rank, FIRST] = begin
         else:
-            place(instance, board, rank, chunk, letter, next_start[rank])
-            stage = instance.stages[rank, chunk]
-            consumer = stage + 1 if letter == F else stage - 1
-            if 0 <= consumer < board.forward_end.shape[0]:
-                other = _host(instance, consumer)
-                if other != rank:
-                    next_code[other], next_start[other] = _decide(instance, board, rule, other)
-        next_code[rank], next_start[rank] = _decide(instance, board, rule, rank)
-
-
-@compiled
-def _host(instance: Instance, stage: int) -> int:  # pragma: no cover - compiled
-    p = len(instance.stages)
-    guess = stage % p
-    here = instance.stages[guess, stage // p] == stage
-    return int(guess if here else p - 1 - guess)
+            level[rank, IDLE] += begin - level[rank, CLOCK]
+        level[rank, CLOCK] = begin + duration[rank, action]
+        level[rank, HELD] += delta[rank, action]
+        code[rank, at] = action
+        length[rank] = at + 1
+        changed, other = rank, p
+        letter = action & 3
+        if letter == W:
+            ends[rank, HEAD] += 1
+        else:
+            here = row[rank, action]
+            end[here, count[here]] = level[rank, CLOCK]
+            count[here] += 1
+            if letter == I:
+                queue[rank, ends[rank, TAIL]] = action >> 2
+                ends[rank, TAIL] += 1
+            if here + 1 < rows and host[here + 1] != rank:
+                other = host[here + 1]
+        placed += 1
+        if placed % POLL_EVERY == 0 and halt[0]:
+            return False
+    for rank in range(p):
+        if ends[rank, HEAD] != ends[rank, TAIL]:
+            return False
+    return bool(count.min() == end.shape[1])
 
 
 @compiled
 def _decide(
-    instance: Instance, board: Board, rule: Rule, rank: int
-) -> tuple[int, float]:  # pragma: no cover - compiled
-    """A rank's next action as a code, and when it starts; (NOTHING, inf) while all inputs are unknown."""
-    clock = board.clock[rank]
-    best_code, best_start, best_priority = NOTHING, np.inf, np.inf
-    blocked = False
-    chunks = instance.stages.shape[1]
+    row: IntArray,
+    duration: FloatArray,
+    delta: FloatArray,
+    lag: FloatArray,
+    limit: FloatArray,
+    fuse: NDArray[np.bool_],
+    priority: FloatArray,
+    target: IntArray,
+    cap: IntArray,
+    patience: FloatArray,
+    level: FloatArray,
+    count: IntArray,
+    end: FloatArray,
+    queue: IntArray,
+    ends: IntArray,
+    start: FloatArray,
+    rank: int,
+) -> int:  # pragma: no cover - compiled
+    """A rank's next action as a code, its start into ``start``; NOTHING and inf while no input is known."""
+    clock, held, m = level[rank, CLOCK], level[rank, HELD], end.shape[1]
+    chunks = row.shape[1] // 4
+    last = row[rank, 4 * (chunks - 1) + F]
+    begun, ended = count[row[rank, F]], count[row[rank, I]]
+    phase = 2 if begun >= m else (1 if count[row[rank, 4 * (chunks - 1) + I]] > 0 else 0)
+    following = 0.0  # memory of the forwards of this chunk and those after it
     for chunk in range(chunks):
-        stage = instance.stages[rank, chunk]
-        for kind in range(2):
-            letter = F if kind == 0 else I
-            ready = arrival(instance, board, stage, letter)
-            if ready == np.inf:
-                continue
-            if kind == 0:
-                if chunk == 0 and not _below_cap(instance, board, rule, rank):
-                    continue
-                if not admits_forward(instance, board, rank, chunk):
-                    blocked = True
-                    continue
+        following += delta[rank, 4 * chunk + F]
+    best, best_start, best_wish = NOTHING, np.inf, np.inf
+    blocked = False
+    for chunk in range(chunks):
+        here, back = row[rank, 4 * chunk + F], row[rank, 4 * chunk + I]
+        k = count[here]
+        in_flight = k - count[back]
+        if k < m and (here == 0 or k < count[here - 1]) and not (chunk == 0 and in_flight >= cap[rank]):
+            # The rule of board.admits_forward.
+            own = held + delta[rank, 4 * chunk + F]
+            if held + following <= limit[rank] or (own <= limit[rank] and count[last] > ended):
+                ready = clock
+                if here > 0:
+                    ready = max(ready, end[here - 1, k] + lag[here])
+                over = 0 if in_flight < target[rank, chunk] else chunks
+                wish = priority[rank, phase, over + chunk]
+                if ready < best_start or (ready == best_start and wish < best_wish):
+                    best, best_start, best_wish = 4 * chunk + F, ready, wish
             else:
-                letter = backward_letter(instance, board, rank, chunk)
-                if letter == B and not instance.fuse[stage]:
-                    blocked = True
-            start = max(clock, ready)
-            priority = rule.rank_of_kind[kind, chunk]
-            if start < best_start or (start == best_start and priority < best_priority):
-                best_code, best_start, best_priority = chunk * 4 + letter, start, priority
-    waiting = pending_weight(board, rank)
-    if waiting >= 0:
-        weight = instance.duration[W, instance.stages[rank, waiting]]
-        overlap = clock + weight - best_start
-        if best_start > clock and overlap <= rule.patience * weight:
-            return waiting * 4 + W, clock
-        if blocked and (best_code == NOTHING or best_start > clock or best_code % 4 == B):
-            return waiting * 4 + W, clock
-    return best_code, best_start
-
-
-@compiled
-def _below_cap(instance: Instance, board: Board, rule: Rule, rank: int) -> bool:  # pragma: no cover
-    first = instance.stages[rank, 0]
-    return bool(board.done[F, first] - board.done[I, first] < rule.in_flight[rank])
-
-
-def serial(problem: Problem) -> Attempt:
-    """One microbatch after another with fused backwards: the plan that the smallest memory limit admits."""
-    fuse = np.ones(problem.n_stages, dtype=np.bool_)
-    instance = make_instance(problem, fuse)
-    one = np.ones(problem.pp_degree, dtype=np.int64)
-    board = schedule(instance, Rule(_preference(problem, "I", "deep"), one, 0.0))
-    return Attempt.of("serial", problem, board)
+                blocked = True
+        following -= delta[rank, 4 * chunk + F]
+        k = count[back]
+        if in_flight > 0 and k < count[back - 1]:
+            ready = max(clock, end[back - 1, k] + lag[back])
+            letter = B if fuse[rank, chunk] else I
+            if letter == I and held + max(0.0, delta[rank, 4 * chunk + I]) > limit[rank]:
+                letter, blocked = B, True
+            wish = priority[rank, phase, 2 * chunks + chunk]
+            if ready < best_start or (ready == best_start and wish < best_wish):
+                best, best_start, best_wish = 4 * chunk + letter, ready, wish
+    start[rank] = best_start
+    if ends[rank, HEAD] < ends[rank, TAIL]:
+        weight = 4 * queue[rank, ends[rank, HEAD]] + W
+        overlap = clock + duration[rank, weight] - best_start
+        fills = best_start > clock and overlap <= patience[rank, phase] * duration[rank, weight]
+        if fills or (blocked and (best_start > clock or best & 3 == B)):
+            start[rank] = clock
+            return int(weight)
+    return int(best)

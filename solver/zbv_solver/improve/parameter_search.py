@@ -1,82 +1,272 @@
-"""Search over the parameters of list scheduling: priorities, in-flight caps per rank, patience for W's.
+"""Search over the parameters of the constructors: priorities, in-flight caps, patience for W's, allowances.
 
 A rule decides a whole order, so a change of one parameter moves thousands of actions at once: where memory
 is tight or stages are uneven this finds more than any local change of an order. Random rules first, then
 hill climbing from the best, with sideways steps. Counted in placed actions, so it repeats itself on every
-machine.
+machine. Many microbatches only repeat the steady state, so parameters are tuned at few and then used at
+many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from zbv_solver.construct.board import Attempt, Instance, is_complete, make_instance
-from zbv_solver.construct.greedy_v import fuse_options
-from zbv_solver.construct.list_scheduling import Rule, in_flight_caps, schedule
+from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.fusing import fuse_options
+from zbv_solver.construct.greedy_v import GreedyParameters, GreedyV
+from zbv_solver.construct.list_scheduling import PHASES, ListScheduler, Rule, in_flight_caps
+from zbv_solver.construct.tables import FloatArray, IntArray
 from zbv_solver.problem import Problem
 
-PATIENCE = (0.0, 0.25, 0.5, 1.0)
-EXPLORATION = 1 / 3
-"""Share of the evaluations that draw fresh rules."""
-MOST_EVALUATIONS = 600
+PATIENCE = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
+EXPLORATION = 0.2
+"""Share of the evaluations that draw fresh parameters."""
+FEW_MICROBATCHES = 4
+"""Times p: above that many, parameters are tuned at this many."""
+FINALISTS = 6
+"""Parameter sets, tuned at few microbatches, that are tried at all of them."""
 
 
-def parameter_search(problem: Problem, placements: int, seed: int = 0) -> Iterator[Attempt | None]:
+class Climber(Protocol):
+    """A hill climber over one constructor's parameters."""
+
+    best: float
+
+    def step(self, explore: bool) -> bool:
+        """Evaluate one parameter set; whether it is the best so far."""
+
+    def attempt(self) -> Attempt:
+        """The order of the last parameter set evaluated."""
+
+    def finalists(self, problem: Problem) -> Iterator[Attempt]:
+        """What the best parameter sets give on the same problem with more microbatches."""
+
+
+def parameter_search(
+    problem: Problem, placements: int, seed: int = 0, halt: IntArray | None = None
+) -> Iterator[Attempt | None]:
     """Ever better attempts, and None after every evaluation without one (to let the caller poll).
 
     Parameters
     ----------
     placements
-        How many actions may be placed in all; at most ``MOST_EVALUATIONS`` orders are made of them.
+        How many actions may be placed in all.
+    halt
+        (1,) uint8: set from another thread to end the evaluation under way.
     """
-    evaluations = min(MOST_EVALUATIONS, placements // problem.max_actions)
-    random = np.random.default_rng(seed)
-    options = [(name, make_instance(problem, fuse)) for name, fuse in fuse_options(problem)]
-    caps = in_flight_caps(problem)
-    best: tuple[float, Rule, int] | None = None
+    few = min(problem.microbatches, max(FEW_MICROBATCHES * problem.pp_degree, 8))
+    small = replace(problem, microbatches=few)
+    evaluations = max(0, placements // small.max_actions)
+    if few < problem.microbatches:
+        evaluations -= FINALISTS * problem.max_actions // small.max_actions
+    climbers: list[Climber] = [RuleClimber(small, seed, halt)]
+    if problem.placement.kind == "v":
+        climbers.append(GreedyClimber(small, seed, halt))
+    best = np.inf
     for evaluation in range(evaluations):
-        if best is None or evaluation < evaluations * EXPLORATION:
-            rule, option = _fresh(random, problem, caps), int(random.integers(len(options)))
+        climber = climbers[_turn(evaluation, evaluations, climbers)]
+        improved = climber.step(explore=evaluation < evaluations * EXPLORATION)
+        if improved and climber.best < best and few == problem.microbatches:
+            best = climber.best
+            yield climber.attempt()
         else:
-            rule, option = _neighbour(random, best[1]), best[2]
-        name, instance = options[option]
-        attempt = _evaluate(problem, instance, rule, f"parameters(fuse={name},evaluation={evaluation})")
-        if attempt is None or (best is not None and attempt.value > best[0]):
             yield None
-            continue
-        is_better = best is None or attempt.value < best[0]
-        best = attempt.value, rule, option
-        yield attempt if is_better else None
+    if few < problem.microbatches and evaluations > 0:
+        for climber in climbers:
+            for attempt in climber.finalists(problem):
+                if attempt.value < best:
+                    best = attempt.value
+                    yield attempt
 
 
-def _evaluate(problem: Problem, instance: Instance, rule: Rule, method: str) -> Attempt | None:
-    board = schedule(instance, rule)
-    return Attempt.of(method, problem, board) if is_complete(board) else None
+def _turn(evaluation: int, evaluations: int, climbers: list[Climber]) -> int:
+    """Whose turn it is: at first in turns, then two of three for the one that leads."""
+    if len(climbers) == 1:
+        return 0
+    if evaluation < 2 * EXPLORATION * evaluations:
+        return evaluation % 2
+    leader = int(climbers[1].best < climbers[0].best)
+    return leader if evaluation % 3 else 1 - leader
 
 
-def _fresh(random: np.random.Generator, problem: Problem, caps: NDArray[np.int64]) -> Rule:
-    """Any priorities; caps on a line from the first rank to the last, around what memory allows."""
-    chunks = problem.placement.chunks
-    priorities = random.permutation(2 * chunks).astype(np.float64).reshape(2, chunks)
-    first, last = random.uniform(0.4, 1.2, size=2)
-    line = np.linspace(first, last, problem.pp_degree) * caps.max()
-    in_flight = np.maximum(1, np.round(line)).astype(np.int64)
-    return Rule(priorities, in_flight, float(random.choice(PATIENCE)))
+class RuleClimber:
+    """Climbs over the rules of list scheduling."""
+
+    def __init__(self, problem: Problem, seed: int, halt: IntArray | None = None):
+        self.problem, self.halt = problem, halt
+        self.random = np.random.default_rng(seed)
+        self.options = [(name, ListScheduler(problem, fuse, halt)) for name, fuse in fuse_options(problem)]
+        self.caps = in_flight_caps(problem)
+        self.best = np.inf
+        self.pool: list[tuple[float, Rule, int]] = []
+        self.last = 0
+        self.evaluation = 0
+
+    def step(self, explore: bool) -> bool:
+        """Evaluate a fresh rule or a neighbour of the best."""
+        self.evaluation += 1
+        if explore or not self.pool:
+            rule, self.last = self._fresh(), int(self.random.integers(len(self.options)))
+        else:
+            _, rule, self.last = self.pool[-1]
+            rule = self._neighbour(rule)
+        value = self.options[self.last][1].value(rule)
+        improved = value < self.best
+        if value <= self.best and value < np.inf:
+            self.best = value
+            self.pool = [*self.pool[-FINALISTS + 1 :], (value, rule, self.last)]
+        return improved
+
+    def attempt(self) -> Attempt:
+        """The order just laid."""
+        name, scheduler = self.options[self.last]
+        method = f"parameters(rule,fuse={name},evaluation={self.evaluation})"
+        return Attempt.of(method, self.problem, scheduler.board)
+
+    def finalists(self, problem: Problem) -> Iterator[Attempt]:
+        """The latest best rules at more microbatches."""
+        fuses = fuse_options(problem)
+        for _, rule, option in reversed(self.pool):
+            name, fuse = fuses[option]
+            scheduler = ListScheduler(problem, fuse, self.halt)
+            attempt = scheduler.attempt(
+                rule, f"parameters(rule,fuse={name},tuned_at={self.problem.microbatches})"
+            )
+            if attempt is not None:
+                yield attempt
+
+    def _fresh(self) -> Rule:
+        """Any priorities; caps and targets on lines from the first rank to the last."""
+        random, p, chunks = self.random, self.problem.pp_degree, self.problem.placement.chunks
+        kinds = 3 * chunks
+        priority = np.empty((p, PHASES, kinds))
+        priority[:] = random.permutation(kinds)
+        if random.random() < 0.5:
+            priority[:, PHASES - 1] = random.permutation(kinds)
+        most = int(self.caps.max())
+        cap = np.round(_line(random, 0.4, 1.2, p) * most)
+        if random.random() < 0.5:
+            cap[:] = 2 * p + 2  # memory alone decides
+        target = np.stack([_line(random, 0.0, 1.0, p) * most for _ in range(chunks)], axis=1)
+        patience = np.full((p, PHASES), random.choice(PATIENCE))
+        if random.random() < 0.5:
+            patience[:, PHASES - 1] = random.choice(PATIENCE)
+        return Rule(
+            priority, np.round(target).astype(np.int64), np.maximum(1, cap).astype(np.int64), patience
+        )
+
+    def _neighbour(self, rule: Rule) -> Rule:
+        """One to three parameters changed, each on a run of neighbouring ranks."""
+        random = self.random
+        priority, target = rule.priority.copy(), rule.target.copy()
+        cap, patience = rule.cap.copy(), rule.patience.copy()
+        for _ in range(1 + int(random.random() < 0.3) + int(random.random() < 0.1)):
+            ranks = _some_ranks(random, len(cap))
+            kind, phase = random.integers(7), int(random.integers(PHASES))
+            if kind == 0:
+                priority[ranks, phase] = random.permutation(priority.shape[2])
+            elif kind == 1:
+                one, other = random.integers(priority.shape[2], size=2)
+                priority[ranks, phase, one], priority[ranks, phase, other] = (
+                    priority[ranks, phase, other].copy(),
+                    priority[ranks, phase, one].copy(),
+                )
+            elif kind == 2:
+                patience[ranks, phase] = random.choice(PATIENCE)
+            elif kind <= 4:
+                cap[ranks] = np.maximum(1, cap[ranks] + random.choice((-2, -1, 1, 2)))
+            else:
+                target[ranks, random.integers(target.shape[1])] += random.choice((-2, -1, 1, 2))
+        return Rule(priority, target, cap, patience)
 
 
-def _neighbour(random: np.random.Generator, rule: Rule) -> Rule:
-    """One parameter changed; most often the caps of a run of neighbouring ranks by one."""
-    kind, p = random.integers(4), len(rule.in_flight)
-    if kind == 0:
-        priorities = random.permutation(rule.rank_of_kind.size).astype(np.float64)
-        return rule._replace(rank_of_kind=priorities.reshape(rule.rank_of_kind.shape))
-    if kind == 1:
-        return rule._replace(patience=float(random.choice(PATIENCE)))
+class GreedyClimber:
+    """Climbs over what the greedy V can be told."""
+
+    def __init__(self, problem: Problem, seed: int, halt: IntArray | None = None):
+        self.problem, self.halt = problem, halt
+        self.random = np.random.default_rng(seed + 1)
+        self.options = [(name, GreedyV(problem, fuse, halt=halt)) for name, fuse in fuse_options(problem)]
+        self.unit = float(self.options[0][1].tables.duration.max())
+        self.best = np.inf
+        self.pool: list[tuple[float, GreedyParameters, int]] = []
+        self.last = 0
+        self.evaluation = 0
+
+    def step(self, explore: bool) -> bool:
+        """Evaluate the published parameters first, then neighbours of the best."""
+        self.evaluation += 1
+        first = 4 * len(self.options)
+        if self.evaluation <= first or not self.pool:
+            self.last = (self.evaluation - 1) % first // 4
+            fills = (self.evaluation - 1) % 4
+            parameters = self.options[self.last][1].default(bool(fills & 1), bool(fills & 2))
+        else:
+            _, parameters, self.last = self.pool[-1]
+            parameters = self._neighbour(parameters)
+        greedy = self.options[self.last][1]
+        if not greedy.lay(parameters):
+            return False
+        value = greedy.board.span if self.problem.objective == "span" else greedy.board.makespan
+        improved = value < self.best
+        if value <= self.best:
+            self.best = value
+            self.pool = [*self.pool[-FINALISTS + 1 :], (value, parameters, self.last)]
+        return improved
+
+    def attempt(self) -> Attempt:
+        """The order just laid."""
+        name, greedy = self.options[self.last]
+        return greedy.attempt(f"parameters(greedy-v,fuse={name},evaluation={self.evaluation})")
+
+    def finalists(self, problem: Problem) -> Iterator[Attempt]:
+        """The latest best parameters at more microbatches."""
+        fuses = fuse_options(problem)
+        for _, parameters, option in reversed(self.pool):
+            name, fuse = fuses[option]
+            greedy = GreedyV(problem, fuse, halt=self.halt)
+            share = problem.microbatches / self.problem.microbatches
+            if greedy.lay(replace(parameters, surplus=parameters.surplus * share)):
+                yield greedy.attempt(f"parameters(greedy-v,fuse={name},tuned_at={self.problem.microbatches})")
+
+    def _neighbour(self, parameters: GreedyParameters) -> GreedyParameters:
+        """One parameter changed, on a run of neighbouring ranks."""
+        random, p = self.random, self.problem.pp_degree
+        ranks, kind = _some_ranks(random, p), random.integers(6)
+        if kind == 0:
+            limit = parameters.warm_up_limit.copy()
+            own = self.options[self.last][1].tables.limit[ranks]
+            limit[ranks] = own * random.uniform(0.5, 1.5)
+            return replace(parameters, warm_up_limit=limit)
+        if kind == 1:
+            return replace(parameters, fill_forward=not parameters.fill_forward)
+        if kind == 2:
+            return replace(parameters, fill_backward=not parameters.fill_backward)
+        if kind == 3:
+            allowance = parameters.allowance.copy()
+            allowance[ranks] = random.uniform(0, 3) * self.unit * random.choice((0, 1, 3, p))
+            return replace(parameters, allowance=allowance)
+        surplus = parameters.surplus.copy()
+        change = random.normal() * self.unit * random.choice((0.3, 1, p))
+        surplus[ranks] = np.maximum(0.0, surplus[ranks] + change)
+        return replace(parameters, surplus=surplus)
+
+
+def _line(random: np.random.Generator, low: float, high: float, p: int) -> FloatArray:
+    """Values (p,) on a line between two random ends."""
+    first, last = random.uniform(low, high, 2)
+    values: FloatArray = np.linspace(first, last, p)
+    return values
+
+
+def _some_ranks(random: np.random.Generator, p: int) -> slice:
+    """A run of neighbouring ranks: often one to three, sometimes long, sometimes all."""
+    if random.random() < 0.15:
+        return slice(0, p)
+    longest = p if random.random() < 0.4 else min(3, p)
     begin = int(random.integers(p))
-    end = min(p, begin + int(random.integers(1, p + 1)))
-    in_flight = rule.in_flight.copy()
-    in_flight[begin:end] = np.maximum(1, in_flight[begin:end] + random.choice((-1, 1)))
-    return rule._replace(in_flight=in_flight)
+    return slice(begin, begin + int(random.integers(1, longest + 1)))

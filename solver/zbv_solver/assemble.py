@@ -1,0 +1,88 @@
+"""Verified plans from orders: of a search, of a baseline, or made elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zbv_solver import bounds
+from zbv_solver.construct.baselines import BASELINES, baseline, without_limit
+from zbv_solver.orders import Orders
+from zbv_solver.plan import OPTIMAL_GAP, Baseline, Metrics, Plan, Provenance, gap_of
+from zbv_solver.problem import Problem, exceeds
+from zbv_solver.timing import evaluate
+from zbv_solver.verify import verify, verify_orders
+
+
+def make_plan(
+    problem: Problem,
+    orders: Orders,
+    *,
+    method: str,
+    lower_bound: float | None = None,
+    seed: int = 0,
+    seconds: float = 0.0,
+    extra: dict[str, Any] | None = None,
+) -> Plan:
+    """A verified plan, without baselines, from orders made elsewhere.
+
+    Raises
+    ------
+    InvalidPlan
+        When the orders break a rule of the problem.
+    """
+    verify_orders(problem, orders)
+    timing = evaluate(problem, orders)
+    bound = bounds.lower_bound(problem).value if lower_bound is None else lower_bound
+    value = timing.span if problem.objective == "span" else timing.makespan
+    if bound > value * (1 - OPTIMAL_GAP):
+        bound = value  # they differ by rounding
+    gap = gap_of(value, bound)
+    metrics = Metrics(
+        makespan=timing.makespan,
+        span=timing.span,
+        bubble_rate=timing.bubble_rate,
+        peak_memory=timing.peak_memory,
+        lower_bound=bound,
+        gap=gap,
+        status="optimal" if gap == 0 else "feasible",
+    )
+    plan = Plan(problem, orders, metrics, (), Provenance(method, seed, seconds, extra=extra or {}))
+    verify(plan)
+    return plan
+
+
+def baseline_plan(name: str, problem: Problem) -> Plan:
+    """A classical schedule of the same model as a verified plan, under its own placement.
+
+    Its memory limit is dropped when it does not fit, so that it can be shown and run all the same.
+    """
+    own_problem, orders = baseline(name, problem)
+    unlimited = without_limit(own_problem)
+    peaks = evaluate(unlimited, orders).peak_memory
+    return make_plan(own_problem if _fits(own_problem, peaks) else unlimited, orders, method=name)
+
+
+def compare(problem: Problem) -> tuple[Baseline, ...]:
+    """What every baseline achieves on the problem's model; ``fits`` judges its memory limit."""
+    results = []
+    for name in BASELINES:
+        own_problem, orders = baseline(name, problem)
+        unlimited = without_limit(own_problem)
+        verify_orders(unlimited, orders)
+        timing = evaluate(unlimited, orders)
+        results.append(
+            Baseline(
+                name,
+                timing.span,
+                timing.makespan,
+                timing.bubble_rate,
+                timing.peak_memory,
+                _fits(own_problem, timing.peak_memory),
+            )
+        )
+    return tuple(results)
+
+
+def _fits(problem: Problem, peaks: tuple[float, ...]) -> bool:
+    limits = problem.memory.limit
+    return limits is None or not any(exceeds(p, limit) for p, limit in zip(peaks, limits, strict=True))

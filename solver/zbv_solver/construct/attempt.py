@@ -1,0 +1,118 @@
+"""One constructed order: how it was made, its codes, and what it achieves at earliest start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from zbv_solver.construct.board import Board
+from zbv_solver.construct.tables import IntArray
+from zbv_solver.jit import compiled
+from zbv_solver.orders import Orders
+from zbv_solver.problem import F, I, Problem, W
+from zbv_solver.timing import earliest_start_values
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """A complete order.
+
+    Attributes
+    ----------
+    code, length
+        (p, 3 * chunks * m) int8 and (p,): codes (see :mod:`.tables`) of every rank, in order.
+    span, makespan
+        At earliest start; of the span this is an upper bound.
+    """
+
+    method: str
+    problem: Problem
+    code: IntArray
+    length: IntArray
+    span: float
+    makespan: float
+
+    @classmethod
+    def of(cls, method: str, problem: Problem, board: Board) -> Attempt:
+        """What a complete board achieves."""
+        code, length = board.code.copy(), board.length.copy()
+        return cls(method, problem, code, length, board.span, board.makespan)
+
+    @classmethod
+    def retimed(cls, method: str, problem: Problem, code: IntArray, length: IntArray) -> Attempt:
+        """What codes achieve that were laid for other costs, or changed since."""
+        orders = to_orders(code, length, problem)
+        makespan, span = earliest_start_values(problem, orders)
+        return cls(
+            method,
+            problem,
+            code.copy(),
+            length.copy(),
+            span=span,
+            makespan=makespan,
+        )
+
+    @property
+    def value(self) -> float:
+        """The problem's objective; of a span, an upper bound (earliest starts, see ``timing``)."""
+        return self.span if self.problem.objective == "span" else self.makespan
+
+    @cached_property
+    def orders(self) -> Orders:
+        """The attempt's order."""
+        return to_orders(self.code, self.length, self.problem)
+
+
+def to_orders(code: IntArray, length: IntArray, problem: Problem) -> Orders:
+    """Orders from codes (p, n) int8 and lengths (p,).
+
+    The k-th action of a stage and letter is its k-th microbatch in line; B and I draw from one line, and a W
+    takes the oldest I that has none yet.
+    """
+    stages = np.array(problem.placement.stages_of, dtype=np.int32)
+    offset = np.concatenate(([0], np.cumsum(length))).astype(np.int64)
+    stage, letter, microbatch = _numbered(code, offset, stages, problem.n_stages, problem.microbatches)
+    return Orders(stage, letter, microbatch, offset)
+
+
+def from_orders(orders: Orders, problem: Problem) -> tuple[IntArray, IntArray]:
+    """Codes (p, 3 * chunks * m) int8 and lengths (p,) of orders; microbatch numbers are dropped."""
+    chunk_of = np.array(problem.placement.chunk_of, dtype=np.int8)
+    flat = chunk_of[orders.stage] * 4 + orders.letter
+    p = problem.pp_degree
+    code = np.zeros((p, 3 * problem.placement.chunks * problem.microbatches), np.int8)
+    for rank in range(p):
+        part = flat[orders.slice_of(rank)]
+        code[rank, : len(part)] = part
+    return code, np.diff(orders.offset)
+
+
+@compiled
+def _numbered(
+    code: IntArray, offset: IntArray, stages: IntArray, n_stages: int, m: int
+) -> tuple[IntArray, IntArray, IntArray]:  # pragma: no cover - compiled
+    n = offset[-1]
+    stage, letter, microbatch = np.empty(n, np.int32), np.empty(n, np.int8), np.empty(n, np.int32)
+    forwards, backwards = np.zeros(n_stages, np.int32), np.zeros(n_stages, np.int32)
+    split, weights = np.zeros(n_stages, np.int64), np.zeros(n_stages, np.int64)
+    split_at = np.empty((n_stages, m), np.int32)
+    for rank in range(len(offset) - 1):
+        for at in range(offset[rank], offset[rank + 1]):
+            action = code[rank, at - offset[rank]]
+            kind, here = action & 3, stages[rank, action >> 2]
+            stage[at], letter[at] = here, kind
+            if kind == F:
+                microbatch[at] = forwards[here]
+                forwards[here] += 1
+            elif kind == W:
+                microbatch[at] = split_at[here, weights[here]]
+                weights[here] += 1
+            else:
+                microbatch[at] = backwards[here]
+                if kind == I:
+                    split_at[here, split[here]] = backwards[here]
+                    split[here] += 1
+                backwards[here] += 1
+    return stage, letter, microbatch

@@ -1,0 +1,105 @@
+"""A problem as constructors read it: one small code per action, and tables by rank and code.
+
+The code of an action is ``chunk * 4 + letter``. Microbatches of a stage and letter run in ascending order,
+which loses nothing (transfers are constant and memory counts, so microbatches are alike): the microbatch is
+implied by how many of its kind came before, and a rank's order is a row of int8.
+
+The forwards and backwards of the model form one chain of 2S *rows*: row s is F of stage s, row 2S-1-s its
+backward. Row q waits for row q-1, microbatch by microbatch; a W waits for its own backward only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.problem import MEMORY_TOLERANCE, B, F, I, Problem, W
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[Any]
+
+NO_ROW = -1
+"""The row of a W, which no other rank waits for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """What kernels need to know of a problem.
+
+    Attributes
+    ----------
+    row
+        (p, 4 * chunks) int64: the chain row of a code, ``NO_ROW`` for W.
+    duration, delta
+        (p, 4 * chunks) float64: time, and change of the rank's memory.
+    lag
+        (2S,) float64: transfer from row q-1 to row q.
+    host
+        (2S,) int64: the rank of a row.
+    static, limit
+        (p,) float64; the tolerance for rounding is already added to the limit.
+    fuse
+        (p, chunks) bool: where the backward is always the fused B.
+    microbatches
+        m.
+    """
+
+    row: IntArray
+    duration: FloatArray
+    delta: FloatArray
+    lag: FloatArray
+    host: IntArray
+    static: FloatArray
+    limit: FloatArray
+    fuse: NDArray[np.bool_]
+    microbatches: int
+
+    @property
+    def pp_degree(self) -> int:
+        """Number of ranks p."""
+        return len(self.row)
+
+    @property
+    def chunks(self) -> int:
+        """Stages per rank."""
+        return int(self.row.shape[1]) // 4
+
+    @property
+    def loads(self) -> FloatArray:
+        """Busy time of every rank (p,) when the marked chunks are fused and the others split."""
+        by_chunk = self.duration.reshape(self.pp_degree, self.chunks, 4)
+        backward = np.where(self.fuse, by_chunk[:, :, B], by_chunk[:, :, I] + by_chunk[:, :, W])
+        loads: FloatArray = self.microbatches * (by_chunk[:, :, F] + backward).sum(axis=1)
+        return loads
+
+
+def make_tables(problem: Problem, fuse: NDArray[np.bool_] | None = None) -> Tables:
+    """Tables of a problem; ``fuse`` (S,) marks stages that always use B (default: none)."""
+    arrays, n = problem.arrays, problem.n_stages
+    stages = np.array(problem.placement.stages_of, dtype=np.int64)
+    p, chunks = stages.shape
+    row = np.full((p, chunks, 4), NO_ROW, dtype=np.int64)
+    row[:, :, F] = stages
+    row[:, :, I] = row[:, :, B] = 2 * n - 1 - stages
+    slack = MEMORY_TOLERANCE * np.where(np.isfinite(arrays.limit), np.abs(arrays.limit), 0.0)
+    fused = np.zeros(n, dtype=np.bool_) if fuse is None else fuse
+    return Tables(
+        row=row.reshape(p, 4 * chunks),
+        duration=_by_code(arrays.duration, stages),
+        delta=_by_code(arrays.delta, stages),
+        lag=np.concatenate([[0.0], arrays.transfer, [0.0], arrays.transfer[::-1]]),
+        host=np.concatenate([arrays.rank_of, arrays.rank_of[::-1]]).astype(np.int64),
+        static=arrays.static.copy(),
+        limit=arrays.limit + slack,
+        fuse=fused[stages],
+        microbatches=problem.microbatches,
+    )
+
+
+def _by_code(values: FloatArray, stages: IntArray) -> FloatArray:
+    """(4, S) by letter and stage to (p, 4 * chunks) by rank and code."""
+    p, chunks = stages.shape
+    return np.ascontiguousarray(values[:, stages].transpose(1, 2, 0).reshape(p, 4 * chunks))

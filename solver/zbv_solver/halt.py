@@ -1,0 +1,62 @@
+"""Ending machine code that is under way: a flag that kernels look at, set by a thread that watches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+POLL_SECONDS = 0.05
+
+
+class Halt:
+    """Says when to stop: at a deadline, or when ``cancelled`` turns true.
+
+    Attributes
+    ----------
+    flag
+        (1,) uint8 that kernels poll; 1 once it is time to stop.
+    reason
+        "cancelled" or "time limit" once it is time to stop, else None.
+    """
+
+    def __init__(self, cancelled: Callable[[], bool] | None, deadline: float | None):
+        self.flag: NDArray[Any] = np.zeros(1, np.uint8)
+        self.reason: str | None = None
+        self._cancelled, self._deadline = cancelled, deadline
+        self._finished = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def __enter__(self) -> Halt:
+        if self._cancelled is not None or self._deadline is not None:
+            self._watcher = threading.Thread(target=self._watch, name="halt", daemon=True)
+            self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finished.set()
+        if self._watcher is not None:
+            self._watcher.join(timeout=1)
+
+    def check(self) -> bool:
+        """Look now; whether it is time to stop."""
+        if self.reason is None:
+            if self._cancelled is not None and self._cancelled():
+                self.reason = "cancelled"
+            elif self._deadline is not None and time.monotonic() >= self._deadline:
+                self.reason = "time limit"
+        if self.reason is not None:
+            self.flag[0] = 1
+        return self.reason is not None
+
+    def _watch(self) -> None:
+        while not self._finished.wait(POLL_SECONDS):
+            if self.check():
+                return

@@ -1,0 +1,88 @@
+"""How hard to search: efforts, the budgets behind them, and what a caller may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from zbv_solver.errors import InvalidInput
+
+Effort = Literal["quick", "standard", "thorough"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
+
+STAGES = ("tune", "anneal", "cp-sat")
+"""Stages of the pipeline that can be left out, to see what they add; orders are always constructed."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What an effort spends, in units that are the same on every machine.
+
+    Attributes
+    ----------
+    constructed
+        Actions that the portfolio of constructors may place, beyond its first orders.
+    tuned
+        Actions that the parameter search may place, and the most orders that it may make of them.
+    most_tuned
+        Orders that the parameter search may make.
+    annealed
+        Actions that annealing may look at, all moves together.
+    most_annealed
+        Moves of annealing.
+    exact_actions
+        Largest problem, in actions, that goes to CP-SAT.
+    exact_time
+        CP-SAT's deterministic time.
+    """
+
+    constructed: int
+    tuned: int
+    most_tuned: int
+    annealed: int
+    most_annealed: int
+    exact_actions: int
+    exact_time: float
+
+
+BUDGETS: dict[str, Budget] = {
+    "quick": Budget(2_000_000, 0, 0, 0, 0, 0, 0.0),
+    "standard": Budget(8_000_000, 6_000_000, 3_000, 80_000_000, 60_000, 200, 3.0),
+    "thorough": Budget(40_000_000, 60_000_000, 30_000, 1_500_000_000, 1_000_000, 400, 60.0),
+}
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How hard to search.
+
+    Attributes
+    ----------
+    time_limit
+        Seconds, or None. A cap that makes the result depend on the machine.
+    workers
+        Threads that a search may use; the plan does not depend on it.
+    without
+        Stages to leave out, of ``STAGES``.
+    """
+
+    effort: Effort = "standard"
+    time_limit: float | None = None
+    seed: int = 0
+    workers: int = 1
+    without: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.effort not in EFFORTS:
+            raise InvalidInput.at("/effort", f"found {self.effort!r}; must be one of {', '.join(EFFORTS)}.")
+        if self.time_limit is not None and not 0 < self.time_limit < float("inf"):
+            raise InvalidInput.at(
+                "/time_limit", f"found {self.time_limit}; must be a positive number of seconds."
+            )
+        if self.workers < 1:
+            raise InvalidInput.at("/workers", f"found {self.workers}; must be at least 1.")
+        if not 0 <= self.seed < 2**31:
+            raise InvalidInput.at("/seed", f"found {self.seed}; must be from 0 to {2**31 - 1}.")
+        for stage in self.without:
+            if stage not in STAGES:
+                raise InvalidInput.at("/without", f"found {stage!r}; must be one of {', '.join(STAGES)}.")

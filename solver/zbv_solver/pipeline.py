@@ -1,0 +1,326 @@
+"""The stages of a search: construct, tune, anneal, prove.
+
+Tuning and annealing run as two chains with seeds of their own, on two threads where the caller allows; what
+they find is put together at the end of a stage in the chains' order, so threads change the time and not the
+plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from threading import Lock
+from types import TracebackType
+
+from zbv_solver.assemble import compare, make_plan
+from zbv_solver.bounds import lower_bound
+from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.greedy_v import get_v_schedule
+from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial, simple_rule
+from zbv_solver.halt import Halt
+from zbv_solver.improve.annealing import anneal
+from zbv_solver.improve.parameter_search import parameter_search
+from zbv_solver.options import BUDGETS, SearchOptions
+from zbv_solver.orders import Orders, first_in_first_out
+from zbv_solver.plan import OPTIMAL_GAP, Plan, gap_of
+from zbv_solver.problem import Problem
+from zbv_solver.timing import evaluate
+from zbv_solver.verify import verify_orders
+
+CHAINS = 2
+ROUNDS = 12
+"""Of annealing; every third starts again from the best order."""
+WARMEST = 0.1
+"""Temperature of annealing's first round of three, as a share of the mean duration."""
+FIRST_ATTEMPTS = 8
+"""Constructed orders that are tried whatever the size."""
+FINISH_SECONDS = 1e-6
+"""Per action: what timing, verifying and comparing the final plan takes, kept free before a deadline."""
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """A better plan or a better bound, as reported while searching.
+
+    ``orders`` are verified. ``objective`` may still be lowered a little at the end, when a span is
+    computed exactly instead of from earliest starts.
+    """
+
+    objective: float
+    lower_bound: float
+    gap: float
+    method: str
+    seconds: float
+    orders: Orders
+
+
+OnProgress = Callable[[Progress], None]
+Cancelled = Callable[[], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """An order and its objective."""
+
+    value: float
+    orders: Orders
+    method: str
+
+
+class Pipeline:
+    """State of one search: incumbent, bound, budget, and who wants to hear of it. A context manager."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        options: SearchOptions,
+        on_progress: OnProgress | None,
+        cancelled: Cancelled | None,
+    ):
+        self.problem, self.options = problem, options
+        self.budget = BUDGETS[options.effort]
+        self.on_progress = on_progress
+        self.began = time.monotonic()
+        deadline = None
+        if options.time_limit is not None:
+            kept = min(0.5 * options.time_limit, FINISH_SECONDS * problem.max_actions)
+            deadline = self.began + options.time_limit - kept
+        self.halt = Halt(cancelled, deadline)
+        self.pool = ThreadPoolExecutor(min(options.workers, CHAINS))
+        self.lock = Lock()
+        self.bound = 0.0
+        self.found: Found | None = None
+        self.heard = float("inf")
+
+    def __enter__(self) -> Pipeline:
+        self.halt.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.halt.flag[0] = 1  # whatever ends the search ends its chains
+        self.pool.shutdown()
+        self.halt.__exit__(kind, error, trace)
+
+    def resume_from(self, incumbent: Orders) -> None:
+        """Start from an order found earlier."""
+        verify_orders(self.problem, incumbent)
+        orders = first_in_first_out(incumbent, self.problem.n_stages)
+        self._take(Found(self._exact_value(orders), orders, "resumed"))
+
+    def run(self) -> None:
+        """All stages, until the bound is met or the search is cut."""
+        stages: tuple[tuple[str | None, Callable[[], None]], ...] = (
+            (None, self._begin),
+            (None, self._bound),
+            (None, self._construct),
+            ("tune", self._tune),
+            ("anneal", self._anneal),
+            ("cp-sat", self._refine),
+        )
+        for name, stage in stages:
+            if name not in self.options.without and not self._is_over():
+                stage()
+
+    def finish(self) -> Plan:
+        """The verified plan of the incumbent, with baselines beside it."""
+        if self.found is None:
+            raise RuntimeError(
+                "the search ended without an order; this is a fault of ours, please report it."
+            )
+        extra: dict[str, object] = {"effort": self.options.effort}
+        if self.options.without:
+            extra["without"] = list(self.options.without)
+        if self.halt.reason is not None:
+            extra["cut"] = self.halt.reason
+        plan = make_plan(
+            self.problem,
+            self.found.orders,
+            method=self.found.method,
+            lower_bound=self.bound,
+            seed=self.options.seed,
+            seconds=time.monotonic() - self.began,
+            extra=extra,
+        )
+        return replace(plan, baselines=compare(self.problem))
+
+    def _begin(self) -> None:
+        """A first plan, as soon as can be."""
+        self.bound = lower_bound(self.problem, effort="quick").value
+        rule = simple_rule(self.problem, "backward-deep", 1.0, 0.5)
+        attempt = ListScheduler(self.problem).attempt(rule, "list(first)") or serial(self.problem)
+        if self._is_better(attempt.value):
+            self._take(_of(attempt))
+
+    def _bound(self) -> None:
+        """The full bound."""
+        self._raise_bound(lower_bound(self.problem).value)
+
+    def _construct(self) -> None:
+        """Greedy and list-scheduled orders, in turns."""
+        listed = priority_schedules(self.problem)
+        attempts = listed
+        if self.problem.placement.kind == "v":
+            attempts = _in_turns(get_v_schedule(self.problem), listed)
+        most = max(FIRST_ATTEMPTS, self.budget.constructed // self.problem.max_actions)
+        for _, attempt in zip(range(most), attempts, strict=False):
+            if self._is_better(attempt.value):
+                self._take(_of(attempt))
+            if self._is_over():
+                return
+
+    def _tune(self) -> None:
+        """Constructors with searched parameters."""
+        evaluations = min(self.budget.most_tuned, self.budget.tuned // self.problem.max_actions)
+        few = self.budget.tuned if self.problem.microbatches > 4 * self.problem.pp_degree else 0
+        placements = max(few, evaluations * self.problem.max_actions) // CHAINS
+
+        def chain_of(number: int) -> Iterator[Found | None]:
+            seed = self.options.seed * CHAINS + number
+            for attempt in parameter_search(self.problem, placements, seed, self.halt.flag):
+                yield None if attempt is None else _of(attempt)
+
+        self._race(chain_of, share=0.5)
+
+    def _anneal(self) -> None:
+        """Single actions moved, from the incumbent."""
+        moves = min(self.budget.most_annealed, self.budget.annealed // self.problem.max_actions)
+        moves //= CHAINS * ROUNDS
+        if moves < 1 or self.found is None:
+            return
+        best = self.found
+        unit = float(self.problem.arrays.duration[:3].mean())
+
+        def chain_of(number: int) -> Iterator[Found | None]:
+            own = start = best
+            for turn in range(ROUNDS):
+                round_of_three = turn % 3
+                result = anneal(
+                    self.problem,
+                    (own if round_of_three == 0 else start).orders,
+                    moves=moves,
+                    temperature=WARMEST * unit * (1 - round_of_three / 3) * (0.3 if number else 1.0),
+                    seed=(self.options.seed * CHAINS + number) * ROUNDS + turn,
+                    halt=self.halt.flag,
+                )
+                start = Found(result.value, result.last, "annealing")
+                if result.value < own.value * (1 - OPTIMAL_GAP):
+                    own = Found(result.value, result.orders, "annealing")
+                    yield own
+                else:
+                    yield None
+
+        self._race(chain_of, share=0.8)
+
+    def _refine(self) -> None:
+        """CP-SAT on the whole problem, where its size allows."""
+        if self.problem.max_actions > self.budget.exact_actions or self.found is None:
+            return
+        # OR-Tools takes a second to import; most problems never get here.
+        from zbv_solver.improve.exact import refine
+
+        left = None
+        if self.options.time_limit is not None:
+            left = self.options.time_limit - (time.monotonic() - self.began)
+        refine(
+            self.problem,
+            self.found.orders,
+            lower_bound=self.bound,
+            effort=self.budget.exact_time,
+            time_limit=left,
+            seed=self.options.seed,
+            cancelled=self.halt.check,
+            on_solution=lambda orders, value: self._take(Found(value, orders, "cp-sat")),
+            on_bound=self._raise_bound,
+        )
+
+    def _race(self, chain_of: Callable[[int], Iterator[Found | None]], share: float) -> None:
+        """Run the chains; the best order of all becomes the incumbent.
+
+        Of a time limit a stage takes no more than ``share`` of what is left.
+        """
+        until = None
+        if self.options.time_limit is not None:
+            now = time.monotonic()
+            until = now + share * (self.began + self.options.time_limit - now)
+
+        def run(number: int) -> Found | None:
+            best = None
+            for found in chain_of(number):
+                if found is not None and (best is None or found.value < best.value):
+                    best = found
+                    self._hear(found)
+                if self._is_over() or (until is not None and time.monotonic() > until):
+                    break
+            return best
+
+        for best in self.pool.map(run, range(CHAINS)):
+            if best is not None and self._is_better(best.value):
+                self._take(best)
+
+    def _hear(self, found: Found) -> None:
+        """Report a chain's order before the stage has ended."""
+        with self.lock:
+            if found.value < self.heard * (1 - OPTIMAL_GAP):
+                verify_orders(self.problem, found.orders)
+                self.heard = found.value
+                self._report(found)
+
+    def _take(self, found: Found) -> None:
+        """Make an order the incumbent."""
+        verify_orders(self.problem, found.orders)
+        with self.lock:
+            self.found = found
+            if found.value < self.heard * (1 - OPTIMAL_GAP):
+                self.heard = found.value
+                self._report(found)
+
+    def _raise_bound(self, bound: float) -> None:
+        with self.lock:
+            if bound > self.bound * (1 + OPTIMAL_GAP):
+                self.bound = bound
+                if self.found is not None:
+                    self._report(self.found)
+
+    def _report(self, found: Found) -> None:
+        if self.on_progress is not None:
+            self.on_progress(
+                Progress(
+                    objective=found.value,
+                    lower_bound=min(self.bound, found.value),
+                    gap=max(0.0, gap_of(found.value, self.bound)),
+                    method=found.method,
+                    seconds=time.monotonic() - self.began,
+                    orders=found.orders,
+                )
+            )
+
+    def _is_better(self, value: float) -> bool:
+        return self.found is None or value < self.found.value * (1 - OPTIMAL_GAP)
+
+    def _is_over(self) -> bool:
+        met = self.found is not None and self.found.value <= self.bound * (1 + OPTIMAL_GAP)
+        return self.found is not None and (met or self.halt.check())
+
+    def _exact_value(self, orders: Orders) -> float:
+        timing = evaluate(self.problem, orders)
+        return timing.span if self.problem.objective == "span" else timing.makespan
+
+
+def _of(attempt: Attempt) -> Found:
+    return Found(attempt.value, attempt.orders, attempt.method)
+
+
+def _in_turns(*attempts: Iterator[Attempt]) -> Iterator[Attempt]:
+    """One of each in turns, until all are used up."""
+    waiting = list(attempts)
+    while waiting:
+        for iterator in list(waiting):
+            attempt = next(iterator, None)
+            if attempt is None:
+                waiting.remove(iterator)
+            else:
+                yield attempt

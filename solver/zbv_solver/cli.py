@@ -1,4 +1,4 @@
-"""The ``zbv`` command: plan, check, compare, export.
+"""The ``zbv`` command: plan, check, compare, export, bench.
 
 Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit. Results go to standard output or
 the named file, progress and messages to standard error. Everything heavy is imported by the command that
@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,20 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", required=True, metavar="FORMAT", help="; ".join(_format_help()))
     export.add_argument("-o", "--output", default="-", metavar="FILE", help="output file (default: -)")
     export.set_defaults(run=_export)
+
+    bench = commands.add_parser("bench", help="measure plans against peers, bounds and targets")
+    bench.add_argument("instances", nargs="+", help="benchmark files (JSON; see benchmarks/), or -")
+    bench.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
+    bench.add_argument("--time-limit", type=float, metavar="SECONDS", help="per instance (default: no limit)")
+    bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--workers", type=int, default=1, metavar="N", help="threads of a search")
+    bench.add_argument("--only", metavar="GLOB", help="only the instances with such a name")
+    bench.add_argument(
+        "--without", action="append", default=[], metavar="STAGE", help="leave a stage out; may be repeated"
+    )
+    bench.add_argument("--ablate", action="store_true", help="run again without each stage: what it adds")
+    bench.add_argument("--json", metavar="FILE", help="write all results, with their course, as JSON too")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -167,25 +182,60 @@ def _export(arguments: argparse.Namespace) -> None:
     _write(arguments.output, export(plan, arguments.format))
 
 
+def _bench(arguments: argparse.Namespace) -> None:
+    from zbv_solver.bench.document import report_json
+    from zbv_solver.bench.run import bench
+    from zbv_solver.bench.suite import parse_suite, select
+    from zbv_solver.search import SearchOptions
+
+    options = SearchOptions(
+        effort=arguments.effort,
+        time_limit=arguments.time_limit,
+        seed=arguments.seed,
+        workers=arguments.workers,
+        without=tuple(arguments.without),
+    )
+    suites = [parse_suite(_read_json(path), _shown(path)) for path in arguments.instances]
+    instances = select(suites, arguments.only)
+    if arguments.json not in (None, "-"):
+        Path(arguments.json).touch()  # fails now rather than after the measurement
+    # With the document on standard output, the table is what accompanies it.
+    out = sys.stderr if arguments.json == "-" else sys.stdout
+    report = bench(instances, options, ablate=arguments.ablate, out=out, spinner=_spinner)
+    if arguments.json is not None:
+        _write(arguments.json, json.dumps(report_json(report), indent=1, allow_nan=False) + "\n")
+    if report.interrupted:
+        raise KeyboardInterrupt
+
+
 def _search(
     problem: Problem, effort: str, time_limit: float | None, *, seed: int = 0, workers: int = 1
 ) -> Plan:
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from zbv_solver.search import SearchOptions, search
 
     options = SearchOptions(effort=effort, time_limit=time_limit, seed=seed, workers=workers)  # type: ignore[arg-type]  # argparse restricts it to the literals
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("searching", total=None)
+    with _spinner("searching") as say:
 
         def report(found: Any) -> None:
-            text = f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})"
-            bar.update(task, description=text)
+            say(f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})")
 
         return search(problem, options, on_progress=report)
+
+
+@contextmanager
+def _spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """A text on standard error while something runs, where someone may be looking; yields what changes it."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    # Results go to standard output untouched, also while the spinner turns.
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda changed: bar.update(task, description=changed)
 
 
 def _summarise(plan: Plan, path: str) -> None:
@@ -228,7 +278,7 @@ def _read_problem(path: str) -> Problem:
 
 
 def _read_json(path: str) -> Any:
-    name = "standard input" if path == "-" else path
+    name = _shown(path)
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
         return json.loads(text)
@@ -240,6 +290,10 @@ def _read_json(path: str) -> Any:
         ) from None
     except RecursionError:
         raise InvalidInput.at("", f"{name} is nested too deeply to be a problem or a plan.") from None
+
+
+def _shown(path: str) -> str:
+    return "standard input" if path == "-" else path
 
 
 def _write(path: str, text: str) -> None:

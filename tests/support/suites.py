@@ -1,0 +1,27 @@
+"""Benchmark suites for tests, as documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.problems import uniform_document
+
+Document = dict[str, Any]
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def entry(name: str = "small", **changes: Any) -> Document:
+    """An instance whose best span is 24; ``changes`` are its other keys."""
+    return {"name": name, "problem": uniform_document(2, 4, limit=4), **changes}
+
+
+def suite(*entries: Document) -> Document:
+    """A file of instances."""
+    return {"instances": list(entries)}
+
+
+def peer(span: float | None, *, fits: bool | None = True, placement: str = "v") -> Document:
+    """What another planner reaches."""
+    return {"placement": placement, "span": span, "makespan": span, "fits": fits}

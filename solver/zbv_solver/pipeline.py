@@ -22,6 +22,7 @@ from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedul
 from zbv_solver.halt import Halt
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.parameter_search import parameter_search
+from zbv_solver.improve.rest_search import rest_search
 from zbv_solver.options import BUDGETS, SearchOptions
 from zbv_solver.orders import Orders, first_in_first_out
 from zbv_solver.plan import OPTIMAL_GAP, Plan, gap_of
@@ -30,6 +31,8 @@ from zbv_solver.timing import evaluate
 from zbv_solver.verify import verify_orders
 
 CHAINS = 2
+REST_SHARE = 0.4
+"""Of what tuning may place: for laying the rest of the best order again."""
 ROUNDS = 12
 """Of annealing; every third starts again from the best order."""
 WARMEST = 0.1
@@ -177,11 +180,18 @@ class Pipeline:
         evaluations = min(self.budget.most_tuned, self.budget.tuned // self.problem.max_actions)
         few = self.budget.tuned if self.problem.microbatches > 4 * self.problem.pp_degree else 0
         placements = max(few, evaluations * self.problem.max_actions) // CHAINS
+        rest = int(REST_SHARE * placements)
 
         def chain_of(number: int) -> Iterator[Found | None]:
-            seed = self.options.seed * CHAINS + number
-            for attempt in parameter_search(self.problem, placements, seed, self.halt.flag):
-                yield None if attempt is None else _of(attempt)
+            seed, best = self.options.seed * CHAINS + number, self.found
+            for attempt in parameter_search(self.problem, placements - rest, seed, self.halt.flag):
+                found = None if attempt is None else _of(attempt)
+                if found is not None and (best is None or found.value < best.value):
+                    best = found
+                yield found
+            if best is not None:
+                for attempt in rest_search(self.problem, best.orders, rest, seed, self.halt.flag):
+                    yield None if attempt is None else _of(attempt)
 
         self._race(chain_of, share=0.5)
 

@@ -170,3 +170,42 @@ def admits_forward(
         return True
     fits = level[rank, HELD] + delta[rank, 4 * chunk + F] <= limit[rank]
     return bool(fits and count[row[rank, 4 * (chunks - 1) + F]] > count[row[rank, I]])
+
+
+@compiled
+def replay(
+    row: IntArray,
+    duration: FloatArray,
+    delta: FloatArray,
+    lag: FloatArray,
+    static: FloatArray,
+    codes: IntArray,
+    until: IntArray,
+    level: FloatArray,
+    count: IntArray,
+    end: FloatArray,
+    queue: IntArray,
+    ends: IntArray,
+    code: IntArray,
+    length: IntArray,
+) -> None:  # pragma: no cover - compiled
+    """Lay the first ``until[rank]`` actions of ``codes`` on an empty board, at earliest start."""
+    clear(static, level, count, ends, length)
+    progress = True
+    while progress:
+        progress = False
+        for rank in range(len(until)):
+            while length[rank] < until[rank]:
+                action = codes[rank, length[rank]]
+                ready = level[rank, CLOCK]
+                if row[rank, action] >= 0:
+                    ready = arrival(row, lag, count, end, rank, action)
+                    if ready == np.inf:
+                        break
+                # fmt: off
+                place(
+                    row, duration, delta, level, count, end, queue, ends, code, length,
+                    rank, action, ready,
+                )
+                # fmt: on
+                progress = True

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.board import CLOCK, FIRST, HEAD, HELD, IDLE, TAIL, Board, clear
+from zbv_solver.construct.board import CLOCK, FIRST, HEAD, HELD, IDLE, TAIL, Board, replay
 from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.tables import FloatArray, IntArray, make_tables
 from zbv_solver.jit import compiled
@@ -40,7 +40,7 @@ class Rule:
     target
         (p, chunks) int64: microbatches in flight (F done, backward not) that a chunk is to keep.
     cap
-        (p,) int64: most microbatches in flight on the first chunk.
+        (p, PHASES - 1) int64: most microbatches in flight on the first chunk, in its two phases.
     patience
         (p, PHASES) float64: a W is started when it delays the next known arrival by no more than this
         share of its duration.
@@ -63,19 +63,48 @@ class ListScheduler:
         self.problem = problem
         self.tables = make_tables(problem, fuse)
         self.board = Board.of(self.tables, halt)
+        self.is_span = problem.objective == "span"
 
-    def value(self, rule: Rule) -> float:
-        """The objective at earliest start of the rule's order; inf if it is incomplete."""
+    def value(self, rule: Rule, most: float = np.inf, kept: tuple[IntArray, IntArray] | None = None) -> float:
+        """The objective at earliest start of the rule's order; inf if it is incomplete.
+
+        Parameters
+        ----------
+        most
+            An order is given up, and counts as incomplete, as soon as it is sure to be worse than this.
+        kept
+            Codes (p, n) of an order and how many of every rank's (p,) to keep; the rule lays the rest. What
+            is kept must be executable by itself.
+        """
         tables, board = self.tables, self.board
+        codes, until = (board.code, np.zeros_like(board.length)) if kept is None else kept
+        replay(
+            tables.row,
+            tables.duration,
+            tables.delta,
+            tables.lag,
+            tables.static,
+            codes,
+            until,
+            board.level,
+            board.count,
+            board.end,
+            board.queue,
+            board.ends,
+            board.code,
+            board.length,
+        )
         complete = _schedule(
             tables.row,
             tables.duration,
             tables.delta,
             tables.lag,
             tables.host,
-            tables.static,
             tables.limit,
             tables.fuse,
+            tables.least_loads,
+            self.is_span,
+            most,
             rule.priority,
             rule.target,
             rule.cap,
@@ -91,7 +120,12 @@ class ListScheduler:
         )
         if not complete:
             return float("inf")
-        return board.span if self.problem.objective == "span" else board.makespan
+        return board.span if self.is_span else board.makespan
+
+    @property
+    def placed(self) -> int:
+        """Actions that the last rule placed."""
+        return int(self.board.length.sum())
 
     def attempt(self, rule: Rule, method: str) -> Attempt | None:
         """The rule's order, or None if it is incomplete."""
@@ -124,6 +158,7 @@ def simple_rule(problem: Problem, preference: str, share: float, patience: float
     """One order of kinds for all ranks and phases, and caps as a share of what memory allows."""
     letter, depth = PREFERENCES[preference]
     p, chunks = problem.pp_degree, problem.placement.chunks
+    caps = np.tile(in_flight_caps(problem), (PHASES - 1, 1)).T
     chunk = np.arange(chunks, dtype=np.float64)
     forward = (-chunk if depth == "deep" else chunk) + (0 if letter == F else 100)
     backward = (chunk if depth == "deep" else -chunk) + (0 if letter == I else 100)
@@ -131,7 +166,7 @@ def simple_rule(problem: Problem, preference: str, share: float, patience: float
     return Rule(
         priority=np.broadcast_to(priority, (p, PHASES, 3 * chunks)).copy(),
         target=np.zeros((p, chunks), np.int64),
-        cap=np.maximum(1, np.ceil(in_flight_caps(problem) * share)).astype(np.int64),
+        cap=np.maximum(1, np.ceil(caps * share)).astype(np.int64),
         patience=np.full((p, PHASES), patience),
     )
 
@@ -165,9 +200,11 @@ def _schedule(
     delta: FloatArray,
     lag: FloatArray,
     host: IntArray,
-    static: FloatArray,
     limit: FloatArray,
     fuse: NDArray[np.bool_],
+    loads: FloatArray,
+    is_span: bool,
+    most: float,
     priority: FloatArray,
     target: IntArray,
     cap: IntArray,
@@ -181,12 +218,11 @@ def _schedule(
     length: IntArray,
     halt: IntArray,
 ) -> bool:  # pragma: no cover - compiled
-    """Lay all actions; False if memory leaves nothing to do, or when halted.
+    """Lay all actions that are left; False if none fits memory, if sure to exceed ``most``, or halted.
 
     What :func:`~.board.place` does is written out: a call would cost as much as the work.
     """
     p, rows = row.shape[0], len(lag)
-    clear(static, level, count, ends, length)
     leaves = 1
     while leaves < p:
         leaves *= 2
@@ -226,6 +262,9 @@ def _schedule(
             level[rank, FIRST] = begin
         else:
             level[rank, IDLE] += begin - level[rank, CLOCK]
+        before = 0.0 if is_span else level[rank, FIRST]
+        if before + level[rank, IDLE] + loads[rank] > most:
+            return False
         level[rank, CLOCK] = begin + duration[rank, action]
         level[rank, HELD] += delta[rank, action]
         code[rank, at] = action
@@ -287,7 +326,11 @@ def _decide(
         here, back = row[rank, 4 * chunk + F], row[rank, 4 * chunk + I]
         k = count[here]
         in_flight = k - count[back]
-        if k < m and (here == 0 or k < count[here - 1]) and not (chunk == 0 and in_flight >= cap[rank]):
+        if (
+            k < m
+            and (here == 0 or k < count[here - 1])
+            and not (chunk == 0 and in_flight >= cap[rank, min(phase, 1)])
+        ):
             # The rule of board.admits_forward.
             own = held + delta[rank, 4 * chunk + F]
             if held + following <= limit[rank] or (own <= limit[rank] and count[last] > ended):

@@ -21,6 +21,7 @@ from zbv_solver.problem import MEMORY_TOLERANCE, B, F, I, Problem, W
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
 
+ROUNDING = 1e-12
 NO_ROW = -1
 """The row of a W, which no other rank waits for."""
 
@@ -74,6 +75,14 @@ class Tables:
         backward = np.where(self.fuse, by_chunk[:, :, B], by_chunk[:, :, I] + by_chunk[:, :, W])
         loads: FloatArray = self.microbatches * (by_chunk[:, :, F] + backward).sum(axis=1)
         return loads
+
+    @property
+    def least_loads(self) -> FloatArray:
+        """Least busy time of every rank (p,), each backward fused or split as is cheaper."""
+        by_chunk = self.duration.reshape(self.pp_degree, self.chunks, 4)
+        backward = np.minimum(by_chunk[:, :, B], by_chunk[:, :, I] + by_chunk[:, :, W])
+        loads: FloatArray = self.microbatches * (by_chunk[:, :, F] + backward).sum(axis=1)
+        return loads * (1 - ROUNDING)
 
 
 def make_tables(problem: Problem, fuse: NDArray[np.bool_] | None = None) -> Tables:

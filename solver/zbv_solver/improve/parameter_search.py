@@ -23,8 +23,14 @@ from zbv_solver.construct.tables import FloatArray, IntArray
 from zbv_solver.problem import Problem
 
 PATIENCE = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
-EXPLORATION = 0.2
-"""Share of the evaluations that draw fresh parameters."""
+EXPLORATION = 0.12
+"""Share of the budget that draws fresh parameters."""
+COARSE, FINE = 0.3, 0.1
+"""Probability that a change concerns all ranks, while basins race and after."""
+BASINS = 3
+"""Fresh rules that are climbed from."""
+RACE = 0.5
+"""Share of the budget after which only the best of them is climbed further."""
 FEW_MICROBATCHES = 4
 """Times p: above that many, parameters are tuned at this many."""
 FINALISTS = 6
@@ -35,9 +41,10 @@ class Climber(Protocol):
     """A hill climber over one constructor's parameters."""
 
     best: float
+    placed: int
 
-    def step(self, explore: bool) -> bool:
-        """Evaluate one parameter set; whether it is the best so far."""
+    def step(self, used: float) -> bool:
+        """Evaluate one parameter set, ``used`` of the budget being gone; whether it is the best so far."""
 
     def attempt(self) -> Attempt:
         """The order of the last parameter set evaluated."""
@@ -60,22 +67,21 @@ def parameter_search(
     """
     few = min(problem.microbatches, max(FEW_MICROBATCHES * problem.pp_degree, 8))
     small = replace(problem, microbatches=few)
-    evaluations = max(0, placements // small.max_actions)
     if few < problem.microbatches:
-        evaluations -= FINALISTS * problem.max_actions // small.max_actions
+        placements -= FINALISTS * problem.max_actions
     climbers: list[Climber] = [RuleClimber(small, seed, halt)]
     if problem.placement.kind == "v":
         climbers.append(GreedyClimber(small, seed, halt))
     best = np.inf
-    for evaluation in range(evaluations):
-        climber = climbers[_turn(evaluation, evaluations, climbers)]
-        improved = climber.step(explore=evaluation < evaluations * EXPLORATION)
+    while (used := sum(climber.placed for climber in climbers) / max(1, placements)) < 1:
+        climber = climbers[_turn(used, climbers)]
+        improved = climber.step(used)
         if improved and climber.best < best and few == problem.microbatches:
             best = climber.best
             yield climber.attempt()
         else:
             yield None
-    if few < problem.microbatches and evaluations > 0:
+    if few < problem.microbatches and placements > 0:
         for climber in climbers:
             for attempt in climber.finalists(problem):
                 if attempt.value < best:
@@ -83,14 +89,14 @@ def parameter_search(
                     yield attempt
 
 
-def _turn(evaluation: int, evaluations: int, climbers: list[Climber]) -> int:
-    """Whose turn it is: at first in turns, then two of three for the one that leads."""
+def _turn(used: float, climbers: list[Climber]) -> int:
+    """Whose turn it is: at first they share placements evenly, then two thirds are for the one that leads."""
     if len(climbers) == 1:
         return 0
-    if evaluation < 2 * EXPLORATION * evaluations:
-        return evaluation % 2
-    leader = int(climbers[1].best < climbers[0].best)
-    return leader if evaluation % 3 else 1 - leader
+    share = 0.5
+    if used > 2 * EXPLORATION:
+        share = 2 / 3 if climbers[1].best < climbers[0].best else 1 / 3
+    return int(climbers[1].placed < share * (climbers[0].placed + climbers[1].placed))
 
 
 class RuleClimber:
@@ -102,24 +108,35 @@ class RuleClimber:
         self.options = [(name, ListScheduler(problem, fuse, halt)) for name, fuse in fuse_options(problem)]
         self.caps = in_flight_caps(problem)
         self.best = np.inf
-        self.pool: list[tuple[float, Rule, int]] = []
-        self.last = 0
-        self.evaluation = 0
+        self.basins: list[tuple[float, Rule, int]] = []
+        self.last = self.evaluation = self.placed = 0
 
-    def step(self, explore: bool) -> bool:
-        """Evaluate a fresh rule or a neighbour of the best."""
+    def step(self, used: float) -> bool:
+        """Evaluate a fresh rule, or a neighbour of a basin's best."""
         self.evaluation += 1
-        if explore or not self.pool:
-            rule, self.last = self._fresh(), int(self.random.integers(len(self.options)))
+        if used < EXPLORATION or not self.basins:
+            basin = None
+            rule, self.last = self.fresh(), int(self.random.integers(len(self.options)))
+            most = self.basins[-1][0] if len(self.basins) == BASINS else np.inf
         else:
-            _, rule, self.last = self.pool[-1]
-            rule = self._neighbour(rule)
-        value = self.options[self.last][1].value(rule)
-        improved = value < self.best
-        if value <= self.best and value < np.inf:
-            self.best = value
-            self.pool = [*self.pool[-FINALISTS + 1 :], (value, rule, self.last)]
+            basin = self.evaluation % len(self.basins) if used < RACE else 0
+            most, rule, self.last = self.basins[basin]
+            rule = self.neighbour(rule, COARSE if used < RACE else FINE)
+        scheduler = self.options[self.last][1]
+        value = scheduler.value(rule, most)
+        self.placed += scheduler.placed
+        if value <= most and value < np.inf:
+            self._keep(value, rule, basin)
+        improved, self.best = value < self.best, min(value, self.best)
         return improved
+
+    def _keep(self, value: float, rule: Rule, basin: int | None) -> None:
+        """Put a rule in its basin's place, or where it belongs among fresh ones."""
+        if basin is not None:
+            self.basins.pop(basin)
+        self.basins.append((value, rule, self.last))
+        self.basins.sort(key=lambda kept: kept[0])  # stable: the earlier of two equals stays ahead
+        self.basins = self.basins[:BASINS]
 
     def attempt(self) -> Attempt:
         """The order just laid."""
@@ -130,7 +147,7 @@ class RuleClimber:
     def finalists(self, problem: Problem) -> Iterator[Attempt]:
         """The latest best rules at more microbatches."""
         fuses = fuse_options(problem)
-        for _, rule, option in reversed(self.pool):
+        for _, rule, option in self.basins:
             name, fuse = fuses[option]
             scheduler = ListScheduler(problem, fuse, self.halt)
             attempt = scheduler.attempt(
@@ -139,7 +156,7 @@ class RuleClimber:
             if attempt is not None:
                 yield attempt
 
-    def _fresh(self) -> Rule:
+    def fresh(self) -> Rule:
         """Any priorities; caps and targets on lines from the first rank to the last."""
         random, p, chunks = self.random, self.problem.pp_degree, self.problem.placement.chunks
         kinds = 3 * chunks
@@ -148,24 +165,27 @@ class RuleClimber:
         if random.random() < 0.5:
             priority[:, PHASES - 1] = random.permutation(kinds)
         most = int(self.caps.max())
-        cap = np.round(_line(random, 0.4, 1.2, p) * most)
-        if random.random() < 0.5:
-            cap[:] = 2 * p + 2  # memory alone decides
+        cap = np.round(random.uniform(0.4, 1.3) * _line(random, 0.6, 1.1, p) * most)
+        caps = np.stack([cap, cap], axis=1)
+        if random.random() < 0.2:
+            caps[:] = 2 * p + 2  # memory alone decides
+        elif random.random() < 0.3:
+            caps[:, 0] = np.round(cap * random.uniform(1.0, 1.5))
         target = np.stack([_line(random, 0.0, 1.0, p) * most for _ in range(chunks)], axis=1)
         patience = np.full((p, PHASES), random.choice(PATIENCE))
         if random.random() < 0.5:
             patience[:, PHASES - 1] = random.choice(PATIENCE)
         return Rule(
-            priority, np.round(target).astype(np.int64), np.maximum(1, cap).astype(np.int64), patience
+            priority, np.round(target).astype(np.int64), np.maximum(1, caps).astype(np.int64), patience
         )
 
-    def _neighbour(self, rule: Rule) -> Rule:
-        """One to three parameters changed, each on a run of neighbouring ranks."""
+    def neighbour(self, rule: Rule, whole: float) -> Rule:
+        """One to three parameters changed, each on a run of ranks; on all with probability ``whole``."""
         random = self.random
         priority, target = rule.priority.copy(), rule.target.copy()
         cap, patience = rule.cap.copy(), rule.patience.copy()
         for _ in range(1 + int(random.random() < 0.3) + int(random.random() < 0.1)):
-            ranks = _some_ranks(random, len(cap))
+            ranks = _some_ranks(random, len(cap), whole)
             kind, phase = random.integers(7), int(random.integers(PHASES))
             if kind == 0:
                 priority[ranks, phase] = random.permutation(priority.shape[2])
@@ -178,7 +198,8 @@ class RuleClimber:
             elif kind == 2:
                 patience[ranks, phase] = random.choice(PATIENCE)
             elif kind <= 4:
-                cap[ranks] = np.maximum(1, cap[ranks] + random.choice((-2, -1, 1, 2)))
+                phases = slice(0, 2) if random.random() < 0.5 else slice(phase % 2, phase % 2 + 1)
+                cap[ranks, phases] = np.maximum(1, cap[ranks, phases] + random.choice((-2, -1, 1, 2)))
             else:
                 target[ranks, random.integers(target.shape[1])] += random.choice((-2, -1, 1, 2))
         return Rule(priority, target, cap, patience)
@@ -194,10 +215,9 @@ class GreedyClimber:
         self.unit = float(self.options[0][1].tables.duration.max())
         self.best = np.inf
         self.pool: list[tuple[float, GreedyParameters, int]] = []
-        self.last = 0
-        self.evaluation = 0
+        self.last = self.evaluation = self.placed = 0
 
-    def step(self, explore: bool) -> bool:
+    def step(self, used: float) -> bool:
         """Evaluate the published parameters first, then neighbours of the best."""
         self.evaluation += 1
         first = 4 * len(self.options)
@@ -209,7 +229,9 @@ class GreedyClimber:
             _, parameters, self.last = self.pool[-1]
             parameters = self._neighbour(parameters)
         greedy = self.options[self.last][1]
-        if not greedy.lay(parameters):
+        complete = greedy.lay(parameters)
+        self.placed += int(greedy.board.length.sum())
+        if not complete:
             return False
         value = greedy.board.span if self.problem.objective == "span" else greedy.board.makespan
         improved = value < self.best
@@ -236,7 +258,7 @@ class GreedyClimber:
     def _neighbour(self, parameters: GreedyParameters) -> GreedyParameters:
         """One parameter changed, on a run of neighbouring ranks."""
         random, p = self.random, self.problem.pp_degree
-        ranks, kind = _some_ranks(random, p), random.integers(6)
+        ranks, kind = _some_ranks(random, p, FINE), random.integers(6)
         if kind == 0:
             limit = parameters.warm_up_limit.copy()
             own = self.options[self.last][1].tables.limit[ranks]
@@ -263,9 +285,9 @@ def _line(random: np.random.Generator, low: float, high: float, p: int) -> Float
     return values
 
 
-def _some_ranks(random: np.random.Generator, p: int) -> slice:
-    """A run of neighbouring ranks: often one to three, sometimes long, sometimes all."""
-    if random.random() < 0.15:
+def _some_ranks(random: np.random.Generator, p: int, whole: float) -> slice:
+    """A run of neighbouring ranks: often one to three, sometimes long; all with the given probability."""
+    if random.random() < whole:
         return slice(0, p)
     longest = p if random.random() < 0.4 else min(3, p)
     begin = int(random.integers(p))

@@ -1,0 +1,89 @@
+"""Search over how an order goes on: its beginning is kept, a rule lays the rest.
+
+What the structured greedy does best is the steady state; how a pipeline runs empty it leaves to chance. So a
+random cut through the best order keeps everything that starts earlier, and list scheduling with some rule
+lays what is left (a large neighbourhood in the sense of Shaw 1998, with a rule as its repair).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from zbv_solver.construct.attempt import Attempt, from_orders
+from zbv_solver.construct.list_scheduling import Rule
+from zbv_solver.construct.tables import FloatArray, IntArray
+from zbv_solver.improve.parameter_search import FINE, RuleClimber
+from zbv_solver.orders import Orders
+from zbv_solver.problem import Problem
+from zbv_solver.timing import earliest_times
+
+FRESH = 0.5
+"""Share of rules drawn anew; the others are neighbours of rules that did well."""
+TRIES = 4
+"""Rules tried at one cut."""
+REMEMBERED = 5
+
+
+def rest_search(
+    problem: Problem, orders: Orders, placements: int, seed: int = 0, halt: IntArray | None = None
+) -> Iterator[Attempt | None]:
+    """Ever better attempts, and None after every evaluation without one (to let the caller poll).
+
+    Parameters
+    ----------
+    orders
+        A verified order with microbatches in line.
+    placements, seed, halt
+        As of :func:`~.parameter_search.parameter_search`.
+    """
+    climber = RestClimber(RuleClimber(problem, seed, halt), orders)
+    while climber.placed < placements:
+        yield climber.found if climber.step() else None
+
+
+class RestClimber:
+    """Climbs from an order by laying its rest again, by the rules of a climber."""
+
+    def __init__(self, rules: RuleClimber, orders: Orders):
+        self.rules, self.problem, self.random = rules, rules.problem, rules.random
+        self.found = Attempt.retimed("start", self.problem, *from_orders(orders, self.problem))
+        self.starts = _starts(self.found)
+        self.kept: IntArray = np.zeros(self.problem.pp_degree, np.int64)
+        self.pool: list[Rule] = []
+        self.placed = self.evaluation = 0
+
+    @property
+    def best(self) -> float:
+        """Objective of the best order, at earliest start."""
+        return self.found.value
+
+    def step(self) -> bool:
+        """Try one rule after one cut; whether the order got better."""
+        self.evaluation += 1
+        if self.evaluation % TRIES == 1:
+            cut = self.random.uniform(0.0, self.found.makespan)
+            self.kept = np.array([int(np.searchsorted(begin, cut)) for begin in self.starts])
+        rule = self.rules.fresh()
+        if self.pool and self.random.random() > FRESH:
+            rule = self.rules.neighbour(self.pool[self.random.integers(len(self.pool))], FINE)
+        option = int(self.random.integers(len(self.rules.options)))
+        name, scheduler = self.rules.options[option]
+        value = scheduler.value(rule, self.best, (self.found.code, self.kept))
+        self.placed += scheduler.placed
+        if value > self.best:
+            return False
+        improved = value < self.best
+        method = f"parameters(rest,fuse={name},evaluation={self.evaluation})"
+        # An order as good as the best takes its place: steps to the side lead on.
+        self.found = Attempt.of(method if improved else self.found.method, self.problem, scheduler.board)
+        self.starts = _starts(self.found)
+        self.pool = [*self.pool[-REMEMBERED + 1 :], rule]
+        return improved
+
+
+def _starts(attempt: Attempt) -> list[FloatArray]:
+    """Start times of every rank's actions, in order."""
+    start, _ = earliest_times(attempt.problem, attempt.orders)
+    return [start[attempt.orders.slice_of(rank)] for rank in range(attempt.problem.pp_degree)]

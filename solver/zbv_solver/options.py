@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zbv_solver.errors import InvalidInput
@@ -44,7 +44,18 @@ class Budget:
     exact_actions: int
     exact_time: float
 
+    def of(self, actions: int) -> Budget:
+        """The budget for a size: what CP-SAT is asked to prove needs no long search before."""
+        if actions > self.exact_actions:
+            return self
+        return replace(
+            self,
+            most_tuned=min(self.most_tuned, BRIEFLY_TUNED),
+            most_annealed=min(self.most_annealed, BRIEFLY_ANNEALED),
+        )
 
+
+BRIEFLY_TUNED, BRIEFLY_ANNEALED = 3_000, 60_000
 BUDGETS: dict[str, Budget] = {
     "quick": Budget(2_000_000, 0, 0, 0, 0, 0, 0.0),
     "standard": Budget(8_000_000, 10_000_000, 4_000, 100_000_000, 60_000, 200, 3.0),

@@ -83,7 +83,7 @@ class Pipeline:
         cancelled: Cancelled | None,
     ):
         self.problem, self.options = problem, options
-        self.budget = BUDGETS[options.effort]
+        self.budget = BUDGETS[options.effort].of(problem.max_actions)
         self.on_progress = on_progress
         self.began = time.monotonic()
         deadline = None

@@ -127,9 +127,11 @@ class ListScheduler:
         """Actions that the last rule placed."""
         return int(self.board.length.sum())
 
-    def attempt(self, rule: Rule, method: str) -> Attempt | None:
-        """The rule's order, or None if it is incomplete."""
-        if self.value(rule) == float("inf"):
+    def attempt(
+        self, rule: Rule, method: str, kept: tuple[IntArray, IntArray] | None = None
+    ) -> Attempt | None:
+        """The rule's order after what is kept, or None if it is incomplete."""
+        if self.value(rule, kept=kept) == float("inf"):
             return None
         return Attempt.of(method, self.problem, self.board)
 

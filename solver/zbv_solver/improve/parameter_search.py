@@ -69,11 +69,13 @@ def parameter_search(
     small = replace(problem, microbatches=few)
     if few < problem.microbatches:
         placements -= FINALISTS * problem.max_actions
+    if placements <= 0:
+        return
     climbers: list[Climber] = [RuleClimber(small, seed, halt)]
     if problem.placement.kind == "v":
         climbers.append(GreedyClimber(small, seed, halt))
     best = np.inf
-    while (used := sum(climber.placed for climber in climbers) / max(1, placements)) < 1:
+    while (used := sum(climber.placed for climber in climbers) / placements) < 1:
         climber = climbers[_turn(used, climbers)]
         improved = climber.step(used)
         if improved and climber.best < best and few == problem.microbatches:
@@ -81,7 +83,7 @@ def parameter_search(
             yield climber.attempt()
         else:
             yield None
-    if few < problem.microbatches and placements > 0:
+    if few < problem.microbatches:
         for climber in climbers:
             for attempt in climber.finalists(problem):
                 if attempt.value < best:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
     plan.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop early (default: no limit)")
     plan.add_argument("--seed", type=int, default=0)
-    plan.add_argument("--workers", type=int, default=1, metavar="N", help="threads (the plan is the same)")
+    plan.add_argument(
+        "--workers", type=int, default=_useful_workers(), metavar="N", help="threads (the plan is the same)"
+    )
     plan.set_defaults(run=_plan)
 
     check = commands.add_parser("check", help="verify a plan against a problem")
@@ -93,19 +96,27 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
 
     bench = commands.add_parser("bench", help="measure plans against peers, bounds and targets")
-    bench.add_argument("instances", nargs="+", help="benchmark files (JSON; see benchmarks/), or -")
+    bench.add_argument("instances", nargs="*", help="benchmark files (JSON; see benchmarks/), or -")
     bench.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
     bench.add_argument("--time-limit", type=float, metavar="SECONDS", help="per instance (default: no limit)")
     bench.add_argument("--seed", type=int, default=0)
-    bench.add_argument("--workers", type=int, default=1, metavar="N", help="threads of a search")
+    bench.add_argument(
+        "--workers", type=int, default=_useful_workers(), metavar="N", help="threads of a search"
+    )
     bench.add_argument("--only", metavar="GLOB", help="only the instances with such a name")
     bench.add_argument(
         "--without", action="append", default=[], metavar="STAGE", help="leave a stage out; may be repeated"
     )
     bench.add_argument("--ablate", action="store_true", help="run again without each stage: what it adds")
+    bench.add_argument("--speed", action="store_true", help="evaluations per second instead, on one core")
     bench.add_argument("--json", metavar="FILE", help="write all results, with their course, as JSON too")
     bench.set_defaults(run=_bench)
     return parser
+
+
+def _useful_workers() -> int:
+    """A search runs two chains."""
+    return min(2, os.cpu_count() or 1)
 
 
 def _format_help() -> list[str]:
@@ -183,6 +194,13 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
+    if arguments.speed:
+        from zbv_solver.bench.speed import speed_table
+
+        sys.stdout.write(speed_table())
+        return
+    if not arguments.instances:
+        raise InvalidInput.at("", "found no benchmark file; name one or more, as benchmarks/public.json.")
     from zbv_solver.bench.document import report_json
     from zbv_solver.bench.run import bench
     from zbv_solver.bench.suite import parse_suite, select
@@ -209,17 +227,19 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 
 def _search(
-    problem: Problem, effort: str, time_limit: float | None, *, seed: int = 0, workers: int = 1
+    problem: Problem, effort: str, time_limit: float | None, *, seed: int = 0, workers: int | None = None
 ) -> Plan:
+    from zbv_solver.interrupt import interruptible
     from zbv_solver.search import SearchOptions, search
 
-    options = SearchOptions(effort=effort, time_limit=time_limit, seed=seed, workers=workers)  # type: ignore[arg-type]  # argparse restricts it to the literals
+    threads = _useful_workers() if workers is None else workers
+    options = SearchOptions(effort=effort, time_limit=time_limit, seed=seed, workers=threads)  # type: ignore[arg-type]  # argparse restricts it to the literals
     with _spinner("searching") as say:
 
         def report(found: Any) -> None:
             say(f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})")
 
-        return search(problem, options, on_progress=report)
+        return interruptible(lambda stop: search(problem, options, on_progress=report, cancelled=stop))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from zbv_solver.errors import InvalidInput
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
-STAGES = ("tune", "anneal", "cp-sat")
+STAGES = ("tune", "anneal", "windows", "exact")
 """Stages of the pipeline that can be left out, to see what they add; orders are always constructed."""
 
 
@@ -30,10 +30,14 @@ class Budget:
         Actions that annealing may look at, all moves together.
     most_annealed
         Moves of annealing.
+    window_actions
+        Largest problem, in actions, whose order CP-SAT improves window by window.
+    window_time
+        CP-SAT's deterministic time for all windows; one of it is some ten seconds.
     exact_actions
-        Largest problem, in actions, that goes to CP-SAT.
+        Largest problem, in actions, that goes to CP-SAT whole.
     exact_time
-        CP-SAT's deterministic time.
+        CP-SAT's deterministic time for that.
     """
 
     constructed: int
@@ -41,6 +45,8 @@ class Budget:
     most_tuned: int
     annealed: int
     most_annealed: int
+    window_actions: int
+    window_time: float
     exact_actions: int
     exact_time: float
 
@@ -52,14 +58,15 @@ class Budget:
             self,
             most_tuned=min(self.most_tuned, BRIEFLY_TUNED),
             most_annealed=min(self.most_annealed, BRIEFLY_ANNEALED),
+            window_time=min(self.window_time, BRIEF_WINDOWS),
         )
 
 
-BRIEFLY_TUNED, BRIEFLY_ANNEALED = 3_000, 60_000
+BRIEFLY_TUNED, BRIEFLY_ANNEALED, BRIEF_WINDOWS = 3_000, 60_000, 0.05
 BUDGETS: dict[str, Budget] = {
-    "quick": Budget(2_000_000, 0, 0, 0, 0, 0, 0.0),
-    "standard": Budget(8_000_000, 10_000_000, 4_000, 100_000_000, 60_000, 200, 3.0),
-    "thorough": Budget(40_000_000, 120_000_000, 40_000, 1_500_000_000, 1_000_000, 400, 60.0),
+    "quick": Budget(2_000_000, 0, 0, 0, 0, 0, 0.0, 0, 0.0),
+    "standard": Budget(8_000_000, 10_000_000, 4_000, 100_000_000, 60_000, 2_000, 0.2, 200, 0.4),
+    "thorough": Budget(40_000_000, 120_000_000, 40_000, 1_500_000_000, 1_000_000, 30_000, 2.0, 800, 8.0),
 }
 
 

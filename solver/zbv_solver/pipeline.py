@@ -31,6 +31,8 @@ from zbv_solver.timing import evaluate
 from zbv_solver.verify import verify_orders
 
 CHAINS = 2
+WINDOW_ACTIONS, WINDOW_TIME = 120, 0.015
+"""Size of CP-SAT's windows, and its deterministic time for each."""
 REST_SHARE = 0.4
 """Of what tuning may place: for laying the rest of the best order again."""
 ROUNDS = 12
@@ -122,7 +124,8 @@ class Pipeline:
             (None, self._construct),
             ("tune", self._tune),
             ("anneal", self._anneal),
-            ("cp-sat", self._refine),
+            ("windows", self._windows),
+            ("exact", self._refine),
         )
         for name, stage in stages:
             if name not in self.options.without and not self._is_over():
@@ -225,27 +228,50 @@ class Pipeline:
 
         self._race(chain_of, share=0.8)
 
+    def _windows(self) -> None:
+        """CP-SAT on one stretch of time after another, where the size allows."""
+        if self.problem.max_actions > self.budget.window_actions or self.found is None:
+            return
+        # OR-Tools takes a second to import; many searches never get here.
+        from zbv_solver.improve.windows import sweep_windows
+
+        orders = sweep_windows(
+            self.problem,
+            self.found.orders,
+            effort=self.budget.window_time,
+            window_effort=WINDOW_TIME,
+            actions=WINDOW_ACTIONS,
+            seed=self.options.seed,
+            time_limit=self._seconds_left(),
+            cancelled=self.halt.check,
+        )
+        if orders is not None:
+            value = self._exact_value(orders)
+            if self._is_better(value):
+                self._take(Found(value, orders, "cp-sat windows"))
+
     def _refine(self) -> None:
         """CP-SAT on the whole problem, where its size allows."""
         if self.problem.max_actions > self.budget.exact_actions or self.found is None:
             return
-        # OR-Tools takes a second to import; most problems never get here.
-        from zbv_solver.improve.exact import refine
+        from zbv_solver.improve.exact import refine  # late, as above
 
-        left = None
-        if self.options.time_limit is not None:
-            left = self.options.time_limit - (time.monotonic() - self.began)
         refine(
             self.problem,
             self.found.orders,
             lower_bound=self.bound,
             effort=self.budget.exact_time,
-            time_limit=left,
+            time_limit=self._seconds_left(),
             seed=self.options.seed,
             cancelled=self.halt.check,
             on_solution=lambda orders, value: self._take(Found(value, orders, "cp-sat")),
             on_bound=self._raise_bound,
         )
+
+    def _seconds_left(self) -> float | None:
+        if self.options.time_limit is None:
+            return None
+        return max(0.01, self.options.time_limit - (time.monotonic() - self.began))
 
     def _race(self, chain_of: Callable[[int], Iterator[Found | None]], share: float) -> None:
         """Run the chains; the best order of all becomes the incumbent.

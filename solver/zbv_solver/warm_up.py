@@ -21,10 +21,17 @@ def main() -> int:
         progress.add_task("compiling kernels (once)", total=None)
         from zbv_solver.search import SearchOptions, search
 
-        costs = {"forward": 2, "backward_input": 2, "backward_weight": 1, "p2p": 1}
+        costs = {"forward": [2, 3, 2, 4], "backward_input": 2, "backward_weight": 1, "p2p": 1}
         memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 6}
-        problem = {"pp_degree": 2, "microbatches": 3, "costs": costs, "memory": memory}
-        search(parse_problem(problem), SearchOptions(effort="quick"))
+        for objective in ("span", "makespan"):
+            problem = {
+                "pp_degree": 2,
+                "microbatches": 3,
+                "costs": costs,
+                "memory": memory,
+                "objective": objective,
+            }
+            search(parse_problem(problem), SearchOptions(without=("windows", "exact")))
     return 0
 
 

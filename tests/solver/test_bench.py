@@ -20,7 +20,6 @@ from support.problems import uniform_document
 from support.suites import BENCHMARKS, entry, peer, suite
 from zbv_solver.bench.ablation import contribution
 from zbv_solver.bench.document import Report, Run, report_json
-from zbv_solver.bench.interrupt import interruptible
 from zbv_solver.bench.judge import judge, reached, reached_after
 from zbv_solver.bench.measure import Outcome, Point, measure
 from zbv_solver.bench.run import bench
@@ -28,6 +27,7 @@ from zbv_solver.bench.suite import Instance, parse_suite
 from zbv_solver.bench.table import WIDTH, Table, figure
 from zbv_solver.bench.tally import tally
 from zbv_solver.cli import main
+from zbv_solver.interrupt import interruptible
 from zbv_solver.search import STAGES, SearchOptions
 
 Capture = pytest.CaptureFixture[str]
@@ -142,7 +142,7 @@ def test_the_sum_counts_every_instance_once() -> None:
 def test_a_stage_adds_what_is_missing_without_it() -> None:
     full = [outcome((2, 100, 100)), outcome((2, 100, 90)), outcome((2, 101, 90))]
     without = [outcome((1, 110, 90)), outcome((1, 100, 90)), outcome((1, 100, 90))]
-    added = contribution("cp-sat", full, without)
+    added = contribution("exact", full, without)
     assert (added.better, added.worse, added.tighter, added.proved) == (1, 1, 1, 1)
     assert added.log_ratio == pytest.approx(math.log(1.1) + math.log(100 / 101))
     assert added.seconds == 3

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.improve.exact import refine
-from zbv_solver.improve.exact_model import integer_scale
+from zbv_solver.improve.exact_grid import integer_scale
+from zbv_solver.orders import Orders
 from zbv_solver.problem import Costs, Problem
+from zbv_solver.schema import parse_problem
 from zbv_solver.timing import evaluate
 from zbv_solver.verify import verify_orders
+
+TIGHT: dict[str, object] = {
+    "pp_degree": 4,
+    "microbatches": 8,
+    "objective": "makespan",
+    "costs": {
+        "forward": [23, 22, 19, 18, 20, 19, 22, 24],
+        "backward_input": [21, 22, 24, 21, 19, 23, 22, 26],
+        "backward_weight": [16, 17, 16, 16, 13, 15, 16, 20],
+        "p2p": 1,
+    },
+    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 11.2},
+}
+TIGHT_OPTIMUM = 1135.0
 
 
 def value_of(problem: Problem, orders: object) -> float:
@@ -31,6 +50,83 @@ def test_proves_the_optimum_of_exhaustive_search(problem: Problem) -> None:
     assert result.proved
     assert value_of(problem, result.orders or start) == pytest.approx(best)
     assert result.lower_bound == pytest.approx(best)
+
+
+def assert_proves_plain_optimum(problem: Problem) -> None:
+    start = serial(problem).orders
+    result = refine(problem, start, lower_bound=0.0, effort=5.0)
+    found = value_of(problem, result.orders or start)
+    assert result.proved
+    assert result.lower_bound == pytest.approx(found)
+    try:
+        assert optimum(problem, value_of(problem, start), effort=0.05) == pytest.approx(found)
+    except RuntimeError:
+        event("the plain model was too slow")
+
+
+KINDS = ("v", "loop", "single")
+
+
+@given(limited_problems(max_p=2, max_m=3, kinds=KINDS))
+@settings(max_examples=100)
+def test_proves_the_optimum_of_a_plain_model(problem: Problem) -> None:
+    assert_proves_plain_optimum(problem)
+
+
+@given(limited_problems(max_p=3, max_m=2, kinds=KINDS))
+@settings(max_examples=40)
+def test_proves_the_optimum_of_a_plain_model_on_more_ranks(problem: Problem) -> None:
+    assert_proves_plain_optimum(problem)
+
+
+@given(limited_problems(max_p=2, max_m=3), st.lists(st.integers(0, 3), min_size=3, max_size=3))
+@settings(max_examples=40)
+def test_proves_the_optimum_of_a_plain_model_where_stages_are_alike(
+    problem: Problem, costs: list[int]
+) -> None:
+    """W's of a rank that take equally long are interchangeable, and the model chooses among them."""
+    n = problem.n_stages
+    forward, inputs, weights = ((float(cost),) * n for cost in costs)
+    assert_proves_plain_optimum(
+        replace(
+            problem,
+            costs=replace(
+                problem.costs, forward=forward, backward_input=inputs, backward_weight=weights, backward=None
+            ),
+        )
+    )
+
+
+def test_proves_a_larger_problem_with_tight_memory_optimal() -> None:
+    """4 ranks, 8 microbatches: large enough to tell a wrong dominance rule, which tiny problems forgive."""
+    problem = parse_problem(TIGHT)
+    start = min((a.orders for a in priority_schedules(problem)), key=lambda o: value_of(problem, o))
+    result = refine(problem, start, lower_bound=0.0, effort=5.0)
+    assert result.proved
+    assert value_of(problem, result.orders) == pytest.approx(TIGHT_OPTIMUM)
+
+
+@given(limited_problems(max_p=3, max_m=4))
+@settings(max_examples=30)
+def test_reports_ever_better_orders_and_bounds(problem: Problem) -> None:
+    start = serial(problem).orders
+    values: list[float] = []
+    bounds: list[float] = []
+    orders: list[Orders] = []
+
+    def on_solution(found: Orders, value: float) -> None:
+        verify_orders(problem, found)
+        orders.append(found)
+        values.append(value)
+
+    result = refine(
+        problem, start, lower_bound=0.0, effort=0.3, on_solution=on_solution, on_bound=bounds.append
+    )
+    worst_first = [value_of(problem, start), *values]
+    assert all(later < earlier for earlier, later in pairwise(worst_first))
+    assert all(later > earlier for earlier, later in pairwise([0.0, *bounds]))
+    assert result.orders is (orders[-1] if orders else None)
+    assert result.lower_bound == (bounds[-1] if bounds else 0.0) <= worst_first[-1] * (1 + 1e-9)
 
 
 @given(limited_problems(max_p=3, max_m=3))

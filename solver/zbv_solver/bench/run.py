@@ -11,11 +11,11 @@ from typing import TextIO
 
 from zbv_solver.bench.ablation import contribution
 from zbv_solver.bench.document import Report, Run
-from zbv_solver.bench.interrupt import interruptible
 from zbv_solver.bench.measure import Outcome, measure
 from zbv_solver.bench.suite import Instance
 from zbv_solver.bench.table import Table, ablation_table, summary
 from zbv_solver.bench.tally import tally
+from zbv_solver.interrupt import interruptible
 from zbv_solver.schema import parse_problem
 from zbv_solver.search import STAGES, Cancelled, Progress, SearchOptions, search
 

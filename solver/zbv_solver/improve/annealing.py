@@ -51,6 +51,8 @@ class Annealed:
         Where the round stood at its end.
     moves
         Moves applied.
+    looked
+        Moves looked at.
     judged
         The best order's objective as kept up by repairs, windows' starts as they were: at least ``value``.
     """
@@ -59,6 +61,7 @@ class Annealed:
     value: float
     last: Orders
     moves: int
+    looked: int
     judged: float
 
 
@@ -85,7 +88,7 @@ def anneal(
     tables = make_tables(problem)
     code, length = from_orders(orders, problem)
     best = code.copy()
-    applied, lowest = _round(
+    applied, looked, lowest = _round(
         tables.row,
         tables.duration,
         tables.delta,
@@ -106,7 +109,7 @@ def anneal(
     better = to_orders(best, length, problem)
     timing = evaluate(problem, better)
     value = timing.span if problem.objective == "span" else timing.makespan
-    return Annealed(better, value, to_orders(code, length, problem), int(applied), float(lowest))
+    return Annealed(better, value, to_orders(code, length, problem), int(applied), int(looked), float(lowest))
 
 
 def _window_starts(problem: Problem, orders: Orders) -> FloatArray:
@@ -135,8 +138,8 @@ def _round(
     temperature: float,
     seed: int,
     halt: IntArray,
-) -> tuple[int, float]:  # pragma: no cover - compiled
-    """Move actions of ``code``, keep the best order in ``best``; moves applied, and its objective."""
+) -> tuple[int, int, float]:  # pragma: no cover - compiled
+    """Move actions of ``code``, keep the best order in ``best``: moves applied, looked at, its value."""
     np.random.seed(seed)
     p, places, rows = code.shape[0], code.shape[1], len(lag)
     index, place = np.zeros((p, places), np.int64), np.zeros((rows, m), np.int64)
@@ -221,7 +224,7 @@ def _round(
             lowest = value
             best[:] = code
     # fmt: on
-    return applied, lowest
+    return applied, looked, lowest
 
 
 @compiled

@@ -3,86 +3,99 @@
 One constraint family is one short method; its docstring is the sentence it states. Microbatches of a stage
 run in ascending order, which loses nothing: any order can be relabelled so, because microbatches are alike.
 
-CP-SAT counts in integers. Durations and memory deltas that are not integers are rounded down to a fine
-grid, which relaxes the model: its bounds stay valid, and the order it finds is timed with the true numbers
-(and verified) afterwards.
+What CP-SAT would have to discover by search is told to it where it can be computed: see
+:mod:`.exact_states` and :mod:`.exact_memory`. Numbers are integers, see :mod:`.exact_grid`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
+from ortools.sat.python.cp_model_helper import Literal
 
+from zbv_solver.improve.exact_grid import Grid
+from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
+from zbv_solver.improve.exact_states import Implied, implied
 from zbv_solver.orders import Orders
 from zbv_solver.problem import B, F, I, Problem, W
 from zbv_solver.timing import evaluate, span_start_times
 
-GRID = 1 << 20
-"""Steps that the largest number is divided into when no decimal scale makes all of them integers."""
-LARGEST_INTEGER = 1 << 40
-ROUNDING = 1e-9
-
-Expression = cp_model.LinearExpr
 Cell = tuple[int, int]
 """(stage, microbatch)"""
 
 
+def may_fuse(problem: Problem, stage: int) -> bool:
+    """Whether B can pay on a stage: it is cheaper, or I would grow memory under a limit."""
+    costs, memory = problem.costs, problem.memory
+    cheaper = costs.fused(stage) < costs.backward_input[stage] + costs.backward_weight[stage]
+    return cheaper or (memory.limit is not None and memory.backward_input[stage] > 0)
+
+
+def implications(
+    problem: Problem, grid: Grid, poll: Callable[[], None] = lambda: None
+) -> list[Implied | None]:
+    """What memory implies, rank by rank, with work in parts of the grid; ``poll`` may raise to stop."""
+    fusable = [stage for stage in range(problem.n_stages) if may_fuse(problem, stage)]
+    facts = []
+    for rank in range(problem.pp_degree):
+        poll()
+        facts.append(implied(grid.problem, rank, fusable))
+    return facts
+
+
 class ExactModel:
-    """Variables and constraints for a problem, with an incumbent as upper bound and complete hint.
+    """Variables and constraints for a problem.
 
     Parameters
     ----------
-    incumbent
-        A verified order with microbatches ascending per stage and letter.
-    lower_bound
-        A proven bound of the objective, in the problem's unit.
+    grid
+        The problem's costs in parts.
+    lower, upper
+        Only orders whose objective is in this range, in parts, are looked for.
+    known
+        What memory implies, per rank; an empty list leaves the model to find out by itself.
+    minimise
+        Whether to look for the best order; otherwise any order within ``upper`` will do.
+    poll
+        Called between steps; may raise to stop.
     """
 
-    def __init__(self, problem: Problem, incumbent: Orders, lower_bound: float):
+    def __init__(
+        self,
+        problem: Problem,
+        grid: Grid,
+        *,
+        lower: int,
+        upper: int,
+        known: list[Implied | None] | None = None,
+        minimise: bool = True,
+        poll: Callable[[], None] = lambda: None,
+    ):
         self.problem = problem
+        self.grid = grid
         self.model = cp_model.CpModel()
-        arrays = problem.arrays
-        self.scale = integer_scale([*arrays.duration.ravel(), *arrays.transfer])
-        self.duration = self._on_grid(arrays.duration)
-        self.transfer = self._on_grid(arrays.transfer)
+        self.duration = [list(map(int, row)) for row in grid.problem.arrays.duration]
+        self.transfer = [int(lag) for lag in grid.problem.arrays.transfer]
         self.cells = [(s, j) for s in range(problem.n_stages) for j in range(problem.microbatches)]
-        self._read_incumbent(incumbent)
+        self.known = known or [None] * problem.pp_degree
+        self.upper = max(0, upper)
+        # For a span, let rank 0's window begin at 0. Every other rank begins before that window ends, for
+        # rank 0's last backward needs all forwards; so all windows end within twice the span.
+        self.horizon = self.upper if problem.objective == "makespan" else 2 * self.upper
+        self.poll = poll
         self._make_variables()
         self._order_microbatches()
         self._pass_microbatches_on()
         self._one_action_at_a_time()
+        self.pairs = [self._make_pairs(rank) for rank in range(problem.pp_degree)]
         self._keep_memory()
-        self._minimise(lower_bound)
-        self._hint()
-
-    def _on_grid(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
-        return np.floor(values * self.scale + ROUNDING).astype(np.int64)
-
-    def _read_incumbent(self, incumbent: Orders) -> None:
-        problem = self.problem
-        timing = evaluate(problem, incumbent)
-        if problem.objective == "span":
-            value, start = timing.span, span_start_times(problem, incumbent)
-        else:
-            value, start = timing.makespan, timing.start
-        actions = zip(
-            incumbent.letter.tolist(),
-            incumbent.stage.tolist(),
-            incumbent.microbatch.tolist(),
-            start.tolist(),
-            strict=True,
-        )
-        self.hint_start: dict[tuple[int, int, int], float] = {
-            (letter, stage, j): time for letter, stage, j, time in actions
-        }
-        self.upper = math.ceil(value * self.scale - ROUNDING)
-        # For a span, let rank 0's window begin at 0. Every other rank begins before that window ends, for
-        # rank 0's last backward needs all forwards; so all windows end within twice the span.
-        self.horizon = self.upper if problem.objective == "makespan" else 2 * self.upper
+        self._follow_implications()
+        self._order_equal_weights()
+        self._limit_objective(max(0, min(lower, self.upper)), minimise)
 
     def _make_variables(self) -> None:
         """Every cell has an F, then a backward (I, or B when fused), then a W unless it was fused."""
@@ -90,65 +103,59 @@ class ExactModel:
         self.forward = {cell: model.new_int_var(0, horizon, f"F{cell}") for cell in self.cells}
         self.backward = {cell: model.new_int_var(0, horizon, f"I{cell}") for cell in self.cells}
         self.weight = {cell: model.new_int_var(0, horizon, f"W{cell}") for cell in self.cells}
-        fusable = [cell for cell in self.cells if self._may_fuse(cell[0])]
+        fusable = [cell for cell in self.cells if may_fuse(self.problem, cell[0])]
         self.fused = {cell: model.new_bool_var(f"fused{cell}") for cell in fusable}
         self.fusable_end = {cell: model.new_int_var(0, horizon, f"Iend{cell}") for cell in fusable}
         self.fusable_cell_end = {cell: model.new_int_var(0, horizon, f"end{cell}") for cell in fusable}
         for cell in fusable:
-            weight = int(self.duration[W, cell[0]])
+            weight = self.duration[W][cell[0]]
             model.add(self.fusable_cell_end[cell] == self.weight[cell] + weight * self.fused[cell].negated())
             model.add(self.fusable_end[cell] == self.backward[cell] + self._backward_length(cell))
         for cell in self.cells:
-            model.add(self.backward[cell] >= self.forward_end(cell))
-            model.add(self.weight[cell] >= self.backward_end(cell))
+            model.add(self.backward[cell] >= self.end((F, *cell)))
+            model.add(self.weight[cell] >= self.end((I, *cell)))
             if cell in self.fused:
-                model.add(self.weight[cell] == self.backward_end(cell)).only_enforce_if(self.fused[cell])
-
-    def _may_fuse(self, stage: int) -> bool:
-        """Whether B can pay on a stage: it is cheaper, or I would grow memory under a limit."""
-        costs, memory = self.problem.costs, self.problem.memory
-        cheaper = costs.fused(stage) < costs.backward_input[stage] + costs.backward_weight[stage]
-        return cheaper or (memory.limit is not None and memory.backward_input[stage] > 0)
-
-    def forward_end(self, cell: Cell) -> Expression:
-        """End of F."""
-        return self.forward[cell] + int(self.duration[F, cell[0]])
-
-    def backward_end(self, cell: Cell) -> Expression:
-        """End of I, or of B when fused."""
-        if cell in self.fused:
-            return self.fusable_end[cell]
-        return self.backward[cell] + int(self.duration[I, cell[0]])
+                model.add(self.weight[cell] == self.end((I, *cell))).only_enforce_if(self.fused[cell])
 
     def _backward_length(self, cell: Cell) -> Expression | int:
         """Duration of I, or of B when fused."""
-        inputs, full = int(self.duration[I, cell[0]]), int(self.duration[B, cell[0]])
+        inputs, full = self.duration[I][cell[0]], self.duration[B][cell[0]]
         return inputs + (full - inputs) * self.fused[cell] if cell in self.fused else inputs
 
-    def cell_end(self, cell: Cell) -> Expression:
-        """End of W, or of B when fused."""
-        if cell in self.fused:
-            return self.fusable_cell_end[cell]
-        return self.weight[cell] + int(self.duration[W, cell[0]])
+    def start(self, action: Action) -> cp_model.IntVar:
+        """Start of an action; of a W that is fused, the end of its B."""
+        return (self.forward, self.backward, self.weight)[action[0]][action[1:]]
+
+    def end(self, action: Action) -> Expression:
+        """End of an action; of an I that is fused, and of its W, the end of the B."""
+        letter, cell = action[0], action[1:]
+        if letter != F and cell in self.fused:
+            return (self.fusable_end if letter == I else self.fusable_cell_end)[cell]
+        return self.start(action) + self.duration[letter][cell[0]]
+
+    def _actions(self, rank: int) -> list[Action]:
+        stages = self.problem.placement.stages_of[rank]
+        return [
+            (letter, stage, j)
+            for letter in (F, I, W)
+            for stage in stages
+            for j in range(self.problem.microbatches)
+        ]
 
     def _order_microbatches(self) -> None:
         """Microbatches of a stage run in ascending order, letter by letter."""
         for stage, j in self.cells:
-            if j == 0:
-                continue
-            cell, previous = (stage, j), (stage, j - 1)
-            self.model.add(self.forward[cell] >= self.forward_end(previous))
-            self.model.add(self.backward[cell] >= self.backward_end(previous))
-            if cell not in self.fused:
-                self.model.add(self.weight[cell] >= self.cell_end(previous))
+            for letter in (F, I, W):
+                if j > 0 and not (letter == W and (stage, j) in self.fused):
+                    self.model.add(self.start((letter, stage, j)) >= self.end((letter, stage, j - 1)))
 
     def _pass_microbatches_on(self) -> None:
         """An F needs the F below, a backward the backward above, and the transfer between them."""
         for stage, j in self.cells:
             if stage + 1 < self.problem.n_stages:
-                above, lag = (stage + 1, j), int(self.transfer[stage])
-                self.model.add(self.forward[above] >= self.forward_end((stage, j)) + lag)
-                self.model.add(self.backward[stage, j] >= self.backward_end(above) + lag)
+                above, lag = (stage + 1, j), self.transfer[stage]
+                self.model.add(self.forward[above] >= self.end((F, stage, j)) + lag)
+                self.model.add(self.backward[stage, j] >= self.end((I, *above)) + lag)
 
     def _one_action_at_a_time(self) -> None:
         """A rank runs one action at a time."""
@@ -158,9 +165,9 @@ class ExactModel:
 
     def _intervals(self, cell: Cell) -> Iterable[cp_model.IntervalVar]:
         model, stage = self.model, cell[0]
-        length = int(self.duration[W, stage])
-        yield model.new_fixed_size_interval_var(self.forward[cell], int(self.duration[F, stage]), "")
-        end = self.backward_end(cell)
+        length = self.duration[W][stage]
+        yield model.new_fixed_size_interval_var(self.forward[cell], self.duration[F][stage], "")
+        end = self.end((I, *cell))
         yield model.new_interval_var(self.backward[cell], self._backward_length(cell), end, "")
         if cell in self.fused:
             split = self.fused[cell].negated()
@@ -168,135 +175,145 @@ class ExactModel:
         else:
             yield model.new_fixed_size_interval_var(self.weight[cell], length, "")
 
+    def _make_pairs(self, rank: int) -> Pairs:
+        facts = self.known[rank]
+        index = {chain: at for at, chain in enumerate(facts.chains)} if facts else {}
+
+        def known(first: Action, second: Action) -> bool:
+            """Whether memory or the microbatches' order puts the first before the second."""
+            if first[:2] == second[:2]:
+                return first[2] < second[2] and not (first[0] == W and first[1:] in self.fused)
+            if first[1] == second[1] and first[0] < second[0] and first[2] <= second[2]:
+                return True
+            if facts is None:
+                return False
+            return bool(first[2] < facts.before[index[second[:2]], second[2], index[first[:2]]])
+
+        return Pairs(self.model, self.start, self.end, known)
+
     def _keep_memory(self) -> None:
-        """What the cells of a rank hold at any time fits its limit.
-
-        From the start of F a cell holds what its backward frees until that ends, and the rest until the
-        cell ends; an I that grows memory holds the growth from its start.
-        """
-        memory = self.problem.memory
-        if memory.limit is None:
+        """Whenever an action allocates, what its rank holds fits the limit."""
+        if self.problem.memory.limit is None:
             return
-        for rank, stages in enumerate(self.problem.placement.stages_of):
-            room = memory.limit[rank] - memory.static[rank]
-            deltas = [memory.forward, memory.backward_input, memory.backward_weight]
-            scale = integer_scale([abs(delta[stage]) for delta in deltas for stage in stages])
-            intervals, demands = [], []
-            for stage in stages:
+        for rank, pairs in enumerate(self.pairs):
+            amounts, actions = Amounts.of(self.problem, rank), self._actions(rank)
+            allocating = [action for action in actions if amounts.delta[action[:2]] > 0]
+            for action in allocating:
+                self.poll()
+                cell = action[1:]
+                enforced: list[Literal] = []
+                if action[0] == I and cell in self.fused:
+                    enforced.append(self.fused[cell].negated())  # a B never grows
+                pairs.fits(action, actions, amounts, 0, enforced)
+                self._release_fused_at_once(pairs, action, actions)
+
+    def _release_fused_at_once(self, pairs: Pairs, action: Action, actions: list[Action]) -> None:
+        """The W of a fused cell is before an action exactly if its backward is."""
+        for letter, stage, j in actions:
+            cell = (stage, j)
+            if letter == W and cell in self.fused and cell != action[1:]:
+                weight, inputs = pairs.before((W, *cell), action), pairs.before((I, *cell), action)
+                self.model.add(weight == inputs).only_enforce_if(self.fused[cell])
+
+    def _follow_implications(self) -> None:
+        """What memory puts before an action ends before it, and a rank's work before it takes its time."""
+        for rank, facts in enumerate(self.known):
+            self.poll()
+            if facts is None:
+                continue
+            first = self.forward[self.problem.placement.stages_of[rank][0], 0]
+            for at, (letter, stage) in enumerate(facts.chains):
                 for j in range(self.problem.microbatches):
-                    for amount, interval in self._holdings((stage, j)):
-                        intervals.append(interval)
-                        demands.append(math.floor(amount * scale + ROUNDING))
-            capacity = math.floor(room * scale * (1 + ROUNDING) + ROUNDING)
-            self.model.add_cumulative(intervals, demands, min(capacity, sum(demands)))
+                    action = (letter, stage, j)
+                    self.model.add(self.start(action) >= first + int(facts.head[at, j]))
+                    for other, (kind, where) in enumerate(facts.chains):
+                        count = facts.before[at, j, other]
+                        if other != at and count > (facts.before[at, j - 1, other] if j else 0):
+                            self.model.add(self.start(action) >= self.end((kind, where, int(count) - 1)))
 
-    def _holdings(self, cell: Cell) -> Iterable[tuple[float, cp_model.IntervalVar]]:
-        memory, model, stage = self.problem.memory, self.model, cell[0]
-        change = memory.backward_input[stage]
-        freed, grown = max(0.0, -change), max(0.0, change)
-        begin = self.forward[cell]
-        if freed > 0:
-            end = self.backward_end(cell)
-            yield freed, model.new_interval_var(begin, self._span_var(), end, "")
-        if memory.forward[stage] - freed > 0:
-            end = self.cell_end(cell)
-            yield memory.forward[stage] - freed, model.new_interval_var(begin, self._span_var(), end, "")
-        if grown > 0:
-            end, split = self.cell_end(cell), self.fused[cell].negated()
-            yield (
-                grown,
-                model.new_optional_interval_var(self.backward[cell], self._span_var(), end, split, ""),
-            )
+    def _order_equal_weights(self) -> None:
+        """Of two ready W's that take equally long, the one that releases more runs first.
 
-    def _span_var(self) -> cp_model.IntVar:
-        return self.model.new_int_var(0, self.horizon, "")
+        Let W x run before W y although y's I was done before x, and y take as long and release as much or
+        more (ties go to the earlier stage in the list). Exchange the two: both time slots stay what they
+        were, y's I lies before the first, x's I before both, nothing else needs a W, and memory after the
+        first slot only falls. Each exchange makes the rank's sequence of W's smaller in the order of
+        (release, stage), so exchanging ends; microbatches are then relabelled to ascend, as always. Where W's
+        may be fused this is left out.
+        """
+        release = self.problem.memory.backward_weight
+        for rank, stages in enumerate(self.problem.placement.stages_of):
+            plain = [s for s in stages if not may_fuse(self.problem, s)]
+            for y, x in combinations(sorted(plain, key=lambda s: (release[s], s)), 2):
+                if self.duration[W][x] == self.duration[W][y]:
+                    self._prefer(self.pairs[rank], y, x)
 
-    def _minimise(self, lower_bound: float) -> None:
-        """Minimise the time from first start to last end: of every rank (span), or of all (makespan)."""
+    def _prefer(self, pairs: Pairs, favoured: int, other: int) -> None:
+        """A W of ``other`` runs before one of ``favoured`` exactly if it runs before that one's I."""
+        for i in range(self.problem.microbatches):
+            for j in range(self.problem.microbatches):
+                weights = pairs.before((W, other, i), (W, favoured, j))
+                self.model.add(weights == pairs.before((W, other, i), (I, favoured, j)))
+
+    def _limit_objective(self, lower: int, minimise: bool) -> None:
+        """The objective is the time from first start to last end: per rank (span), or of all (makespan)."""
         model, problem = self.model, self.problem
-        low = math.ceil(lower_bound * self.scale * (1 - ROUNDING) - ROUNDING) if self._is_exact() else 0
-        self.origin = model.new_constant(0)
-        self.objective = model.new_int_var(max(0, min(low, self.upper)), self.upper, "objective")
-        for stages in problem.placement.stages_of:
-            begin = self.forward[stages[0], 0] if problem.objective == "span" else self.origin
-            for stage in stages:
-                for j in range(problem.microbatches):
-                    model.add(self.objective >= self.cell_end((stage, j)) - begin)
-        model.minimize(self.objective)
+        origin = model.new_constant(0)
+        self.objective = model.new_int_var(lower, self.upper, "objective") if minimise else None
+        for rank, stages in enumerate(problem.placement.stages_of):
+            begin = self.forward[stages[0], 0] if problem.objective == "span" else origin
+            facts = self.known[rank]
+            tails = {chain: facts.tail[at] for at, chain in enumerate(facts.chains)} if facts else {}
+            for action in self._actions(rank):
+                tail = int(tails[action[:2]][action[2]]) if tails else 0
+                if tail > 0 or action[0] == W:
+                    # The constant is a difference constraint, which propagates better than three variables.
+                    model.add(self.end(action) + tail - begin <= self.upper)
+                    if self.objective is not None:
+                        model.add(self.objective >= self.end(action) + tail - begin)
+        if self.objective is not None:
+            model.minimize(self.objective)
+        model.add(self.forward[0, 0] == 0)  # the first of all actions; only differences matter
 
-    def _is_exact(self) -> bool:
-        """Whether no duration was rounded."""
-        arrays = self.problem.arrays
-        exact = np.allclose(self.duration, arrays.duration * self.scale, rtol=0, atol=ROUNDING)
-        return exact and np.allclose(self.transfer, arrays.transfer * self.scale, rtol=0, atol=ROUNDING)
-
-    def bound_in_units(self, bound: float) -> float:
-        """CP-SAT's bound on the objective in the problem's unit."""
-        return math.ceil(bound - 1e-6) / self.scale
-
-    def _hint(self) -> None:
-        """Hint the incumbent, every variable of it."""
+    def hint(self, incumbent: Orders) -> None:
+        """Hint the start of every action of an order."""
+        problem = self.grid.problem
+        timed = span_start_times if problem.objective == "span" else _earliest_starts
+        rows = zip(
+            incumbent.letter.tolist(),
+            incumbent.stage.tolist(),
+            incumbent.microbatch.tolist(),
+            timed(problem, incumbent).tolist(),
+            strict=True,
+        )
+        starts = {(letter, stage, j): int(time) for letter, stage, j, time in rows}
         for cell in self.cells:
-            fused = (B, *cell) in self.hint_start
-            letter = B if fused else I
-            end = self._hinted(letter, cell) + int(self.duration[letter, cell[0]])
-            self.model.add_hint(self.forward[cell], self._hinted(F, cell))
-            self.model.add_hint(self.backward[cell], self._hinted(letter, cell))
-            self.model.add_hint(self.weight[cell], end if fused else self._hinted(W, cell))
+            fused = (B, *cell) in starts
+            begin = starts[B if fused else I, *cell]
+            end = begin + self.duration[B if fused else I][cell[0]]
+            weight = end if fused else starts[W, *cell]
+            self.model.add_hint(self.forward[cell], starts[F, *cell])
+            self.model.add_hint(self.backward[cell], begin)
+            self.model.add_hint(self.weight[cell], weight)
             if cell in self.fused:
-                cell_end = end if fused else self._hinted(W, cell) + int(self.duration[W, cell[0]])
                 self.model.add_hint(self.fused[cell], fused)
                 self.model.add_hint(self.fusable_end[cell], end)
-                self.model.add_hint(self.fusable_cell_end[cell], cell_end)
-        self.model.add_hint(self.objective, self.upper)
+                length = 0 if fused else self.duration[W][cell[0]]
+                self.model.add_hint(self.fusable_cell_end[cell], weight + length)
 
-    def _hinted(self, letter: int, cell: Cell) -> int:
-        time = self.hint_start[letter, cell[0], cell[1]]
-        return math.floor(time * self.scale + ROUNDING)
-
-    def orders(self, solver: cp_model.CpSolver) -> Orders:
-        """The order of the start times found."""
+    def orders(self, value: Callable[[cp_model.IntVar], int]) -> Orders:
+        """The order of the start times found; every action takes time here, so no two starts are equal."""
         ranks = []
-        for stages in self.problem.placement.stages_of:
-            timed: list[tuple[tuple[int, ...], tuple[int, int, int]]] = []
-            for stage in stages:
-                for j in range(self.problem.microbatches):
-                    timed += self._timed_actions(solver, (stage, j))
+        for rank in range(self.problem.pp_degree):
+            timed = []
+            for letter, stage, j in self._actions(rank):
+                fused = (stage, j) in self.fused and value(self.fused[stage, j]) == 1
+                if not (letter == W and fused):
+                    kind = B if letter == I and fused else letter
+                    timed.append((value(self.start((letter, stage, j))), (stage, kind, j)))
             ranks.append([row for _, row in sorted(timed)])
         return Orders.pack(ranks)
 
-    def _timed_actions(
-        self, solver: cp_model.CpSolver, cell: Cell
-    ) -> Iterable[tuple[tuple[int, ...], tuple[int, int, int]]]:
-        """Actions of a cell with their sort keys: start, end, then along the V, then microbatch.
 
-        Only actions of length zero share a start; along the V they follow precedence on all ranks alike.
-        """
-        stage, j = cell
-        n = self.problem.n_stages
-        fused = cell in self.fused and solver.boolean_value(self.fused[cell])
-        letter = B if fused else I
-        for kind, variable, along in (
-            (F, self.forward[cell], stage),
-            (letter, self.backward[cell], 2 * n - stage),
-            (W, self.weight[cell], 3 * n),
-        ):
-            if kind != W or not fused:
-                start = solver.value(variable)
-                yield (start, start + int(self.duration[kind, stage]), along, j), (stage, kind, j)
-
-
-def integer_scale(values: Iterable[float]) -> float:
-    """A factor that makes all values integers, or puts the largest at ``GRID`` steps if none does."""
-    numbers = [float(value) for value in values if value != 0]
-    if not numbers:
-        return 1.0
-    largest = max(map(abs, numbers))
-    for decimals in range(7):
-        scaled = [value * 10.0**decimals for value in numbers]
-        if largest * 10.0**decimals > LARGEST_INTEGER:
-            break
-        if all(abs(value - round(value)) <= ROUNDING for value in scaled):
-            divisor = math.gcd(*(round(value) for value in scaled))
-            return float(10.0**decimals / divisor)
-    return GRID / largest
+def _earliest_starts(problem: Problem, orders: Orders) -> NDArray[np.float64]:
+    return evaluate(problem, orders).start

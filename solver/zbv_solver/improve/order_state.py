@@ -107,7 +107,8 @@ def sweep_heads(
     progress = True
     while progress:
         progress = False
-        for rank in range(p):
+        for turn in range(2 * p):
+            rank = min(turn, 2 * p - 1 - turn)  # down the V and up again, as microbatches go
             begin = cursor[rank]
             at, until = begin, length[rank]
             clock = head[rank, at - 1] if at > 0 else release[rank]
@@ -138,6 +139,51 @@ def sweep_heads(
 
 
 @compiled
+def evaluate_codes(
+    code: IntArray,
+    length: IntArray,
+    row: IntArray,
+    duration: FloatArray,
+    lag: FloatArray,
+    done: FloatArray,
+    cursor: IntArray,
+    count: IntArray,
+    clock: FloatArray,
+) -> bool:  # pragma: no cover - compiled
+    """Last ends of a whole order into ``clock`` (p,), and nothing else; False if it deadlocks."""
+    p = row.shape[0]
+    cursor[:] = 0
+    count[:] = 0
+    clock[:] = 0.0
+    rank, step, stuck = 0, 1, 0
+    while stuck < 2 * p:
+        at, until, now = cursor[rank], length[rank], clock[rank]
+        begin = at
+        while at < until:
+            action = code[rank, at]
+            line = row[rank, action]
+            if line < 0:
+                now += duration[rank, action]
+            else:
+                k = count[line]
+                if line > 0:
+                    if k >= count[line - 1]:
+                        break
+                    now = max(now, done[line - 1, k] + lag[line])
+                now += duration[rank, action]
+                done[line, k] = now
+                count[line] = k + 1
+            at += 1
+        stuck = 0 if at > begin else stuck + 1
+        cursor[rank], clock[rank] = at, now
+        if not 0 <= rank + step < p:
+            step = -step
+        else:
+            rank += step
+    return bool(np.all(cursor == length))
+
+
+@compiled
 def sweep_tails(
     code: IntArray,
     length: IntArray,
@@ -157,7 +203,8 @@ def sweep_tails(
     progress = True
     while progress:
         progress = False
-        for rank in range(p):
+        for turn in range(2 * p):
+            rank = min(turn, 2 * p - 1 - turn)  # down the V and up again, as microbatches go
             begin = cursor[rank]
             at = begin
             while at > 0:

@@ -1,0 +1,101 @@
+"""A rank's memory limit as counts: what ran before an action says what is held while it runs.
+
+Under a fixed order memory does not depend on time, only on which actions come before which. One literal per
+pair of actions says that, and one linear constraint per allocating action sums it. CP-SAT reasons about
+these sums far better than about intervals of held memory (a cumulative or a reservoir): it learns from the
+literals, which the rank's order shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+from ortools.sat.python.cp_model_helper import Literal
+
+from zbv_solver.improve.exact_grid import ROUNDING, integer_scale
+from zbv_solver.problem import MEMORY_TOLERANCE, F, I, Problem, W
+
+Expression = cp_model.LinearExpr
+Action = tuple[int, int, int]
+"""(letter, stage, microbatch); letter I stands for I or B."""
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """A rank's memory deltas and room as integers, rounded so that every order that fits still fits.
+
+    Attributes
+    ----------
+    delta
+        Of a (letter, stage).
+    """
+
+    delta: dict[tuple[int, int], int]
+    room: int
+
+    @classmethod
+    def of(cls, problem: Problem, rank: int) -> Amounts:
+        """Amounts of a rank whose limit is not None."""
+        memory = problem.memory
+        limit = (memory.limit or memory.static)[rank]
+        stages = problem.placement.stages_of[rank]
+        true = {(letter, stage): _delta(problem, letter, stage) for stage in stages for letter in (F, I, W)}
+        scale = integer_scale(true.values())
+        delta = {key: math.floor(value * scale + ROUNDING) for key, value in true.items()}
+        room = (limit - memory.static[rank] + 2 * MEMORY_TOLERANCE * abs(limit)) * scale
+        most = sum(max(0, value) for value in delta.values()) * problem.microbatches
+        return cls(delta, min(math.floor(room + ROUNDING), most))
+
+
+def _delta(problem: Problem, letter: int, stage: int) -> float:
+    memory = problem.memory
+    return (memory.forward, memory.backward_input, memory.backward_weight)[letter][stage]
+
+
+class Pairs:
+    """One literal for each two actions of a rank, true when the first ends before the second starts."""
+
+    def __init__(
+        self,
+        model: cp_model.CpModel,
+        start: Callable[[Action], Expression],
+        end: Callable[[Action], Expression],
+        known: Callable[[Action, Action], bool],
+    ):
+        self.model, self.start, self.end, self.known = model, start, end, known
+        self.literals: dict[tuple[Action, Action], cp_model.IntVar] = {}
+        self.true = model.new_constant(1)
+
+    def before(self, first: Action, second: Action) -> Literal:
+        """The literal of two actions, made at its first use; ``known`` pairs are constants."""
+        if self.known(first, second):
+            return self.true
+        if self.known(second, first):
+            return self.true.negated()
+        if (second, first) in self.literals:
+            return self.literals[second, first].negated()
+        if (first, second) not in self.literals:
+            literal = self.model.new_bool_var(f"{first}<{second}")
+            self.model.add(self.end(first) <= self.start(second)).only_enforce_if(literal)
+            self.model.add(self.end(second) <= self.start(first)).only_enforce_if(literal.negated())
+            self.literals[first, second] = literal
+        return self.literals[first, second]
+
+    def fits(
+        self,
+        action: Action,
+        actions: list[Action],
+        amounts: Amounts,
+        held: int,
+        enforced: list[Literal],
+    ) -> None:
+        """What is held before an action, and what it allocates, fit the rank's room."""
+        others = [other for other in actions if other != action and amounts.delta[other[:2]] != 0]
+        terms = [amounts.delta[other[:2]] * self.before(other, action) for other in others]
+        allocated = max(0, amounts.delta[action[:2]])
+        constraint = self.model.add(sum(terms) <= amounts.room - held - allocated)
+        if enforced:
+            constraint.only_enforce_if(enforced)

@@ -23,6 +23,7 @@ from zbv_solver.bench.document import Report, Run, report_json
 from zbv_solver.bench.judge import judge, reached, reached_after
 from zbv_solver.bench.measure import Outcome, Point, measure
 from zbv_solver.bench.run import bench
+from zbv_solver.bench.speed import speed_table
 from zbv_solver.bench.suite import Instance, parse_suite
 from zbv_solver.bench.table import WIDTH, Table, figure
 from zbv_solver.bench.tally import tally
@@ -367,3 +368,18 @@ def test_wrong_input_is_status_2_before_anything_is_searched(
     out, err = capsys.readouterr()
     assert out == ""
     assert says in err
+
+
+def test_the_speed_table_has_a_row_for_every_size() -> None:
+    lines = speed_table(((2, 4), (4, 4))).splitlines()
+    assert len(lines) == 3
+    for line, actions in zip(lines[1:], (48, 96), strict=True):
+        size, figures = line[:20].strip(), line[20:].split()
+        assert size.split(" × ")[1] == "4"
+        assert figures[0] == str(actions)
+        assert all(float(figure.replace(",", "")) > 0 for figure in figures[1:])
+
+
+def test_bench_wants_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    assert "name one or more" in capsys.readouterr().err

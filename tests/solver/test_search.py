@@ -6,15 +6,17 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
 from support.reference import is_monotone
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.improve.exact import objective_of as evaluate_objective
 from zbv_solver.orders import Orders
 from zbv_solver.problem import Problem
-from zbv_solver.search import Progress, SearchOptions, make_plan, search
+from zbv_solver.search import STAGES, Progress, SearchOptions, make_plan, search
 from zbv_solver.verify import verify
 
 QUICK = SearchOptions(effort="quick")
@@ -57,7 +59,31 @@ def test_small_cases_are_proved_optimal() -> None:
 
 
 @given(limited_problems(max_p=2, max_m=3))
+@settings(max_examples=25)
+def test_tiny_problems_end_at_the_optimum_of_a_plain_model(problem: Problem) -> None:
+    plan = search(problem)
+    assert plan.metrics.status == "optimal"
+    try:
+        least = optimum(problem, evaluate_objective(problem, serial(problem).orders), effort=0.05)
+    except RuntimeError:
+        event("the plain model was too slow")
+    else:
+        assert plan.objective == pytest.approx(least)
+
+
+@given(
+    limited_problems(max_p=5, max_m=7),
+    st.lists(st.sampled_from(STAGES), unique=True).map(tuple),
+)
 @settings(max_examples=10)
+def test_stages_can_be_left_out(problem: Problem, without: tuple[str, ...]) -> None:
+    plan = search(problem, SearchOptions(without=without))
+    assert plan.objective <= search(problem, QUICK).objective * (1 + 1e-12)
+    assert plan.provenance.extra.get("without", []) == list(without)
+
+
+@given(limited_problems(max_p=3, max_m=5))
+@settings(max_examples=8)
 def test_same_question_same_plan(problem: Problem) -> None:
     plans = [search(problem, SearchOptions(seed=3, workers=workers)) for workers in (1, 2)]
     assert plans[0].plan_id == plans[1].plan_id
@@ -118,6 +144,7 @@ def test_an_uncut_search_says_nothing_of_cuts() -> None:
         {"time_limit": float("nan")},
         {"workers": 0},
         {"seed": -1},
+        {"without": ("construct",)},
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbv_solver.construct.attempt import from_orders
-from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.tables import FloatArray, IntArray, make_tables
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.order_state import evaluate_codes
@@ -44,7 +44,7 @@ class Speed:
 def measure_speed(p: int, m: int, seconds: float = 1.0) -> Speed:
     """Speed at p ranks and m microbatches, the best of a few repetitions of about ``seconds`` in all."""
     problem = _problem(p, m)
-    start = next(priority_schedules(problem)).orders
+    start = next(get_v_schedule(problem)).orders
     anneal(problem, start, moves=10, temperature=1.0, seed=0)  # loads the kernels
     rounds = max(1, int(seconds / REPEATS / 1e-8 / problem.max_actions))
     whole = max(_whole_per_second(problem, rounds) for _ in range(REPEATS))
@@ -74,7 +74,7 @@ def _problem(p: int, m: int) -> Problem:
 
 def _whole_per_second(problem: Problem, rounds: int) -> float:
     tables = make_tables(problem)
-    code, length = from_orders(next(priority_schedules(problem)).orders, problem)
+    code, length = from_orders(next(get_v_schedule(problem)).orders, problem)
     p, rows = problem.pp_degree, len(tables.lag)
     done, clock = np.zeros((rows, problem.microbatches)), np.zeros(p)
     cursor, count = np.zeros(p, np.int64), np.zeros(rows, np.int64)

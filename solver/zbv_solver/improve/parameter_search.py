@@ -27,8 +27,9 @@ EXPLORATION = 0.12
 """Share of the budget that draws fresh parameters."""
 COARSE, FINE = 0.3, 0.1
 """Probability that a change concerns all ranks, while basins race and after."""
-BASINS = 3
-"""Fresh rules that are climbed from."""
+BASINS, FEW_BASINS = 3, 1
+"""Fresh rules that are climbed from, and where there are fewer than ``FEW_ORDERS`` orders to try."""
+FEW_ORDERS = 500
 RACE = 0.5
 """Share of the budget after which only the best of them is climbed further."""
 FEW_MICROBATCHES = 4
@@ -71,7 +72,8 @@ def parameter_search(
         placements -= FINALISTS * problem.max_actions
     if placements <= 0:
         return
-    climbers: list[Climber] = [RuleClimber(small, seed, halt)]
+    basins = BASINS if placements >= FEW_ORDERS * small.max_actions else FEW_BASINS
+    climbers: list[Climber] = [RuleClimber(small, seed, halt, basins)]
     if problem.placement.kind == "v":
         climbers.append(GreedyClimber(small, seed, halt))
     best = np.inf
@@ -104,8 +106,8 @@ def _turn(used: float, climbers: list[Climber]) -> int:
 class RuleClimber:
     """Climbs over the rules of list scheduling."""
 
-    def __init__(self, problem: Problem, seed: int, halt: IntArray | None = None):
-        self.problem, self.halt = problem, halt
+    def __init__(self, problem: Problem, seed: int, halt: IntArray | None = None, most_basins: int = BASINS):
+        self.problem, self.halt, self.most_basins = problem, halt, most_basins
         self.random = np.random.default_rng(seed)
         self.options = [(name, ListScheduler(problem, fuse, halt)) for name, fuse in fuse_options(problem)]
         self.caps = in_flight_caps(problem)
@@ -119,7 +121,7 @@ class RuleClimber:
         if used < EXPLORATION or not self.basins:
             basin = None
             rule, self.last = self.fresh(), int(self.random.integers(len(self.options)))
-            most = self.basins[-1][0] if len(self.basins) == BASINS else np.inf
+            most = self.basins[-1][0] if len(self.basins) == self.most_basins else np.inf
         else:
             basin = self.evaluation % len(self.basins) if used < RACE else 0
             most, rule, self.last = self.basins[basin]
@@ -138,7 +140,7 @@ class RuleClimber:
             self.basins.pop(basin)
         self.basins.append((value, rule, self.last))
         self.basins.sort(key=lambda kept: kept[0])  # stable: the earlier of two equals stays ahead
-        self.basins = self.basins[:BASINS]
+        self.basins = self.basins[: self.most_basins]
 
     def attempt(self) -> Attempt:
         """The order just laid."""

@@ -35,6 +35,8 @@ WINDOW_ACTIONS, WINDOW_TIME = 120, 0.015
 """Size of CP-SAT's windows, and its deterministic time for each."""
 REST_SHARE = 0.4
 """Of what tuning may place: for laying the rest of the best order again."""
+TUNE_SHARE, ANNEAL_SHARE = 0.6, 0.8
+"""Of a time limit's rest, for these stages."""
 ROUNDS = 12
 """Of annealing; every third starts again from the best order."""
 WARMEST = 0.1
@@ -184,10 +186,11 @@ class Pipeline:
         few = self.budget.tuned if self.problem.microbatches > 4 * self.problem.pp_degree else 0
         placements = max(few, evaluations * self.problem.max_actions) // CHAINS
         rest = int(REST_SHARE * placements)
+        spent = self._spent(TUNE_SHARE * (1 - REST_SHARE))
 
         def chain_of(number: int) -> Iterator[Found | None]:
             seed, best = self.options.seed * CHAINS + number, self.found
-            for attempt in parameter_search(self.problem, placements - rest, seed, self.halt.flag):
+            for attempt in parameter_search(self.problem, placements - rest, seed, self.halt.flag, spent):
                 found = None if attempt is None else _of(attempt)
                 if found is not None and (best is None or found.value < best.value):
                     best = found
@@ -196,7 +199,7 @@ class Pipeline:
                 for attempt in rest_search(self.problem, best.orders, rest, seed, self.halt.flag):
                     yield None if attempt is None else _of(attempt)
 
-        self._race(chain_of, share=0.5)
+        self._race(chain_of, TUNE_SHARE)
 
     def _anneal(self) -> None:
         """Single actions moved, from the incumbent."""
@@ -226,7 +229,7 @@ class Pipeline:
                 else:
                     yield None
 
-        self._race(chain_of, share=0.8)
+        self._race(chain_of, ANNEAL_SHARE)
 
     def _windows(self) -> None:
         """CP-SAT on one stretch of time after another, where the size allows."""
@@ -278,10 +281,7 @@ class Pipeline:
 
         Of a time limit a stage takes no more than ``share`` of what is left.
         """
-        until = None
-        if self.options.time_limit is not None:
-            now = time.monotonic()
-            until = now + share * (self.began + self.options.time_limit - now)
+        spent = self._spent(share)
 
         def run(number: int) -> Found | None:
             best = None
@@ -289,13 +289,21 @@ class Pipeline:
                 if found is not None and (best is None or found.value < best.value):
                     best = found
                     self._hear(found)
-                if self._is_over() or (until is not None and time.monotonic() > until):
+                if self._is_over() or spent() >= 1:
                     break
             return best
 
         for best in self.pool.map(run, range(CHAINS)):
             if best is not None and self._is_better(best.value):
                 self._take(best)
+
+    def _spent(self, share: float) -> Callable[[], float]:
+        """What says how much has gone of a share of the time that is left; always 0 without a limit."""
+        left = self._seconds_left()
+        if left is None:
+            return lambda: 0.0
+        began, long = time.monotonic(), share * left
+        return lambda: (time.monotonic() - began) / long
 
     def _hear(self, found: Found) -> None:
         """Report a chain's order before the stage has ended."""

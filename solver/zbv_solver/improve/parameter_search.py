@@ -9,7 +9,7 @@ many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -55,7 +55,11 @@ class Climber(Protocol):
 
 
 def parameter_search(
-    problem: Problem, placements: int, seed: int = 0, halt: IntArray | None = None
+    problem: Problem,
+    placements: int,
+    seed: int = 0,
+    halt: IntArray | None = None,
+    spent: Callable[[], float] = lambda: 0.0,
 ) -> Iterator[Attempt | None]:
     """Ever better attempts, and None after every evaluation without one (to let the caller poll).
 
@@ -65,6 +69,8 @@ def parameter_search(
         How many actions may be placed in all.
     halt
         (1,) uint8: set from another thread to end the evaluation under way.
+    spent
+        Share of the time that has gone, where time is limited: the search then narrows down by that.
     """
     few = min(problem.microbatches, max(FEW_MICROBATCHES * problem.pp_degree, 8))
     small = replace(problem, microbatches=few)
@@ -77,7 +83,7 @@ def parameter_search(
     if problem.placement.kind == "v":
         climbers.append(GreedyClimber(small, seed, halt))
     best = np.inf
-    while (used := sum(climber.placed for climber in climbers) / placements) < 1:
+    while (used := max(spent(), sum(climber.placed for climber in climbers) / placements)) < 1:
         climber = climbers[_turn(used, climbers)]
         improved = climber.step(used)
         if improved and climber.best < best and few == problem.microbatches:

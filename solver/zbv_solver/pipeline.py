@@ -21,7 +21,7 @@ from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial, simple_rule
 from zbv_solver.halt import Halt
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.improve.parameter_search import parameter_search
+from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
 from zbv_solver.options import BUDGETS, SearchOptions
 from zbv_solver.orders import Orders, first_in_first_out
@@ -182,9 +182,9 @@ class Pipeline:
 
     def _tune(self) -> None:
         """Constructors with searched parameters."""
-        evaluations = min(self.budget.most_tuned, self.budget.tuned // self.problem.max_actions)
-        few = self.budget.tuned if self.problem.microbatches > 4 * self.problem.pp_degree else 0
-        placements = max(few, evaluations * self.problem.max_actions) // CHAINS
+        most = self.budget.most_tuned * at_few_microbatches(self.problem).max_actions
+        most += CHAINS * 2 * FINALISTS * self.problem.max_actions if self.budget.most_tuned else 0
+        placements = min(self.budget.tuned, most) // CHAINS
         rest = int(REST_SHARE * placements)
         spent = self._spent(TUNE_SHARE * (1 - REST_SHARE))
 

@@ -72,8 +72,8 @@ def parameter_search(
     spent
         Share of the time that has gone, where time is limited: the search then narrows down by that.
     """
-    few = min(problem.microbatches, max(FEW_MICROBATCHES * problem.pp_degree, 8))
-    small = replace(problem, microbatches=few)
+    small = at_few_microbatches(problem)
+    few = small.microbatches
     if few < problem.microbatches:
         placements -= FINALISTS * problem.max_actions
     if placements <= 0:
@@ -97,6 +97,12 @@ def parameter_search(
                 if attempt.value < best:
                     best = attempt.value
                     yield attempt
+
+
+def at_few_microbatches(problem: Problem) -> Problem:
+    """The problem that parameters are tuned on."""
+    few = max(FEW_MICROBATCHES * problem.pp_degree, 8)
+    return problem if problem.microbatches <= few else replace(problem, microbatches=few)
 
 
 def _turn(used: float, climbers: list[Climber]) -> int:

@@ -2,7 +2,8 @@
 
 ``lower_bound`` is the best of three bounds per rank: Jackson's one-machine bound with simple heads and tails
 (:mod:`.quick`); the same with heads and tails that know all ranks' memory (:mod:`.heads`); and the rank's
-load with the idle time that its ramps force (:mod:`.ramps`). ``windows`` gives those heads and tails.
+load with the idle time that its ramps force (:mod:`.ramps`). A span is also bounded by what every other
+rank must do within the rank's window. ``windows`` gives those heads and tails.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.bounds.quick import one_machine_bounds
-from zbv_solver.bounds.ramps import machine_bound, ramp_bound
+from zbv_solver.bounds.ramps import machine_bound, ramp_bound, through_bound
 from zbv_solver.bounds.sides import Side, sides
 from zbv_solver.bounds.windows import Windows, windows
 from zbv_solver.problem import Problem
@@ -81,6 +82,10 @@ def _span_bounds(problem: Problem, ranks: list[int]) -> list[Bound]:
         own = backwards.without_pres_elsewhere(rank)
         heads, tails = forwards.heads(origin, False, n), own.heads(origin, False, n)
         bounds += _rank_bounds(forwards, own, heads, tails, rank, problem.microbatches)
+        for other in range(problem.pp_degree):
+            if other != rank:
+                value = through_bound(forwards, backwards, heads, tails, other, problem.microbatches)
+                bounds.append(Bound(value, f"ramps of rank {other} in the span of rank {rank}"))
     return bounds
 
 

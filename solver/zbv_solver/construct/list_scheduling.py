@@ -222,9 +222,15 @@ def _schedule(
 ) -> bool:  # pragma: no cover - compiled
     """Lay all actions that are left; False if none fits memory, if sure to exceed ``most``, or halted.
 
-    What :func:`~.board.place` does is written out: a call would cost as much as the work.
+    A rank's next action is decided by the rule: NOTHING while no input is known; a W where the rank would
+    wait, as far as patience goes, or where memory blocks what could start. It is decided anew when the rank
+    has placed an action or the input that it waits for is known, and the rank that starts first places its.
+    Deciding and placing are written out: calls with so many arrays double the time.
     """
     p, rows = row.shape[0], len(lag)
+    chunks, m = row.shape[1] // 4, end.shape[1]
+    slot, ready, flight, needs = _ready(row, delta, lag, count, end)
+    wishes, innermost = priority.reshape(-1), 4 * (chunks - 1)
     leaves = 1
     while leaves < p:
         leaves *= 2
@@ -239,12 +245,43 @@ def _schedule(
     while True:
         # Decide again: at first for all ranks, then for the one that placed and the one that waits for it.
         while changed < p:
-            # fmt: off
-            chosen[changed] = _decide(
-                row, duration, delta, lag, limit, fuse, priority, target, cap, patience,
-                level, count, end, queue, ends, start, changed,
-            )
-            # fmt: on
+            one, clock, held, room = changed, level[changed, CLOCK], level[changed, HELD], limit[changed]
+            begun, ended = count[row[one, F]], count[row[one, I]]
+            phase = 2 if begun >= m else (1 if count[row[one, innermost + I]] > 0 else 0)
+            completes = count[row[one, innermost + F]] > ended
+            kinds = (one * PHASES + phase) * 3 * chunks
+            best, best_start, best_wish = NOTHING, np.inf, np.inf
+            blocked = False
+            for chunk in range(chunks):
+                arrival, in_flight = ready[one * 2 * chunks + chunk], flight[one * chunks + chunk]
+                if arrival < np.inf and (chunk > 0 or in_flight < cap[one, min(phase, 1)]):
+                    # The rule of board.admits_forward.
+                    after = held + delta[one, 4 * chunk + F]
+                    if held + needs[one * chunks + chunk] <= room or (after <= room and completes):
+                        begin = max(clock, arrival)
+                        over = 0 if in_flight < target[one, chunk] else chunks
+                        wish = wishes[kinds + over + chunk]
+                        if begin < best_start or (begin == best_start and wish < best_wish):
+                            best, best_start, best_wish = 4 * chunk + F, begin, wish
+                    else:
+                        blocked = True
+                arrival = ready[one * 2 * chunks + chunks + chunk]
+                if arrival < np.inf:
+                    begin = max(clock, arrival)
+                    letter = B if fuse[one, chunk] else I
+                    if letter == I and held + max(0.0, delta[one, 4 * chunk + I]) > room:
+                        letter, blocked = B, True
+                    wish = wishes[kinds + 2 * chunks + chunk]
+                    if begin < best_start or (begin == best_start and wish < best_wish):
+                        best, best_start, best_wish = 4 * chunk + letter, begin, wish
+            start[one] = best_start
+            if ends[one, HEAD] < ends[one, TAIL]:
+                weight = 4 * queue[one, ends[one, HEAD]] + W
+                overlap = clock + duration[one, weight] - best_start
+                fills = best_start > clock and overlap <= patience[one, phase] * duration[one, weight]
+                if fills or (blocked and (best_start > clock or best & 3 == B)):
+                    start[one], best = clock, weight
+            chosen[one] = best
             node = (leaves + changed) >> 1
             while node > 0:
                 left, right = first[2 * node], first[2 * node + 1]
@@ -267,7 +304,8 @@ def _schedule(
         before = 0.0 if is_span else level[rank, FIRST]
         if before + level[rank, IDLE] + loads[rank] > most:
             return False
-        level[rank, CLOCK] = begin + duration[rank, action]
+        clock = begin + duration[rank, action]
+        level[rank, CLOCK] = clock
         level[rank, HELD] += delta[rank, action]
         code[rank, at] = action
         length[rank] = at + 1
@@ -276,91 +314,74 @@ def _schedule(
         if letter == W:
             ends[rank, HEAD] += 1
         else:
-            here = row[rank, action]
-            end[here, count[here]] = level[rank, CLOCK]
-            count[here] += 1
             if letter == I:
                 queue[rank, ends[rank, TAIL]] = action >> 2
                 ends[rank, TAIL] += 1
-            if here + 1 < rows and host[here + 1] != rank:
-                other = host[here + 1]
+            here = row[rank, action]
+            k = count[here]
+            end[here, k] = clock
+            count[here] = k + 1
+            flight[rank * chunks + (action >> 2)] += 1 if letter == F else -1
+            if here == 0:
+                ready[slot[here]] = 0.0 if k + 1 < m else np.inf
+            else:
+                known = k + 1 < count[here - 1]
+                ready[slot[here]] = end[here - 1, k + 1] + lag[here] if known else np.inf
+            if here + 1 < rows and count[here + 1] == k:
+                arrival = clock + lag[here + 1]
+                ready[slot[here + 1]] = arrival
+                waiting = host[here + 1]
+                # Unless that rank has an F or I to start at once, whatever can start later.
+                busy = start[waiting] == level[waiting, CLOCK] and chosen[waiting] & 3 <= I
+                if waiting != rank and not (busy and arrival > start[waiting]):
+                    other = waiting
         placed += 1
         if placed % POLL_EVERY == 0 and halt[0]:
             return False
     for rank in range(p):
         if ends[rank, HEAD] != ends[rank, TAIL]:
             return False
-    return bool(count.min() == end.shape[1])
+    return bool(count.min() == m)
 
 
 @compiled
-def _decide(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    lag: FloatArray,
-    limit: FloatArray,
-    fuse: NDArray[np.bool_],
-    priority: FloatArray,
-    target: IntArray,
-    cap: IntArray,
-    patience: FloatArray,
-    level: FloatArray,
-    count: IntArray,
-    end: FloatArray,
-    queue: IntArray,
-    ends: IntArray,
-    start: FloatArray,
-    rank: int,
-) -> int:  # pragma: no cover - compiled
-    """A rank's next action as a code, its start into ``start``; NOTHING and inf while no input is known."""
-    clock, held, m = level[rank, CLOCK], level[rank, HELD], end.shape[1]
-    chunks = row.shape[1] // 4
-    last = row[rank, 4 * (chunks - 1) + F]
-    begun, ended = count[row[rank, F]], count[row[rank, I]]
-    phase = 2 if begun >= m else (1 if count[row[rank, 4 * (chunks - 1) + I]] > 0 else 0)
-    following = 0.0  # memory of the forwards of this chunk and those after it
-    for chunk in range(chunks):
-        following += delta[rank, 4 * chunk + F]
-    best, best_start, best_wish = NOTHING, np.inf, np.inf
-    blocked = False
-    for chunk in range(chunks):
-        here, back = row[rank, 4 * chunk + F], row[rank, 4 * chunk + I]
+def _ready(
+    row: IntArray, delta: FloatArray, lag: FloatArray, count: IntArray, end: FloatArray
+) -> tuple[IntArray, FloatArray, IntArray, FloatArray]:  # pragma: no cover - compiled
+    """What decisions look at, flat and by rank, so that a decision reads few and neighbouring numbers.
+
+    Returns
+    -------
+    slot
+        (rows,) of a row's next action in ``ready``.
+    ready
+        (p * 2 * chunks,) when the input of the next F of every chunk, then of its next backward, has arrived;
+        inf while that is not known.
+    flight
+        (p * chunks,) microbatches in flight.
+    needs
+        (p * chunks,) memory that one F of the chunk and of every later one take.
+    """
+    p, chunks, m = row.shape[0], row.shape[1] // 4, end.shape[1]
+    slot = np.zeros(len(lag), np.int64)
+    ready = np.full(p * 2 * chunks, np.inf)
+    flight = np.zeros(p * chunks, np.int64)
+    needs = np.zeros(p * chunks)
+    for rank in range(p):
+        following = 0.0
+        for chunk in range(chunks):
+            following += delta[rank, 4 * chunk + F]
+        for chunk in range(chunks):
+            needs[rank * chunks + chunk] = following
+            following -= delta[rank, 4 * chunk + F]
+            forward, back = row[rank, 4 * chunk + F], row[rank, 4 * chunk + I]
+            flight[rank * chunks + chunk] = count[forward] - count[back]
+            slot[forward] = rank * 2 * chunks + chunk
+            slot[back] = slot[forward] + chunks
+    for here in range(len(lag)):
         k = count[here]
-        in_flight = k - count[back]
-        if (
-            k < m
-            and (here == 0 or k < count[here - 1])
-            and not (chunk == 0 and in_flight >= cap[rank, min(phase, 1)])
-        ):
-            # The rule of board.admits_forward.
-            own = held + delta[rank, 4 * chunk + F]
-            if held + following <= limit[rank] or (own <= limit[rank] and count[last] > ended):
-                ready = clock
-                if here > 0:
-                    ready = max(ready, end[here - 1, k] + lag[here])
-                over = 0 if in_flight < target[rank, chunk] else chunks
-                wish = priority[rank, phase, over + chunk]
-                if ready < best_start or (ready == best_start and wish < best_wish):
-                    best, best_start, best_wish = 4 * chunk + F, ready, wish
-            else:
-                blocked = True
-        following -= delta[rank, 4 * chunk + F]
-        k = count[back]
-        if in_flight > 0 and k < count[back - 1]:
-            ready = max(clock, end[back - 1, k] + lag[back])
-            letter = B if fuse[rank, chunk] else I
-            if letter == I and held + max(0.0, delta[rank, 4 * chunk + I]) > limit[rank]:
-                letter, blocked = B, True
-            wish = priority[rank, phase, 2 * chunks + chunk]
-            if ready < best_start or (ready == best_start and wish < best_wish):
-                best, best_start, best_wish = 4 * chunk + letter, ready, wish
-    start[rank] = best_start
-    if ends[rank, HEAD] < ends[rank, TAIL]:
-        weight = 4 * queue[rank, ends[rank, HEAD]] + W
-        overlap = clock + duration[rank, weight] - best_start
-        fills = best_start > clock and overlap <= patience[rank, phase] * duration[rank, weight]
-        if fills or (blocked and (best_start > clock or best & 3 == B)):
-            start[rank] = clock
-            return int(weight)
-    return int(best)
+        if here == 0 and k < m:
+            ready[slot[here]] = 0.0
+        elif here > 0 and k < count[here - 1]:
+            ready[slot[here]] = end[here - 1, k] + lag[here]
+    return slot, ready, flight, needs

@@ -33,9 +33,9 @@ from zbv_solver.verify import verify_orders
 CHAINS = 2
 WINDOW_ACTIONS, WINDOW_TIME = 120, 0.015
 """Size of CP-SAT's windows, and its deterministic time for each."""
-REST_SHARE = 0.4
+REST_SHARE = 0.5
 """Of what tuning may place: for laying the rest of the best order again."""
-TUNE_SHARE, ANNEAL_SHARE = 0.6, 0.8
+TUNE_SHARE, ANNEAL_SHARE = 0.8, 0.8
 """Of a time limit's rest, for these stages."""
 ROUNDS = 12
 """Of annealing; every third starts again from the best order."""
@@ -189,14 +189,14 @@ class Pipeline:
         spent = self._spent(TUNE_SHARE * (1 - REST_SHARE))
 
         def chain_of(number: int) -> Iterator[Found | None]:
-            seed, best = self.options.seed * CHAINS + number, self.found
+            seed, best, rule = self.options.seed * CHAINS + number, self.found, None
             for attempt in parameter_search(self.problem, placements - rest, seed, self.halt.flag, spent):
                 found = None if attempt is None else _of(attempt)
-                if found is not None and (best is None or found.value < best.value):
-                    best = found
+                if attempt is not None and (best is None or attempt.value < best.value):
+                    best, rule = found, attempt.rule
                 yield found
             if best is not None:
-                for attempt in rest_search(self.problem, best.orders, rest, seed, self.halt.flag):
+                for attempt in rest_search(self.problem, best.orders, rest, seed, self.halt.flag, rule):
                     yield None if attempt is None else _of(attempt)
 
         self._race(chain_of, TUNE_SHARE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from zbv_solver.jit import compiled
 from zbv_solver.orders import Orders
 from zbv_solver.problem import F, I, Problem, W
 from zbv_solver.timing import earliest_start_values
+
+if TYPE_CHECKING:
+    from zbv_solver.construct.list_scheduling import Rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +29,8 @@ class Attempt:
         (p, 3 * chunks * m) int8 and (p,): codes (see :mod:`.tables`) of every rank, in order.
     span, makespan
         At earliest start; of the span this is an upper bound.
+    rule
+        What laid all of it, where one rule of list scheduling did.
     """
 
     method: str
@@ -33,12 +39,13 @@ class Attempt:
     length: IntArray
     span: float
     makespan: float
+    rule: Rule | None = None
 
     @classmethod
-    def of(cls, method: str, problem: Problem, board: Board) -> Attempt:
+    def of(cls, method: str, problem: Problem, board: Board, rule: Rule | None = None) -> Attempt:
         """What a complete board achieves."""
         code, length = board.code.copy(), board.length.copy()
-        return cls(method, problem, code, length, board.span, board.makespan)
+        return cls(method, problem, code, length, board.span, board.makespan, rule)
 
     @classmethod
     def retimed(cls, method: str, problem: Problem, code: IntArray, length: IntArray) -> Attempt:

@@ -133,7 +133,7 @@ class ListScheduler:
         """The rule's order after what is kept, or None if it is incomplete."""
         if self.value(rule, kept=kept) == float("inf"):
             return None
-        return Attempt.of(method, self.problem, self.board)
+        return Attempt.of(method, self.problem, self.board, rule if kept is None else None)
 
 
 PREFERENCES = {

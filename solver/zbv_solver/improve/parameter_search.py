@@ -22,6 +22,8 @@ from zbv_solver.construct.list_scheduling import PHASES, ListScheduler, Rule, in
 from zbv_solver.construct.tables import FloatArray, IntArray
 from zbv_solver.problem import Problem
 
+GREEDY_COST = 4
+"""Times that placing an action takes the greedy longer than list scheduling; that many it counts for."""
 PATIENCE = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
 EXPLORATION = 0.12
 """Share of the budget that draws fresh parameters."""
@@ -32,6 +34,8 @@ BASINS, FEW_BASINS = 3, 1
 FEW_ORDERS = 500
 RACE = 0.5
 """Share of the budget after which only the best of them is climbed further."""
+AHEAD, FAR_AHEAD, FAR = 2 / 3, 0.9, 1.03
+"""Shares of the budget for the climber that leads, and by which ratio it is far ahead."""
 FEW_MICROBATCHES = 4
 """Times p: above that many, parameters are tuned at this many."""
 FINALISTS = 6
@@ -106,12 +110,14 @@ def at_few_microbatches(problem: Problem) -> Problem:
 
 
 def _turn(used: float, climbers: list[Climber]) -> int:
-    """Whose turn it is: at first they share placements evenly, then two thirds are for the one that leads."""
+    """Whose turn it is: at first they share evenly, then the one that leads has two thirds, far ahead more."""
     if len(climbers) == 1:
         return 0
+    rules, greedy = climbers[0].best, climbers[1].best
     share = 0.5
     if used > 2 * EXPLORATION:
-        share = 2 / 3 if climbers[1].best < climbers[0].best else 1 / 3
+        ahead = FAR_AHEAD if max(rules, greedy) > min(rules, greedy) * FAR else AHEAD
+        share = ahead if greedy < rules else 1 - ahead
     return int(climbers[1].placed < share * (climbers[0].placed + climbers[1].placed))
 
 
@@ -126,6 +132,7 @@ class RuleClimber:
         self.best = np.inf
         self.basins: list[tuple[float, Rule, int]] = []
         self.last = self.evaluation = self.placed = 0
+        self.rule: Rule | None = None
 
     def step(self, used: float) -> bool:
         """Evaluate a fresh rule, or a neighbour of a basin's best."""
@@ -139,7 +146,7 @@ class RuleClimber:
             most, rule, self.last = self.basins[basin]
             rule = self.neighbour(rule, COARSE if used < RACE else FINE)
         scheduler = self.options[self.last][1]
-        value = scheduler.value(rule, most)
+        self.rule, value = rule, scheduler.value(rule, most)
         self.placed += scheduler.placed
         if value <= most and value < np.inf:
             self._keep(value, rule, basin)
@@ -158,7 +165,7 @@ class RuleClimber:
         """The order just laid."""
         name, scheduler = self.options[self.last]
         method = f"parameters(rule,fuse={name},evaluation={self.evaluation})"
-        return Attempt.of(method, self.problem, scheduler.board)
+        return Attempt.of(method, self.problem, scheduler.board, self.rule)
 
     def finalists(self, problem: Problem) -> Iterator[Attempt]:
         """The latest best rules at more microbatches."""
@@ -246,7 +253,7 @@ class GreedyClimber:
             parameters = self._neighbour(parameters)
         greedy = self.options[self.last][1]
         complete = greedy.lay(parameters)
-        self.placed += int(greedy.board.length.sum())
+        self.placed += GREEDY_COST * int(greedy.board.length.sum())
         if not complete:
             return False
         value = greedy.board.span if self.problem.objective == "span" else greedy.board.makespan

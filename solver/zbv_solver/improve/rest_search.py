@@ -3,6 +3,10 @@
 What the structured greedy does best is the steady state; how a pipeline runs empty it leaves to chance. So a
 random cut through the best order keeps everything that starts earlier, and list scheduling with some rule
 lays what is left (a large neighbourhood in the sense of Shaw 1998, with a rule as its repair).
+
+The order remembers from which cut on which rule has laid it. A neighbour of the rule at the cut is what is
+tried most often: so one rule for everything becomes, step by step, a sequence of rules, each tuned to its
+stretch of time.
 """
 
 from __future__ import annotations
@@ -19,15 +23,23 @@ from zbv_solver.orders import Orders
 from zbv_solver.problem import Problem
 from zbv_solver.timing import earliest_times
 
-FRESH = 0.5
-"""Share of rules drawn anew; the others are neighbours of rules that did well."""
+FRESH, RECENT = 0.2, 0.2
+"""Shares of rules drawn anew, and of neighbours of rules that did well lately at any cut; the rest are
+neighbours of the rule at the cut."""
+SHORT = 0.03
+"""Of the order: a rule that laid less than that, to no gain, is not remembered as its rest's."""
 TRIES = 4
 """Rules tried at one cut."""
 REMEMBERED = 5
 
 
 def rest_search(
-    problem: Problem, orders: Orders, placements: int, seed: int = 0, halt: IntArray | None = None
+    problem: Problem,
+    orders: Orders,
+    placements: int,
+    seed: int = 0,
+    halt: IntArray | None = None,
+    rule: Rule | None = None,
 ) -> Iterator[Attempt | None]:
     """Ever better attempts, and None after every evaluation without one (to let the caller poll).
 
@@ -37,8 +49,10 @@ def rest_search(
         A verified order with microbatches in line.
     placements, seed, halt
         As of :func:`~.parameter_search.parameter_search`.
+    rule
+        What laid the order, where one rule did.
     """
-    climber = RestClimber(RuleClimber(problem, seed, halt), orders)
+    climber = RestClimber(RuleClimber(problem, seed, halt), orders, rule)
     while climber.placed < placements:
         yield climber.found if climber.step() else None
 
@@ -46,11 +60,12 @@ def rest_search(
 class RestClimber:
     """Climbs from an order by laying its rest again, by the rules of a climber."""
 
-    def __init__(self, rules: RuleClimber, orders: Orders):
+    def __init__(self, rules: RuleClimber, orders: Orders, rule: Rule | None = None):
         self.rules, self.problem, self.random = rules, rules.problem, rules.random
         self.found = Attempt.retimed("start", self.problem, *from_orders(orders, self.problem))
-        self.starts = _starts(self.found)
+        self.cut = 0.0
         self.kept: IntArray = np.zeros(self.problem.pp_degree, np.int64)
+        self.laid: list[tuple[float, Rule | None]] = [(0.0, rule)]
         self.pool: list[Rule] = []
         self.placed = self.evaluation = 0
 
@@ -63,11 +78,9 @@ class RestClimber:
         """Try one rule after one cut; whether the order got better."""
         self.evaluation += 1
         if self.evaluation % TRIES == 1:
-            cut = self.random.uniform(0.0, self.found.makespan)
-            self.kept = np.array([int(np.searchsorted(begin, cut)) for begin in self.starts])
-        rule = self.rules.fresh()
-        if self.pool and self.random.random() > FRESH:
-            rule = self.rules.neighbour(self.pool[self.random.integers(len(self.pool))], FINE)
+            self.cut = self.random.uniform(0.0, self.found.makespan)
+            self.kept = np.array([int(np.searchsorted(start, self.cut)) for start in _starts(self.found)])
+        rule = self._rule()
         option = int(self.random.integers(len(self.rules.options)))
         name, scheduler = self.rules.options[option]
         value = scheduler.value(rule, self.best, (self.found.code, self.kept))
@@ -78,9 +91,20 @@ class RestClimber:
         method = f"parameters(rest,fuse={name},evaluation={self.evaluation})"
         # An order as good as the best takes its place: steps to the side lead on.
         self.found = Attempt.of(method if improved else self.found.method, self.problem, scheduler.board)
-        self.starts = _starts(self.found)
+        if improved or self.cut < (1 - SHORT) * self.found.makespan:
+            self.laid = [*(kept for kept in self.laid if kept[0] < self.cut), (self.cut, rule)]
         self.pool = [*self.pool[-REMEMBERED + 1 :], rule]
         return improved
+
+    def _rule(self) -> Rule:
+        """A rule to try from the cut on."""
+        draw = self.random.random()
+        if self.pool and draw < RECENT:
+            return self.rules.neighbour(self.pool[self.random.integers(len(self.pool))], FINE)
+        governing = [rule for begin, rule in self.laid if begin <= self.cut][-1]
+        if governing is None or draw > 1 - FRESH:
+            return self.rules.fresh()
+        return self.rules.neighbour(governing, FINE)
 
 
 def _starts(attempt: Attempt) -> list[FloatArray]:

@@ -18,6 +18,7 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.exact import refine
 from zbv_solver.orders import Orders, first_in_first_out
 from zbv_solver.problem import LETTERS, B, F, I, Problem, W, exceeds
+from zbv_solver.schema import parse_problem
 from zbv_solver.timing import evaluate, span_start_times
 from zbv_solver.verify import verify_orders
 
@@ -70,6 +71,45 @@ def test_proven_optima_that_memory_decides() -> None:
     assert result.proved
     assert lower_bound(problem, effort="quick").value < result.lower_bound
     assert lower_bound(problem).value == pytest.approx(result.lower_bound)
+
+
+@pytest.mark.parametrize(("backward_input", "weight", "optimum"), [(16, 4, 551), (14, 6, 527), (20, 10, 687)])
+def test_a_span_knows_what_the_innermost_rank_does_in_it(
+    backward_input: float, weight: float, optimum: float
+) -> None:
+    """It starts late, its last I comes early, and not all its W's can wait. CP-SAT proved the optima."""
+    costs = {"forward": 10, "backward_input": backward_input, "backward_weight": weight, "p2p": 0.5}
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 16}
+    problem = parse_problem({"pp_degree": 4, "microbatches": 8, "costs": costs, "memory": memory})
+    assert 0.995 * optimum <= lower_bound(problem).value <= optimum
+
+
+@pytest.mark.parametrize(
+    ("m", "costs", "optimum"),
+    [
+        (
+            2,
+            {
+                "forward": [9, 7, 9, 8],
+                "backward_input": [4, 11, 14, 12],
+                "backward_weight": [2, 8, 2, 3],
+            },
+            106,
+        ),
+        (1, {"forward": 8, "backward_input": 5, "backward_weight": 8, "p2p": 1}, 64),
+    ],
+)
+def test_another_rank_may_work_before_the_window_and_both_ramps_may_overlap(
+    m: int, costs: dict[str, object], optimum: float
+) -> None:
+    """Two optima that a first draft of the bound exceeded."""
+    memory = {"forward": 2, "backward_input": 0, "backward_weight": -2}
+    problem = parse_problem({"pp_degree": 2, "microbatches": m, "costs": costs, "memory": memory})
+    start = next(priority_schedules(problem)).orders
+    result = refine(problem, start, lower_bound=0.0, effort=1.0)
+    assert result.proved
+    assert result.lower_bound == pytest.approx(optimum)
+    assert lower_bound(problem).value <= optimum * (1 + 1e-9)
 
 
 @given(limited_problems(max_p=3, max_m=4))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.problems import limited_problems, uniform
 from zbv_solver.construct.attempt import from_orders
 from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial, simple_rule
-from zbv_solver.improve.rest_search import rest_search
+from zbv_solver.improve.parameter_search import RuleClimber
+from zbv_solver.improve.rest_search import RestClimber, rest_search
 from zbv_solver.problem import Problem
 from zbv_solver.timing import earliest_times
 from zbv_solver.verify import verify_orders
@@ -53,3 +54,25 @@ def test_improves_an_order_and_repeats_itself() -> None:
     code, length = from_orders(runs[0][-1].orders, problem)
     assert np.array_equal(code, runs[0][-1].code)
     assert np.array_equal(length, runs[0][-1].length)
+
+
+def test_the_order_remembers_which_rule_laid_which_stretch() -> None:
+    """Laid again from the last cut on by the rule of that cut, the order is as good."""
+    problem = uniform(4, 12, limit=6, p2p=1)
+    scheduler = ListScheduler(problem)
+    rule = simple_rule(problem, "backward-deep", 1.0, 0.5)
+    first = scheduler.attempt(rule, "first")
+    assert first is not None
+    assert first.rule is rule
+    climber = RestClimber(RuleClimber(problem, seed=0), first.orders, first.rule)
+    improvements = sum(climber.step() for _ in range(400))
+    assert improvements > 0
+    cuts = [cut for cut, _ in climber.laid]
+    assert cuts == sorted(cuts)
+    assert cuts[0] == 0.0
+    cut, last = climber.laid[-1]
+    begins, _ = earliest_times(problem, climber.found.orders)
+    ranks = range(problem.pp_degree)
+    kept = np.array([np.searchsorted(begins[climber.found.orders.slice_of(rank)], cut) for rank in ranks])
+    assert last is not None
+    assert scheduler.value(last, kept=(climber.found.code, kept)) == climber.best < first.value

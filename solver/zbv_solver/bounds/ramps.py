@@ -117,10 +117,7 @@ def _ramp(
     window.
     """
     chunks, n = heads.shape[1], heads.shape[2]
-    last = np.inf
-    if n < m:  # beyond the known heads everything might be done
-        for c in range(chunks):
-            last = min(last, heads[FIRST, c, n - 1], heads[SECOND, c, n - 1])
+    last = _last(heads, m)
     rows = np.zeros((len(times) + 1, 4))
     known, most = 0, -np.inf
     count = np.zeros((5, chunks), np.int64)
@@ -157,6 +154,13 @@ def _ramp(
 
 
 @compiled
+def _last(heads: FloatArray, m: int) -> float:  # pragma: no cover - compiled
+    """The time from which on heads (3, c, n) are not all known: everything might be done by then."""
+    n = heads.shape[2]
+    return float(heads[: SECOND + 1, :, n - 1].min()) if n < m else np.inf
+
+
+@compiled
 def _left(
     work: FloatArray, hold: FloatArray, room: float, tails: FloatArray, times: FloatArray, m: int
 ) -> FloatArray:  # pragma: no cover - compiled
@@ -165,13 +169,8 @@ def _left(
     Rows (time, firsts and pres, seconds, both). Of every chunk, some cells are left whole and of some only
     the pre; all counts of whole cells are tried, since the one that is under way holds all its memory.
     """
-    chunks, n = tails.shape[1], tails.shape[2]
-    last, soonest = np.inf, np.inf
-    for c in range(chunks):
-        for kind in (FIRST, SECOND):
-            soonest = min(soonest, tails[kind, c, 0])
-            if n < m:  # beyond the known tails everything might be left
-                last = min(last, tails[kind, c, n - 1])
+    chunks = tails.shape[1]
+    last, soonest = _last(tails, m), tails[: SECOND + 1, :, 0].min()
     rows = np.zeros((len(times), 4))
     known = 0
     ready = np.zeros(2, np.int64)

@@ -110,7 +110,7 @@ def at_few_microbatches(problem: Problem) -> Problem:
 
 
 def _turn(used: float, climbers: list[Climber]) -> int:
-    """Whose turn it is: at first they share evenly, then the one that leads has two thirds, far ahead more."""
+    """Whose turn it is: at first they share evenly, then most is for the one that leads."""
     if len(climbers) == 1:
         return 0
     rules, greedy = climbers[0].best, climbers[1].best

@@ -279,21 +279,28 @@ class Pipeline:
     def _race(self, chain_of: Callable[[int], Iterator[Found | None]], share: float) -> None:
         """Run the chains; the best order of all becomes the incumbent.
 
-        Of a time limit a stage takes no more than ``share`` of what is left.
+        A chain that meets the bound ends the others, each as soon as it has made as many steps: so the plan
+        does not depend on which chain was faster. Of a time limit a stage takes no more than ``share`` of
+        what is left.
         """
         spent = self._spent(share)
+        met: dict[int, int] = {}  # steps after which a chain met the bound
 
         def run(number: int) -> Found | None:
             best = None
-            for found in chain_of(number):
+            for step, found in enumerate(chain_of(number)):
                 if found is not None and (best is None or found.value < best.value):
                     best = found
                     self._hear(found)
-                if self._is_over() or spent() >= 1:
+                    if self._meets_bound(found):
+                        met[number] = step
+                if self._is_over() or spent() >= 1 or any(step >= other for other in met.copy().values()):
                     break
             return best
 
-        for best in self.pool.map(run, range(CHAINS)):
+        bests = list(self.pool.map(run, range(CHAINS)))
+        for number in sorted(range(CHAINS), key=lambda number: (met.get(number, float("inf")), number)):
+            best = bests[number]
             if best is not None and self._is_better(best.value):
                 self._take(best)
 
@@ -346,8 +353,10 @@ class Pipeline:
         return self.found is None or value < self.found.value * (1 - OPTIMAL_GAP)
 
     def _is_over(self) -> bool:
-        met = self.found is not None and self.found.value <= self.bound * (1 + OPTIMAL_GAP)
-        return self.found is not None and (met or self.halt.check())
+        return self.found is not None and (self._meets_bound(self.found) or self.halt.check())
+
+    def _meets_bound(self, found: Found) -> bool:
+        return found.value <= self.bound * (1 + OPTIMAL_GAP)
 
     def _exact_value(self, orders: Orders) -> float:
         timing = evaluate(self.problem, orders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.improve.exact import objective_of as evaluate_objective
 from zbv_solver.orders import Orders
 from zbv_solver.problem import Problem
+from zbv_solver.schema import parse_problem
 from zbv_solver.search import STAGES, Progress, SearchOptions, make_plan, search
 from zbv_solver.verify import verify
 
@@ -87,6 +89,28 @@ def test_stages_can_be_left_out(problem: Problem, without: tuple[str, ...]) -> N
 def test_same_question_same_plan(problem: Problem) -> None:
     plans = [search(problem, SearchOptions(seed=3, workers=workers)) for workers in (1, 2)]
     assert plans[0].plan_id == plans[1].plan_id
+
+
+@pytest.mark.parametrize("seed", [0, 5, 6, 21])
+def test_the_chain_that_meets_the_bound_first_wins_whoever_is_faster(seed: int) -> None:
+    """On these problems tuning meets the bound, in one chain after many more steps than in the other."""
+    chance = random.Random(seed)
+    forward, backward_input, backward_weight = (
+        [chance.randint(8, 12) * base // 10 for _ in range(6)] for base in (10, 12, 8)
+    )
+    costs = {
+        "forward": forward,
+        "backward_input": backward_input,
+        "backward_weight": backward_weight,
+    }
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 12}
+    problem = parse_problem(
+        {"pp_degree": 3, "microbatches": 8, "objective": "makespan", "costs": costs, "memory": memory}
+    )
+    plans = [search(problem, SearchOptions(workers=workers)) for workers in (1, 2, 2)]
+    assert plans[0].metrics.status == "optimal"
+    assert plans[0].provenance.method.startswith("parameters")
+    assert len({plan.plan_id for plan in plans}) == 1
 
 
 @given(limited_problems(max_p=2, max_m=3))

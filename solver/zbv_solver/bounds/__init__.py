@@ -79,9 +79,8 @@ def _span_bounds(problem: Problem, ranks: list[int]) -> list[Bound]:
     bounds = []
     for rank in ranks[: max(1, HEADS // (4 * problem.n_stages * n))]:
         origin = int(forwards.stages[rank, 0])
-        own = backwards.without_pres_elsewhere(rank)
-        heads, tails = forwards.heads(origin, False, n), own.heads(origin, False, n)
-        bounds += _rank_bounds(forwards, own, heads, tails, rank, problem.microbatches)
+        heads, tails = forwards.heads(origin, False, n), backwards.heads(origin, False, n)
+        bounds += _rank_bounds(forwards, backwards, heads, tails, rank, problem.microbatches)
         for other in range(problem.pp_degree):
             if other != rank:
                 value = through_bound(forwards, backwards, heads, tails, other, problem.microbatches)

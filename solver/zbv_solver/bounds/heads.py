@@ -59,7 +59,8 @@ def sweep(
     """Heads (3, S, m) of the first m firsts and seconds of every stage, and the earliest ends of its cells.
 
     ``origin`` is the stage whose first action opens the window; with ``everywhere`` no rank has an action
-    before that, otherwise only the stage's own rank has none.
+    before that, otherwise only the stage's own rank has none. Read backwards, other ranks' pres (their W's)
+    may so lie beyond the window, as many as their memory lets wait.
     """
     p, chunks = stages.shape
     n = p * chunks

@@ -60,8 +60,7 @@ def through_bound(
 ) -> float:
     """Bound of another rank's window from all that ``rank`` must do in it; 0 for more than two chunks.
 
-    ``heads`` and ``tails`` (3, S, n) are those of the other rank's window; ``backwards`` has the W's of all
-    ranks, in ``tails`` only those of the window's rank count.
+    ``heads`` and ``tails`` (3, S, n) are those of the other rank's window.
     """
     stages = forwards.stages[rank]
     if len(stages) > 2:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.bounds.heads import FREE_POST, FREE_SECOND, HOLD_PRE, POST, PRE, SECOND, sweep
+from zbv_solver.bounds.heads import FREE_POST, FREE_SECOND, POST, SECOND, sweep
 from zbv_solver.problem import MEMORY_TOLERANCE, B, F, I, Problem, W
 
 FloatArray = NDArray[np.float64]
@@ -76,14 +76,6 @@ class Side:
             everywhere,
             m,
         )
-
-    def without_pres_elsewhere(self, rank: int) -> Side:
-        """The side when only ``rank``'s own pres lie in the window."""
-        work, hold = self.work.copy(), self.hold.copy()
-        others = np.arange(len(work)) != rank
-        work[others, PRE] = 0.0
-        hold[others, HOLD_PRE] = 0.0
-        return Side(work, hold, self.gap, self.stages, self.room, self.reach, self.price, self.own)
 
 
 def sides(problem: Problem) -> tuple[Side, Side]:

@@ -48,7 +48,7 @@ def windows(problem: Problem) -> Windows:
         return Windows(head, tail)
     for rank in range(problem.pp_degree):
         origin = int(forwards.stages[rank, 0])
-        _fill_in(head, tail, forwards, backwards.without_pres_elsewhere(rank), origin, False, (rank,), inputs)
+        _fill_in(head, tail, forwards, backwards, origin, False, (rank,), inputs)
     return Windows(head, tail)
 
 

@@ -146,7 +146,8 @@ def test_every_action_is_listed(opened: Look, plan: Plan) -> None:
 def test_exports_are_linked_and_answer(opened: Look, service: Service) -> None:
     links = opened.page.locator(".exports a")
     names = links.all_inner_texts()
-    assert names == ["json", "torch-csv", "chrome-trace", "svg", "html"]
+    machines = ["torch-csv", "torch-comms-csv", "torchtitan", "megatron-json", "chrome-trace"]
+    assert names == ["json", *machines, "svg", "html"]
     for url in links.evaluate_all("links => links.map((link) => link.href)"):
         answer = opened.page.request.get(url)
         assert answer.ok, url

@@ -68,6 +68,27 @@ _ALL = (
         _render_of("torch_csv"),
     ),
     Format(
+        "torch-comms-csv",
+        "text/csv; charset=utf-8",
+        ".comms.csv",
+        "CSV with sends and receives for torch.distributed.pipelining",
+        _render_of("torch_comms_csv"),
+    ),
+    Format(
+        "torchtitan",
+        "application/toml",
+        ".torchtitan.toml",
+        "settings for torchtitan, with the schedule CSV inside",
+        _render_of("torchtitan"),
+    ),
+    Format(
+        "megatron-json",
+        "application/json",
+        ".nodes.json",
+        "node list of Megatron-LM's zero-bubble fork",
+        _render_of("megatron_json"),
+    ),
+    Format(
         "chrome-trace",
         "application/json",
         ".trace.json",

@@ -18,6 +18,7 @@ from zbv_worker.executor import Executor, StepResult
 from zbv_worker.rank_plan import RankPlan, lower
 from zbv_worker.run import build_stages
 from zbv_worker.selfcheck import hard_model
+from zbv_worker.stage import Stage
 from zbv_worker.thread_transport import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
@@ -113,7 +114,9 @@ def test_a_step_reports_every_action_in_order_and_losses_where_the_last_stage_is
 def test_an_error_in_a_stage_carries_rank_step_and_action() -> None:
     hub = ThreadHub(2)
     executor = executor_of(0, hub.transport(0), timeout=1)
-    executor._stages[0].module.register_forward_hook(fail)
+    stage = executor._stages[0]
+    assert isinstance(stage, Stage)
+    stage.module.register_forward_hook(fail)
     with pytest.raises(ZeroDivisionError) as caught:
         executor.step(7)
     assert caught.value.__notes__ == ["rank 0, step 7, action 0F0"]

@@ -35,6 +35,8 @@ def test_each_rank_fetches_its_list_from_the_service_and_trains(tmp_path: Path) 
         for rank in range(2):
             fetched = PlanSource(service.address, plan.plan_id).rank_plan(rank, timeout=10)
             assert fetched == RankPlan.of(plan.plan_id, problem, plan.orders, rank)
+        whole = PlanSource(service.address, plan.plan_id).whole(timeout=10)
+        assert whole.orders == plan.orders
         with pytest.raises(InvalidRun, match="rank 7: no action list"):
             PlanSource(service.address, plan.plan_id).rank_plan(7, timeout=10)
         command = python_command(

@@ -23,6 +23,10 @@ class Statement:
     ----------
     model
         Fingerprint of the model, its arguments and its number of stages.
+    traced
+        Whether the ranks will bring their traces together.
+    runtime
+        What walks the lists: two kinds do not understand each other.
     """
 
     plan_id: str
@@ -33,9 +37,11 @@ class Statement:
     backend: str
     steps: int
     channels: tuple[Channel, ...]
+    traced: bool = False
+    runtime: str = "zbv"
 
 
-_COMMON = ("plan_id", "pp_degree", "world_size", "model", "backend", "steps")
+_COMMON = ("plan_id", "pp_degree", "world_size", "model", "backend", "steps", "traced", "runtime")
 
 
 def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[ChannelKey, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,8 @@ from zbv_solver.channels import Channel, ChannelKind, Transfer
 from zbv_worker.errors import ModelError
 
 
-@dataclass(frozen=True, order=True)
-class ChannelKey:
-    """A channel's identity: direction and kind."""
+class ChannelKey(NamedTuple):
+    """A channel's identity: direction and kind. A tuple, because every transfer looks its channel up."""
 
     sender: int
     receiver: int
@@ -104,6 +103,17 @@ class Transport(ABC):
     @abstractmethod
     def barrier(self, timeout: float) -> None:
         """Wait for all ranks; raises TimeoutError."""
+
+    @abstractmethod
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        """Send a number of 64 bits to any rank, beside the channels; may wait until the peer hears it.
+
+        Raises TimeoutError or ConnectionError.
+        """
+
+    @abstractmethod
+    def hear(self, peer: int, timeout: float) -> int:
+        """The next number that a rank tells this one; raises TimeoutError or ConnectionError."""
 
     @abstractmethod
     def close(self) -> None:

@@ -17,11 +17,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from zbv_worker.errors import InvalidRun
 Backend = Literal["gloo", "nccl"]
 
 _POLL_SECONDS = 0.0005
+_EVER = timedelta(days=1)
+_TAG = 0
+"""Channels are ordered: nothing is told apart by tags."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,11 @@ class DistributedTransport(Transport):
         self.world_size = world.world_size
         self._backend = backend
         self._device = device
-        self._groups: dict[ChannelKey, dist.ProcessGroup] = {}
-        self._senders: dict[ChannelKey, _Sender] = {}
+        self._wire_device = device if backend == "nccl" else torch.device("cpu")
+        self._stages_through_cpu = backend == "gloo" and device.type != "cpu"
+        self._opened: set[ChannelKey] = set()
+        self._ends: dict[ChannelKey, _End] = {}
+        self._senders: list[_Sender] = []
         try:
             dist.init_process_group(
                 "gloo",
@@ -116,13 +122,17 @@ class DistributedTransport(Transport):
     @override
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
         # new_group is collective over all ranks, so all must call it in one order, members or not.
-        for key in sorted(set(keys) - self._groups.keys()):
+        for key in sorted(set(keys) - self._opened):
             group = dist.new_group(
                 [key.sender, key.receiver], timeout=timedelta(seconds=timeout), backend=self._backend
             )
-            self._groups[key] = group
+            self._opened.add(key)
             if self.rank == key.sender:
-                self._senders[key] = _ThreadSender(key) if self._backend == "gloo" else _PollSender(key)
+                sender = _ThreadSender(key) if self._backend == "gloo" else _PollSender(key)
+                self._senders.append(sender)
+                self._ends[key] = _End(group, dist.get_group_rank(group, key.receiver), sender)
+            elif self.rank == key.receiver:
+                self._ends[key] = _End(group, dist.get_group_rank(group, key.sender), None)
             self._greet(key, timeout)
 
     def _greet(self, key: ChannelKey, timeout: float) -> None:
@@ -139,37 +149,39 @@ class DistributedTransport(Transport):
     @override
     def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None:
         payload = tensor.detach().contiguous()
-        wanted = self._wire_device
-        if payload.device != wanted:
-            payload = payload.to(wanted)
+        if self._stages_through_cpu:
+            payload = payload.cpu()
+        end = self._ends.get(key)
+        if end is None or end.sender is None:
+            raise InvalidRun(f"rank {self.rank} does not send on {key}.")
         try:
-            work = dist.isend(payload, key.receiver, group=self._groups[key])
+            work = end.group.send([payload], end.peer, _TAG)
         except RuntimeError as error:
             raise _classified(error, f"sending {label} to rank {key.receiver}") from error
-        if work is not None:
-            self._senders[key].add(_Sent(work, payload, label))
+        end.sender.add(_Sent(work, payload, label))
 
     @override
     def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
         # A buffer of its own for every tensor: W may hold it long after the next one arrived.
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._wire_device)
+        end = self._ends.get(key)
+        if end is None or end.sender is not None:
+            raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
         try:
-            work = dist.irecv(buffer, key.sender, group=self._groups[key])
+            work = end.group.recv([buffer], end.peer, _TAG)
         except RuntimeError as error:
             raise _classified(error, f"posting a receive from rank {key.sender}") from error
-        if work is None:
-            raise InvalidRun(f"rank {self.rank} is not part of {key}.")
         return _Posted(work, buffer, self._device, self._backend)
 
     @override
     def check(self) -> None:
-        for sender in self._senders.values():
+        for sender in self._senders:
             sender.check()
 
     @override
     def flush(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        for sender in self._senders.values():
+        for sender in self._senders:
             sender.flush(deadline)
 
     @override
@@ -188,18 +200,50 @@ class DistributedTransport(Transport):
             raise TimeoutError(_first_line(error)) from error
 
     @override
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        self._control(dist.isend, torch.tensor([value]), peer, timeout)
+
+    @override
+    def hear(self, peer: int, timeout: float) -> int:
+        heard = torch.empty(1, dtype=torch.int64)
+        self._control(dist.irecv, heard, peer, timeout)
+        return int(heard)
+
+    def _control(
+        self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, timeout: float
+    ) -> None:
+        """One message of the default group, which is gloo's whatever the channels use."""
+        try:
+            work = operation(tensor, peer)
+            if work is not None:
+                work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise _classified(error, f"a control message between ranks {self.rank} and {peer}") from error
+
+    @override
     def close(self) -> None:
-        for sender in self._senders.values():
+        for sender in self._senders:
             sender.close()
         self._senders.clear()
-        self._groups.clear()
+        self._ends.clear()
+        self._opened.clear()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a broken group cannot be taken down in order
                 dist.destroy_process_group()
 
-    @property
-    def _wire_device(self) -> torch.device:
-        return self._device if self._backend == "nccl" else torch.device("cpu")
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _End:
+    """This rank's end of a channel. Sends and receives go to the group itself: the functions of
+    ``torch.distributed`` look up again, at every call, what never changes.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    """The other end's rank within the group."""
+
+    sender: _Sender | None
+    """None at the receiving end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +261,7 @@ class _Posted:
             self.work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             raise _classified(error, "receive") from error
-        return self.buffer.to(self.device)
+        return self.buffer if self.buffer.device == self.device else self.buffer.to(self.device)
 
     def _poll(self, timeout: float) -> None:
         """NCCL's own wait only orders streams, and its watchdog aborts the process: time it here."""
@@ -228,8 +272,7 @@ class _Posted:
             time.sleep(_POLL_SECONDS / 10)
 
 
-@dataclass(frozen=True, eq=False)
-class _Sent:
+class _Sent(NamedTuple):
     work: dist.Work
     payload: Tensor
     label: str
@@ -253,16 +296,16 @@ class _ThreadSender:
     def __init__(self, key: ChannelKey):
         self._key = key
         self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
-        self._idle = threading.Condition()
-        self._outstanding: deque[str] = deque()
+        self._added = 0
+        self._finished = 0
+        self._current = ""
         self._failure: Exception | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._reap, name=f"sends of {key}", daemon=True)
         self._thread.start()
 
     def add(self, sent: _Sent) -> None:
-        with self._idle:
-            self._outstanding.append(sent.label)
+        self._added += 1
         self._queue.put(sent)
 
     def check(self) -> None:
@@ -270,15 +313,13 @@ class _ThreadSender:
             raise self._failure
 
     def flush(self, deadline: float) -> None:
-        with self._idle:
-            done = self._idle.wait_for(
-                lambda: not self._outstanding or self._failure is not None,
-                max(0.0, deadline - time.monotonic()),
-            )
-            waiting = self._outstanding[0] if self._outstanding else ""
+        # By looking, once a run: a condition would cost every send something.
+        while self._finished < self._added:
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self._key.receiver} did not take {self._current}")
+            time.sleep(_POLL_SECONDS)
         self.check()
-        if not done:
-            raise TimeoutError(f"rank {self._key.receiver} did not take {waiting}")
 
     def close(self) -> None:
         self._closed = True
@@ -293,17 +334,16 @@ class _ThreadSender:
                 continue
             if sent is None:
                 return
+            self._current = sent.label
             try:
                 # How long a peer may take is for it to say, whose receive has the timeout: it may be busy
                 # with other microbatches. This one ends with the connection, or with the process.
-                sent.work.wait(timedelta(days=1))
+                sent.work.wait(_EVER)
             except RuntimeError as error:
                 if not self._closed:
                     self._failure = _classified(error, f"sending {sent.label} to rank {self._key.receiver}")
             del sent
-            with self._idle:
-                self._outstanding.popleft()
-                self._idle.notify_all()
+            self._finished += 1
 
 
 class _PollSender:

@@ -14,6 +14,9 @@ A message names the rank it comes from, the action that could not go on, and the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class WorkerError(Exception):
     """Root of every error the worker raises on purpose. The ranks' process group is unusable afterwards."""
@@ -37,3 +40,14 @@ class PeerLost(WorkerError):
 
 class ModelError(WorkerError):
     """A model's stage returned something that the protocol of :mod:`zbv_worker.model` does not allow."""
+
+
+@contextmanager
+def naming_errors(rank: int, what: str) -> Iterator[None]:
+    """Gives a transport's errors the worker's names where no action is under way."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ChannelTimeout(f"rank {rank}, {what}: {error}.") from error
+    except ConnectionError as error:
+        raise PeerLost(f"rank {rank}, {what}: {error}.") from error

@@ -7,9 +7,9 @@ only where the plan says that it needs a tensor of another rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from zbv_solver.orders import Action
 from zbv_worker.channels import ChannelKey, Inbox, Outbox, TensorSpec, Transport, key_of
 from zbv_worker.errors import ChannelTimeout, PeerLost
 from zbv_worker.rank_plan import Instruction, Local, RankPlan, Remote, lower
-from zbv_worker.stage import Stage
 
 DEFAULT_LOOK_AHEAD = 3
 
@@ -31,18 +30,34 @@ class Batches(Protocol):
         """Input and target, on the CPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """When an action happened, in nanoseconds of the host's monotonic clock.
+class Computation(Protocol):
+    """What the executor asks of a stage: see :class:`zbv_worker.stage.Stage`."""
+
+    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
+        """F: the output, or the last stage's loss."""
+
+    def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        """B: the input's gradient, None for the first stage."""
+
+    def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        """I: as B."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W."""
+
+
+class Record(NamedTuple):
+    """When an action happened, in nanoseconds of the rank's clock.
 
     ``wait`` is when the rank turned to the action, ``start`` when its input was there, ``end`` when it was
-    done.
+    done; ``received`` is the size in bytes of an input that came from another rank.
     """
 
     action: Action
     wait: int
     start: int
     end: int
+    received: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,8 @@ class Executor:
         Seconds to wait for any one tensor.
     look_ahead
         Receives kept posted ahead per channel.
+    clock
+        Of the records, in nanoseconds; the host's monotonic clock.
 
     Raises
     ------
@@ -103,20 +120,23 @@ class Executor:
     def __init__(
         self,
         plan: RankPlan,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, Computation],
         batches: Batches,
         transport: Transport,
         *,
         device: torch.device,
         timeout: float,
         look_ahead: int = DEFAULT_LOOK_AHEAD,
+        clock: Callable[[], int] = time.perf_counter_ns,
     ):
         self.plan = plan
+        self._clock = clock
         self._program = lower(plan)
         self._stages = stages
         self._batches = batches
         self._transport = transport
         self._device = device
+        self._is_cuda = device.type == "cuda"
         self._timeout = timeout
         self._specs: dict[int, TensorSpec] = {}
         mine = plan.rank
@@ -137,21 +157,24 @@ class Executor:
         """
         state = _StepState(step)
         records = []
+        clock = self._clock
         for inbox in self._inboxes.values():
             inbox.begin()
         for instruction in self._program:
             try:
-                wait = time.perf_counter_ns()
+                wait = clock()
                 value = self._input(instruction, state)
-                start = time.perf_counter_ns()
+                start = clock()
                 output = self._run(instruction, value, state)
-                self._synchronise()
-                end = time.perf_counter_ns()
+                if self._is_cuda:
+                    torch.cuda.current_stream(self._device).synchronize()
+                end = clock()
                 self._deliver(instruction, output, state)
             except Exception as error:
                 error.add_note(f"rank {self.plan.rank}, step {step}, action {instruction.action}")
                 raise
-            records.append(Record(instruction.action, wait, start, end))
+            received = value.nbytes if value is not None and isinstance(instruction.source, Remote) else 0
+            records.append(Record(instruction.action, wait, start, end, received))
         losses = {microbatch: float(loss) for microbatch, loss in state.losses.items()}
         return StepResult(step, losses, tuple(records))
 
@@ -213,10 +236,6 @@ class Executor:
         if target is None:
             _, target = self._batches.microbatch(state.step, microbatch)
         return target.to(self._device)
-
-    def _synchronise(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def _named(self, error: Exception, action: Action, source: Remote | None) -> ChannelTimeout | PeerLost:
         """A transport's error with what it means for this rank."""

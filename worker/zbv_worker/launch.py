@@ -1,7 +1,7 @@
 """Starts local ranks as processes with the environment that torchrun gives, watches them, and ends them.
 
-For one machine without torchrun: the demonstration, profiling, and tests. No rank outlives the launcher's
-``with`` block, whatever ends it.
+For one machine without torchrun: the demonstration, profiling, rehearsals, and tests. No rank outlives the
+launcher's ``with`` block, whatever ends it.
 """
 
 from __future__ import annotations

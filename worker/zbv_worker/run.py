@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
+from torch import nn
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.placement import Placement, PlacementKind
 from zbv_solver.plan import identity, parse_orders, parse_plan_document
@@ -24,15 +25,20 @@ from zbv_solver.verify import verify_orders
 from zbv_worker.agreement import Statement, agree
 from zbv_worker.channels import Transport
 from zbv_worker.distributed import Backend, DistributedTransport, World, select_device
-from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
-from zbv_worker.executor import DEFAULT_LOOK_AHEAD, Executor
+from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
 from zbv_worker.launch import keep_freed_memory
+from zbv_worker.merged_trace import RankTrace, SharedTrace, claim
 from zbv_worker.model import ModelSpec, PipelineModel, build_stage
+from zbv_worker.planned import WholePlan
 from zbv_worker.rank_plan import RankPlan
 from zbv_worker.stage import Stage
 from zbv_worker.trace import RankReport
 
+Runtime = Literal["zbv", "torch"]
+
 _MEETING_SECONDS = 120.0
+_NO_PLAN = "found no plan; give --server URL and --plan ID, or --plan-file FILE."
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,16 @@ class PlanSource:
         if self.file is not None:
             return _from_file(self.file, rank)
         if self.server is None or self.plan_id is None:
-            raise InvalidRun("found no plan; give --server URL and --plan ID, or --plan-file FILE.")
+            raise InvalidRun(_NO_PLAN)
         return _from_service(self.server, self.plan_id, rank, timeout)
+
+    def whole(self, timeout: float) -> WholePlan:
+        """The lists of all ranks; raises :class:`InvalidRun`."""
+        if self.file is not None:
+            return WholePlan.of_file(self.file)
+        if self.server is None or self.plan_id is None:
+            raise InvalidRun(_NO_PLAN)
+        return WholePlan.of_service(self.server, self.plan_id, timeout)
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,10 @@ class RunOptions:
         Seconds that a rank waits for any one tensor within a step.
     threads
         Compute threads per rank on CPU; None leaves torch's choice.
+    trace
+        Where rank 0 writes when every action happened on every rank, on one clock.
+    runtime
+        What walks the lists: ours, or PyTorch's pipelining runtime (:mod:`zbv_worker.torch_runtime`).
     """
 
     sources: tuple[PlanSource, ...]
@@ -77,6 +95,8 @@ class RunOptions:
     look_ahead: int = DEFAULT_LOOK_AHEAD
     threads: int | None = None
     result_dir: Path | None = None
+    trace: Path | None = None
+    runtime: Runtime = "zbv"
 
     @property
     def meeting_timeout(self) -> float:
@@ -98,13 +118,20 @@ def run(options: RunOptions, world: World) -> list[RankReport]:
     if device.type == "cpu":
         keep_freed_memory()
     # What can be wrong on this rank alone is found before the others are met.
-    plans = [source.rank_plan(world.rank, options.timeout) for source in options.sources]
+    wholes: list[WholePlan] = []
+    if options.runtime == "torch":
+        wholes = [source.whole(options.timeout) for source in options.sources]
+        plans = [whole.of_rank(world.rank) for whole in wholes]
+    else:
+        plans = [source.rank_plan(world.rank, options.timeout) for source in options.sources]
+    if world.rank == 0 and options.trace is not None:
+        claim(options.trace)
     model = options.model.build()
-    with _outside_of_steps(world.rank, "meeting the other ranks"):
+    with naming_errors(world.rank, "meeting the other ranks"):
         transport = DistributedTransport(world, options.backend, device, options.meeting_timeout)
     try:
-        reports = train(options, plans, model, transport, device)
-        with _outside_of_steps(world.rank, "ending the run"):
+        reports = train(options, plans, model, transport, device, wholes)
+        with naming_errors(world.rank, "ending the run"):
             transport.flush(options.meeting_timeout)
             transport.barrier(options.meeting_timeout)  # nobody hangs up while a peer still receives
     finally:
@@ -121,17 +148,37 @@ def train(
     model: PipelineModel,
     transport: Transport,
     device: torch.device,
+    wholes: Sequence[WholePlan] = (),
 ) -> list[RankReport]:
-    """Agree with the peers, build this rank's stages and run all steps; one report per plan."""
-    trainings = [_Training(options, plan, model, transport, device) for plan in plans]
+    """Agree with the peers, build this rank's stages and run all steps; one report per plan.
+
+    Parameters
+    ----------
+    wholes
+        All ranks' parts of the plans, for PyTorch's runtime, which needs them.
+    """
+    trainings = [
+        _Training(options, plan, model, transport, device, wholes[at] if wholes else None)
+        for at, plan in enumerate(plans)
+    ]
+    shared = SharedTrace(transport, options.meeting_timeout) if options.trace is not None else None
     for step in range(options.steps):
         for training in trainings:
             if len(trainings) > 1:
-                with _outside_of_steps(transport.rank, "taking turns"):
+                with naming_errors(transport.rank, "taking turns"):
                     # Else a rank that is done early would seem to wait in the next plan's step.
                     transport.barrier(options.meeting_timeout)
             training.step(step)
-    return [training.report for training in trainings]
+    reports = [training.report for training in trainings]
+    if shared is not None and options.trace is not None:
+        traces = [RankTrace.of(report.plan_id, report.rank, report.steps) for report in reports]
+        shared.write(options.trace, traces)
+    return reports
+
+
+class _StepExecutor(Protocol):
+    def step(self, step: int) -> StepResult:
+        """Run every action of the plan once."""
 
 
 class _Training:
@@ -144,21 +191,28 @@ class _Training:
         model: PipelineModel,
         transport: Transport,
         device: torch.device,
+        whole: WholePlan | None,
     ):
         keys = agree(transport, _statement(options, plan, transport), options.meeting_timeout)
-        with _outside_of_steps(plan.rank, "opening the channels"):
-            transport.open(keys, options.meeting_timeout)
-        stages = build_stages(model, plan, device)
-        self._executor = Executor(
-            plan,
-            stages,
-            model,
-            transport,
-            device=device,
-            timeout=options.timeout,
-            look_ahead=options.look_ahead,
-        )
-        parameters = list(chain.from_iterable(stage.module.parameters() for stage in stages.values()))
+        modules: list[nn.Module]
+        self._executor: _StepExecutor
+        if whole is not None:
+            self._executor, modules = _torch_executor(options, whole, plan, model, device)
+        else:
+            with naming_errors(plan.rank, "opening the channels"):
+                transport.open(keys, options.meeting_timeout)
+            stages = build_stages(model, plan, device)
+            modules = [stage.module for stage in stages.values()]
+            self._executor = Executor(
+                plan,
+                stages,
+                model,
+                transport,
+                device=device,
+                timeout=options.timeout,
+                look_ahead=options.look_ahead,
+            )
+        parameters = list(chain.from_iterable(module.parameters() for module in modules))
         self._optimizer = model.optimizer(parameters) if parameters else None
         self._label = f"plan {plan.plan_id[:12]}, " if len(options.sources) > 1 else ""
         self.report = RankReport(plan.plan_id, plan.rank)
@@ -192,15 +246,18 @@ def build_stages(model: PipelineModel, plan: RankPlan, device: torch.device) -> 
     }
 
 
-@contextmanager
-def _outside_of_steps(rank: int, what: str) -> Iterator[None]:
-    """Gives a transport's errors the worker's names where no action is under way."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise ChannelTimeout(f"rank {rank}, {what}: {error}.") from error
-    except ConnectionError as error:
-        raise PeerLost(f"rank {rank}, {what}: {error}.") from error
+def _torch_executor(
+    options: RunOptions, whole: WholePlan, plan: RankPlan, model: PipelineModel, device: torch.device
+) -> tuple[_StepExecutor, list[nn.Module]]:
+    """PyTorch's runtime for a rank's stages, and their modules."""
+    from zbv_worker.torch_runtime import TorchExecutor  # refuses a torch whose runtime it does not know
+
+    n_stages = plan.placement.n_stages
+    modules = {index: build_stage(model, index, n_stages, device) for index in plan.stages}
+    executor = TorchExecutor(
+        whole, plan.rank, modules, model, device=device, backend=options.backend, timeout=options.timeout
+    )
+    return executor, list(modules.values())
 
 
 def _statement(options: RunOptions, plan: RankPlan, transport: Transport) -> Statement:
@@ -211,8 +268,10 @@ def _statement(options: RunOptions, plan: RankPlan, transport: Transport) -> Sta
         world_size=transport.world_size,
         model=options.model.fingerprint(plan.placement.n_stages),
         backend=options.backend,
+        runtime=options.runtime,
         steps=options.steps,
         channels=plan.channels,
+        traced=options.trace is not None,
     )
 
 

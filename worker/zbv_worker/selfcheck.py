@@ -5,7 +5,8 @@ Threads or processes run a plan with a small model made of everything that is ha
 compared, parameter by parameter, with those of plain autograd on the whole model.
 
 As a program (under torchrun or with its environment) it runs the plan files of a folder one after the other
-over real transports and leaves every rank's gradients there: ``python -m zbv_worker.selfcheck FOLDER``.
+over real transports and leaves every rank's gradients there: ``python -m zbv_worker.selfcheck FOLDER``. With
+``FOLDER TIMEOUT torch`` PyTorch's runtime runs them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from zbv_solver.problem import Problem
 from zbv_worker.channels import Transport, key_of
 from zbv_worker.distributed import DistributedTransport, World
 from zbv_worker.executor import Executor, StepResult
-from zbv_worker.model import PipelineModel
+from zbv_worker.model import PipelineModel, build_stage
+from zbv_worker.planned import WholePlan
 from zbv_worker.rank_plan import RankPlan
-from zbv_worker.run import PlanSource, build_stages
+from zbv_worker.run import PlanSource, Runtime, build_stages
 from zbv_worker.thread_transport import ThreadHub
 
 Gradients = dict[str, Tensor]
@@ -172,6 +174,20 @@ def run_rank(
     return _gradients([stage.module for stage in stages.values()]), result
 
 
+def run_rank_on_torch(
+    plan: WholePlan, rank: int, model: PipelineModel, timeout: float
+) -> tuple[Gradients, StepResult]:
+    """As :func:`run_rank`, on PyTorch's runtime; all ranks call it at the same time."""
+    from zbv_worker.torch_runtime import TorchExecutor
+
+    n_stages = plan.problem.n_stages
+    stages = plan.problem.placement.stages_of[rank]
+    modules = {index: build_stage(model, index, n_stages, _CPU) for index in stages}
+    executor = TorchExecutor(plan, rank, modules, model, device=_CPU, backend="gloo", timeout=timeout)
+    result = executor.step(0)
+    return _gradients(modules.values()), result
+
+
 def run_in_threads(
     problem: Problem, orders: Orders, model: PipelineModel, timeout: float = 30.0, look_ahead: int = 2
 ) -> tuple[Gradients, float]:
@@ -225,17 +241,21 @@ def _gradients(modules: Iterable[nn.Module]) -> Gradients:
     }
 
 
-def main(folder: Path, timeout: float) -> None:
+def main(folder: Path, timeout: float, runtime: Runtime = "zbv") -> None:
     """Run every ``*.plan.json`` of a folder as one rank; writes ``NAME.RANK.pt`` beside each."""
     torch.set_num_threads(1)
     world = World.from_environment()
     transport = DistributedTransport(world, "gloo", _CPU, timeout)
     for path in sorted(folder.glob("*.plan.json")):
-        plan = PlanSource(file=path).rank_plan(world.rank, timeout)
-        gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
-        transport.open({key for keys in gathered for key in keys}, timeout)
-        gradients, result = run_rank(plan, hard_model(), transport, timeout)
-        transport.flush(timeout)
+        if runtime == "torch":
+            whole = PlanSource(file=path).whole(timeout)
+            gradients, result = run_rank_on_torch(whole, world.rank, hard_model(), timeout)
+        else:
+            plan = PlanSource(file=path).rank_plan(world.rank, timeout)
+            gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
+            transport.open({key for keys in gathered for key in keys}, timeout)
+            gradients, result = run_rank(plan, hard_model(), transport, timeout)
+            transport.flush(timeout)
         name = path.name.removesuffix(".plan.json")
         torch.save(gradients, folder / f"{name}.{world.rank}.pt")
         (folder / f"{name}.{world.rank}.json").write_text(json.dumps({"losses": result.losses}))
@@ -244,4 +264,8 @@ def main(folder: Path, timeout: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 60.0)
+    main(
+        Path(sys.argv[1]),
+        float(sys.argv[2]) if len(sys.argv) > 2 else 60.0,
+        "torch" if sys.argv[3:] == ["torch"] else "zbv",
+    )

@@ -79,7 +79,7 @@ class Stage:
             x.requires_grad_()
         weight_grads = WeightGrads() if split else None
         with self._recorder.into(weight_grads):
-            output = self._checked(self.module(x))
+            output = checked_output(self.index, self.module(x))
         seed = None
         if self._loss is not None:
             if target is None:
@@ -132,13 +132,15 @@ class Stage:
         grad_input, held.input.grad = held.input.grad, None
         return torch.zeros_like(held.input) if grad_input is None else grad_input
 
-    def _checked(self, output: object) -> Tensor:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            raise ModelError(
-                f"stage {self.index} returned {_shown(output)}; a stage must return one floating-point "
-                f"tensor. Pack several into one, or compute them again in the next stage."
-            )
-        return output
+
+def checked_output(index: int, output: object) -> Tensor:
+    """What a stage's module returned, if it is what it must be; raises :class:`ModelError`."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        raise ModelError(
+            f"stage {index} returned {_shown(output)}; a stage must return one floating-point tensor. Pack "
+            f"several into one, or compute them again in the next stage."
+        )
+    return output
 
 
 def _shown(output: object) -> str:

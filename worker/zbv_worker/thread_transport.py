@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class ThreadHub:
         self.changed = threading.Condition()
         self.queues: dict[ChannelKey, _Queue] = {}
         self.gathered: dict[tuple[int, int], Any] = {}
+        self.told: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         self.lost: set[int] = set()
 
     def transport(self, rank: int) -> ThreadTransport:
@@ -99,6 +101,22 @@ class ThreadTransport(Transport):
     @override
     def barrier(self, timeout: float) -> None:
         self.gather(None, timeout)
+
+    @override
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        with self._hub.changed:
+            self._hub.told[self.rank, peer].append(value)
+            self._hub.changed.notify_all()
+
+    @override
+    def hear(self, peer: int, timeout: float) -> int:
+        with self._hub.changed:
+            told = self._hub.told[peer, self.rank]
+            if not self._hub.changed.wait_for(lambda: told or peer in self._hub.lost, timeout):
+                raise TimeoutError(f"rank {peer} told nothing")
+            if not told:
+                raise ConnectionError(f"rank {peer} has closed its transport")
+            return told.popleft()
 
     @override
     def close(self) -> None:

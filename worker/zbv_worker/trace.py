@@ -35,7 +35,8 @@ class RankReport:
         return path
 
     def document(self) -> dict[str, Any]:
-        """The report as JSON; times in seconds, actions as [text, wait, start, end] in nanoseconds.
+        """The report as JSON; times in seconds, actions as [text, wait, start, end, bytes received], where
+        wait, start and end are nanoseconds.
 
         The clock is the host's monotonic one: ranks of one host share it, ranks of different hosts do not.
         """
@@ -48,7 +49,7 @@ class RankReport:
                     "loss": result.loss,
                     "seconds": result.seconds,
                     "optimizer_seconds": optimizer,
-                    "actions": [[str(r.action), r.wait, r.start, r.end] for r in result.records],
+                    "actions": [[str(r.action), r.wait, r.start, r.end, r.received] for r in result.records],
                 }
                 for result, optimizer in zip(self.steps, self.optimizer_seconds, strict=True)
             ],
@@ -109,5 +110,5 @@ def summarise(documents: Sequence[dict[str, Any]]) -> RunSummary:
 
 
 def _busy(entry: dict[str, Any]) -> float:
-    nanoseconds: int = sum(end - start for _, _, start, end in entry["actions"])
+    nanoseconds: int = sum(end - start for _, _, start, end, _ in entry["actions"])
     return nanoseconds / 1e9

@@ -149,8 +149,14 @@ def _serve(parsed: argparse.Namespace) -> int:
             if self.started:
                 print(f"zbv-service: listening on {_address(listener)}", flush=True)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # Agents wait for work for seconds; the server would wait as long for them.
+            app.state.rooms.dispatcher.hang_up()
+            await super().shutdown(sockets)
+
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         log_config=None,
         access_log=settings.log_level == "debug",
         timeout_graceful_shutdown=max(1, round(settings.shutdown_seconds)),

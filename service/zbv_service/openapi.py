@@ -8,10 +8,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from zbv_service.agent_documents import AgentRequest, Heartbeat, NodeEnd
 from zbv_service.documents import PlanDocument, RankDocument, SearchRequest
 from zbv_service.problems import ProblemDetails
+from zbv_service.run_documents import RunRequest
 
 _REF = "#/components/schemas/{model}"
+_BODIES = (SearchRequest, PlanDocument, RunRequest, AgentRequest, Heartbeat, NodeEnd)
 
 
 def install(app: FastAPI) -> None:
@@ -25,7 +28,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         schemas = made.setdefault("components", {}).setdefault("schemas", {})
         _, ours = models_json_schema(
-            [(model, "validation") for model in (SearchRequest, PlanDocument)]
+            [(model, "validation") for model in _BODIES]
             + [(model, "serialization") for model in (RankDocument, ProblemDetails)],
             ref_template=_REF,
         )

@@ -56,6 +56,7 @@ class Kind:
 MALFORMED_JSON = Kind("malformed-json", 400, "The body is not JSON")
 NOT_FOUND = Kind("not-found", 404, "There is no such thing")
 METHOD_NOT_ALLOWED = Kind("method-not-allowed", 405, "This address does not take this method")
+AGENT_GONE = Kind("agent-gone", 410, "The agent is lost or has left")
 BODY_TOO_LARGE = Kind("body-too-large", 413, "The body is too large")
 UNSUPPORTED_MEDIA_TYPE = Kind("unsupported-media-type", 415, "The body has the wrong content type")
 INVALID_BODY = Kind("invalid-body", 422, "The body breaks a rule")
@@ -64,6 +65,7 @@ INVALID_PLAN = Kind("invalid-plan", 422, "The plan cannot be executed as its pro
 INFEASIBLE_MEMORY = Kind("infeasible-memory", 422, "No plan fits the memory limit")
 INTERNAL = Kind("internal-error", 500, "The service failed")
 SEARCH_CRASHED = Kind("search-crashed", 500, "The search process died")
+RUN_FAILED = Kind("run-failed", 500, "The run failed")
 NOT_IMPLEMENTED = Kind("missing-dependency", 501, "This part of the service is not installed")
 NOT_READY = Kind("not-ready", 503, "The service cannot work now")
 

@@ -48,6 +48,12 @@ class Settings(BaseSettings):
     shutdown_seconds: float = Field(
         5.0, gt=0, description="How long running searches and requests get to stop on SIGTERM."
     )
+    agent_heartbeat_seconds: float = Field(
+        2.0, gt=0, description="How often agents should give a sign of life."
+    )
+    agent_timeout_seconds: float = Field(
+        15.0, gt=0, description="An agent that is silent for this long is lost, and its run fails."
+    )
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="Least severe log lines shown."
     )
@@ -65,5 +71,15 @@ class Settings(BaseSettings):
                 f"found heartbeat_seconds {self.heartbeat_seconds:g} and lease_seconds "
                 f"{self.lease_seconds:g}; "
                 f"a lease must last at least two heartbeats, or healthy searches are taken away."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _agents_outlive_heartbeats(self) -> Settings:
+        if self.agent_heartbeat_seconds > self.agent_timeout_seconds / 3:
+            raise ValueError(
+                f"found agent_heartbeat_seconds {self.agent_heartbeat_seconds:g} and agent_timeout_seconds "
+                f"{self.agent_timeout_seconds:g}; the timeout must last at least three heartbeats, or "
+                f"healthy agents are lost."
             )
         return self

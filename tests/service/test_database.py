@@ -64,7 +64,8 @@ def test_every_version_can_be_upgraded_from() -> None:
             upgrade(connection, version)
             upgrade(connection)
             assert _version(connection) == versions[-1]
-            assert {"searches", "plans"} <= set(inspect(connection).get_table_names())
+            tables = {"searches", "plans", "agents", "runs", "run_nodes", "run_events"}
+            assert tables <= set(inspect(connection).get_table_names())
         engine.dispose()
 
 

@@ -21,6 +21,19 @@ OPERATIONS = {
     "get_plan": ("get", "/v1/plans/{plan_id}"),
     "get_rank": ("get", "/v1/plans/{plan_id}/ranks/{rank}"),
     "export_plan": ("get", "/v1/plans/{plan_id}/export/{format_name}"),
+    "submit_run": ("post", "/v1/runs"),
+    "list_runs": ("get", "/v1/runs"),
+    "get_run": ("get", "/v1/runs/{run_id}"),
+    "list_run_events": ("get", "/v1/runs/{run_id}/events"),
+    "cancel_run": ("post", "/v1/runs/{run_id}/cancel"),
+    "register_agent": ("post", "/v1/agents"),
+    "list_agents": ("get", "/v1/agents"),
+    "get_agent": ("get", "/v1/agents/{agent_id}"),
+    "get_work": ("get", "/v1/agents/{agent_id}/work"),
+    "beat": ("post", "/v1/agents/{agent_id}/heartbeat"),
+    "report_end": ("post", "/v1/agents/{agent_id}/ended"),
+    "drain_agent": ("post", "/v1/agents/{agent_id}/drain"),
+    "remove_agent": ("delete", "/v1/agents/{agent_id}"),
     "get_health": ("get", "/healthz"),
     "get_readiness": ("get", "/readyz"),
 }
@@ -90,4 +103,8 @@ def test_every_body_is_documented(document: dict[str, Any]) -> None:
     assert bodies == {
         "submit_search": "#/components/schemas/SearchRequest",
         "import_plan": "#/components/schemas/PlanDocument",
+        "submit_run": "#/components/schemas/RunRequest",
+        "register_agent": "#/components/schemas/AgentRequest",
+        "beat": "#/components/schemas/Heartbeat",
+        "report_end": "#/components/schemas/NodeEnd",
     }

@@ -48,3 +48,8 @@ def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch, name: str,
 def test_a_lease_outlives_its_heartbeat() -> None:
     with pytest.raises(ValidationError, match="heartbeat"):
         Settings(lease_seconds=1.0, heartbeat_seconds=1.0)
+
+
+def test_an_agent_is_not_lost_over_one_missed_heartbeat() -> None:
+    with pytest.raises(ValidationError, match="three heartbeats"):
+        Settings(agent_heartbeat_seconds=1.0, agent_timeout_seconds=2.0)

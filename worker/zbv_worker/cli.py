@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING
 
 from zbv_solver import __version__
 
+from zbv_worker.agent_cli import add_agent
+from zbv_worker.agent_cli import execute as be_an_agent
+from zbv_worker.arguments import positive, positive_number
+from zbv_worker.rehearse_cli import add_rehearse
+from zbv_worker.rehearse_cli import execute as rehearse
+
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.run import PlanSource, RunOptions
 
@@ -36,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
 
     try:
+        if parsed.command == "agent":
+            return be_an_agent(parsed)
+        if parsed.command == "rehearse":
+            return rehearse(parsed, sys.argv[1:] if arguments is None else arguments)
         return _run(parsed) if parsed.command == "run" else _profile(parsed)
     except (InvalidRun, Disagreement) as error:
         return _failed(error, _EXIT_WRONG_INPUT)
@@ -74,6 +84,8 @@ def _run_options(parsed: argparse.Namespace) -> RunOptions:
         look_ahead=parsed.look_ahead,
         threads=parsed.threads,
         result_dir=parsed.result_dir,
+        trace=parsed.trace,
+        runtime=parsed.runtime,
     )
 
 
@@ -111,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     _add_profile(commands)
+    add_rehearse(commands)
+    add_agent(commands)
     return parser
 
 
@@ -135,11 +149,18 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "copy of its own, so that their times can be compared",
     )
     _add_model(run)
-    run.add_argument("--steps", type=_positive, default=20, help="training steps (default 20)")
+    run.add_argument("--steps", type=positive, default=20, help="training steps (default 20)")
     run.add_argument(
-        "--look-ahead", type=_positive, default=3, help="receives posted ahead per channel (default 3)"
+        "--look-ahead", type=positive, default=3, help="receives posted ahead per channel (default 3)"
     )
-    run.add_argument("--threads", type=_positive, help="compute threads per rank (default: torch's choice)")
+    run.add_argument(
+        "--runtime",
+        choices=("zbv", "torch"),
+        default="zbv",
+        help="what walks the lists: zbv's own executor (default), or torch.distributed.pipelining's "
+        "(which has no --look-ahead)",
+    )
+    run.add_argument("--threads", type=positive, help="compute threads per rank (default: torch's choice)")
     run.add_argument("--pin", action="store_true", help="bind every local rank to a CPU core of its own")
     run.add_argument(
         "--result-dir",
@@ -147,6 +168,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         type=Path,
         help="write losses, step times and traces here, one file per rank; of several plans, one "
         "folder per plan",
+    )
+    run.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write when every action happened on every rank, on one clock, for Perfetto",
     )
 
 
@@ -159,14 +186,14 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model(profile)
-    profile.add_argument("--pp", type=_positive, required=True, metavar="P", help="number of ranks")
+    profile.add_argument("--pp", type=positive, required=True, metavar="P", help="number of ranks")
     profile.add_argument(
-        "--microbatches", type=_positive, required=True, metavar="M", help="microbatches per step"
+        "--microbatches", type=positive, required=True, metavar="M", help="microbatches per step"
     )
-    profile.add_argument("--repeats", type=_positive, default=10, help="measurements per number (default 10)")
+    profile.add_argument("--repeats", type=positive, default=10, help="measurements per number (default 10)")
     profile.add_argument(
         "--memory-limit-fraction",
-        type=_positive_number,
+        type=positive_number,
         metavar="X",
         help="limit the memory of each rank to X of what 1F1B needs on its fullest rank (default: unlimited)",
     )
@@ -184,28 +211,11 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="gloo: CPU; nccl: CUDA")
     command.add_argument(
         "--timeout",
-        type=_positive_number,
+        type=positive_number,
         default=120.0,
         metavar="S",
         help="longest wait for a tensor (default 120)",
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; must be an integer of at least 1")
-    return value
-
-
-def _positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"found {text!r}; must be a number above 0")
-    return value
 
 
 if __name__ == "__main__":

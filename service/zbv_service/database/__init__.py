@@ -1,13 +1,15 @@
 """The database: tables, migrations, and the only code that speaks SQL.
 
 Nothing outside sees a table or a session. What leaves are the frozen records of
-:mod:`zbv_service.records`.
+:mod:`zbv_service.records` and :mod:`zbv_service.run_records`.
 """
 
 from __future__ import annotations
 
+from zbv_service.database.agents import AgentTable
 from zbv_service.database.engine import Database, DatabaseUnusable
 from zbv_service.database.plans import PlanTable
+from zbv_service.database.runs import AgentsTaken, RunTable
 from zbv_service.database.searches import SearchTable
 from zbv_service.records import (
     ANSWERED,
@@ -24,6 +26,8 @@ from zbv_service.records import (
 __all__ = [
     "ANSWERED",
     "FINISHED",
+    "AgentTable",
+    "AgentsTaken",
     "Claim",
     "Database",
     "DatabaseUnusable",
@@ -31,6 +35,7 @@ __all__ = [
     "NewSearch",
     "PlanSummary",
     "PlanTable",
+    "RunTable",
     "SearchRecord",
     "SearchState",
     "SearchTable",

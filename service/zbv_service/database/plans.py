@@ -30,6 +30,12 @@ class PlanTable:
         async with self._database.reading() as session:
             return await session.scalar(query)
 
+    async def pp_degree(self, plan_id: str) -> int | None:
+        """How many ranks a plan has."""
+        query = select(PlanRow.pp_degree).where(PlanRow.plan_id == plan_id)
+        async with self._database.reading() as session:
+            return await session.scalar(query)
+
     async def newest(self, limit: int) -> list[PlanSummary]:
         """The newest plans first."""
         columns = [getattr(PlanRow, field.name) for field in fields(PlanSummary)]

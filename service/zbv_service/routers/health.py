@@ -38,6 +38,6 @@ async def get_readiness(request: Request) -> Health:
     except Exception as error:
         logger.warning("the database does not answer", exc_info=error)
         raise ProblemError(NOT_READY, "The database does not answer; the log says why.") from error
-    if not found.runner.is_working:
-        raise ProblemError(NOT_READY, "Searches are not being run: the service starts or stops.")
+    if not (found.runner.is_working and found.dispatcher.is_working):
+        raise ProblemError(NOT_READY, "Searches and runs are not looked after: the service starts or stops.")
     return Health()

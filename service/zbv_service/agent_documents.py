@@ -1,0 +1,155 @@
+"""What agents send and get over HTTP, as pydantic models: named schemas of the API."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zbv_service.run_documents import ModelDocument, RunOptionsDocument
+from zbv_service.run_records import AgentRecord, AgentState, FailureKind, NodeOutcome, Work
+
+Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""Text of one line."""
+Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
+Identifier = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+_MAX_SLOTS = 1024
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class AgentRequest(_Request):
+    """A node that offers to run ranks."""
+
+    id: Identifier = Field(description="Chosen at random by the agent: registering again is the same agent.")
+    name: Line = Field(description="The host, as people know it.")
+    address: Line = Field(description="Host name or IP address at which the other nodes reach this one.")
+    port: Port = Field(description="A free port, where ranks meet when this is a run's first node.")
+    slots: Annotated[int, Field(strict=True, ge=1, le=_MAX_SLOTS)] = Field(
+        description="Ranks that it runs at the same time."
+    )
+    devices: Annotated[list[Line], Field(max_length=_MAX_SLOTS)] = []
+    versions: Annotated[dict[Line, Line], Field(max_length=50)] = {}
+    allowed_models: Annotated[list[Line], Field(max_length=100)] = Field(
+        [], description="Patterns such as mypackage.models.*; with none, the node refuses every run."
+    )
+
+
+class AgentDocument(BaseModel):
+    """A registered agent."""
+
+    id: str
+    name: str
+    address: str
+    port: int
+    slots: int
+    devices: list[str]
+    versions: dict[str, str]
+    allowed_models: list[str]
+    state: AgentState
+    run_id: str | None = Field(description="The run that holds it.")
+    created_at: datetime
+    seen_at: datetime = Field(description="Its last sign of life.")
+
+    @classmethod
+    def of(cls, record: AgentRecord) -> AgentDocument:
+        """The document of a stored agent."""
+        return cls(**{name: getattr(record, name) for name in cls.model_fields})
+
+
+class RegisteredAgent(BaseModel):
+    """An agent, and what it must keep to."""
+
+    agent: AgentDocument
+    heartbeat_seconds: float = Field(description="How often it should give a sign of life.")
+    timeout_seconds: float = Field(description="After this long without one it is lost, and its run fails.")
+
+
+class AgentList(BaseModel):
+    """Agents that are there, the newest first."""
+
+    agents: list[AgentDocument]
+
+
+class WorkDocument(BaseModel):
+    """One node of one generation of a run."""
+
+    run_id: str
+    generation: int
+    node_rank: int
+    nodes: int
+    ranks_per_node: int
+    rendezvous: str = Field(description="host:port of the first node.")
+    plan_id: str = Field(description="The plan's SHA-256: ranks with different ones refuse to start.")
+    model: ModelDocument
+    steps: int
+    options: RunOptionsDocument
+
+    @classmethod
+    def of(cls, work: Work) -> WorkDocument:
+        """The document of an agent's work."""
+        run, node = work.run, work.node
+        return cls(
+            run_id=run.id,
+            generation=node.generation,
+            node_rank=node.node_rank,
+            nodes=run.nodes,
+            ranks_per_node=run.ranks_per_node,
+            rendezvous=node.rendezvous,
+            plan_id=run.plan_id,
+            model=ModelDocument.model_validate(run.model),
+            steps=run.steps,
+            options=RunOptionsDocument.model_validate(run.options),
+        )
+
+
+class RankPlace(_Request):
+    """Where a rank is: the step and the action that it turned to last, null before the first."""
+
+    rank: Count
+    step: Count | None = None
+    action: Annotated[str, Field(max_length=32, pattern=r"^[0-9]+[FIWB][0-9]+$")] | None = None
+
+
+class Heartbeat(_Request):
+    """A sign of life."""
+
+    port: Port | None = Field(None, description="A port that is free now.")
+    run_id: Identifier | None = Field(None, description="The run that the agent works on.")
+    ranks: Annotated[list[RankPlace], Field(max_length=_MAX_SLOTS)] = []
+
+
+class HeartbeatAnswer(BaseModel):
+    """What an agent is to do about the run of its heartbeat."""
+
+    stop: bool = Field(description="End its ranks: the run was cancelled, or has failed elsewhere.")
+    reason: str = ""
+
+
+class RankFailure(_Request):
+    """Why a rank ended, or why none was started (``rank`` is null then)."""
+
+    kind: FailureKind
+    rank: Count | None = None
+    step: Count | None = None
+    action: Annotated[str, Field(max_length=32)] | None = None
+    peer: Count | None = Field(None, description="The rank that it waited for.")
+    detail: Text
+
+    def stored(self) -> dict[str, Any]:
+        """As it is kept."""
+        return self.model_dump(mode="json")
+
+
+class NodeEnd(_Request):
+    """How a node's part of a generation ended."""
+
+    run_id: Identifier
+    generation: Count
+    outcome: NodeOutcome
+    failures: Annotated[list[RankFailure], Field(max_length=_MAX_SLOTS)] = []

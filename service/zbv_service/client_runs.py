@@ -1,0 +1,201 @@
+"""The thin client's calls for agents and runs; as :mod:`zbv_service.client`, it needs httpx and no more."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from zbv_service.client import Client, InvalidAnswer, InvalidRequest, _key
+
+_GONE = (404, 410)
+_POLL_SECONDS = 0.2
+
+
+def is_allowed(factory: str, patterns: Sequence[str]) -> bool:
+    """Whether ``package.module:factory`` matches one of an agent's patterns.
+
+    ``*`` stands for anything, dots included. A pattern with a colon is held against the whole name, one
+    without against the module alone.
+    """
+    module = factory.partition(":")[0]
+    return any(fnmatchcase(factory if ":" in pattern else module, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What an agent must keep to: seconds between signs of life, and after which it is lost."""
+
+    heartbeat_seconds: float
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class NodeWork:
+    """One node of one generation of a run; ``document`` is all that the service said."""
+
+    run_id: str
+    generation: int
+    node_rank: int
+    nodes: int
+    ranks_per_node: int
+    rendezvous: str
+    plan_id: str
+    factory: str
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the service describes it; ``document`` is all of that."""
+
+    id: str
+    state: str
+    plan_id: str
+    error: dict[str, Any] | None
+    document: dict[str, Any]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its state is final."""
+        return self.state in ("succeeded", "failed", "cancelled")
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """Causes before consequences: ``agent``, ``rank``, ``action``, ``peer`` and ``detail`` of each."""
+        return list((self.error or {}).get("failures") or [])
+
+
+class AgentGone(InvalidRequest):
+    """The service does not know the agent, or holds it for lost: its run has failed; register anew."""
+
+
+class RunTimeout(Exception):
+    """A run did not end in the caller's time; it goes on."""
+
+
+class RunClient(Client):
+    """A :class:`Client` that also runs plans, and works as an agent."""
+
+    def submit_run(
+        self,
+        plan_id: str,
+        model: Mapping[str, Any],
+        *,
+        nodes: int,
+        steps: int,
+        options: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Have a plan run, once, however often the request is repeated.
+
+        ``model`` has ``factory`` and may have ``arguments`` and ``seed``.
+
+        Raises
+        ------
+        InvalidRequest
+            When there is no such plan, or something breaks a rule.
+        """
+        body = {
+            "id": uuid.uuid4().hex,
+            "plan_id": plan_id,
+            "model": dict(model),
+            "nodes": nodes,
+            "steps": steps,
+            "options": dict(options or {}),
+        }
+        return _run(self._json("POST", "/v1/runs", json=body))
+
+    def run(self, run_id: str) -> Run:
+        """The state of a run."""
+        return _run(self._json("GET", f"/v1/runs/{run_id}"))
+
+    def runs(self, limit: int = 100) -> list[Run]:
+        """The newest runs first."""
+        answer = self._json("GET", "/v1/runs", params={"limit": limit})
+        return [_run(entry) for entry in _key(answer, "runs")]
+
+    def run_events(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
+        """What happened to a run after an event."""
+        answer = self._json("GET", f"/v1/runs/{run_id}/events", params={"after": after})
+        return list(_key(answer, "events"))
+
+    def cancel_run(self, run_id: str) -> Run:
+        """Stop a run on all of its nodes."""
+        return _run(self._json("POST", f"/v1/runs/{run_id}/cancel"))
+
+    def wait_run(self, run_id: str, timeout: float) -> Run:
+        """Wait for a run to end; raises :class:`RunTimeout` when it does not within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while not (found := self.run(run_id)).is_finished:
+            if time.monotonic() > deadline:
+                raise RunTimeout(f"run {run_id} is still {found.state} after {timeout:g} s; it goes on.")
+            time.sleep(_POLL_SECONDS)
+        return found
+
+    def agents(self) -> list[dict[str, Any]]:
+        """The agents that are there."""
+        return list(_key(self._json("GET", "/v1/agents"), "agents"))
+
+    def register_agent(self, agent: Mapping[str, Any]) -> Registration:
+        """Offer a node; ``agent`` is as the API documents AgentRequest."""
+        answer = self._json("POST", "/v1/agents", json=dict(agent))
+        return Registration(float(_key(answer, "heartbeat_seconds")), float(_key(answer, "timeout_seconds")))
+
+    def next_work(self, agent_id: str, wait: float) -> NodeWork | None:
+        """Work for an agent, or None when there was none for ``wait`` seconds; raises :class:`AgentGone`."""
+        response = self._of_agent("GET", f"/v1/agents/{agent_id}/work", params={"wait": wait})
+        return None if response is None else _work(response)
+
+    def heartbeat(self, agent_id: str, body: Mapping[str, Any]) -> tuple[bool, str]:
+        """Give a sign of life; returns whether to stop the ranks, and why. Raises :class:`AgentGone`."""
+        answer = self._of_agent("POST", f"/v1/agents/{agent_id}/heartbeat", json=dict(body))
+        return bool(_key(answer, "stop")), str(_key(answer, "reason"))
+
+    def report_end(self, agent_id: str, body: Mapping[str, Any]) -> None:
+        """Say how a node ended; saying it twice changes nothing. Raises :class:`AgentGone`."""
+        self._of_agent("POST", f"/v1/agents/{agent_id}/ended", json=dict(body))
+
+    def drain_agent(self, agent_id: str) -> None:
+        """Take no more work. Raises :class:`AgentGone`."""
+        self._of_agent("POST", f"/v1/agents/{agent_id}/drain")
+
+    def remove_agent(self, agent_id: str) -> None:
+        """Deregister. Raises :class:`AgentGone`."""
+        self._of_agent("DELETE", f"/v1/agents/{agent_id}")
+
+    def _of_agent(self, method: str, path: str, **arguments: Any) -> Any:
+        """The decoded answer, None where there is none."""
+        try:
+            response = self._send(method, path, **arguments)
+        except InvalidRequest as error:
+            if error.status in _GONE:
+                raise AgentGone(error.document) from error
+            raise
+        if response.status_code == 204:
+            return None
+        try:
+            return response.json()
+        except ValueError:
+            raise InvalidAnswer(f"{response.url} answered without JSON; is this a zbv service?") from None
+
+
+def _run(answer: Any) -> Run:
+    fields = {name: _key(answer, name) for name in ("id", "state", "plan_id", "error")}
+    return Run(**fields, document=dict(answer))
+
+
+def _work(answer: Any) -> NodeWork:
+    return NodeWork(
+        run_id=str(_key(answer, "run_id")),
+        generation=int(_key(answer, "generation")),
+        node_rank=int(_key(answer, "node_rank")),
+        nodes=int(_key(answer, "nodes")),
+        ranks_per_node=int(_key(answer, "ranks_per_node")),
+        rendezvous=str(_key(answer, "rendezvous")),
+        plan_id=str(_key(answer, "plan_id")),
+        factory=str(_key(_key(answer, "model"), "factory")),
+        document=dict(answer),
+    )

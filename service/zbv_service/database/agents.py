@@ -1,0 +1,138 @@
+"""Reading and writing agents: who is there, who gives signs of life, and who is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Update as UpdateStatement
+from sqlalchemy import select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from zbv_service.database.engine import Database
+from zbv_service.database.run_end import add_event, changed, end_node, lock_run, nodes_of
+from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
+from zbv_service.run_records import AgentRecord, AgentState, NewAgent
+
+_PRESENT: tuple[str, ...] = ("live", "draining")
+_TRIES = 3
+
+
+class AgentTable:
+    """The agents of one database."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def add(self, new: NewAgent) -> tuple[AgentRecord, bool]:
+        """Register an agent; the same one again is not added. And whether it was added."""
+        now = datetime.now(UTC)
+        async with self._database.writing() as session:
+            row = await session.get(AgentRow, new.id)
+            is_new = row is None
+            if row is None:
+                row = AgentRow(**asdict(new), state="live", run_id=None, created_at=now, seen_at=now)
+                session.add(row)
+        return _record(row), is_new
+
+    async def get(self, agent_id: str) -> AgentRecord | None:
+        """An agent by id."""
+        async with self._database.reading() as session:
+            row = await session.get(AgentRow, agent_id)
+            return None if row is None else _record(row)
+
+    async def newest(self, limit: int, states: Collection[str] = _PRESENT) -> list[AgentRecord]:
+        """The newest agents in these states first."""
+        query = select(AgentRow).where(AgentRow.state.in_(states))
+        query = query.order_by(AgentRow.created_at.desc(), AgentRow.id.desc()).limit(limit)
+        async with self._database.reading() as session:
+            return [_record(row) for row in await session.scalars(query)]
+
+    async def seen(self, agent_id: str, port: int | None = None) -> AgentRecord | None:
+        """Note a sign of life, of an agent that is not lost, and the port that is free there now."""
+        values: dict[str, Any] = {"seen_at": datetime.now(UTC)} | ({} if port is None else {"port": port})
+        async with self._database.writing() as session:
+            await session.execute(_present(agent_id).values(**values))
+        return await self.get(agent_id)
+
+    async def drain(self, agent_id: str) -> AgentRecord | None:
+        """Give an agent no more work."""
+        async with self._database.writing() as session:
+            await session.execute(_present(agent_id).values(state="draining"))
+        return await self.get(agent_id)
+
+    async def leave(self, agent_id: str) -> AgentRecord | None:
+        """Forget an agent that says goodbye; a run that it still had fails."""
+        for _ in range(_TRIES):
+            async with self._database.writing() as session:
+                if await _remove(session, agent_id, "left", "deregistered while it had a node of this run"):
+                    break
+            record = await self.get(agent_id)
+            if record is None or record.state not in _PRESENT:
+                break
+        return await self.get(agent_id)
+
+    async def lose(self, timeout_seconds: float, before: datetime) -> list[AgentRecord]:
+        """Declare lost the agents that were last seen before a moment; their runs fail by their names."""
+        silent = select(AgentRow).where(AgentRow.state.in_(_PRESENT), AgentRow.seen_at < before)
+        async with self._database.reading() as session:
+            found = [row.id for row in await session.scalars(silent)]
+        lost = []
+        for agent_id in found:
+            async with self._database.writing() as session:
+                row = await session.get(AgentRow, agent_id)
+                if row is None or row.seen_at >= before:
+                    continue  # it came back between the look and the lock
+                reason = f"gave no sign of life for {timeout_seconds:g} s"
+                if await _remove(session, agent_id, "lost", reason):
+                    lost.append(_record(row))
+        return lost
+
+
+async def _remove(session: AsyncSession, agent_id: str, state: AgentState, reason: str) -> bool:
+    """Take an agent out of the pool, and end the node that it had.
+
+    False when it was not there, or was given to a run, or back, in the meantime.
+    """
+    row = await session.get(AgentRow, agent_id)
+    run = None if row is None or row.run_id is None else await lock_run(session, row.run_id)
+    if row is None:
+        return False
+    unchanged = _present(agent_id).where(AgentRow.run_id == row.run_id)
+    if not await changed(session, unchanged.values(state=state)):
+        return False
+    if run is not None:
+        await _end_nodes(session, run, row, reason)
+    return True
+
+
+async def _end_nodes(session: AsyncSession, run: RunRow, agent: AgentRow, reason: str) -> None:
+    for node in await nodes_of(session, run):
+        if node.agent_id != agent.id or node.state == "ended":
+            continue
+        detail = (
+            f"agent {agent.name} ({agent.address}, node {node.node_rank}) {reason}; "
+            f"its ranks were {_places(node)}. See whether the host and its zbv-worker agent are up."
+        )
+        add_event(session, run.id, "agent-lost", f"agent {agent.name} {reason}")
+        failure = {"kind": "agent-lost", "rank": None, "step": None, "action": None, "peer": None}
+        await end_node(session, run, node, "failed", [{**failure, "detail": detail}])
+
+
+def _places(node: NodeRow) -> str:
+    known = [
+        f"rank {place['rank']} in step {place['step']} at {place['action'] or '…'}"
+        for place in node.ranks
+        if place.get("step") is not None
+    ]
+    return ", ".join(known) or "not yet in their first step"
+
+
+def _present(agent_id: str) -> UpdateStatement:
+    return update(AgentRow).where(AgentRow.id == agent_id, AgentRow.state.in_(_PRESENT))
+
+
+def _record(row: AgentRow) -> AgentRecord:
+    return AgentRecord(**{field.name: getattr(row, field.name) for field in fields(AgentRecord)})

@@ -1,0 +1,91 @@
+"""How a run ends: when every one of its nodes has, and why.
+
+A failure stops the other nodes, but the run has not failed before they have all told their story: the first
+to report is often the one that lost a peer, not the peer.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from sqlalchemy import CursorResult, select, update
+from sqlalchemy import Update as UpdateStatement
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from zbv_service import problems
+from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
+from zbv_service.run_records import FAILURE_KINDS, RUN_ENDED, NodeOutcome
+
+
+async def lock_run(session: AsyncSession, run_id: str) -> RunRow | None:
+    """A run that nobody else changes until the transaction ends."""
+    query = select(RunRow).where(RunRow.id == run_id).with_for_update()
+    return await session.scalar(query.execution_options(populate_existing=True))
+
+
+async def nodes_of(session: AsyncSession, run: RunRow) -> list[NodeRow]:
+    """The nodes of a run's current generation, by node rank."""
+    query = select(NodeRow).where(NodeRow.run_id == run.id, NodeRow.generation == run.generation)
+    return list(await session.scalars(query.order_by(NodeRow.node_rank)))
+
+
+async def end_node(
+    session: AsyncSession,
+    run: RunRow,
+    node: NodeRow,
+    outcome: NodeOutcome,
+    failures: list[dict[str, Any]],
+) -> None:
+    """End a node's part, give its agent back, and stop or end the run as that demands.
+
+    ``run`` is locked. A node that has ended stays as it is.
+    """
+    if node.state == "ended":
+        return
+    now = datetime.now(UTC)
+    where = {"node_rank": node.node_rank, "agent": node.agent_name}
+    node.state, node.outcome, node.ended_at = "ended", outcome, now
+    node.failures = [{**where, **failure} for failure in failures]
+    await session.execute(
+        update(AgentRow).where(AgentRow.id == node.agent_id, AgentRow.run_id == run.id).values(run_id=None)
+    )
+    for failure in failures:
+        said = f"node {node.node_rank} ({node.agent_name}): {failure['detail']}"
+        add_event(session, run.id, "failure", said)
+    if outcome != "succeeded":
+        run.stop_requested = True
+    run.updated_at = now
+    await session.flush()
+    nodes = await nodes_of(session, run)
+    if run.state not in RUN_ENDED and all(each.state == "ended" for each in nodes):
+        _end_run(session, run, nodes, now)
+
+
+def add_event(session: AsyncSession, run_id: str, kind: str, detail: str) -> None:
+    """Note what happened to a run."""
+    session.add(EventRow(run_id=run_id, at=datetime.now(UTC), kind=kind, detail=detail))
+
+
+async def changed(session: AsyncSession, statement: UpdateStatement) -> int:
+    """How many rows a statement changed."""
+    return cast("CursorResult[Any]", await session.execute(statement)).rowcount
+
+
+def _end_run(session: AsyncSession, run: RunRow, nodes: list[NodeRow], now: datetime) -> None:
+    run.finished_at = now
+    if all(node.outcome == "succeeded" for node in nodes):
+        run.state = "succeeded"
+    elif run.cancel_requested:
+        run.state = "cancelled"
+    else:
+        run.state = "failed"
+        run.error = _error_of([failure for node in nodes for failure in node.failures])
+    add_event(session, run.id, run.state, "" if run.error is None else str(run.error["detail"]))
+
+
+def _error_of(failures: list[dict[str, Any]]) -> dict[str, Any]:
+    """The failures, causes before consequences; the first speaks for the run."""
+    ordered = sorted(failures, key=lambda failure: FAILURE_KINDS.index(failure["kind"]))
+    detail = str(ordered[0]["detail"]) if ordered else "The nodes were stopped; no failure was reported."
+    return problems.document(problems.RUN_FAILED, detail, failures=ordered)

@@ -1,0 +1,92 @@
+"""The tables of agents and runs. Their history is in ``migrations``; a test holds the two together."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import JSON, ForeignKey, Index, String
+from sqlalchemy.orm import Mapped, mapped_column
+
+from zbv_service.database.models import Base
+
+
+class RunRow(Base):
+    """A run: the durable truth about it."""
+
+    __tablename__ = "runs"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16))
+    plan_id: Mapped[str] = mapped_column(String(64), ForeignKey("plans.plan_id"))
+    model: Mapped[dict[str, Any]]
+    nodes: Mapped[int]
+    ranks_per_node: Mapped[int]
+    steps: Mapped[int]
+    options: Mapped[dict[str, Any]]
+    generation: Mapped[int]
+    stop_requested: Mapped[bool]
+    cancel_requested: Mapped[bool]
+    error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    created_at: Mapped[datetime]
+    started_at: Mapped[datetime | None]
+    updated_at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        Index("ix_runs_created_at", "created_at", "id"),
+        Index("ix_runs_state", "state", "created_at"),
+    )
+
+
+class AgentRow(Base):
+    """An agent. It has one ``run_id``, so two runs cannot share it."""
+
+    __tablename__ = "agents"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    name: Mapped[str] = mapped_column(String(200))
+    address: Mapped[str] = mapped_column(String(255))
+    port: Mapped[int]
+    slots: Mapped[int]
+    devices: Mapped[list[str]] = mapped_column(JSON)
+    versions: Mapped[dict[str, Any]]
+    allowed_models: Mapped[list[str]] = mapped_column(JSON)
+    state: Mapped[str] = mapped_column(String(16))
+    run_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("runs.id"))
+    created_at: Mapped[datetime]
+    seen_at: Mapped[datetime]
+
+    __table_args__ = (Index("ix_agents_state", "state", "created_at"),)
+
+
+class NodeRow(Base):
+    """One agent's part in one generation of a run."""
+
+    __tablename__ = "run_nodes"
+
+    run_id: Mapped[str] = mapped_column(String(32), ForeignKey("runs.id"), primary_key=True)
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    node_rank: Mapped[int] = mapped_column(primary_key=True)
+    agent_id: Mapped[str] = mapped_column(String(32), ForeignKey("agents.id"))
+    agent_name: Mapped[str] = mapped_column(String(200))
+    rendezvous: Mapped[str] = mapped_column(String(300))
+    state: Mapped[str] = mapped_column(String(16))
+    outcome: Mapped[str | None] = mapped_column(String(16))
+    ranks: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    failures: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    ended_at: Mapped[datetime | None]
+
+
+class EventRow(Base):
+    """Something that happened to a run."""
+
+    __tablename__ = "run_events"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    run_id: Mapped[str] = mapped_column(String(32), ForeignKey("runs.id"))
+    at: Mapped[datetime]
+    kind: Mapped[str] = mapped_column(String(32))
+    detail: Mapped[str] = mapped_column(String)
+
+    __table_args__ = (Index("ix_run_events_run_id", "run_id", "id"),)

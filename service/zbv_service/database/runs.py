@@ -1,0 +1,205 @@
+"""Reading and writing runs: gathering agents for them, following their nodes, ending them.
+
+Every change of a run happens with its row locked, so that of two nodes that end at the same time one sees
+the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from zbv_service.database.engine import Database
+from zbv_service.database.run_end import add_event, changed, end_node, lock_run, nodes_of
+from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
+from zbv_service.gang import Offer, Wanted, choose
+from zbv_service.run_records import RUN_ENDED, EventRecord, NewRun, NodeRecord, NodeReport, RunRecord, Work
+
+_CONSIDERED = 200
+"""Waiting runs that are looked at in one go."""
+
+
+class AgentsTaken(Exception):
+    """Another service gave the agents away in the meantime; nothing was changed, look again."""
+
+
+class RunTable:
+    """The runs of one database."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def add(self, new: NewRun) -> RunRecord:
+        """Accept a run; it waits for agents. One that is there already stays as it is."""
+        row = RunRow(
+            **asdict(new),
+            state="waiting",
+            generation=0,
+            stop_requested=False,
+            cancel_requested=False,
+            updated_at=new.created_at,
+        )
+        async with self._database.writing() as session:
+            known = await session.get(RunRow, new.id)
+            if known is not None:
+                return _record(known, await nodes_of(session, known))
+            session.add(row)
+            await session.flush()
+            add_event(session, row.id, "waiting", f"for {new.nodes} agents")
+        return _record(row, ())
+
+    async def get(self, run_id: str) -> RunRecord | None:
+        """A run by id."""
+        async with self._database.reading() as session:
+            row = await session.get(RunRow, run_id)
+            return None if row is None else _record(row, await nodes_of(session, row))
+
+    async def newest(self, limit: int) -> list[RunRecord]:
+        """The newest runs first."""
+        query = select(RunRow).order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(limit)
+        async with self._database.reading() as session:
+            rows = list(await session.scalars(query))
+            ids = [row.id for row in rows]
+            found = select(NodeRow).where(NodeRow.run_id.in_(ids)).order_by(NodeRow.node_rank)
+            nodes = list(await session.scalars(found))
+        return [_record(row, (n for n in nodes if _is_of(n, row))) for row in rows]
+
+    async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
+        """What happened to a run after an event, the oldest first."""
+        query = select(EventRow).where(EventRow.run_id == run_id, EventRow.id > after)
+        async with self._database.reading() as session:
+            rows = await session.scalars(query.order_by(EventRow.id).limit(limit))
+            return [EventRecord(row.id, row.at, row.kind, row.detail) for row in rows]
+
+    async def request_cancel(self, run_id: str) -> RunRecord | None:
+        """Cancel a run that waits; have the nodes of any other unfinished one stopped."""
+        async with self._database.writing() as session:
+            run = await lock_run(session, run_id)
+            if run is not None and run.state not in RUN_ENDED and not run.cancel_requested:
+                run.cancel_requested = run.stop_requested = True
+                run.updated_at = datetime.now(UTC)
+                add_event(session, run_id, "cancel", "was asked for")
+                if run.state == "waiting":
+                    run.state, run.finished_at = "cancelled", run.updated_at
+                    add_event(session, run_id, "cancelled", "")
+        return await self.get(run_id)
+
+    async def assign(self) -> list[str]:
+        """Give every waiting run that can start all its agents; returns the runs that got theirs.
+
+        Raises
+        ------
+        AgentsTaken
+            When another service was faster.
+        """
+        waiting = select(RunRow).where(RunRow.state == "waiting").order_by(RunRow.created_at, RunRow.id)
+        async with self._database.reading() as session:
+            if await session.scalar(waiting.limit(1)) is None:
+                return []
+        async with self._database.writing() as session:
+            runs = {row.id: row for row in await session.scalars(waiting.limit(_CONSIDERED))}
+            live = select(AgentRow).where(AgentRow.state == "live")
+            agents = {a.id: a for a in await session.scalars(live.order_by(AgentRow.created_at, AgentRow.id))}
+            placed = choose([*map(_wanted, runs.values())], [*map(_offer, agents.values())])
+            for run_id, agent_ids in placed.items():
+                await _take(session, runs[run_id], [agents[agent_id] for agent_id in agent_ids])
+        return list(placed)
+
+    async def work_of(self, agent_id: str) -> Work | None:
+        """The node that an agent has; the same however often it is asked for."""
+        async with self._database.reading() as session:
+            run_id = await session.scalar(select(AgentRow.run_id).where(AgentRow.id == agent_id))
+            run = None if run_id is None else await session.get(RunRow, run_id)
+            if run is None:
+                return None
+            nodes = await nodes_of(session, run)
+            mine = next((n for n in nodes if n.agent_id == agent_id and n.state != "ended"), None)
+            return None if mine is None else Work(_record(run, nodes), _node(mine))
+
+    async def progressed(self, agent_id: str, run_id: str, ranks: list[dict[str, Any]]) -> None:
+        """Note where an agent's ranks are; a run all of whose nodes are in a step is running."""
+        async with self._database.writing() as session:
+            run = await lock_run(session, run_id)
+            nodes = [] if run is None else await nodes_of(session, run)
+            mine = next((n for n in nodes if n.agent_id == agent_id and n.state != "ended"), None)
+            if run is None or mine is None:
+                return
+            mine.ranks = ranks
+            if ranks and all(place["step"] is not None for place in ranks):
+                mine.state = "running"
+            if run.state == "starting" and all(node.state == "running" for node in nodes):
+                run.state, run.started_at = "running", datetime.now(UTC)
+                add_event(session, run_id, "running", "every node is in its first step")
+            run.updated_at = datetime.now(UTC)
+
+    async def ended(self, agent_id: str, report: NodeReport) -> RunRecord | None:
+        """Note how an agent's node ended; a repeated or outdated report changes nothing."""
+        async with self._database.writing() as session:
+            run = await lock_run(session, report.run_id)
+            if run is None:
+                return None
+            for node in await nodes_of(session, run):
+                if node.agent_id == agent_id and node.generation == report.generation:
+                    await end_node(session, run, node, report.outcome, report.failures)
+        return await self.get(report.run_id)
+
+
+async def _take(session: AsyncSession, run: RunRow, agents: list[AgentRow]) -> None:
+    """A run's agents become its own, all of them, or the transaction ends."""
+    now = datetime.now(UTC)
+    started = await changed(
+        session,
+        update(RunRow)
+        .where(RunRow.id == run.id, RunRow.state == "waiting")
+        .values(state="starting", updated_at=now),
+    )
+    ids = [agent.id for agent in agents]
+    free = update(AgentRow).where(AgentRow.id.in_(ids), AgentRow.run_id.is_(None), AgentRow.state == "live")
+    if started != 1 or await changed(session, free.values(run_id=run.id)) != len(ids):
+        raise AgentsTaken
+    for node_rank, agent in enumerate(agents):
+        session.add(
+            NodeRow(
+                run_id=run.id,
+                generation=run.generation,
+                node_rank=node_rank,
+                agent_id=agent.id,
+                agent_name=agent.name,
+                rendezvous=_rendezvous(agents[0]),
+                state="assigned",
+                ranks=[],
+                failures=[],
+            )
+        )
+    add_event(session, run.id, "starting", "on " + ", ".join(agent.name for agent in agents))
+
+
+def _rendezvous(first: AgentRow) -> str:
+    host = f"[{first.address}]" if ":" in first.address else first.address
+    return f"{host}:{first.port}"
+
+
+def _wanted(run: RunRow) -> Wanted:
+    return Wanted(run.id, run.nodes, run.ranks_per_node, run.model["factory"])
+
+
+def _offer(agent: AgentRow) -> Offer:
+    return Offer(agent.id, agent.slots, agent.run_id is None, tuple(agent.allowed_models))
+
+
+def _is_of(node: NodeRow, run: RunRow) -> bool:
+    return node.run_id == run.id and node.generation == run.generation
+
+
+def _node(row: NodeRow) -> NodeRecord:
+    return NodeRecord(**{field.name: getattr(row, field.name) for field in fields(NodeRecord)})
+
+
+def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunRecord:
+    names = [field.name for field in fields(RunRecord) if field.name != "members"]
+    return RunRecord(**{name: getattr(row, name) for name in names}, members=tuple(map(_node, nodes)))

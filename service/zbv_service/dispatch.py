@@ -1,0 +1,122 @@
+"""Gathers agents for waiting runs, and finds out which agents are lost.
+
+The database is the truth: several services may do this at once, and one that dies takes nothing along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+
+from zbv_service.database import AgentsTaken, AgentTable, RunTable
+from zbv_service.settings import Settings
+
+POLL_SECONDS = 1.0
+"""How often waiting runs are looked at when nobody says that something changed."""
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Assigns runs to agents between :meth:`start` and :meth:`stop`.
+
+    Attributes
+    ----------
+    assigned
+        Set, and replaced by a new one, when agents got work.
+    """
+
+    def __init__(self, agents: AgentTable, runs: RunTable, settings: Settings):
+        self._agents = agents
+        self._runs = runs
+        self._settings = settings
+        self._changed = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._watched_since = 0.0
+        self._looked_at = 0.0
+        self._loops: list[asyncio.Task[None]] = []
+        self.assigned = asyncio.Event()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether nobody should wait any longer."""
+        return self._stopped.is_set()
+
+    @property
+    def is_working(self) -> bool:
+        """Whether every loop is alive."""
+        return bool(self._loops) and not any(loop.done() for loop in self._loops)
+
+    async def start(self) -> None:
+        """Begin."""
+        self._watched_since = self._looked_at = time.monotonic()
+        for step, name in ((self._assign, "gangs"), (self._watch, "agents")):
+            self._loops.append(asyncio.create_task(self._forever(step), name=f"zbv-{name}"))
+
+    def hang_up(self) -> None:
+        """Answer everybody who waits for work: the service stops."""
+        self._stopped.set()
+        self._changed.set()
+        self._ring()
+
+    async def stop(self) -> None:
+        """End the loops, by themselves, so that no transaction is cut off in the middle."""
+        self.hang_up()
+        if not self._loops:
+            return
+        _, unfinished = await asyncio.wait(self._loops, timeout=self._settings.shutdown_seconds)
+        for loop in unfinished:
+            loop.cancel()
+
+    def wake(self) -> None:
+        """Say that a run waits, or that an agent is free."""
+        self._changed.set()
+
+    async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
+        while not self.is_stopping:
+            try:
+                await step()
+            except Exception:
+                # A database that is away for a moment must not end the service's work for good.
+                logger.exception("dispatching failed; it goes on in %g s", POLL_SECONDS)
+                await _wait(self._stopped, POLL_SECONDS)
+
+    async def _assign(self) -> None:
+        self._changed.clear()
+        with suppress(AgentsTaken):  # by another service; the next look sees what it left
+            started = await self._runs.assign()
+            for run_id in started:
+                logger.info("run %s has its agents", run_id)
+            if started:
+                self._ring()
+        await _wait(self._changed, POLL_SECONDS)
+
+    async def _watch(self) -> None:
+        """Lose agents that were silent for too long while somebody listened.
+
+        A service that was away has heard nobody, and that is not the agents' fault: they get the whole
+        timeout after it is back.
+        """
+        timeout, now = self._settings.agent_timeout_seconds, time.monotonic()
+        if now - self._looked_at > timeout / 2:
+            self._watched_since = now
+        self._looked_at = now
+        if now - self._watched_since >= timeout:
+            before = datetime.now(UTC) - timedelta(seconds=timeout)
+            for agent in await self._agents.lose(timeout, before):
+                logger.warning("agent %s (%s) is lost", agent.name, agent.id)
+        await _wait(self._stopped, timeout / 10)
+
+    def _ring(self) -> None:
+        rung, self.assigned = self.assigned, asyncio.Event()
+        rung.set()
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

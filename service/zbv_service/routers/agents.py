@@ -1,0 +1,157 @@
+"""``/v1/agents``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from zbv_service.agent_documents import (
+    AgentDocument,
+    AgentList,
+    AgentRequest,
+    Heartbeat,
+    HeartbeatAnswer,
+    NodeEnd,
+    RegisteredAgent,
+    WorkDocument,
+)
+from zbv_service.bodies import read_json
+from zbv_service.openapi import body_of
+from zbv_service.problems import (
+    AGENT_GONE,
+    BODY_TOO_LARGE,
+    INVALID_BODY,
+    INVALID_PARAMETER,
+    MALFORMED_JSON,
+    NOT_FOUND,
+    UNSUPPORTED_MEDIA_TYPE,
+    documented,
+)
+from zbv_service.routers.rooms import rooms
+
+MAX_WAIT = 60.0
+_BODY = (MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY)
+
+router = APIRouter(prefix="/v1/agents", tags=["agents"])
+
+
+@router.post(
+    "",
+    operation_id="register_agent",
+    summary="Offer a node",
+    status_code=201,
+    response_model=RegisteredAgent,
+    response_description="Registered: give signs of life, and ask for work.",
+    openapi_extra=body_of(AgentRequest),
+    responses={
+        200: {"model": RegisteredAgent, "description": "Registered before, under this id."},
+        **documented(*_BODY, AGENT_GONE),
+    },
+)
+async def register_agent(request: Request) -> Response:
+    """The agent chooses its id, so a registration whose answer was lost can be repeated."""
+    found = rooms(request)
+    record, is_new = await found.agents.register(await read_json(request, found.settings.max_body_bytes))
+    answer = RegisteredAgent(
+        agent=AgentDocument.of(record),
+        heartbeat_seconds=found.settings.agent_heartbeat_seconds,
+        timeout_seconds=found.settings.agent_timeout_seconds,
+    )
+    headers = {"Location": f"/v1/agents/{record.id}"}
+    return Response(answer.model_dump_json(), 201 if is_new else 200, headers, "application/json")
+
+
+@router.get(
+    "",
+    operation_id="list_agents",
+    summary="The agents that are there",
+    responses=documented(INVALID_PARAMETER),
+)
+async def list_agents(request: Request, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> AgentList:
+    """Those that left or were lost are not listed."""
+    records = await rooms(request).agents.newest(limit)
+    return AgentList(agents=[AgentDocument.of(record) for record in records])
+
+
+@router.get("/{agent_id}", operation_id="get_agent", summary="An agent", responses=documented(NOT_FOUND))
+async def get_agent(request: Request, agent_id: str) -> AgentDocument:
+    """Also one that left or was lost."""
+    return AgentDocument.of(await rooms(request).agents.get(agent_id))
+
+
+@router.get(
+    "/{agent_id}/work",
+    operation_id="get_work",
+    summary="An agent's work, waited for",
+    response_model=WorkDocument,
+    response_description="Its node of a run; the same until its end is reported.",
+    responses={
+        204: {"description": "There was none for so long; ask again."},
+        **documented(NOT_FOUND, AGENT_GONE, INVALID_PARAMETER),
+    },
+)
+async def get_work(
+    request: Request, agent_id: str, wait: Annotated[float, Query(ge=0, le=MAX_WAIT)] = 0.0
+) -> Response:
+    """Waits up to ``wait`` seconds. Asking is a sign of life, as a heartbeat is."""
+    found = rooms(request)
+    # Longer than half the timeout, and the agent would seem lost while it waits here.
+    longest = found.settings.agent_timeout_seconds / 2
+    work = await found.agents.work(agent_id, min(wait, longest))
+    if work is None:
+        return Response(status_code=204)
+    return Response(WorkDocument.of(work).model_dump_json(), media_type="application/json")
+
+
+@router.post(
+    "/{agent_id}/heartbeat",
+    operation_id="beat",
+    summary="A sign of life, and where the ranks are",
+    response_model=HeartbeatAnswer,
+    openapi_extra=body_of(Heartbeat),
+    responses=documented(*_BODY, NOT_FOUND, AGENT_GONE),
+)
+async def beat(request: Request, agent_id: str) -> HeartbeatAnswer:
+    """The answer says whether the ranks must end."""
+    found = rooms(request)
+    return await found.agents.heartbeat(agent_id, await read_json(request, found.settings.max_body_bytes))
+
+
+@router.post(
+    "/{agent_id}/ended",
+    operation_id="report_end",
+    summary="How the node of a run ended",
+    status_code=204,
+    openapi_extra=body_of(NodeEnd),
+    responses=documented(*_BODY, NOT_FOUND, AGENT_GONE),
+)
+async def report_end(request: Request, agent_id: str) -> Response:
+    """The agent is free afterwards. Saying it twice changes nothing."""
+    found = rooms(request)
+    await found.agents.ended(agent_id, await read_json(request, found.settings.max_body_bytes))
+    return Response(status_code=204)
+
+
+@router.post(
+    "/{agent_id}/drain",
+    operation_id="drain_agent",
+    summary="Give an agent no more work",
+    responses=documented(NOT_FOUND, AGENT_GONE),
+)
+async def drain_agent(request: Request, agent_id: str) -> AgentDocument:
+    """A run that it has goes on."""
+    return AgentDocument.of(await rooms(request).agents.drain(agent_id))
+
+
+@router.delete(
+    "/{agent_id}",
+    operation_id="remove_agent",
+    summary="Deregister an agent",
+    status_code=204,
+    responses=documented(NOT_FOUND),
+)
+async def remove_agent(request: Request, agent_id: str) -> Response:
+    """A run that it still has fails."""
+    await rooms(request).agents.leave(agent_id)
+    return Response(status_code=204)

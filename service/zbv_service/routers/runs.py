@@ -1,0 +1,116 @@
+"""``/v1/runs``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from zbv_service.bodies import read_json
+from zbv_service.openapi import body_of
+from zbv_service.problems import (
+    BODY_TOO_LARGE,
+    INVALID_BODY,
+    INVALID_PARAMETER,
+    MALFORMED_JSON,
+    NOT_FOUND,
+    UNSUPPORTED_MEDIA_TYPE,
+    documented,
+)
+from zbv_service.routers.rooms import rooms
+from zbv_service.run_documents import EventDocument, EventList, RunDocument, RunList, RunRequest
+from zbv_service.run_records import RUN_ENDED, RunRecord
+
+RETRY_SECONDS = 1
+_MAX_EVENT = 2**31 - 1
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+
+
+@router.post(
+    "",
+    operation_id="submit_run",
+    summary="Run a plan on agents",
+    status_code=202,
+    response_model=RunDocument,
+    response_description="Accepted: it starts once all its agents are free. Follow the Location.",
+    openapi_extra=body_of(RunRequest),
+    responses=documented(MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY),
+)
+async def submit_run(request: Request) -> Response:
+    """It gets all its agents at once, or none."""
+    found = rooms(request)
+    return _answer(await found.runs.submit(await read_json(request, found.settings.max_body_bytes)), 202)
+
+
+@router.get(
+    "",
+    operation_id="list_runs",
+    summary="The newest runs",
+    response_model=RunList,
+    responses=documented(INVALID_PARAMETER),
+)
+async def list_runs(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
+    """The newest first."""
+    records = await rooms(request).runs.newest(limit)
+    return Response(json.dumps({"runs": [*map(_json, records)]}), media_type="application/json")
+
+
+@router.get(
+    "/{run_id}",
+    operation_id="get_run",
+    summary="A run",
+    response_model=RunDocument,
+    responses=documented(NOT_FOUND),
+)
+async def get_run(request: Request, run_id: str) -> Response:
+    """Its state, where its ranks are, and why it failed."""
+    return _answer(await rooms(request).runs.get(run_id), 200)
+
+
+@router.get(
+    "/{run_id}/events",
+    operation_id="list_run_events",
+    summary="What happened to a run",
+    responses=documented(NOT_FOUND, INVALID_PARAMETER),
+)
+async def list_run_events(
+    request: Request,
+    run_id: str,
+    after: Annotated[int, Query(ge=0, le=_MAX_EVENT)] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+) -> EventList:
+    """The oldest first, from the one after ``after``."""
+    records = await rooms(request).runs.events(run_id, after, limit)
+    return EventList(events=[EventDocument.of(record) for record in records])
+
+
+@router.post(
+    "/{run_id}/cancel",
+    operation_id="cancel_run",
+    summary="Stop a run",
+    status_code=202,
+    response_model=RunDocument,
+    response_description="Its ranks will be stopped soon, everywhere.",
+    responses={200: {"model": RunDocument, "description": "It has ended."}, **documented(NOT_FOUND)},
+)
+async def cancel_run(request: Request, run_id: str) -> Response:
+    """A run that has ended stays as it is."""
+    record = await rooms(request).runs.cancel(run_id)
+    return _answer(record, 200 if record.state in RUN_ENDED else 202)
+
+
+def _answer(record: RunRecord, status: int) -> Response:
+    headers = {"Location": f"/v1/runs/{record.id}", "Cache-Control": "no-store"}
+    if record.state not in RUN_ENDED:
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    return Response(json.dumps(_json(record)), status, headers, "application/json")
+
+
+def _json(record: RunRecord) -> dict[str, Any]:
+    document = RunDocument.of(record)
+    made: dict[str, Any] = document.model_dump(mode="json")
+    if document.error is not None:
+        made["error"] = document.error.model_dump(mode="json", exclude_none=True)
+    return made

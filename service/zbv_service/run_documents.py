@@ -1,0 +1,138 @@
+"""Runs as they enter and leave over HTTP, as pydantic models: named schemas of the API."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from zbv_solver.schema import Number
+
+from zbv_service.problems import ProblemDetails
+from zbv_service.run_records import EventRecord, NodeOutcome, NodeRecord, NodeState, RunRecord, RunState
+
+MAX_NODES = 4096
+MAX_INTEGER = 2**31 - 1
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ModelDocument(_Request):
+    """Which model to train: all nodes must have it, and allow it."""
+
+    factory: Annotated[str, Field(max_length=300, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
+        description="package.module:factory"
+    )
+    arguments: dict[str, Any] = Field({}, description="Keyword arguments of the factory.")
+    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] = 0
+
+
+class RunOptionsDocument(_Request):
+    """How the ranks run."""
+
+    backend: Literal["gloo", "nccl"] = Field("gloo", description="gloo: CPU; nccl: CUDA.")
+    timeout: Annotated[Number, Field(gt=0, le=86_400)] = Field(
+        120.0, description="Longest wait for a tensor, in seconds."
+    )
+    threads: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
+        None, description="Compute threads per rank on CPU; null leaves torch's choice."
+    )
+
+
+class RunRequest(_Request):
+    """A plan to be run."""
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = Field(
+        None, description="Chosen at random by the caller: the same id again is the same run."
+    )
+    plan_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    model: ModelDocument
+    nodes: Annotated[int, Field(strict=True, ge=1, le=MAX_NODES)] = Field(
+        description="Agents; the plan's ranks are spread evenly over them."
+    )
+    steps: Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
+    options: RunOptionsDocument = RunOptionsDocument()
+
+
+class NodeDocument(BaseModel):
+    """One node of a run, and where its ranks are."""
+
+    node_rank: int
+    agent_id: str
+    agent: str = Field(description="The agent's name.")
+    state: NodeState
+    outcome: NodeOutcome | None
+    ranks: list[dict[str, Any]] = Field(description="rank, step and action, as last heard of.")
+
+    @classmethod
+    def of(cls, record: NodeRecord) -> NodeDocument:
+        """The document of a stored node."""
+        return cls(
+            node_rank=record.node_rank,
+            agent_id=record.agent_id,
+            agent=record.agent_name,
+            state=record.state,
+            outcome=record.outcome,
+            ranks=record.ranks,
+        )
+
+
+class RunDocument(BaseModel):
+    """A run, waiting, under way or ended."""
+
+    id: str
+    state: RunState
+    plan_id: str
+    model: ModelDocument
+    nodes: int
+    ranks_per_node: int
+    steps: int
+    options: RunOptionsDocument
+    generation: int = Field(description="Counts how often the run was begun anew, from 0.")
+    cancel_requested: bool
+    members: list[NodeDocument] = Field(description="The nodes of this generation, by node rank.")
+    error: ProblemDetails | None = Field(None, description="Why it failed; failures has every rank's story.")
+    created_at: datetime
+    started_at: datetime | None
+    updated_at: datetime
+    finished_at: datetime | None
+
+    @classmethod
+    def of(cls, record: RunRecord) -> RunDocument:
+        """The document of a stored run."""
+        same = (name for name in cls.model_fields if name not in ("members", "error"))
+        return cls(
+            **{name: getattr(record, name) for name in same if name not in ("model", "options")},
+            model=ModelDocument.model_validate(record.model),
+            options=RunOptionsDocument.model_validate(record.options),
+            members=[NodeDocument.of(node) for node in record.members],
+            error=None if record.error is None else ProblemDetails.model_validate(record.error),
+        )
+
+
+class RunList(BaseModel):
+    """Runs, the newest first."""
+
+    runs: list[RunDocument]
+
+
+class EventDocument(BaseModel):
+    """Something that happened to a run."""
+
+    id: int
+    at: datetime
+    kind: str
+    detail: str
+
+    @classmethod
+    def of(cls, record: EventRecord) -> EventDocument:
+        """The document of a stored event."""
+        return cls(id=record.id, at=record.at, kind=record.kind, detail=record.detail)
+
+
+class EventList(BaseModel):
+    """What happened to a run, the oldest first; ask again with ``after`` set to the last id."""
+
+    events: list[EventDocument]

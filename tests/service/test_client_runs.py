@@ -1,0 +1,76 @@
+"""The thin client's calls for runs and agents: errors that tell cases apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from zbv_service.client import InvalidAnswer, InvalidRequest
+from zbv_service.client_runs import AgentGone, RunClient, RunTimeout
+
+RUN: dict[str, Any] = {"id": "r", "state": "running", "plan_id": "p", "error": None}
+WORK: dict[str, Any] = {
+    "run_id": "r",
+    "generation": 0,
+    "node_rank": 1,
+    "nodes": 2,
+    "ranks_per_node": 1,
+    "rendezvous": "h:1",
+    "plan_id": "p",
+    "model": {"factory": "a:b"},
+}
+
+
+def answering(status: int, document: Any = None) -> RunClient:
+    def answer(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, json=document) if document is not None else httpx.Response(status)
+
+    return RunClient("http://zbv", transport=httpx.MockTransport(answer), retries=0)
+
+
+def problem(status: int) -> dict[str, Any]:
+    return {"type": "t", "title": "T", "status": status, "detail": "D"}
+
+
+def test_no_work_is_none_and_work_is_read() -> None:
+    assert answering(204).next_work("a", 1) is None
+    work = answering(200, WORK).next_work("a", 1)
+    assert work is not None
+    assert (work.node_rank, work.rendezvous, work.factory, work.document) == (1, "h:1", "a:b", WORK)
+    with pytest.raises(InvalidAnswer, match="rendezvous"):
+        answering(200, {name: WORK[name] for name in WORK if name != "rendezvous"}).next_work("a", 1)
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_an_agent_that_the_service_does_not_hold_is_gone(status: int) -> None:
+    client = answering(status, problem(status))
+    calls: list[Callable[[], object]] = [
+        lambda: client.next_work("a", 1),
+        lambda: client.heartbeat("a", {}),
+        lambda: client.report_end("a", {}),
+        lambda: client.drain_agent("a"),
+        lambda: client.remove_agent("a"),
+    ]
+    for call in calls:
+        with pytest.raises(AgentGone, match="D"):
+            call()
+
+
+def test_a_refused_request_is_no_lost_agent() -> None:
+    with pytest.raises(InvalidRequest) as found:
+        answering(422, problem(422)).heartbeat("a", {})
+    assert not isinstance(found.value, AgentGone)
+
+
+def test_waiting_for_a_run_ends_with_it_or_with_the_time() -> None:
+    assert answering(200, {**RUN, "state": "succeeded"}).wait_run("r", 5).is_finished
+    with pytest.raises(RunTimeout, match="still running"):
+        answering(200, RUN).wait_run("r", 0)
+
+
+def test_failures_of_a_run_are_empty_without_an_error() -> None:
+    assert answering(200, RUN).run("r").failures == []
+    failed = {**RUN, "state": "failed", "error": {"detail": "d", "failures": [{"rank": 1}]}}
+    assert answering(200, failed).run("r").failures == [{"rank": 1}]

@@ -1,0 +1,242 @@
+"""Runs and agents over HTTP: states, repeated messages, what a run fails of, and who is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_searches import orders_of
+from support.serving import DEADLINE, PROBLEM, Service, Serving
+from zbv_solver.schema import parse_problem
+
+pytestmark = pytest.mark.anyio
+
+MODEL = {"factory": "a.b:c"}
+
+
+async def import_plan(service: Service) -> str:
+    problem = parse_problem(PROBLEM)
+    answer = await service.http.post(
+        "/v1/plans", json={"problem": PROBLEM, "ranks": orders_of(problem).all_text()}
+    )
+    assert answer.status_code in (200, 201), answer.text
+    return str(answer.json()["plan_id"])
+
+
+async def register(service: Service, digit: str, **more: Any) -> str:
+    body = {"id": digit * 32, "name": f"host-{digit}", "address": "10.0.0.1", "port": 29500, "slots": 1}
+    answer = await service.http.post("/v1/agents", json={**body, "allowed_models": ["a.*"], **more})
+    assert answer.status_code == 201, answer.text
+    return digit * 32
+
+
+async def submit(service: Service, **more: Any) -> httpx.Response:
+    body = {"plan_id": await import_plan(service), "model": MODEL, "nodes": 2, "steps": 5}
+    return await service.http.post("/v1/runs", json={**body, **more})
+
+
+async def work(service: Service, agent: str) -> dict[str, Any]:
+    answer = await service.http.get(f"/v1/agents/{agent}/work", params={"wait": 5})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def beat(service: Service, agent: str, run_id: str, step: int | None = None) -> dict[str, Any]:
+    ranks = [] if step is None else [{"rank": 0, "step": step, "action": "3F1"}]
+    answer = await service.http.post(f"/v1/agents/{agent}/heartbeat", json={"run_id": run_id, "ranks": ranks})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def end(service: Service, agent: str, run_id: str, outcome: str, *failures: dict[str, Any]) -> None:
+    body = {"run_id": run_id, "generation": 0, "outcome": outcome, "failures": list(failures)}
+    answer = await service.http.post(f"/v1/agents/{agent}/ended", json=body)
+    assert answer.status_code == 204, answer.text
+
+
+async def run_of(service: Service, run_id: str) -> dict[str, Any]:
+    answer = await service.http.get(f"/v1/runs/{run_id}")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def started(service: Service) -> tuple[str, str, str]:
+    """A run and its two agents, each with its work."""
+    agents = [await register(service, digit) for digit in "ab"]
+    run_id = str((await submit(service)).json()["id"])
+    for agent in agents:
+        await work(service, agent)
+    return run_id, agents[0], agents[1]
+
+
+async def test_a_run_waits_for_all_its_agents_and_then_each_gets_its_node(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        answer = await submit(service)
+        assert (answer.status_code, answer.json()["state"]) == (202, "waiting")
+        run_id = answer.json()["id"]
+        assert answer.headers["location"] == f"/v1/runs/{run_id}"
+        first = await register(service, "a")
+        none = await service.http.get(f"/v1/agents/{first}/work", params={"wait": 0.1})
+        assert none.status_code == 204
+        assert (await run_of(service, run_id))["state"] == "waiting"
+
+        waiting = asyncio.create_task(work(service, first))
+        second = await register(service, "b")
+        found = [await waiting, await work(service, second)]
+        assert [each["node_rank"] for each in found] == [0, 1]
+        assert {each["rendezvous"] for each in found} == {"10.0.0.1:29500"}
+        assert {(each["run_id"], each["plan_id"]) for each in found} == {(run_id, answer.json()["plan_id"])}
+        assert (await run_of(service, run_id))["state"] == "starting"
+        assert await work(service, first) == found[0]
+
+
+async def test_it_runs_once_every_node_does_and_succeeds_once_all_have(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id, first, second = await started(service)
+        await beat(service, first, run_id, 0)
+        assert (await run_of(service, run_id))["state"] == "starting"
+        assert await beat(service, second, run_id, 0) == {"stop": False, "reason": ""}
+        found = await run_of(service, run_id)
+        assert found["state"] == "running"
+        assert found["members"][0]["ranks"] == [{"rank": 0, "step": 0, "action": "3F1"}]
+        await end(service, first, run_id, "succeeded")
+        assert (await run_of(service, run_id))["state"] == "running"
+        await end(service, second, run_id, "succeeded")
+        await end(service, second, run_id, "failed")
+        assert (await run_of(service, run_id))["state"] == "succeeded"
+        events = (await service.http.get(f"/v1/runs/{run_id}/events")).json()["events"]
+        assert [event["kind"] for event in events] == ["waiting", "starting", "running", "succeeded"]
+        later = await service.http.get(f"/v1/runs/{run_id}/events", params={"after": events[1]["id"]})
+        assert later.json()["events"] == events[2:]
+
+
+async def test_a_failure_stops_the_others_and_the_cause_speaks_for_the_run(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id, first, second = await started(service)
+        lost = {"kind": "peer", "rank": 0, "action": "3F1", "peer": 1, "detail": "rank 1 did not deliver"}
+        await end(service, first, run_id, "failed", lost)
+        assert (await run_of(service, run_id))["state"] == "starting"  # the other may know more
+        assert await beat(service, second, run_id) == {"stop": True, "reason": "the run failed elsewhere"}
+        await end(service, second, run_id, "failed", {"kind": "killed", "rank": 1, "detail": "SIGKILL"})
+        found = await run_of(service, run_id)
+        assert (found["state"], found["error"]["detail"]) == ("failed", "SIGKILL")
+        assert found["error"]["type"] == "urn:zbv:problem:run-failed"
+        assert [failure["agent"] for failure in found["error"]["failures"]] == ["host-b", "host-a"]
+        assert [failure["peer"] for failure in found["error"]["failures"]] == [None, 1]
+
+
+async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_when_its_nodes_say_so(
+    serving: Serving,
+) -> None:
+    async with serving("immediate") as service:
+        waiting = (await submit(service)).json()["id"]
+        answer = await service.http.post(f"/v1/runs/{waiting}/cancel")
+        assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+        run_id, first, second = await started(service)
+        answer = await service.http.post(f"/v1/runs/{run_id}/cancel")
+        assert (answer.status_code, answer.json()["cancel_requested"]) == (202, True)
+        for agent in (first, second):
+            assert (await beat(service, agent, run_id))["reason"] == "the run was cancelled"
+            await end(service, agent, run_id, "stopped")
+        assert (await run_of(service, run_id))["state"] == "cancelled"
+        listed = (await service.http.get("/v1/runs")).json()["runs"]
+        assert [run["id"] for run in listed] == [run_id, waiting]
+
+
+async def test_silent_agents_are_lost_and_named_and_the_others_are_not(serving: Serving) -> None:
+    async with serving("immediate", agent_heartbeat_seconds=0.1, agent_timeout_seconds=1.0) as service:
+        run_id, first, second = await started(service)
+        until = time.monotonic() + DEADLINE
+        while not (answer := await beat(service, first, run_id, 2))["stop"]:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.05)
+        assert answer["reason"] == "the run failed elsewhere"
+        await end(service, first, run_id, "stopped")
+        found = await run_of(service, run_id)
+        assert found["state"] == "failed"
+        assert found["error"]["detail"].startswith("agent host-b (10.0.0.1, node 1) gave no sign of life")
+        gone = await service.http.post(f"/v1/agents/{second}/heartbeat", json={})
+        assert (gone.status_code, gone.json()["type"]) == (410, "urn:zbv:problem:agent-gone")
+        listed = (await service.http.get("/v1/agents")).json()["agents"]
+        assert [agent["name"] for agent in listed] == ["host-a"]
+
+
+async def test_a_draining_agent_gets_no_work_and_one_that_leaves_fails_its_run(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        idle = await register(service, "c")
+        assert (await service.http.post(f"/v1/agents/{idle}/drain")).json()["state"] == "draining"
+        run_id, first, second = await started(service)
+        assert (await service.http.get(f"/v1/agents/{idle}")).json()["run_id"] is None
+        assert (await service.http.delete(f"/v1/agents/{second}")).status_code == 204
+        assert (await service.http.delete(f"/v1/agents/{second}")).status_code == 204
+        await end(service, first, run_id, "stopped")
+        found = await run_of(service, run_id)
+        assert found["state"] == "failed"
+        assert "host-b" in found["error"]["detail"]
+        assert "deregistered while it had a node" in found["error"]["detail"]
+
+
+async def test_registering_twice_is_one_agent(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        agent = await register(service, "a")
+        again = await service.http.post(
+            "/v1/agents", json={"id": agent, "name": "h", "address": "h", "port": 1, "slots": 1}
+        )
+        assert (again.status_code, again.json()["agent"]["name"]) == (200, "host-a")
+        assert again.json()["timeout_seconds"] == 15.0
+        assert len((await service.http.get("/v1/agents")).json()["agents"]) == 1
+
+
+async def test_a_run_submitted_twice_under_one_id_is_one_run(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        first, second = [(await submit(service, id="d" * 32)).json() for _ in range(2)]
+        assert first == second
+        assert len((await service.http.get("/v1/runs")).json()["runs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"plan_id": "0" * 64}, "/plan_id"),
+        ({"plan_id": "x"}, "/plan_id"),
+        ({"nodes": 3}, "/nodes"),
+        ({"nodes": 0}, "/nodes"),
+        ({"steps": 2**40}, "/steps"),
+        ({"model": {"factory": "no colon"}}, "/model/factory"),
+        ({"model": {"factory": "a:b", "seed": -1}}, "/model/seed"),
+        ({"options": {"backend": "mpi"}}, "/options/backend"),
+        ({"extra": 1}, "/extra"),
+    ],
+)
+async def test_a_wrong_run_is_refused_where_it_is_wrong(
+    serving: Serving, changes: dict[str, Any], pointer: str
+) -> None:
+    async with serving("immediate") as service:
+        answer = await submit(service, **changes)
+        assert answer.status_code == 422, answer.text
+        assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
+        assert (await service.http.get("/v1/runs")).json() == {"runs": []}
+
+
+async def test_arguments_that_are_no_json_are_refused(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        plan_id = await import_plan(service)
+        text = f'{{"plan_id": "{plan_id}", "model": {{"factory": "a:b", "arguments": {{"x": 1e999}}}},'
+        answer = await service.http.post(
+            "/v1/runs", content=text + '"nodes": 1, "steps": 1}', headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 422
+        assert answer.json()["errors"][0]["pointer"] == "/model/arguments"
+
+
+@pytest.mark.parametrize("address", ["/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"])
+async def test_unknown_ids_are_not_found(serving: Serving, address: str) -> None:
+    async with serving("immediate") as service:
+        answer = await service.http.get(address)
+        assert (answer.status_code, answer.json()["type"]) == (404, "urn:zbv:problem:not-found")

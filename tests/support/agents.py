@@ -1,0 +1,223 @@
+"""A real service and real agents, each a process of its own, for tests of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from zbv_service.client_runs import Run, RunClient
+from zbv_solver.placement import Placement
+from zbv_solver.plan import Plan, plan_json
+from zbv_solver.problem import Costs, Memory, Problem
+from zbv_solver.search import make_plan
+from zbv_worker.local_service import LocalService
+from zbv_worker.selfcheck import random_orders
+
+DEADLINE = 120.0
+"""Generous: no test is about speed."""
+
+FACTORY = "zbv_worker.models.gpt:gpt"
+MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
+ENDLESS = 1_000_000
+
+
+def a_plan() -> Plan:
+    """A valid V plan of two ranks, in no particular order."""
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * placement.n_stages
+    problem = Problem(placement, 4, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    return make_plan(problem, random_orders(problem, Random(3)), method="random")
+
+
+@dataclass
+class AgentProcess:
+    """``zbv-worker agent``."""
+
+    name: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def log(self) -> str:
+        """What it printed."""
+        return (self.folder / "agent.log").read_text(errors="replace")
+
+    def results(self, run_id: str) -> Path:
+        """Where its ranks wrote their reports."""
+        return self.folder / "state" / run_id / "0" / "results"
+
+    def step(self, run_id: str) -> int:
+        """Where its one rank is by its own account, which needs no service."""
+        (path,) = (self.folder / "state" / run_id / "0").glob("place-*.json")
+        return int(json.loads(path.read_text())["step"] or 0)
+
+    def descendants(self) -> dict[int, str]:
+        """Its launcher and ranks, with their command lines, by process id."""
+        parents = dict(_parents())
+        found = {}
+        for pid in parents:
+            ancestor = parents[pid]
+            while ancestor not in (self.process.pid, 0, 1):
+                ancestor = parents.get(ancestor, 0)
+            if ancestor == self.process.pid:
+                found[pid] = _command(pid)
+        return found
+
+    def rank(self) -> int:
+        """The process id of its one rank."""
+        (found,) = [pid for pid, command in self.descendants().items() if "agent_rank" in command]
+        return found
+
+
+@dataclass
+class Cluster:
+    """A service and the agents that were started for it."""
+
+    folder: Path
+    address: str
+    client: RunClient
+    service: int
+    stack: ExitStack
+    agents: list[AgentProcess] = field(default_factory=list)
+
+    def start(self, name: str, *more: str, allow: str | None = "zbv_worker.models.*") -> AgentProcess:
+        """Start an agent for one rank."""
+        folder = self.folder / name
+        folder.mkdir()
+        command = [sys.executable, "-m", "zbv_worker", "agent", "--server", self.address, "--name", name]
+        command += ["--slots", "1", "--state-dir", str(folder / "state"), *more]
+        command += [] if allow is None else ["--allow-model", allow]
+        with (folder / "agent.log").open("wb") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        agent = AgentProcess(name, folder, process)
+        self.stack.callback(_end, process)
+        self.agents.append(agent)
+        return agent
+
+    def start_two(self) -> tuple[AgentProcess, AgentProcess]:
+        """Start agents ``one`` and ``two`` and wait until both are registered."""
+        pair = self.start("one"), self.start("two")
+        until(lambda: self.names() == {"one", "two"}, self.story)
+        return pair
+
+    def names(self) -> set[str]:
+        """The agents that the service holds for present."""
+        return {str(found["name"]) for found in self.client.agents()}
+
+    def submit(self, *, steps: int = ENDLESS, nodes: int = 2, **options: Any) -> Run:
+        """Have the plan run."""
+        plan = a_plan()
+        self.client.import_plan(plan_json(plan))
+        model = {"factory": FACTORY, "arguments": MODEL}
+        chosen = {"threads": 1, "timeout": 20, **options}
+        return self.client.submit_run(plan.plan_id, model, nodes=nodes, steps=steps, options=chosen)
+
+    def until_step(self, run: Run, step: int) -> None:
+        """Wait until every rank is past a step."""
+
+        def holds() -> bool:
+            found = self.client.run(run.id)
+            assert not found.is_finished, found.document
+            ranks = [rank for node in found.document["members"] for rank in node["ranks"]]
+            return len(ranks) == 2 and all((rank["step"] or 0) > step for rank in ranks)
+
+        until(holds, self.story)
+
+    @contextmanager
+    def service_away(self) -> Iterator[None]:
+        """The service answers nobody for as long as its agents' timeout and longer, and comes back."""
+        os.kill(self.service, signal.SIGSTOP)
+        try:
+            yield
+            time.sleep(4.0)
+        finally:
+            os.kill(self.service, signal.SIGCONT)
+
+    def story(self) -> str:
+        """All agents' logs, for a test that fails."""
+        return "\n".join(f"--- {agent.name}\n{agent.log}" for agent in self.agents)
+
+
+@contextmanager
+def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
+    """A service whose agents' timeout is short, unless settings say otherwise."""
+    chosen = {"agent_heartbeat_seconds": 0.3, "agent_timeout_seconds": 3.0, **settings}
+    changed = {f"ZBV_{name.upper()}": str(value) for name, value in chosen.items()}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        with ExitStack() as stack:
+            service = stack.enter_context(LocalService(folder / "service", port=0))
+            client = RunClient(service.address)
+            stack.callback(client.close)
+            yield Cluster(folder, service.address, client, _service(), stack)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def until(holds: Callable[[], object], story: Callable[[], str] = str) -> None:
+    """Wait for something to hold."""
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < deadline, f"did not happen in time\n{story()}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def read_losses(folder: Path) -> list[float] | None:
+    """The losses of the rank that has the last stage, None of another."""
+    (path,) = folder.glob("rank-*.json")
+    losses = [step["loss"] for step in json.loads(path.read_text())["steps"]]
+    return None if losses[0] is None else losses
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        yield int(path.parent.name), int(fields[1])
+
+
+def _service() -> int:
+    """The process id of the service that this process started last."""
+    mine = (pid for pid, parent in _parents() if parent == os.getpid())
+    return max(pid for pid in mine if "zbv-service" in _command(pid))
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for sign in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(sign)
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                continue

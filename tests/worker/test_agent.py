@@ -1,0 +1,208 @@
+"""Agents: a service and nodes as processes, a plan over gloo, and every way in which that can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.agents import (
+    DEADLINE,
+    FACTORY,
+    MODEL,
+    AgentProcess,
+    Cluster,
+    a_plan,
+    cluster,
+    is_alive,
+    read_losses,
+    until,
+)
+from zbv_service.client_runs import Run
+from zbv_solver.plan import plan_json
+from zbv_worker.cli import main
+from zbv_worker.launch import LocalRanks, python_command
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def losses_without_agents(folder: Path, steps: int) -> list[float]:
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps(plan_json(a_plan())))
+    command = python_command(
+        "zbv_worker",
+        *("run", "--plan-file", str(plan), "--model", FACTORY, "--model-args", json.dumps(MODEL)),
+        *("--steps", str(steps), "--threads", "1", "--result-dir", str(folder / "alone")),
+    )
+    with LocalRanks([command] * 2, folder / "alone-logs") as ranks:
+        ranks.wait(timeout=DEADLINE)
+    for rank in range(2):
+        found = json.loads((folder / "alone" / f"rank-{rank}.json").read_text())
+        if found["steps"][0]["loss"] is not None:
+            return [step["loss"] for step in found["steps"]]
+    raise AssertionError("no rank has losses")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A service and two agents that outlive run after run: none may be disturbed by the one before."""
+    with cluster(tmp_path_factory.mktemp("pair")) as started:
+        yield Pair(started, *started.start_two())
+
+
+@dataclass
+class Pair:
+    started: Cluster
+    one: AgentProcess
+    two: AgentProcess
+
+    def submit(self, **options: Any) -> Run:
+        until(lambda: all(agent["run_id"] is None for agent in self.started.client.agents()))
+        return self.started.submit(**options)
+
+    def until_gone(self) -> None:
+        """Wait until no launcher and no rank is left."""
+        until(lambda: all_gone(self.one, self.two), self.started.story)
+
+
+def all_gone(*agents: AgentProcess) -> bool:
+    return not any(agent.descendants() for agent in agents)
+
+
+def node_rank_of(run: Run, name: str) -> int:
+    return next(int(node["node_rank"]) for node in run.document["members"] if node["agent"] == name)
+
+
+def test_a_run_over_two_agents_trains_as_one_without_agents(pair: Pair, tmp_path: Path) -> None:
+    started = pair.started
+    run = pair.submit(steps=4)
+    ended = started.client.wait_run(run.id, DEADLINE)
+    assert ended.state == "succeeded", started.story()
+    found = [losses for agent in (pair.one, pair.two) if (losses := read_losses(agent.results(run.id)))]
+    assert found == [losses_without_agents(tmp_path, 4)]
+    kinds = [event["kind"] for event in started.client.run_events(run.id)]
+    assert [kind for kind in kinds if kind != "running"] == ["waiting", "starting", "succeeded"]
+    pair.until_gone()
+
+
+def test_a_rank_killed_in_mid_step_is_named_and_no_rank_is_left_anywhere(pair: Pair) -> None:
+    started = pair.started
+    run = pair.submit()
+    started.until_step(run, 2)
+    assert started.client.run(run.id).state == "running"
+    os.kill(pair.two.rank(), signal.SIGKILL)
+    ended = started.client.wait_run(run.id, DEADLINE)
+    assert ended.state == "failed", started.story()
+    cause, killed = ended.failures[0], node_rank_of(ended, "two")
+    assert (cause["kind"], cause["agent"], cause["rank"]) == ("killed", "two", killed), ended.failures
+    assert f"rank {killed} was killed by SIGKILL in step" in cause["detail"]
+    pair.until_gone()
+
+
+def test_a_rank_that_hangs_is_named_by_the_one_that_waits_for_it(pair: Pair) -> None:
+    started = pair.started
+    run = pair.submit(timeout=2)
+    started.until_step(run, 2)
+    os.kill(pair.two.rank(), signal.SIGSTOP)
+    ended = started.client.wait_run(run.id, DEADLINE)
+    assert ended.state == "failed", started.story()
+    cause, hanging = ended.failures[0], node_rank_of(ended, "two")
+    assert (cause["kind"], cause["agent"], cause["peer"]) == ("peer", "one", hanging), ended.failures
+    assert cause["action"] in cause["detail"]
+    pair.until_gone()
+
+
+def test_cancelling_stops_every_rank(pair: Pair) -> None:
+    started = pair.started
+    run = pair.submit()
+    started.until_step(run, 2)
+    started.client.cancel_run(run.id)
+    ended = started.client.wait_run(run.id, DEADLINE)
+    assert (ended.state, ended.error) == ("cancelled", None)
+    pair.until_gone()
+    assert [found["run_id"] for found in started.client.agents()] == [None, None]
+
+
+def test_ranks_go_on_while_the_service_is_away(pair: Pair) -> None:
+    started = pair.started
+    run = pair.submit()
+    started.until_step(run, 2)
+    with started.service_away():
+        until(lambda: "no answer from" in pair.one.log + pair.two.log, started.story)
+        seen = 2 + max(agent.step(run.id) for agent in (pair.one, pair.two))
+        until(lambda: all(agent.step(run.id) > seen for agent in (pair.one, pair.two)), started.story)
+    started.until_step(run, seen)
+    assert started.client.run(run.id).state == "running"
+    started.client.cancel_run(run.id)
+    assert started.client.wait_run(run.id, DEADLINE).state == "cancelled"
+    assert started.names() == {"one", "two"}
+
+
+def test_a_model_that_no_pattern_allows_is_refused_without_being_loaded(tmp_path: Path) -> None:
+    with cluster(tmp_path) as started:
+        agents = [started.start("one", allow=None), started.start("two", allow="another.*")]
+        ended = started.client.wait_run(started.submit().id, DEADLINE)
+        assert ended.state == "failed"
+        assert ended.error is not None
+        assert ended.failures[0]["kind"] == "refused"
+        said = str(ended.error["detail"])
+        assert f"does not load model {FACTORY}: it allows" in said
+        assert "--allow-model 'zbv_worker.models.gpt'" in said
+        assert all_gone(*agents)
+        assert not any((agent.folder / "state").exists() for agent in agents)
+
+
+def test_a_killed_agent_is_lost_by_name_and_its_ranks_die_with_it(tmp_path: Path) -> None:
+    with cluster(tmp_path) as started:
+        one, two = started.start_two()
+        run = started.submit()
+        started.until_step(run, 2)
+        left_behind = list(two.descendants())
+        assert len(left_behind) == 2
+        two.process.kill()
+        two.process.wait(timeout=10)
+        ended = started.client.wait_run(run.id, DEADLINE)
+        assert ended.state == "failed", started.story()
+        cause = ended.failures[0]
+        assert (cause["kind"], cause["agent"]) == ("agent-lost", "two"), ended.failures
+        assert "agent two" in cause["detail"]
+        assert "gave no sign of life for 3 s; its ranks were rank" in cause["detail"]
+        until(lambda: all_gone(one) and not any(map(is_alive, left_behind)), started.story)
+        until(lambda: started.names() == {"one"})
+
+
+def test_an_agent_told_to_end_lets_its_run_finish_and_deregisters(tmp_path: Path) -> None:
+    with cluster(tmp_path) as started:
+        one, two = started.start_two()
+        run = started.submit(steps=150)
+        started.until_step(run, 2)
+        two.process.terminate()
+        ended = started.client.wait_run(run.id, DEADLINE)
+        assert ended.state == "succeeded", started.story()
+        assert two.process.wait(timeout=DEADLINE) == 0, two.log
+        assert started.names() == {"one"}
+        one.process.terminate()  # idle: it need not wait for anything
+        assert one.process.wait(timeout=DEADLINE) == 0, one.log
+        assert started.names() == set()
+
+
+def test_a_daemon_imports_no_torch() -> None:
+    code = "import sys, zbv_worker.agent, zbv_worker.agent_cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("server", "message"), [("", "--server URL"), ("planner:8000", "must be an address such as http://")]
+)
+def test_a_wrong_address_is_said_at_once(
+    server: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["agent", "--server", server]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,27 @@
+"""The systemd unit starts the agent with options that it has, and leaves its ranks time to finish."""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import shlex
+from pathlib import Path
+
+from zbv_worker.agent_cli import add_agent
+
+UNIT = Path(__file__).parents[2] / "deploy" / "zbv-agent.service"
+
+
+def test_the_unit_runs_the_agent_and_stops_it_gently() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.read(UNIT)
+    service = unit["Service"]
+    command, *arguments = shlex.split(service["ExecStart"])
+    assert Path(command).name == "zbv-worker"
+    assert arguments.pop() == "$ZBV_AGENT_OPTIONS"
+    parser = argparse.ArgumentParser()
+    add_agent(parser.add_subparsers())
+    parsed = parser.parse_args(arguments)
+    assert parsed.drain_seconds < float(service["TimeoutStopSec"])
+    # With the default, every rank would get the SIGTERM that is meant for the agent.
+    assert service["KillMode"] == "mixed"

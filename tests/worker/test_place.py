@@ -1,0 +1,70 @@
+"""Where a rank is, read from outside of its executor."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from zbv_solver.orders import Orders
+from zbv_solver.placement import Placement
+from zbv_solver.problem import Costs, Memory, Problem
+from zbv_worker.channels import key_of
+from zbv_worker.errors import ChannelTimeout
+from zbv_worker.executor import Executor
+from zbv_worker.place import Place, PlaceWriter, place_of_error, place_of_thread
+from zbv_worker.rank_plan import RankPlan
+from zbv_worker.run import build_stages
+from zbv_worker.selfcheck import hard_model
+from zbv_worker.state_files import read_json
+from zbv_worker.thread_transport import ThreadHub
+
+CPU = torch.device("cpu")
+ORDERS = Orders.from_text(
+    [["0F0", "3F0", "3I0", "0I0", "0W0", "3W0"], ["1F0", "2F0", "2I0", "1I0", "2W0", "1W0"]]
+)
+WAITING = Place(step=7, action="3F0", peer=1)
+"""Rank 0 without a peer: it runs 0F0, and waits for what 3F0 needs."""
+
+
+def alone(timeout: float) -> Executor:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * 4
+    problem = Problem(placement, 1, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    plan = RankPlan.of("plan", problem, ORDERS, 0)
+    transport = ThreadHub(2).transport(0)
+    transport.open([key_of(channel) for channel in plan.channels], timeout)
+    model = hard_model()
+    return Executor(plan, build_stages(model, plan, CPU), model, transport, device=CPU, timeout=timeout)
+
+
+def test_an_error_tells_step_action_and_peer() -> None:
+    with pytest.raises(ChannelTimeout) as found:
+        alone(timeout=0.2).step(7)
+    assert place_of_error(found.value) == WAITING
+    assert place_of_error(ValueError()) is None
+
+
+def test_a_waiting_rank_is_seen_where_it_waits(tmp_path: Path) -> None:
+    path = tmp_path / "place.json"
+
+    def work() -> None:
+        with PlaceWriter(str(path), 0, seconds=0.02), pytest.raises(ChannelTimeout):
+            alone(timeout=2.0).step(7)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert thread.ident is not None
+    deadline = time.monotonic() + 30
+    while read_json(path) != {"rank": 0, "step": 7, "action": "3F0"} and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert read_json(path) == {"rank": 0, "step": 7, "action": "3F0"}
+    assert place_of_thread(thread.ident) == WAITING
+    thread.join(30)
+
+
+def test_a_rank_outside_of_its_steps_is_nowhere() -> None:
+    assert place_of_thread(threading.get_ident()) is None
+    assert place_of_thread(0) is None

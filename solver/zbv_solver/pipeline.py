@@ -43,7 +43,7 @@ WARMEST = 0.1
 """Temperature of annealing's first round of three, as a share of the mean duration."""
 FIRST_ATTEMPTS = 8
 """Constructed orders that are tried whatever the size."""
-FINISH_SECONDS = 1e-6
+FINISH_SECONDS = 1.3e-6
 """Per action: what timing, verifying and comparing the final plan takes, kept free before a deadline."""
 
 

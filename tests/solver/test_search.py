@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.improve.exact import objective_of as evaluate_objective
 from zbv_solver.orders import Orders
+from zbv_solver.pipeline import Found, Pipeline
 from zbv_solver.problem import Problem
 from zbv_solver.schema import parse_problem
 from zbv_solver.search import STAGES, Progress, SearchOptions, make_plan, search
@@ -111,6 +113,31 @@ def test_the_chain_that_meets_the_bound_first_wins_whoever_is_faster(seed: int) 
     assert plans[0].metrics.status == "optimal"
     assert plans[0].provenance.method.startswith("parameters")
     assert len({plan.plan_id for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("meets", "winner", "made"),
+    [((5, 2), 1, (6, 3)), ((2, 5), 0, (3, 3)), ((2, 2), 0, (3, 3)), ((None, 2), 1, (9, 3))],
+)
+def test_of_two_chains_the_one_of_fewer_steps_wins_and_the_other_ends(
+    meets: tuple[int | None, int], winner: int, made: tuple[int, int]
+) -> None:
+    """On one thread the first chain runs before the second; the steps alone decide."""
+    problem = uniform(2, 2)
+    orders = serial(problem).orders
+    steps = [0, 0]
+
+    def chain_of(number: int) -> Iterator[Found | None]:
+        for step in range(9):
+            steps[number] += 1
+            yield Found(100.0, orders, f"chain {number}") if step == meets[number] else None
+
+    with Pipeline(problem, SearchOptions(workers=1), None, None) as pipeline:
+        pipeline.bound = 100.0
+        pipeline._race(chain_of, 1.0)
+        assert pipeline.found is not None
+        assert pipeline.found.method == f"chain {winner}"
+    assert tuple(steps) == made
 
 
 @given(limited_problems(max_p=2, max_m=3))

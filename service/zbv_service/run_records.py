@@ -47,17 +47,9 @@ class NewAgent:
 
 
 @dataclass(frozen=True)
-class AgentRecord:
+class AgentRecord(NewAgent):
     """A registered agent; ``run_id`` is the run that holds it, ``seen_at`` its last sign of life."""
 
-    id: str
-    name: str
-    address: str
-    port: int
-    slots: int
-    devices: list[str]
-    versions: dict[str, str]
-    allowed_models: list[str]
     state: AgentState
     run_id: str | None
     created_at: datetime
@@ -110,22 +102,14 @@ class NodeRecord:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(NewRun):
     """A run; ``stop_requested`` says that its nodes are being stopped, whatever for."""
 
-    id: str
     state: RunState
-    plan_id: str
-    model: dict[str, Any]
-    nodes: int
-    ranks_per_node: int
-    steps: int
-    options: dict[str, Any]
     generation: int
     stop_requested: bool
     cancel_requested: bool
     error: dict[str, Any] | None
-    created_at: datetime
     started_at: datetime | None
     updated_at: datetime
     finished_at: datetime | None

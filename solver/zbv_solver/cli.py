@@ -1,4 +1,4 @@
-"""The ``zbv`` command: plan, check, compare, export, bench.
+"""The ``zbv`` command: plan, check, compare, export, refit, bench.
 
 Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit. Results go to standard output or
 the named file, progress and messages to standard error. Everything heavy is imported by the command that
@@ -94,6 +94,17 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", required=True, metavar="FORMAT", help="; ".join(_format_help()))
     export.add_argument("-o", "--output", default="-", metavar="FILE", help="output file (default: -)")
     export.set_defaults(run=_export)
+
+    refit = commands.add_parser(
+        "refit",
+        help="make a problem of what ranks measured",
+        description="Write a plan's problem with its costs as the ranks measured them (trace-R.json, of some "
+        "or all ranks), so that a plan for the costs that are can be searched.",
+    )
+    refit.add_argument("plan", help="plan file (JSON) that the ranks ran, or -")
+    refit.add_argument("traces", nargs="+", metavar="trace", help="trace file of a rank (JSON)")
+    refit.add_argument("-o", "--output", default="-", metavar="FILE", help="problem file (default: -)")
+    refit.set_defaults(run=_refit)
 
     bench = commands.add_parser("bench", help="measure plans against peers, bounds and targets")
     bench.add_argument("instances", nargs="*", help="benchmark files (JSON; see benchmarks/), or -")
@@ -191,6 +202,33 @@ def _export(arguments: argparse.Namespace) -> None:
         plan = parse_plan(document)
         verify(plan)
     _write(arguments.output, export(plan, arguments.format))
+
+
+def _refit(arguments: argparse.Namespace) -> None:
+    from zbv_solver.plan import identity, parse_orders, parse_plan_document
+    from zbv_solver.rank_trace import parse_rank_trace
+    from zbv_solver.refit import largest_change, refit
+    from zbv_solver.schema import problem_json
+
+    problem, orders = parse_orders(parse_plan_document(_read_json(arguments.plan)))
+    plan_id = identity(problem_json(problem), orders.all_text())
+    traces = []
+    for path in arguments.traces:
+        try:
+            trace = parse_rank_trace(_read_json(path))
+        except InvalidInput as error:
+            raise error.below(_shown(path)) from None
+        if trace.plan_id != plan_id:
+            raise InvalidInput.at(
+                _shown(path), f"was measured with plan {trace.plan_id[:12]}, not with {plan_id[:12]}."
+            )
+        traces.append(trace)
+    measured = refit(problem, traces)
+    _write(arguments.output, json.dumps(problem_json(measured)) + "\n")
+    sys.stderr.write(
+        f"measured by {len(traces)} ranks; of the stages' costs, the one furthest from its plan differs by "
+        f"{largest_change(problem, measured):.1%}\n"
+    )
 
 
 def _bench(arguments: argparse.Namespace) -> None:

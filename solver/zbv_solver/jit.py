@@ -8,7 +8,7 @@ here before it can be loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -32,12 +32,29 @@ def compiled(function: Kernel) -> Kernel:
 def compiled_where_possible(function: Kernel) -> Kernel:
     """:func:`compiled`, or the plain function where numba is not installed.
 
-    For what GPU nodes need too, which install no planner: a plain loop over a plan is slow, not wrong.
+    For what GPU nodes need too, which install no planner: a plain loop over a plan is slow, not wrong. Numba
+    is imported at the first call: a rank that a service hands its list verifies no plan.
     """
+
+    @cache
+    def kernel() -> Kernel:
+        return compiled(function) if can_compile() else function
+
+    @wraps(function)
+    def call(*arguments: object) -> object:
+        return kernel()(*arguments)
+
+    return cast(Kernel, call)
+
+
+@cache
+def can_compile() -> bool:
+    """Whether numba is installed; imports it."""
     try:
-        return compiled(function)
+        import numba  # noqa: F401 - it can be installed and broken
     except ModuleNotFoundError:
-        return function
+        return False
+    return True
 
 
 @cache

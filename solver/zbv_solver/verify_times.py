@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.jit import compiled_where_possible
+from zbv_solver.jit import can_compile, compiled_where_possible
 from zbv_solver.orders import Orders
 from zbv_solver.problem import B, F, I, Problem, W
 
@@ -25,7 +25,7 @@ IntArray = NDArray[Any]
 
 def for_loops(array: IntArray) -> IntArray:
     """What a kernel should read an array from: a list where it runs as plain Python, in half the time."""
-    return array if hasattr(_kahn, "py_func") else cast(IntArray, array.tolist())
+    return array if can_compile() else cast(IntArray, array.tolist())
 
 
 def columns(orders: Orders) -> tuple[IntArray, IntArray, IntArray]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from zbv_solver.jit import drop_stale_code
+
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("code_is_older", "remains"), [(True, False), (False, True)])
@@ -24,3 +28,23 @@ def test_code_older_than_any_kernel_is_dropped(tmp_path: Path, code_is_older: bo
     os.utime(plain, ns=(9_000, 9_000))
     drop_stale_code(tmp_path)
     assert caller.exists() == remains
+
+
+def test_verification_imports_numba_when_a_plan_is_verified_and_not_before() -> None:
+    code = """
+import sys, zbv_solver.verify as verify
+from support.problems import uniform
+from zbv_solver.orders import Orders
+before = "numba" in sys.modules
+verify.verify_orders(uniform(1, 1), Orders.from_text([["0F0", "1F0", "1B0", "0B0"]]))
+print(before, "numba" in sys.modules)
+"""
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert made.stdout.split() == ["False", "True"]

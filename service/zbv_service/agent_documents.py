@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zbv_service.run_documents import ModelDocument, RunOptionsDocument
-from zbv_service.run_records import AgentRecord, AgentState, FailureKind, NodeOutcome, Work
+from zbv_service.run_documents import ModelDocument
+from zbv_service.run_options import RunOptionsDocument
+from zbv_service.run_records import AgentRecord, AgentState, FailureKind, NodeOutcome, StopCause, Work
 
 Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """Text of one line."""
@@ -127,8 +128,14 @@ class Heartbeat(_Request):
 class HeartbeatAnswer(BaseModel):
     """What an agent is to do about the run of its heartbeat."""
 
-    stop: bool = Field(description="End its ranks: the run was cancelled, or has failed elsewhere.")
-    reason: str = ""
+    stop: bool = Field(description="End its ranks.")
+    cause: StopCause | None = Field(
+        None, description="Why to stop; after a failure ranks get a moment to say what they know."
+    )
+    reason: str = Field("", description="The cause, for people.")
+    plan_id: str | None = Field(
+        None, description="The plan to change over to: the agent of node 0 hands it to its ranks."
+    )
 
 
 class RankFailure(_Request):

@@ -13,7 +13,15 @@ from zbv_service.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer
 from zbv_service.database import AgentTable, RunTable
 from zbv_service.dispatch import Dispatcher
 from zbv_service.problems import AGENT_GONE, NOT_FOUND, ProblemError
-from zbv_service.run_records import AGENT_ENDED, AgentRecord, NewAgent, NodeReport, Work
+from zbv_service.run_records import (
+    AGENT_ENDED,
+    AgentRecord,
+    NewAgent,
+    NodeReport,
+    RunRecord,
+    StopCause,
+    Work,
+)
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -70,14 +78,7 @@ class Agents:
         if beat.run_id is None:
             return HeartbeatAnswer(stop=False)
         await self._runs.progressed(agent_id, beat.run_id, [place.model_dump() for place in beat.ranks])
-        run = await self._runs.get(beat.run_id)
-        if run is None:
-            return HeartbeatAnswer(stop=True, reason="the service does not know this run")
-        if run.cancel_requested:
-            return HeartbeatAnswer(stop=True, reason="the run was cancelled")
-        if run.stop_requested:
-            return HeartbeatAnswer(stop=True, reason="the run failed elsewhere")
-        return HeartbeatAnswer(stop=False)
+        return _orders_of(await self._runs.get(beat.run_id))
 
     async def ended(self, agent_id: str, body: Any) -> None:
         """Note how an agent's node ended; raises as :meth:`work`."""
@@ -86,6 +87,10 @@ class Agents:
         failures = [failure.stored() for failure in end.failures]
         await self._runs.ended(agent_id, NodeReport(end.run_id, end.generation, end.outcome, failures))
         self._dispatcher.wake()
+
+    async def require_present(self, agent_id: str) -> None:
+        """A sign of life of an agent that sends something; raises as :meth:`work`."""
+        _present(await self._agents.seen(agent_id), agent_id)
 
     async def drain(self, agent_id: str) -> AgentRecord:
         """Give an agent no more work; raises as :meth:`work`."""
@@ -102,6 +107,21 @@ def parse_body(model: type[B], body: Any) -> B:
         return model.model_validate(body)
     except ValidationError as error:
         raise InvalidInput(issues_of(error, body)) from None
+
+
+def _orders_of(run: RunRecord | None) -> HeartbeatAnswer:
+    """What an agent is to do about a run."""
+    if run is None:
+        return _stop("unknown-run", "the service does not know this run")
+    if run.cancel_requested:
+        return _stop("cancelled", "the run was cancelled")
+    if run.stop_requested:
+        return _stop("failed", "the run failed elsewhere")
+    return HeartbeatAnswer(stop=False, plan_id=run.target_plan_id)
+
+
+def _stop(cause: StopCause, reason: str) -> HeartbeatAnswer:
+    return HeartbeatAnswer(stop=True, cause=cause, reason=reason)
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:

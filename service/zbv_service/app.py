@@ -11,10 +11,24 @@ from zbv_solver import __version__
 
 from zbv_service import openapi, problems
 from zbv_service.agents import Agents
-from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
+from zbv_service.database import (
+    AgentTable,
+    Database,
+    PartTable,
+    PlanTable,
+    RunPlanTable,
+    RunTable,
+    SearchTable,
+)
 from zbv_service.dispatch import Dispatcher
 from zbv_service.plans import Plans
-from zbv_service.routers import agents, health, pages, plans, runs, searches
+from zbv_service.replanner import Replanner
+from zbv_service.routers import agents as agent_routes
+from zbv_service.routers import health, pages
+from zbv_service.routers import plans as plan_routes
+from zbv_service.routers import runs as run_routes
+from zbv_service.routers import searches as search_routes
+from zbv_service.run_parts import RunParts
 from zbv_service.runner import Runner
 from zbv_service.runs import Runs
 from zbv_service.searches import Searches
@@ -34,6 +48,7 @@ class Rooms:
     dispatcher: Dispatcher
     agents: Agents
     runs: Runs
+    parts: RunParts
 
 
 def create_app(settings: Settings | None = None, *, search: SearchFunction = solver_search) -> FastAPI:
@@ -51,20 +66,8 @@ def create_app(settings: Settings | None = None, *, search: SearchFunction = sol
         database = Database(settings.database)
         try:
             await database.migrate()
-            table = SearchTable(database)
-            runner = Runner(table, settings, search)
-            agent_table, run_table, plan_table = AgentTable(database), RunTable(database), PlanTable(database)
-            dispatcher = Dispatcher(agent_table, run_table, settings)
-            app.state.rooms = Rooms(
-                settings,
-                database,
-                runner,
-                Searches(table, runner, settings),
-                Plans(plan_table, settings),
-                dispatcher,
-                Agents(agent_table, run_table, dispatcher),
-                Runs(run_table, plan_table, dispatcher),
-            )
+            app.state.rooms = rooms = _furnish(database, settings, search)
+            runner, dispatcher = rooms.runner, rooms.dispatcher
             await runner.start()
             await dispatcher.start()
             try:
@@ -84,8 +87,29 @@ def create_app(settings: Settings | None = None, *, search: SearchFunction = sol
         redoc_url=None,
     )
     problems.install(app)
-    for router in (searches.router, plans.router, runs.router, agents.router, health.router, pages.router):
-        app.include_router(router)
+    for routes in (search_routes, plan_routes, run_routes, agent_routes, health, pages):
+        app.include_router(routes.router)
     pages.mount_static(app)
     openapi.install(app)
     return app
+
+
+def _furnish(database: Database, settings: Settings, search: SearchFunction) -> Rooms:
+    """The rooms on an open database."""
+    agents, runs, run_plans = AgentTable(database), RunTable(database), RunPlanTable(database)
+    searches_table, plan_table, parts = SearchTable(database), PlanTable(database), PartTable(database)
+    runner = Runner(searches_table, settings, search)
+    searches, plans = Searches(searches_table, runner, settings), Plans(plan_table, settings)
+    replanner = Replanner(runs, run_plans, parts, plans, searches)
+    dispatcher = Dispatcher(agents, runs, run_plans, replanner, settings)
+    return Rooms(
+        settings=settings,
+        database=database,
+        runner=runner,
+        searches=searches,
+        plans=plans,
+        dispatcher=dispatcher,
+        agents=Agents(agents, runs, dispatcher),
+        runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher),
+        parts=RunParts(parts),
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import email.message
 import json
+import zlib
 from typing import Any, NoReturn
 
 from fastapi import Request
@@ -33,6 +34,36 @@ async def read_json(request: Request, limit: int) -> Any:
     if len(body) <= SMALL:
         return parse_json(body)
     return await asyncio.to_thread(parse_json, body)  # seconds for the largest; others are served meanwhile
+
+
+async def read_packed(request: Request, limit: int) -> bytes:
+    """The body of a request, decompressed if it says that it is gzip, at most ``limit`` bytes of it.
+
+    Raises
+    ------
+    ProblemError
+        413 when it is larger, 415 for another encoding, 400 when it is not gzip.
+    """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip"):
+        raise ProblemError(
+            UNSUPPORTED_MEDIA_TYPE, f"found content encoding {encoding!r}; send it plain or as gzip."
+        )
+    body = await _read(request, limit)
+    return body if encoding == "identity" else await asyncio.to_thread(_decompress, body, limit)
+
+
+def _decompress(body: bytes, limit: int) -> bytes:
+    stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        text = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ProblemError(MALFORMED_JSON, f"The body is not gzip: {error}. Compress it again.") from None
+    if len(text) > limit:
+        raise _too_large(limit)
+    if not stream.eof or stream.unused_data:
+        raise ProblemError(MALFORMED_JSON, "The body is not one whole gzip stream. Compress it again.")
+    return text
 
 
 def parse_json(body: bytes) -> Any:

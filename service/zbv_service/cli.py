@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from zbv_solver import __version__
 
+from zbv_service.run_cli import WrongInput, add_run
+
 if TYPE_CHECKING:
     from zbv_service.client import Client, Search
     from zbv_service.settings import Settings
@@ -45,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Stop as stop:
         print(f"zbv-service: {stop}", file=sys.stderr)
         return stop.status
+    except WrongInput as error:
+        print(f"zbv-service: {error}", file=sys.stderr)
+        return WRONG_INPUT
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -65,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_submit(commands)
+    add_run(commands, os.environ.get("ZBV_SERVER", DEFAULT_SERVER), _read_json_file)
     openapi = commands.add_parser(
         "openapi", help="print the API's OpenAPI document", description="Print the API's OpenAPI document."
     )
@@ -228,7 +234,7 @@ def _address(listener: socket.socket) -> str:
 def _submit(parsed: argparse.Namespace) -> int:
     from zbv_service.client import Client, ClientError, InvalidRequest, SearchEnded
 
-    problem = _read_problem(parsed.problem)
+    problem = _read_json_file(parsed.problem)
     options = {"effort": parsed.effort, "time_limit": parsed.time_limit, "seed": parsed.seed}
     try:
         with Client(parsed.server) as client:
@@ -246,13 +252,13 @@ def _submit(parsed: argparse.Namespace) -> int:
     return DONE
 
 
-def _read_problem(name: str) -> Any:
+def _read_json_file(name: str) -> Any:
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except OSError as error:
         raise _Stop(WRONG_INPUT, f"cannot read {name}: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise _Stop(WRONG_INPUT, f"{name} is not UTF-8 text; a problem is a JSON document.") from None
+        raise _Stop(WRONG_INPUT, f"{name} is not UTF-8 text; it must be a JSON document.") from None
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

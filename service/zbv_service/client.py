@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from zbv_solver.channels import Channel, ChannelKind, Transfer
@@ -174,7 +174,7 @@ class Client:
         self._retries = retries
         self._http = httpx.Client(base_url=base_url, timeout=timeout, transport=transport)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

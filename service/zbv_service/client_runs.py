@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from zbv_service.client import Client, InvalidAnswer, InvalidRequest, _key
 
 _GONE = (404, 410)
 _POLL_SECONDS = 0.2
+_COMPRESSION = 3
+"""Most of what gzip can do, at a fraction of its time: the ranks use the cores too."""
 
 
 def is_allowed(factory: str, patterns: Sequence[str]) -> bool:
@@ -49,12 +52,30 @@ class NodeWork:
 
 
 @dataclass(frozen=True)
+class Orders:
+    """What an agent is told with every sign of life.
+
+    Attributes
+    ----------
+    cause
+        Why to stop: ``cancelled``, ``failed`` or ``unknown-run``; None otherwise.
+    plan_id
+        The plan to change over to, None when there is none.
+    """
+
+    stop: bool
+    cause: str | None = None
+    reason: str = ""
+    plan_id: str | None = None
+
+
+@dataclass(frozen=True)
 class Run:
-    """A run as the service describes it; ``document`` is all of that."""
+    """A run as the service describes it; ``document`` is all of that. Its plan may still be searched."""
 
     id: str
     state: str
-    plan_id: str
+    plan_id: str | None
     error: dict[str, Any] | None
     document: dict[str, Any]
 
@@ -82,25 +103,34 @@ class RunClient(Client):
 
     def submit_run(
         self,
-        plan_id: str,
+        plan_id: str | None,
         model: Mapping[str, Any],
         *,
         nodes: int,
         steps: int,
         options: Mapping[str, Any] | None = None,
+        problem: Any = None,
+        search_options: Mapping[str, Any] | None = None,
     ) -> Run:
         """Have a plan run, once, however often the request is repeated.
 
-        ``model`` has ``factory`` and may have ``arguments`` and ``seed``.
+        Parameters
+        ----------
+        plan_id, problem
+            One of them: a plan, or a problem document whose plan is searched first.
+        model
+            ``factory``, and perhaps ``arguments`` and ``seed``.
 
         Raises
         ------
         InvalidRequest
             When there is no such plan, or something breaks a rule.
         """
+        what = {"plan_id": plan_id} if problem is None else {"plan_id": plan_id, "problem": problem}
         body = {
             "id": uuid.uuid4().hex,
-            "plan_id": plan_id,
+            **what,
+            "search_options": None if search_options is None else dict(search_options),
             "model": dict(model),
             "nodes": nodes,
             "steps": steps,
@@ -126,6 +156,20 @@ class RunClient(Client):
         """Stop a run on all of its nodes."""
         return _run(self._json("POST", f"/v1/runs/{run_id}/cancel"))
 
+    def change_plan(self, run_id: str, plan_id: str) -> Run:
+        """Have a run change over to another plan of its shape; raises :class:`InvalidRequest`."""
+        return _run(self._json("POST", f"/v1/runs/{run_id}/plan", json={"plan_id": plan_id}))
+
+    def run_trace(self, run_id: str, generation: int | None = None) -> dict[str, Any]:
+        """The newest common step of all ranks, in the Trace Event Format; raises :class:`NotFound`."""
+        wanted = {} if generation is None else {"generation": generation}
+        return dict(self._json("GET", f"/v1/runs/{run_id}/trace", params=wanted))
+
+    def rank_log(self, run_id: str, rank: int, generation: int | None = None) -> str:
+        """The end of a rank's log; raises :class:`NotFound`."""
+        wanted = {} if generation is None else {"generation": generation}
+        return self._send("GET", f"/v1/runs/{run_id}/ranks/{rank}/log", params=wanted).text
+
     def wait_run(self, run_id: str, timeout: float) -> Run:
         """Wait for a run to end; raises :class:`RunTimeout` when it does not within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
@@ -149,10 +193,26 @@ class RunClient(Client):
         response = self._of_agent("GET", f"/v1/agents/{agent_id}/work", params={"wait": wait})
         return None if response is None else _work(response)
 
-    def heartbeat(self, agent_id: str, body: Mapping[str, Any]) -> tuple[bool, str]:
-        """Give a sign of life; returns whether to stop the ranks, and why. Raises :class:`AgentGone`."""
+    def heartbeat(self, agent_id: str, body: Mapping[str, Any]) -> Orders:
+        """Give a sign of life, and hear what to do. Raises :class:`AgentGone`."""
         answer = self._of_agent("POST", f"/v1/agents/{agent_id}/heartbeat", json=dict(body))
-        return bool(_key(answer, "stop")), str(_key(answer, "reason"))
+        cause, plan_id = _key(answer, "cause"), _key(answer, "plan_id")
+        return Orders(bool(_key(answer, "stop")), cause, str(_key(answer, "reason")), plan_id)
+
+    def put_trace(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+        """Send what a rank measured, as the JSON text that it wrote. Raises :class:`AgentGone`."""
+        self._put_part(agent_id, work, rank, "trace", "application/json", text)
+
+    def put_log(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+        """Send the end of a rank's log. Raises :class:`AgentGone`."""
+        self._put_part(agent_id, work, rank, "log", "text/plain", text)
+
+    def _put_part(
+        self, agent_id: str, work: NodeWork, rank: int, kind: str, media_type: str, text: bytes
+    ) -> None:
+        path = f"/v1/agents/{agent_id}/runs/{work.run_id}/generations/{work.generation}/ranks/{rank}/{kind}"
+        headers = {"Content-Type": media_type, "Content-Encoding": "gzip"}
+        self._of_agent("PUT", path, content=gzip.compress(text, _COMPRESSION), headers=headers)
 
     def report_end(self, agent_id: str, body: Mapping[str, Any]) -> None:
         """Say how a node ended; saying it twice changes nothing. Raises :class:`AgentGone`."""

@@ -1,4 +1,4 @@
-"""Gathers agents for waiting runs, and finds out which agents are lost.
+"""Moves runs on: their plans are found, agents gathered for them, and lost agents noticed.
 
 The database is the truth: several services may do this at once, and one that dies takes nothing along.
 """
@@ -12,11 +12,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
-from zbv_service.database import AgentsTaken, AgentTable, RunTable
+from zbv_service.database import AgentsTaken, AgentTable, RunPlanTable, RunTable
+from zbv_service.replanner import Replanner
 from zbv_service.settings import Settings
 
 POLL_SECONDS = 1.0
 """How often waiting runs are looked at when nobody says that something changed."""
+_PLANNING_SECONDS = 0.2
+"""How often searches are looked at while a run waits for one; they may end in another service."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +33,22 @@ class Dispatcher:
         Set, and replaced by a new one, when agents got work.
     """
 
-    def __init__(self, agents: AgentTable, runs: RunTable, settings: Settings):
+    def __init__(
+        self,
+        agents: AgentTable,
+        runs: RunTable,
+        run_plans: RunPlanTable,
+        replanner: Replanner,
+        settings: Settings,
+    ):
         self._agents = agents
         self._runs = runs
+        self._run_plans = run_plans
+        self._replanner = replanner
         self._settings = settings
         self._changed = asyncio.Event()
+        self._submitted = asyncio.Event()
+        self._looking = asyncio.Lock()
         self._stopped = asyncio.Event()
         self._watched_since = 0.0
         self._looked_at = 0.0
@@ -54,13 +68,19 @@ class Dispatcher:
     async def start(self) -> None:
         """Begin."""
         self._watched_since = self._looked_at = time.monotonic()
-        for step, name in ((self._assign, "gangs"), (self._watch, "agents")):
+        for step, name in (
+            (self._assign, "gangs"),
+            (self._watch, "agents"),
+            (self._take_plans, "plans"),
+            (self._replan, "replanning"),
+        ):
             self._loops.append(asyncio.create_task(self._forever(step), name=f"zbv-{name}"))
 
     def hang_up(self) -> None:
         """Answer everybody who waits for work: the service stops."""
         self._stopped.set()
         self._changed.set()
+        self._submitted.set()
         self._ring()
 
     async def stop(self) -> None:
@@ -75,6 +95,7 @@ class Dispatcher:
     def wake(self) -> None:
         """Say that a run waits, or that an agent is free."""
         self._changed.set()
+        self._submitted.set()
 
     async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
         while not self.is_stopping:
@@ -94,6 +115,23 @@ class Dispatcher:
             if started:
                 self._ring()
         await _wait(self._changed, POLL_SECONDS)
+
+    async def _take_plans(self) -> None:
+        """Move on the runs whose plan was searched."""
+        self._submitted.clear()
+        moved, waiting = await self._run_plans.settle_planned()
+        if moved:
+            self._changed.set()
+        await _wait(self._submitted, _PLANNING_SECONDS if waiting else POLL_SECONDS)
+
+    async def look(self) -> None:
+        """Look at what runs measure, now."""
+        async with self._looking:
+            await self._replanner.step()
+
+    async def _replan(self) -> None:
+        await self.look()
+        await _wait(self._stopped, POLL_SECONDS)
 
     async def _watch(self) -> None:
         """Lose agents that were silent for too long while somebody listened.

@@ -7,14 +7,24 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
+from zbv_solver.rank_trace import RankTraceDocument
 
 from zbv_service.agent_documents import AgentRequest, Heartbeat, NodeEnd
 from zbv_service.documents import PlanDocument, RankDocument, SearchRequest
 from zbv_service.problems import ProblemDetails
-from zbv_service.run_documents import RunRequest
+from zbv_service.run_documents import PlanChange, RunRequest
 
 _REF = "#/components/schemas/{model}"
-_BODIES = (SearchRequest, PlanDocument, RunRequest, AgentRequest, Heartbeat, NodeEnd)
+_BODIES = (
+    SearchRequest,
+    PlanDocument,
+    RunRequest,
+    PlanChange,
+    AgentRequest,
+    Heartbeat,
+    NodeEnd,
+    RankTraceDocument,
+)
 
 
 def install(app: FastAPI) -> None:
@@ -55,6 +65,11 @@ def body_of(model: type) -> dict[str, Any]:
     """The ``openapi_extra`` of a route that reads a body of this model itself."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def text_body() -> dict[str, Any]:
+    """The ``openapi_extra`` of a route that reads plain text."""
+    return {"requestBody": {"required": True, "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 def content_of(model: type, description: str) -> dict[str, Any]:

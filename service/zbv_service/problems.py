@@ -56,6 +56,7 @@ class Kind:
 MALFORMED_JSON = Kind("malformed-json", 400, "The body is not JSON")
 NOT_FOUND = Kind("not-found", 404, "There is no such thing")
 METHOD_NOT_ALLOWED = Kind("method-not-allowed", 405, "This address does not take this method")
+RUN_STATE = Kind("run-state", 409, "The run is in no state for this")
 AGENT_GONE = Kind("agent-gone", 410, "The agent is lost or has left")
 BODY_TOO_LARGE = Kind("body-too-large", 413, "The body is too large")
 UNSUPPORTED_MEDIA_TYPE = Kind("unsupported-media-type", 415, "The body has the wrong content type")

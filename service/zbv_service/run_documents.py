@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from zbv_solver.schema import Number
+from zbv_solver.schema import ProblemDocument
 
+from zbv_service.documents import OptionsDocument
 from zbv_service.problems import ProblemDetails
+from zbv_service.run_options import MAX_INTEGER, RunOptionsDocument
 from zbv_service.run_records import EventRecord, NodeOutcome, NodeRecord, NodeState, RunRecord, RunState
 
 MAX_NODES = 4096
-MAX_INTEGER = 2**31 - 1
+
+PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Request(BaseModel):
@@ -29,31 +32,37 @@ class ModelDocument(_Request):
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] = 0
 
 
-class RunOptionsDocument(_Request):
-    """How the ranks run."""
-
-    backend: Literal["gloo", "nccl"] = Field("gloo", description="gloo: CPU; nccl: CUDA.")
-    timeout: Annotated[Number, Field(gt=0, le=86_400)] = Field(
-        120.0, description="Longest wait for a tensor, in seconds."
-    )
-    threads: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
-        None, description="Compute threads per rank on CPU; null leaves torch's choice."
-    )
-
-
 class RunRequest(_Request):
-    """A plan to be run."""
+    """A plan to be run, or a problem whose plan is to be searched and run: exactly one of the two."""
 
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = Field(
         None, description="Chosen at random by the caller: the same id again is the same run."
     )
-    plan_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    plan_id: PlanId | None = None
+    problem: ProblemDocument | None = None
+    search_options: OptionsDocument | None = Field(
+        None, description="Of the search for the problem's plan, and of those that measured costs call for."
+    )
     model: ModelDocument
     nodes: Annotated[int, Field(strict=True, ge=1, le=MAX_NODES)] = Field(
-        description="Agents; the plan's ranks are spread evenly over them."
+        description="Agents; the ranks of all replicas are spread evenly over them."
     )
     steps: Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
     options: RunOptionsDocument = RunOptionsDocument()
+
+
+class PlanChange(_Request):
+    """The plan that a run is to change over to."""
+
+    plan_id: PlanId
+
+
+class OfferDocument(BaseModel):
+    """A plan that is better under the costs that were measured."""
+
+    plan_id: str
+    objective_now: float = Field(description="Of the run's plan under the measured costs.")
+    objective_then: float = Field(description="Of the offered plan under the same costs.")
 
 
 class NodeDocument(BaseModel):
@@ -84,7 +93,10 @@ class RunDocument(BaseModel):
 
     id: str
     state: RunState
-    plan_id: str
+    plan_id: str | None = Field(description="null while it is searched.")
+    search_id: str | None = Field(description="The search for its plan, where it was submitted as a problem.")
+    target_plan_id: str | None = Field(description="The plan that it changes over to at its next step.")
+    offer: OfferDocument | None = Field(description="Take it with POST /v1/runs/{id}/plan.")
     model: ModelDocument
     nodes: int
     ranks_per_node: int
@@ -93,7 +105,11 @@ class RunDocument(BaseModel):
     generation: int = Field(description="Counts how often the run was begun anew, from 0.")
     cancel_requested: bool
     members: list[NodeDocument] = Field(description="The nodes of this generation, by node rank.")
-    error: ProblemDetails | None = Field(None, description="Why it failed; failures has every rank's story.")
+    error: ProblemDetails | None = Field(
+        None,
+        description="Why it failed; failures has every rank's story of the last generation, the events have "
+        "those of all.",
+    )
     created_at: datetime
     started_at: datetime | None
     updated_at: datetime
@@ -102,9 +118,10 @@ class RunDocument(BaseModel):
     @classmethod
     def of(cls, record: RunRecord) -> RunDocument:
         """The document of a stored run."""
-        same = (name for name in cls.model_fields if name not in ("members", "error"))
+        made = ("model", "options", "members", "error", "offer")
         return cls(
-            **{name: getattr(record, name) for name in same if name not in ("model", "options")},
+            **{name: getattr(record, name) for name in cls.model_fields if name not in made},
+            offer=None if record.offer is None else OfferDocument.model_validate(record.offer),
             model=ModelDocument.model_validate(record.model),
             options=RunOptionsDocument.model_validate(record.options),
             members=[NodeDocument.of(node) for node in record.members],

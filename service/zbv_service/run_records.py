@@ -7,10 +7,10 @@ from datetime import datetime
 from typing import Any, Literal, get_args
 
 AgentState = Literal["live", "draining", "left", "lost"]
-RunState = Literal["waiting", "starting", "running", "succeeded", "failed", "cancelled"]
+RunState = Literal["planning", "waiting", "starting", "running", "succeeded", "failed", "cancelled"]
 NodeState = Literal["assigned", "running", "ended"]
 NodeOutcome = Literal["succeeded", "failed", "stopped"]
-FailureKind = Literal["refused", "agent-lost", "killed", "error", "launch", "peer"]
+FailureKind = Literal["refused", "invalid", "agent-lost", "killed", "error", "launch", "peer"]
 
 RUN_ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 """States that never change again."""
@@ -18,6 +18,14 @@ AGENT_ENDED: frozenset[str] = frozenset({"left", "lost"})
 """States that an agent leaves only by registering anew."""
 FAILURE_KINDS: tuple[str, ...] = get_args(FailureKind)
 """From cause to consequence: of a run's failures, the first in this order explains the others."""
+FINAL_FAILURES: frozenset[str] = frozenset({"refused", "invalid"})
+"""Failures that trying again would only repeat: the model is not allowed, or the input is wrong."""
+DEFAULT_RETRIES = 3
+
+StopCause = Literal["cancelled", "failed", "unknown-run"]
+"""Why an agent is to end its ranks."""
+PartKind = Literal["trace", "log"]
+"""What a rank leaves behind."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +70,22 @@ class NewRun:
 
     Attributes
     ----------
+    plan_id
+        None until the search ``search_id`` has found it. Of a plan and a search, a new run has one.
+    search_options
+        Of that search, and of later ones for measured costs; None leaves the defaults.
     model
         ``factory``, ``arguments`` and ``seed``.
     nodes, ranks_per_node
-        Their product is the plan's number of ranks.
+        Their product is the number of ranks of all replicas.
     options
-        ``backend``, ``timeout`` and ``threads``.
+        As :class:`zbv_service.run_options.RunOptionsDocument` has them.
     """
 
     id: str
-    plan_id: str
+    plan_id: str | None
+    search_id: str | None
+    search_options: dict[str, Any] | None
     model: dict[str, Any]
     nodes: int
     ranks_per_node: int
@@ -103,12 +117,29 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class RunRecord(NewRun):
-    """A run; ``stop_requested`` says that its nodes are being stopped, whatever for."""
+    """A run.
+
+    Attributes
+    ----------
+    generation
+        How often it was begun anew.
+    stop_requested
+        Its nodes are being stopped, whatever for.
+    target_plan_id
+        What it is to change over to, None when nothing is.
+    offer
+        A plan that is better under the measured costs: ``plan_id``, ``objective_now``, ``objective_then``.
+    replanning
+        What the service remembers of its looks at the measured costs; see :class:`Replanning`.
+    """
 
     state: RunState
     generation: int
     stop_requested: bool
     cancel_requested: bool
+    target_plan_id: str | None
+    offer: dict[str, Any] | None
+    replanning: dict[str, Any] | None
     error: dict[str, Any] | None
     started_at: datetime | None
     updated_at: datetime
@@ -122,6 +153,51 @@ class Work:
 
     run: RunRecord
     node: NodeRecord
+
+
+@dataclass(frozen=True)
+class NewPart:
+    """A rank's trace or log, packed.
+
+    Attributes
+    ----------
+    plan_id, pp_rank, replica, last_step
+        Of a trace: the plan that was measured, the rank's place in it, and the newest step.
+    """
+
+    run_id: str
+    generation: int
+    rank: int
+    kind: PartKind
+    body: bytes
+    plan_id: str | None = None
+    pp_rank: int | None = None
+    replica: int | None = None
+    last_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Replanning:
+    """What is remembered of looks at a run's measured costs.
+
+    Attributes
+    ----------
+    plan_id, generation, step
+        Where the last look was: only later steps of the same plan and generation are new.
+    search_id
+        The last search of a measured problem for this plan, None before the first.
+    is_open
+        Whether that search's answer is still to be looked at.
+    searches
+        Of measured problems of this run, for whatever plan.
+    """
+
+    plan_id: str
+    generation: int
+    step: int
+    search_id: str | None = None
+    is_open: bool = False
+    searches: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Accepting runs, and reading and cancelling them. Gathering agents for them is the dispatcher's."""
+"""Accepting runs, and reading, cancelling and changing them. The dispatcher gathers agents for them."""
 
 from __future__ import annotations
 
@@ -7,48 +7,62 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
-from zbv_solver.errors import InvalidInput
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.plan import Plan
 
 from zbv_service.agents import parse_body
-from zbv_service.database import PlanTable, RunTable
+from zbv_service.database import PlanTable, RunPlanTable, RunTable
 from zbv_service.dispatch import Dispatcher
-from zbv_service.problems import NOT_FOUND, ProblemError
-from zbv_service.run_documents import RunRequest
+from zbv_service.plans import Plans
+from zbv_service.problems import NOT_FOUND, RUN_STATE, ProblemError
+from zbv_service.records import SearchRecord
+from zbv_service.run_documents import PlanChange, RunRequest
 from zbv_service.run_records import EventRecord, NewRun, RunRecord
+from zbv_service.searches import Searches
 
 
 class Runs:
     """The runs of a service."""
 
-    def __init__(self, runs: RunTable, plans: PlanTable, dispatcher: Dispatcher):
+    def __init__(
+        self,
+        runs: RunTable,
+        run_plans: RunPlanTable,
+        plan_table: PlanTable,
+        plans: Plans,
+        searches: Searches,
+        dispatcher: Dispatcher,
+    ):
         self._runs = runs
+        self._run_plans = run_plans
+        self._plan_table = plan_table
         self._plans = plans
+        self._searches = searches
         self._dispatcher = dispatcher
 
     async def submit(self, body: Any) -> RunRecord:
         """Accept the run that a request body asks for, or find it; raises :class:`InvalidInput`."""
         request = parse_body(RunRequest, body)
+        _require_one_plan(request)
         _require_json(request.model.arguments)
-        pp_degree = await self._plans.pp_degree(request.plan_id)
-        if pp_degree is None:
-            raise InvalidInput.at(
-                "/plan_id", f"found no plan {request.plan_id}; search one, or import it with POST /v1/plans."
-            )
-        if pp_degree % request.nodes:
-            raise InvalidInput.at(
-                "/nodes",
-                f"found {request.nodes}; the plan's {pp_degree} ranks must spread evenly over the nodes. "
-                f"Choose a divisor of {pp_degree}.",
-            )
+        known = None if request.id is None else await self._runs.get(request.id)
+        if known is not None:
+            return known
+        ranks_per_node = _spread(request, await self._pp_degree(request))
+        now = datetime.now(UTC)
+        search = None if request.plan_id is not None else await self._search(body)
+        chosen = request.search_options
         new = NewRun(
             id=request.id or uuid.uuid4().hex,
             plan_id=request.plan_id,
+            search_id=None if search is None else search.id,
+            search_options=None if chosen is None else chosen.model_dump(),
             model=request.model.model_dump(),
             nodes=request.nodes,
-            ranks_per_node=pp_degree // request.nodes,
+            ranks_per_node=ranks_per_node,
             steps=request.steps,
             options=request.options.model_dump(),
-            created_at=datetime.now(UTC),
+            created_at=now,
         )
         record = await self._runs.add(new)
         self._dispatcher.wake()
@@ -69,7 +83,105 @@ class Runs:
 
     async def cancel(self, run_id: str) -> RunRecord:
         """Stop a run on all of its nodes; one that has ended stays as it is."""
-        return _found(await self._runs.request_cancel(run_id), run_id)
+        before = await self.get(run_id)
+        record = _found(await self._runs.request_cancel(run_id), run_id)
+        if before.state == "planning" and before.search_id is not None:
+            await self._cancel_search(before, before.search_id)
+        return record
+
+    async def change_plan(self, run_id: str, body: Any) -> RunRecord:
+        """Have a run change over to another plan of the same shape.
+
+        Raises
+        ------
+        InvalidInput
+            When there is no such plan, or its stages are not where the run's are.
+        ProblemError
+            404 for an unknown run, 409 for one that has ended or has no plan yet.
+        """
+        wanted = parse_body(PlanChange, body).plan_id
+        record = await self.get(run_id)
+        if record.plan_id is not None:
+            await self._require_same_shape(record.plan_id, wanted)
+        if not await self._run_plans.change(run_id, wanted):
+            state = (await self.get(run_id)).state
+            raise ProblemError(
+                RUN_STATE, f"run {run_id} is {state}; only a run that has a plan and goes on can change it."
+            )
+        return await self.get(run_id)
+
+    async def _pp_degree(self, request: RunRequest) -> int:
+        if request.problem is not None:
+            return request.problem.pp_degree
+        plan_id = request.plan_id or ""
+        found = await self._plan_table.pp_degree(plan_id)
+        if found is None:
+            raise InvalidInput.at(
+                "/plan_id", f"found no plan {plan_id}; search one, or import it with POST /v1/plans."
+            )
+        return found
+
+    async def _search(self, body: Any) -> SearchRecord:
+        """The search for a run's problem; its errors point into the run's body."""
+        try:
+            return await self._searches.submit(
+                {"problem": body["problem"], "options": body.get("search_options") or {}}
+            )
+        except InvalidInput as error:
+            raise InvalidInput([_of_run(issue) for issue in error.issues]) from None
+
+    async def _cancel_search(self, run: RunRecord, search_id: str) -> None:
+        """Stop a search that this run began; one that was there before has others who wait for it."""
+        search = await self._searches.get(search_id)
+        if search.created_at >= run.created_at:
+            await self._searches.cancel(search_id)
+
+    async def _require_same_shape(self, plan_id: str, wanted: str) -> None:
+        if await self._plan_table.pp_degree(wanted) is None:
+            raise InvalidInput.at("/plan_id", f"found no plan {wanted}; search one, or import it.")
+        ours, theirs = await self._plans.plan(plan_id), await self._plans.plan(wanted)
+        mine, other = _shape(ours), _shape(theirs)
+        if mine != other:
+            raise InvalidInput.at(
+                "/plan_id",
+                f"found a plan with {other}; the run has {mine}. A run keeps its ranks, its stages' places "
+                f"and its microbatches.",
+            )
+
+
+def _shape(plan: Plan) -> str:
+    """What cannot change while ranks go on, as text."""
+    problem, placement = plan.problem, plan.problem.placement
+    return (
+        f"{placement.pp_degree} ranks, {placement.chunks} stages each, placement {placement.kind}, "
+        f"{problem.microbatches} microbatches"
+    )
+
+
+def _require_one_plan(request: RunRequest) -> None:
+    if (request.plan_id is None) == (request.problem is None):
+        found = "neither" if request.plan_id is None else "both"
+        raise InvalidInput.at("/plan_id", f"found {found}; give exactly one of plan_id and problem.")
+
+
+def _spread(request: RunRequest, pp_degree: int) -> int:
+    """Ranks per node; raises :class:`InvalidInput` when they do not spread evenly."""
+    replicas = request.options.data_parallel
+    ranks = pp_degree * replicas
+    if ranks % request.nodes:
+        raise InvalidInput.at(
+            "/nodes",
+            f"found {request.nodes}; {pp_degree} ranks of a pipeline times {replicas} replicas must spread "
+            f"evenly over the nodes. Choose a divisor of {ranks}.",
+        )
+    return ranks // request.nodes
+
+
+def _of_run(issue: Issue) -> Issue:
+    """An issue of a search's body as one of the run's."""
+    if issue.pointer.startswith("/options"):
+        return Issue("/search_options" + issue.pointer.removeprefix("/options"), issue.detail)
+    return issue
 
 
 def _require_json(arguments: dict[str, Any]) -> None:

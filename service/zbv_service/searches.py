@@ -49,6 +49,13 @@ class Searches:
         """A search; raises :class:`ProblemError` 404."""
         return _found(await self._table.get(search_id), search_id)
 
+    async def problem(self, search_id: str) -> bytes:
+        """The normalised problem document of a search, packed; raises :class:`ProblemError` 404."""
+        packed = await self._table.problem(search_id)
+        if packed is None:
+            raise ProblemError(NOT_FOUND, f"found no search {search_id}; GET /v1/searches lists them.")
+        return packed
+
     async def newest(self, limit: int) -> list[SearchRecord]:
         """The newest searches first."""
         return await self._table.newest(limit)

@@ -32,6 +32,9 @@ class Settings(BaseSettings):
     )
     max_body_bytes: int = Field(8 * MEBIBYTE, ge=1, description="Largest request body, plans aside.")
     max_plan_bytes: int = Field(128 * MEBIBYTE, ge=1, description="Largest body of a plan to import.")
+    max_trace_bytes: int = Field(
+        32 * MEBIBYTE, ge=1, description="Largest trace of a rank, once it is decompressed."
+    )
     max_cells: int = Field(
         2 * 262_144,
         ge=1,

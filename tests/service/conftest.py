@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support import fake_searches
+from support.databases import KINDS, an_empty_database
 from support.serving import DEADLINE, Service, Serving
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
@@ -27,10 +28,17 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty database, of every kind in turn."""
+    with an_empty_database(request.param, tmp_path) as url:
+        yield url
+
+
 @pytest.fixture
-def settings(directory: Path) -> Settings:
+def settings(directory: Path, database_url: str) -> Settings:
     return Settings(
-        database=f"sqlite:///{directory}/zbv.db",
+        database=database_url,
         searches=2,
         heartbeat_seconds=0.2,
         max_body_bytes=100_000,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from zbv_service.client import InvalidAnswer, InvalidRequest
-from zbv_service.client_runs import AgentGone, RunClient, RunTimeout
+from zbv_service.client_runs import AgentGone, NodeWork, Orders, RunClient, RunTimeout
 
 RUN: dict[str, Any] = {"id": "r", "state": "running", "plan_id": "p", "error": None}
 WORK: dict[str, Any] = {
@@ -21,6 +22,9 @@ WORK: dict[str, Any] = {
     "plan_id": "p",
     "model": {"factory": "a:b"},
 }
+
+
+NODE = NodeWork("r", 2, 1, 2, 1, "h:1", "p", "a:b", {})
 
 
 def answering(status: int, document: Any = None) -> RunClient:
@@ -49,6 +53,8 @@ def test_an_agent_that_the_service_does_not_hold_is_gone(status: int) -> None:
     calls: list[Callable[[], object]] = [
         lambda: client.next_work("a", 1),
         lambda: client.heartbeat("a", {}),
+        lambda: client.put_trace("a", NODE, 0, b"{}"),
+        lambda: client.put_log("a", NODE, 0, b""),
         lambda: client.report_end("a", {}),
         lambda: client.drain_agent("a"),
         lambda: client.remove_agent("a"),
@@ -74,3 +80,30 @@ def test_failures_of_a_run_are_empty_without_an_error() -> None:
     assert answering(200, RUN).run("r").failures == []
     failed = {**RUN, "state": "failed", "error": {"detail": "d", "failures": [{"rank": 1}]}}
     assert answering(200, failed).run("r").failures == [{"rank": 1}]
+
+
+def test_a_heartbeats_answer_is_read_whole() -> None:
+    told = {"stop": True, "cause": "cancelled", "reason": "why", "plan_id": None}
+    assert answering(200, told).heartbeat("a", {}) == Orders(True, "cancelled", "why", None)
+    on = {"stop": False, "cause": None, "reason": "", "plan_id": "p"}
+    assert answering(200, on).heartbeat("a", {}) == Orders(False, plan_id="p")
+
+
+def test_traces_and_logs_travel_packed_to_their_own_address() -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(204)
+
+    client = RunClient("http://zbv", transport=httpx.MockTransport(answer), retries=0)
+    client.put_trace("a", NODE, 3, b"{}")
+    client.put_log("a", NODE, 4, b"the end")
+    below = "/v1/agents/a/runs/r/generations/2/ranks"
+    assert [(each.method, each.url.path) for each in seen] == [
+        ("PUT", f"{below}/3/trace"),
+        ("PUT", f"{below}/4/log"),
+    ]
+    assert [gzip.decompress(each.content) for each in seen] == [b"{}", b"the end"]
+    assert [each.headers["content-encoding"] for each in seen] == ["gzip", "gzip"]
+    assert [each.headers["content-type"] for each in seen] == ["application/json", "text/plain"]

@@ -11,7 +11,8 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, inspect, text
-from zbv_service.database import Database, DatabaseUnusable, PlanTable, SearchTable
+from sqlalchemy.exc import IntegrityError
+from zbv_service.database import AgentTable, Database, DatabaseUnusable, PlanTable, RunTable, SearchTable
 from zbv_service.database.migrate import upgrade
 from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = Database(f"sqlite:///{tmp_path}/zbv.db")
+async def database(database_url: str) -> AsyncIterator[Database]:
+    opened = Database(database_url)
     await opened.migrate()
     yield opened
     await opened.close()
@@ -64,7 +65,7 @@ def test_every_version_can_be_upgraded_from() -> None:
             upgrade(connection, version)
             upgrade(connection)
             assert _version(connection) == versions[-1]
-            tables = {"searches", "plans", "agents", "runs", "run_nodes", "run_events"}
+            tables = {"searches", "plans", "agents", "runs", "run_nodes", "run_events", "run_parts"}
             assert tables <= set(inspect(connection).get_table_names())
         engine.dispose()
 
@@ -73,8 +74,8 @@ def _version(connection: Connection) -> str:
     return str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one())
 
 
-async def test_migrating_twice_or_at_once_changes_nothing(tmp_path: Path) -> None:
-    opened = [Database(f"sqlite:///{tmp_path}/zbv.db") for _ in range(8)]
+async def test_migrating_twice_or_at_once_changes_nothing(database_url: str) -> None:
+    opened = [Database(database_url) for _ in range(8)]
     await asyncio.gather(*(each.migrate() for each in opened))
     await opened[0].migrate()
     assert await SearchTable(opened[1]).newest(1) == []
@@ -89,13 +90,50 @@ async def test_a_database_of_a_newer_version_is_left_alone(database: Database) -
         await database.migrate()
 
 
-async def test_sqlite_writes_ahead_waits_for_others_and_checks_references(database: Database) -> None:
-    async with database.reading() as session:
-        found = [
-            (await session.execute(text(f"PRAGMA {name}"))).scalar_one()
-            for name in ("journal_mode", "busy_timeout", "foreign_keys")
-        ]
-    assert found == ["wal", 30_000, 1]
+async def test_sqlite_writes_ahead_waits_for_others_and_checks_references(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/zbv.db")
+    await database.migrate()
+    for _ in range(2):  # the connection of the migration is not among those that others get
+        async with database.reading() as session:
+            found = [
+                (await session.execute(text(f"PRAGMA {name}"))).scalar_one()
+                for name in ("journal_mode", "busy_timeout", "foreign_keys")
+            ]
+        assert found == ["wal", 30_000, 1]
+    await database.close()
+
+
+async def test_a_database_with_runs_keeps_them_when_it_is_upgraded(tmp_path: Path) -> None:
+    """Version 3 copies the table of runs, to which those of agents and nodes refer."""
+    path = tmp_path / "zbv.db"
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection, connection.begin():
+        upgrade(connection, "0002")
+        for statement in OLD_ROWS:
+            connection.execute(text(statement))
+    engine.dispose()
+    database = Database(f"sqlite:///{path}")
+    await database.migrate()
+    run = await RunTable(database).get("r")
+    assert run is not None
+    assert (run.plan_id, run.search_id, [node.agent_id for node in run.members]) == ("p", None, ["a"])
+    agent = await AgentTable(database).get("a")
+    assert agent is not None
+    assert agent.run_id == "r"
+    with pytest.raises(IntegrityError):
+        async with database.writing() as session:
+            await session.execute(text("DELETE FROM runs"))
+    await database.close()
+
+
+_AT = "'2030-01-01 00:00:00'"
+OLD_ROWS = (
+    f"INSERT INTO plans VALUES ('p', x'00', 2, 4, 'v', 'span', 1, 1, 0, 'optimal', 0, 'm', NULL, {_AT})",
+    "INSERT INTO runs VALUES ('r', 'running', 'p', '{}', 1, 2, 5, '{}', 0, 0, 0, NULL, "
+    f"{_AT}, {_AT}, {_AT}, NULL)",
+    f"INSERT INTO agents VALUES ('a', 'n', 'h', 1, 2, '[]', '{{}}', '[]', 'live', 'r', {_AT}, {_AT})",
+    "INSERT INTO run_nodes VALUES ('r', 0, 0, 'a', 'n', 'h:1', 'running', NULL, '[]', '[]', NULL)",
+)
 
 
 async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
@@ -110,8 +148,8 @@ async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
         assert (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one() != "x"
 
 
-async def test_many_writers_at_once_all_succeed(database: Database, tmp_path: Path) -> None:
-    second = Database(f"sqlite:///{tmp_path}/zbv.db")  # as another process has its own connections
+async def test_many_writers_at_once_all_succeed(database: Database, database_url: str) -> None:
+    second = Database(database_url)  # as another process has its own connections
     tables = [SearchTable(database), SearchTable(second)]
     await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(40)))
     claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(41)))

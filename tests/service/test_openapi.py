@@ -26,12 +26,23 @@ OPERATIONS = {
     "get_run": ("get", "/v1/runs/{run_id}"),
     "list_run_events": ("get", "/v1/runs/{run_id}/events"),
     "cancel_run": ("post", "/v1/runs/{run_id}/cancel"),
+    "change_plan": ("post", "/v1/runs/{run_id}/plan"),
+    "get_run_trace": ("get", "/v1/runs/{run_id}/trace"),
+    "get_rank_log": ("get", "/v1/runs/{run_id}/ranks/{rank}/log"),
     "register_agent": ("post", "/v1/agents"),
     "list_agents": ("get", "/v1/agents"),
     "get_agent": ("get", "/v1/agents/{agent_id}"),
     "get_work": ("get", "/v1/agents/{agent_id}/work"),
     "beat": ("post", "/v1/agents/{agent_id}/heartbeat"),
     "report_end": ("post", "/v1/agents/{agent_id}/ended"),
+    "put_trace": (
+        "put",
+        "/v1/agents/{agent_id}/runs/{run_id}/generations/{generation}/ranks/{rank}/trace",
+    ),
+    "put_log": (
+        "put",
+        "/v1/agents/{agent_id}/runs/{run_id}/generations/{generation}/ranks/{rank}/log",
+    ),
     "drain_agent": ("post", "/v1/agents/{agent_id}/drain"),
     "remove_agent": ("delete", "/v1/agents/{agent_id}"),
     "get_health": ("get", "/healthz"),
@@ -95,15 +106,18 @@ def test_every_error_is_documented_as_a_problem_document(document: dict[str, Any
 
 
 def test_every_body_is_documented(document: dict[str, Any]) -> None:
-    bodies = {
-        operation["operationId"]: operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-        for _, _, operation in operations(document)
-        if "requestBody" in operation
-    }
+    bodies = {}
+    for _, _, operation in operations(document):
+        if "requestBody" in operation:
+            ((media_type, content),) = operation["requestBody"]["content"].items()
+            bodies[operation["operationId"]] = content["schema"].get("$ref", media_type)
     assert bodies == {
         "submit_search": "#/components/schemas/SearchRequest",
         "import_plan": "#/components/schemas/PlanDocument",
         "submit_run": "#/components/schemas/RunRequest",
+        "change_plan": "#/components/schemas/PlanChange",
+        "put_trace": "#/components/schemas/RankTraceDocument",
+        "put_log": "text/plain",
         "register_agent": "#/components/schemas/AgentRequest",
         "beat": "#/components/schemas/Heartbeat",
         "report_end": "#/components/schemas/NodeEnd",

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from support.serving import DEADLINE, PROBLEM
+from zbv_service.cli import main
 from zbv_service.client import Client, Search
 from zbv_solver.plan import parse_plan
 from zbv_solver.verify import verify
@@ -224,14 +225,31 @@ def test_a_port_in_use_is_said_plainly(served: Served, tmp_path: Path) -> None:
     [
         (["--database", "zbv.db"], "sqlite:///"),
         (["--database", "mysql://x/y"], "mysql"),
-        (["--database", "sqlite:///no/such/directory/zbv.db"], "directory must exist"),
-        (["--database", f"sqlite:///{__file__}"], "cannot use the database"),
         (["--searches", "0"], "searches"),
         (["--port", "70000"], "port"),
     ],
 )
-def test_a_wrong_setting_is_said_plainly(tmp_path: Path, arguments: list[str], message: str) -> None:
-    command = [*COMMAND, "serve", *arguments]
+def test_a_wrong_setting_is_said_before_anything_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert main(["serve", *arguments]) == 2
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("database", "message"),
+    [
+        ("sqlite:///no/such/directory/zbv.db", "directory must exist"),
+        (f"sqlite:///{__file__}", "cannot use the database"),
+    ],
+)
+def test_an_unusable_database_is_said_plainly(tmp_path: Path, database: str, message: str) -> None:
+    command = [*COMMAND, "serve", "--database", database]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert ran.returncode == 2
     assert message in ran.stderr

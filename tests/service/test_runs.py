@@ -6,73 +6,21 @@ import asyncio
 import time
 from typing import Any
 
-import httpx
 import pytest
-from support.fake_searches import orders_of
-from support.serving import DEADLINE, PROBLEM, Service, Serving
-from zbv_solver.schema import parse_problem
+from support.runs_over_http import (
+    GO_ON,
+    beat,
+    end,
+    import_plan,
+    register,
+    run_of,
+    started,
+    submit,
+    work,
+)
+from support.serving import DEADLINE, Serving
 
 pytestmark = pytest.mark.anyio
-
-MODEL = {"factory": "a.b:c"}
-
-
-async def import_plan(service: Service) -> str:
-    problem = parse_problem(PROBLEM)
-    answer = await service.http.post(
-        "/v1/plans", json={"problem": PROBLEM, "ranks": orders_of(problem).all_text()}
-    )
-    assert answer.status_code in (200, 201), answer.text
-    return str(answer.json()["plan_id"])
-
-
-async def register(service: Service, digit: str, **more: Any) -> str:
-    body = {"id": digit * 32, "name": f"host-{digit}", "address": "10.0.0.1", "port": 29500, "slots": 1}
-    answer = await service.http.post("/v1/agents", json={**body, "allowed_models": ["a.*"], **more})
-    assert answer.status_code == 201, answer.text
-    return digit * 32
-
-
-async def submit(service: Service, **more: Any) -> httpx.Response:
-    body = {"plan_id": await import_plan(service), "model": MODEL, "nodes": 2, "steps": 5}
-    return await service.http.post("/v1/runs", json={**body, **more})
-
-
-async def work(service: Service, agent: str) -> dict[str, Any]:
-    answer = await service.http.get(f"/v1/agents/{agent}/work", params={"wait": 5})
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-async def beat(service: Service, agent: str, run_id: str, step: int | None = None) -> dict[str, Any]:
-    ranks = [] if step is None else [{"rank": 0, "step": step, "action": "3F1"}]
-    answer = await service.http.post(f"/v1/agents/{agent}/heartbeat", json={"run_id": run_id, "ranks": ranks})
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-async def end(service: Service, agent: str, run_id: str, outcome: str, *failures: dict[str, Any]) -> None:
-    body = {"run_id": run_id, "generation": 0, "outcome": outcome, "failures": list(failures)}
-    answer = await service.http.post(f"/v1/agents/{agent}/ended", json=body)
-    assert answer.status_code == 204, answer.text
-
-
-async def run_of(service: Service, run_id: str) -> dict[str, Any]:
-    answer = await service.http.get(f"/v1/runs/{run_id}")
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-async def started(service: Service) -> tuple[str, str, str]:
-    """A run and its two agents, each with its work."""
-    agents = [await register(service, digit) for digit in "ab"]
-    run_id = str((await submit(service)).json()["id"])
-    for agent in agents:
-        await work(service, agent)
-    return run_id, agents[0], agents[1]
 
 
 async def test_a_run_waits_for_all_its_agents_and_then_each_gets_its_node(serving: Serving) -> None:
@@ -101,7 +49,7 @@ async def test_it_runs_once_every_node_does_and_succeeds_once_all_have(serving: 
         run_id, first, second = await started(service)
         await beat(service, first, run_id, 0)
         assert (await run_of(service, run_id))["state"] == "starting"
-        assert await beat(service, second, run_id, 0) == {"stop": False, "reason": ""}
+        assert await beat(service, second, run_id, 0) == GO_ON
         found = await run_of(service, run_id)
         assert found["state"] == "running"
         assert found["members"][0]["ranks"] == [{"rank": 0, "step": 0, "action": "3F1"}]
@@ -122,7 +70,8 @@ async def test_a_failure_stops_the_others_and_the_cause_speaks_for_the_run(servi
         lost = {"kind": "peer", "rank": 0, "action": "3F1", "peer": 1, "detail": "rank 1 did not deliver"}
         await end(service, first, run_id, "failed", lost)
         assert (await run_of(service, run_id))["state"] == "starting"  # the other may know more
-        assert await beat(service, second, run_id) == {"stop": True, "reason": "the run failed elsewhere"}
+        answer = await beat(service, second, run_id)
+        assert (answer["stop"], answer["cause"]) == (True, "failed")
         await end(service, second, run_id, "failed", {"kind": "killed", "rank": 1, "detail": "SIGKILL"})
         found = await run_of(service, run_id)
         assert (found["state"], found["error"]["detail"]) == ("failed", "SIGKILL")
@@ -142,7 +91,7 @@ async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_when_its_nod
         answer = await service.http.post(f"/v1/runs/{run_id}/cancel")
         assert (answer.status_code, answer.json()["cancel_requested"]) == (202, True)
         for agent in (first, second):
-            assert (await beat(service, agent, run_id))["reason"] == "the run was cancelled"
+            assert (await beat(service, agent, run_id))["cause"] == "cancelled"
             await end(service, agent, run_id, "stopped")
         assert (await run_of(service, run_id))["state"] == "cancelled"
         listed = (await service.http.get("/v1/runs")).json()["runs"]
@@ -156,7 +105,7 @@ async def test_silent_agents_are_lost_and_named_and_the_others_are_not(serving: 
         while not (answer := await beat(service, first, run_id, 2))["stop"]:
             assert time.monotonic() < until
             await asyncio.sleep(0.05)
-        assert answer["reason"] == "the run failed elsewhere"
+        assert answer["cause"] == "failed"
         await end(service, first, run_id, "stopped")
         found = await run_of(service, run_id)
         assert found["state"] == "failed"

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,8 @@ from zbv_worker.selfcheck import random_orders
 DEADLINE = 120.0
 """Generous: no test is about speed."""
 
-FACTORY = "zbv_worker.models.gpt:gpt"
+TESTS = Path(__file__).parents[1]
+FACTORY = "support.unhurried_gpt:gpt"
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 ENDLESS = 1_000_000
 
@@ -90,7 +91,7 @@ class Cluster:
     stack: ExitStack
     agents: list[AgentProcess] = field(default_factory=list)
 
-    def start(self, name: str, *more: str, allow: str | None = "zbv_worker.models.*") -> AgentProcess:
+    def start(self, name: str, *more: str, allow: str | None = "support.*") -> AgentProcess:
         """Start an agent for one rank."""
         folder = self.folder / name
         folder.mkdir()
@@ -114,13 +115,15 @@ class Cluster:
         """The agents that the service holds for present."""
         return {str(found["name"]) for found in self.client.agents()}
 
-    def submit(self, *, steps: int = ENDLESS, nodes: int = 2, **options: Any) -> Run:
-        """Have the plan run."""
+    def submit(
+        self, *, steps: int = ENDLESS, nodes: int = 2, model: Mapping[str, Any] | None = None, **options: Any
+    ) -> Run:
+        """Have the plan run; ``model`` are further arguments of the model."""
         plan = a_plan()
         self.client.import_plan(plan_json(plan))
-        model = {"factory": FACTORY, "arguments": MODEL}
-        chosen = {"threads": 1, "timeout": 20, **options}
-        return self.client.submit_run(plan.plan_id, model, nodes=nodes, steps=steps, options=chosen)
+        what = {"factory": FACTORY, "arguments": MODEL | dict(model or {})}
+        chosen = {"threads": 1, "timeout": 20, "retries": 0, **options}
+        return self.client.submit_run(plan.plan_id, what, nodes=nodes, steps=steps, options=chosen)
 
     def until_step(self, run: Run, step: int) -> None:
         """Wait until every rank is past a step."""
@@ -153,6 +156,8 @@ def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
     """A service whose agents' timeout is short, unless settings say otherwise."""
     chosen = {"agent_heartbeat_seconds": 0.3, "agent_timeout_seconds": 3.0, **settings}
     changed = {f"ZBV_{name.upper()}": str(value) for name, value in chosen.items()}
+    # For the ranks, so that they find their model.
+    changed["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
@@ -173,7 +178,7 @@ def until(holds: Callable[[], object], story: Callable[[], str] = str) -> None:
     deadline = time.monotonic() + DEADLINE
     while not holds():
         assert time.monotonic() < deadline, f"did not happen in time\n{story()}"
-        time.sleep(0.05)
+        time.sleep(0.2)  # every look costs the service as much CPU as a step costs a rank
 
 
 def is_alive(pid: int) -> bool:

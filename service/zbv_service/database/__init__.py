@@ -9,6 +9,8 @@ from __future__ import annotations
 from zbv_service.database.agents import AgentTable
 from zbv_service.database.engine import Database, DatabaseUnusable
 from zbv_service.database.plans import PlanTable
+from zbv_service.database.run_parts import PartTable
+from zbv_service.database.run_plans import RunPlanTable
 from zbv_service.database.runs import AgentsTaken, RunTable
 from zbv_service.database.searches import SearchTable
 from zbv_service.records import (
@@ -33,8 +35,10 @@ __all__ = [
     "DatabaseUnusable",
     "NewPlan",
     "NewSearch",
+    "PartTable",
     "PlanSummary",
     "PlanTable",
+    "RunPlanTable",
     "RunTable",
     "SearchRecord",
     "SearchState",

@@ -22,6 +22,8 @@ BUSY_SECONDS = 30.0
 """How long a SQLite writer waits for another one before it gives up."""
 
 _RETRY_SECONDS = 0.02
+_MIGRATION_LOCK = 6_451_203
+"""Names the lock under which one service at a time migrates a PostgreSQL database; any number would do."""
 
 
 class DatabaseUnusable(Exception):
@@ -49,16 +51,23 @@ class Database:
             When the database cannot be opened, is none, or is of a newer version than this code.
         """
         try:
+            if self.is_sqlite:
+                await asyncio.to_thread(_open_once, self._engine.url.database or ":memory:")
             async with self._engine.connect() as connection:
-                await connection.execution_options(zbv_writes=True)
+                await connection.execution_options(zbv_writes=True, zbv_migrates=True)
                 async with connection.begin():
+                    if not self.is_sqlite:  # whose writers wait for each other anyway
+                        await connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
                     await connection.run_sync(upgrade)
-        except (SQLAlchemyError, CommandError) as error:
+                if self.is_sqlite:
+                    await connection.invalidate()  # no later user gets one without foreign keys
+        except (SQLAlchemyError, CommandError, sqlite3.Error) as error:
             shown = self._engine.url.render_as_string(hide_password=True)
             reason = getattr(error, "orig", None) or error
+            needs = "Its directory must exist and be writable" if self.is_sqlite else "It must exist"
             raise DatabaseUnusable(
-                f"cannot use the database {shown}: {reason}. Its directory must exist and be writable, and "
-                f"it must come from this version of the service or an older one."
+                f"cannot use the database {shown}: {reason}. {needs}, and it must come from this version of "
+                f"the service or an older one."
             ) from error
 
     async def ping(self) -> None:
@@ -84,6 +93,12 @@ class Database:
             yield session
 
 
+def _open_once(path: str) -> None:
+    """Raise what opening raises. The asynchronous driver raises it too, and then its thread outlives the loop
+    and complains on standard error."""
+    sqlite3.connect(path, timeout=BUSY_SECONDS).close()
+
+
 def _prepare_sqlite(engine: AsyncEngine) -> None:
     @event.listens_for(engine.sync_engine, "connect")
     def configure(connection: Any, _record: Any) -> None:
@@ -98,8 +113,12 @@ def _prepare_sqlite(engine: AsyncEngine) -> None:
 
     @event.listens_for(engine.sync_engine, "begin")
     def begin(connection: Connection) -> None:
-        writes = connection.get_execution_options().get("zbv_writes", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+        options = connection.get_execution_options()
+        if options.get("zbv_migrates", False):
+            # SQLite alters a table by copying it, and others refer to the one that goes meanwhile. The
+            # switch works only outside of a transaction.
+            connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("zbv_writes", False) else "BEGIN")
 
 
 def _write_ahead(cursor: Any) -> None:

@@ -1,7 +1,10 @@
-"""How a run ends: when every one of its nodes has, and why.
+"""How a generation of a run ends: when every one of its nodes has, and why; and whether there is another.
 
-A failure stops the other nodes, but the run has not failed before they have all told their story: the first
-to report is often the one that lost a peer, not the peer.
+A failure stops the other nodes, but the generation has not failed before they have all told their story: the
+first to report is often the one that lost a peer, not the peer.
+
+Rows are locked in one order everywhere, or two transactions would wait for each other: a run first, then its
+nodes, then agents; several runs or agents of one transaction by their ids.
 """
 
 from __future__ import annotations
@@ -15,7 +18,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service import problems
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
-from zbv_service.run_records import FAILURE_KINDS, RUN_ENDED, NodeOutcome
+from zbv_service.run_records import (
+    DEFAULT_RETRIES,
+    FAILURE_KINDS,
+    FINAL_FAILURES,
+    RUN_ENDED,
+    NodeOutcome,
+    RunState,
+)
 
 
 async def lock_run(session: AsyncSession, run_id: str) -> RunRow | None:
@@ -37,7 +47,7 @@ async def end_node(
     outcome: NodeOutcome,
     failures: list[dict[str, Any]],
 ) -> None:
-    """End a node's part, give its agent back, and stop or end the run as that demands.
+    """End a node's part, give its agent back, and stop, end or begin anew the run as that demands.
 
     ``run`` is locked. A node that has ended stays as it is.
     """
@@ -59,7 +69,7 @@ async def end_node(
     await session.flush()
     nodes = await nodes_of(session, run)
     if run.state not in RUN_ENDED and all(each.state == "ended" for each in nodes):
-        _end_run(session, run, nodes, now)
+        _end_generation(session, run, nodes)
 
 
 def add_event(session: AsyncSession, run_id: str, kind: str, detail: str) -> None:
@@ -72,16 +82,43 @@ async def changed(session: AsyncSession, statement: UpdateStatement) -> int:
     return cast("CursorResult[Any]", await session.execute(statement)).rowcount
 
 
-def _end_run(session: AsyncSession, run: RunRow, nodes: list[NodeRow], now: datetime) -> None:
-    run.finished_at = now
+def end_run(session: AsyncSession, run: RunRow, state: RunState, error: dict[str, Any] | None = None) -> None:
+    """A locked run's last state."""
+    run.state, run.error = state, error
+    run.finished_at = run.updated_at = datetime.now(UTC)
+    run.offer = run.target_plan_id = None
+    add_event(session, run.id, state, "" if error is None else str(error["detail"]))
+
+
+def change_plan(session: AsyncSession, run: RunRow, plan_id: str, detail: str) -> None:
+    """A locked run has another plan from now on."""
+    before = run.plan_id or ""
+    run.plan_id, run.target_plan_id, run.offer = plan_id, None, None
+    add_event(session, run.id, "swapped", f"from plan {before[:12]} to {plan_id[:12]}, {detail}")
+
+
+def _end_generation(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) -> None:
     if all(node.outcome == "succeeded" for node in nodes):
-        run.state = "succeeded"
+        end_run(session, run, "succeeded")
     elif run.cancel_requested:
-        run.state = "cancelled"
+        end_run(session, run, "cancelled")
     else:
-        run.state = "failed"
-        run.error = _error_of([failure for node in nodes for failure in node.failures])
-    add_event(session, run.id, run.state, "" if run.error is None else str(run.error["detail"]))
+        failures = [failure for node in nodes for failure in node.failures]
+        error, retries = _error_of(failures), int(run.options.get("retries", DEFAULT_RETRIES))
+        is_final = any(failure["kind"] in FINAL_FAILURES for failure in failures)
+        if is_final or run.generation >= retries:
+            end_run(session, run, "failed", error)
+        else:
+            _begin_anew(session, run, retries, str(error["detail"]))
+
+
+def _begin_anew(session: AsyncSession, run: RunRow, retries: int, why: str) -> None:
+    """Have a locked run wait for agents again; its ranks resume from their last checkpoint by themselves."""
+    run.state, run.stop_requested = "waiting", False
+    run.generation += 1
+    add_event(session, run.id, "retry", f"retry {run.generation} of {retries} after: {why}")
+    if run.target_plan_id is not None:
+        change_plan(session, run, run.target_plan_id, f"from the start of generation {run.generation}")
 
 
 def _error_of(failures: list[dict[str, Any]]) -> dict[str, Any]:

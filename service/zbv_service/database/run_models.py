@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Index, String
+from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from zbv_service.database.models import Base
@@ -18,7 +18,12 @@ class RunRow(Base):
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     state: Mapped[str] = mapped_column(String(16))
-    plan_id: Mapped[str] = mapped_column(String(64), ForeignKey("plans.plan_id"))
+    plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
+    search_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("searches.id"))
+    search_options: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    target_plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
+    offer: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    replanning: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     model: Mapped[dict[str, Any]]
     nodes: Mapped[int]
     ranks_per_node: Mapped[int]
@@ -90,3 +95,20 @@ class EventRow(Base):
     detail: Mapped[str] = mapped_column(String)
 
     __table_args__ = (Index("ix_run_events_run_id", "run_id", "id"),)
+
+
+class PartRow(Base):
+    """What a rank of a generation left behind: its trace, or the end of its log. The latest wins."""
+
+    __tablename__ = "run_parts"
+
+    run_id: Mapped[str] = mapped_column(String(32), ForeignKey("runs.id"), primary_key=True)
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)
+    plan_id: Mapped[str | None] = mapped_column(String(64))
+    pp_rank: Mapped[int | None]
+    replica: Mapped[int | None]
+    last_step: Mapped[int | None]
+    body: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
+    updated_at: Mapped[datetime]

@@ -6,7 +6,7 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -15,7 +15,7 @@ from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
-from zbv_service.database.run_end import add_event, changed, end_node, lock_run, nodes_of
+from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.gang import Offer, Wanted, choose
 from zbv_service.run_records import RUN_ENDED, EventRecord, NewRun, NodeRecord, NodeReport, RunRecord, Work
@@ -35,10 +35,10 @@ class RunTable:
         self._database = database
 
     async def add(self, new: NewRun) -> RunRecord:
-        """Accept a run; it waits for agents. One that is there already stays as it is."""
+        """Accept a run; it waits for agents, or its plan. One that is there already stays as it is."""
         row = RunRow(
             **asdict(new),
-            state="waiting",
+            state="planning" if new.plan_id is None else "waiting",
             generation=0,
             stop_requested=False,
             cancel_requested=False,
@@ -50,7 +50,10 @@ class RunTable:
                 return _record(known, await nodes_of(session, known))
             session.add(row)
             await session.flush()
-            add_event(session, row.id, "waiting", f"for {new.nodes} agents")
+            if new.plan_id is None:
+                add_event(session, row.id, "planning", f"search {new.search_id}")
+            else:
+                add_event(session, row.id, "waiting", f"for {new.nodes} agents")
         return _record(row, ())
 
     async def get(self, run_id: str) -> RunRecord | None:
@@ -77,16 +80,15 @@ class RunTable:
             return [EventRecord(row.id, row.at, row.kind, row.detail) for row in rows]
 
     async def request_cancel(self, run_id: str) -> RunRecord | None:
-        """Cancel a run that waits; have the nodes of any other unfinished one stopped."""
+        """Cancel a run that has no nodes yet; have those of any other unfinished one stopped."""
         async with self._database.writing() as session:
             run = await lock_run(session, run_id)
             if run is not None and run.state not in RUN_ENDED and not run.cancel_requested:
                 run.cancel_requested = run.stop_requested = True
                 run.updated_at = datetime.now(UTC)
                 add_event(session, run_id, "cancel", "was asked for")
-                if run.state == "waiting":
-                    run.state, run.finished_at = "cancelled", run.updated_at
-                    add_event(session, run_id, "cancelled", "")
+                if run.state in ("planning", "waiting"):
+                    end_run(session, run, "cancelled")
         return await self.get(run_id)
 
     async def assign(self) -> list[str]:
@@ -106,6 +108,7 @@ class RunTable:
             live = select(AgentRow).where(AgentRow.state == "live")
             agents = {a.id: a for a in await session.scalars(live.order_by(AgentRow.created_at, AgentRow.id))}
             placed = choose([*map(_wanted, runs.values())], [*map(_offer, agents.values())])
+            await _lock(session, placed)
             for run_id, agent_ids in placed.items():
                 await _take(session, runs[run_id], [agents[agent_id] for agent_id in agent_ids])
         return list(placed)
@@ -149,13 +152,20 @@ class RunTable:
         return await self.get(report.run_id)
 
 
+async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> None:
+    """Lock runs and then their agents, both by id: two services that assign at once must not entangle."""
+    agent_ids = [agent_id for ids in placed.values() for agent_id in ids]
+    for column, ids in ((RunRow.id, list(placed)), (AgentRow.id, agent_ids)):
+        await session.execute(select(column).where(column.in_(ids)).order_by(column).with_for_update())
+
+
 async def _take(session: AsyncSession, run: RunRow, agents: list[AgentRow]) -> None:
     """A run's agents become its own, all of them, or the transaction ends."""
     now = datetime.now(UTC)
     started = await changed(
         session,
         update(RunRow)
-        .where(RunRow.id == run.id, RunRow.state == "waiting")
+        .where(RunRow.id == run.id, RunRow.state == "waiting", RunRow.generation == run.generation)
         .values(state="starting", updated_at=now),
     )
     ids = [agent.id for agent in agents]
@@ -176,7 +186,8 @@ async def _take(session: AsyncSession, run: RunRow, agents: list[AgentRow]) -> N
                 failures=[],
             )
         )
-    add_event(session, run.id, "starting", "on " + ", ".join(agent.name for agent in agents))
+    names = ", ".join(agent.name for agent in agents)
+    add_event(session, run.id, "starting", f"generation {run.generation} on {names}")
 
 
 def _rendezvous(first: AgentRow) -> str:

@@ -50,6 +50,11 @@ class SearchTable:
             row = await session.get(SearchRow, search_id)
             return None if row is None else _record(row)
 
+    async def problem(self, search_id: str) -> bytes | None:
+        """The packed problem document of a search."""
+        async with self._database.reading() as session:
+            return await session.scalar(select(SearchRow.problem).where(SearchRow.id == search_id))
+
     async def by_request_key(self, request_key: str) -> SearchRecord | None:
         """The live or answered search of a request."""
         async with self._database.reading() as session:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
+from zbv_solver.rank_trace import RankTraceDocument
 
 from zbv_service.agent_documents import (
     AgentDocument,
@@ -16,8 +17,8 @@ from zbv_service.agent_documents import (
     RegisteredAgent,
     WorkDocument,
 )
-from zbv_service.bodies import read_json
-from zbv_service.openapi import body_of
+from zbv_service.bodies import read_json, read_packed
+from zbv_service.openapi import body_of, text_body
 from zbv_service.problems import (
     AGENT_GONE,
     BODY_TOO_LARGE,
@@ -29,6 +30,7 @@ from zbv_service.problems import (
     documented,
 )
 from zbv_service.routers.rooms import rooms
+from zbv_service.run_parts import MAX_LOG_BYTES
 
 MAX_WAIT = 60.0
 _BODY = (MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY)
@@ -130,6 +132,47 @@ async def report_end(request: Request, agent_id: str) -> Response:
     """The agent is free afterwards. Saying it twice changes nothing."""
     found = rooms(request)
     await found.agents.ended(agent_id, await read_json(request, found.settings.max_body_bytes))
+    return Response(status_code=204)
+
+
+_PART = "/{agent_id}/runs/{run_id}/generations/{generation}/ranks/{rank}"
+Index = Annotated[int, Path(ge=0, le=2**31 - 1)]
+
+
+@router.put(
+    _PART + "/trace",
+    operation_id="put_trace",
+    summary="What a rank measured",
+    status_code=204,
+    openapi_extra=body_of(RankTraceDocument),
+    responses=documented(*_BODY, NOT_FOUND, AGENT_GONE, INVALID_PARAMETER),
+)
+async def put_trace(request: Request, agent_id: str, run_id: str, generation: Index, rank: Index) -> Response:
+    """Takes the place of the rank's former trace. May be sent as gzip."""
+    found = rooms(request)
+    await found.agents.require_present(agent_id)
+    await found.parts.require_owner(agent_id, run_id, generation, rank)
+    text = await read_packed(request, found.settings.max_trace_bytes)
+    await found.parts.put_trace(run_id, generation, rank, text)
+    return Response(status_code=204)
+
+
+@router.put(
+    _PART + "/log",
+    operation_id="put_log",
+    summary="The end of a rank's log",
+    status_code=204,
+    openapi_extra=text_body(),
+    responses=documented(
+        MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, NOT_FOUND, AGENT_GONE, INVALID_PARAMETER
+    ),
+)
+async def put_log(request: Request, agent_id: str, run_id: str, generation: Index, rank: Index) -> Response:
+    """At most 256 KiB, as text or gzip of it; takes the place of a former one."""
+    found = rooms(request)
+    await found.agents.require_present(agent_id)
+    await found.parts.require_owner(agent_id, run_id, generation, rank)
+    await found.parts.put_log(run_id, generation, rank, await read_packed(request, MAX_LOG_BYTES))
     return Response(status_code=204)
 
 

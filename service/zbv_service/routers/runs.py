@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from zbv_service.bodies import read_json
 from zbv_service.openapi import body_of
@@ -15,15 +16,25 @@ from zbv_service.problems import (
     INVALID_PARAMETER,
     MALFORMED_JSON,
     NOT_FOUND,
+    RUN_STATE,
     UNSUPPORTED_MEDIA_TYPE,
     documented,
 )
 from zbv_service.routers.rooms import rooms
-from zbv_service.run_documents import EventDocument, EventList, RunDocument, RunList, RunRequest
+from zbv_service.run_documents import (
+    EventDocument,
+    EventList,
+    PlanChange,
+    RunDocument,
+    RunList,
+    RunRequest,
+)
 from zbv_service.run_records import RUN_ENDED, RunRecord
 
 RETRY_SECONDS = 1
 _MAX_EVENT = 2**31 - 1
+
+Generation = Annotated[int | None, Query(ge=0, le=_MAX_EVENT)]
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -31,10 +42,11 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 @router.post(
     "",
     operation_id="submit_run",
-    summary="Run a plan on agents",
+    summary="Run a plan, or a problem's plan, on agents",
     status_code=202,
     response_model=RunDocument,
-    response_description="Accepted: it starts once all its agents are free. Follow the Location.",
+    response_description="Accepted: it starts once its plan is found and all its agents are free. Follow the "
+    "Location.",
     openapi_extra=body_of(RunRequest),
     responses=documented(MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY),
 )
@@ -99,6 +111,63 @@ async def cancel_run(request: Request, run_id: str) -> Response:
     """A run that has ended stays as it is."""
     record = await rooms(request).runs.cancel(run_id)
     return _answer(record, 200 if record.state in RUN_ENDED else 202)
+
+
+@router.post(
+    "/{run_id}/plan",
+    operation_id="change_plan",
+    summary="Change a run over to another plan",
+    status_code=202,
+    response_model=RunDocument,
+    response_description="Its ranks change over between two steps; the event swapped says that they have.",
+    openapi_extra=body_of(PlanChange),
+    responses=documented(
+        MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY, NOT_FOUND, RUN_STATE
+    ),
+)
+async def change_plan(request: Request, run_id: str) -> Response:
+    """Takes an offer, or any stored plan with the same ranks, placement and microbatches."""
+    found = rooms(request)
+    body = await read_json(request, found.settings.max_body_bytes)
+    return _answer(await found.runs.change_plan(run_id, body), 202)
+
+
+@router.get(
+    "/{run_id}/trace",
+    operation_id="get_run_trace",
+    summary="What the ranks measured, on one clock",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The newest step that all ranks have sent, in the Trace Event Format.",
+            "content": {"application/json": {}},
+        },
+        **documented(NOT_FOUND, INVALID_PARAMETER),
+    },
+)
+async def get_run_trace(request: Request, run_id: str, generation: Generation = None) -> Response:
+    """Opens in Perfetto and chrome://tracing; of the newest generation that has traces, unless told."""
+    found = rooms(request)
+    text = await found.parts.merged_trace(await found.runs.get(run_id), generation)
+    return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+@router.get(
+    "/{run_id}/ranks/{rank}/log",
+    operation_id="get_rank_log",
+    summary="The end of a rank's log",
+    response_class=PlainTextResponse,
+    responses=documented(NOT_FOUND, INVALID_PARAMETER),
+)
+async def get_rank_log(
+    request: Request, run_id: str, rank: Annotated[int, Path(ge=0)], generation: Generation = None
+) -> PlainTextResponse:
+    """Sent when a generation has ended; of the newest that has one, unless told."""
+    found = rooms(request)
+    await found.runs.get(run_id)
+    return PlainTextResponse(
+        await found.parts.log(run_id, rank, generation), headers={"Cache-Control": "no-store"}
+    )
 
 
 def _answer(record: RunRecord, status: int) -> Response:

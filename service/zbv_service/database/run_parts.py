@@ -1,0 +1,97 @@
+"""Reading and writing what ranks leave behind: traces and logs. Of each the latest is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import undefer
+
+from zbv_service.database.engine import Database
+from zbv_service.database.run_end import change_plan, lock_run
+from zbv_service.database.run_models import NodeRow, PartRow, RunRow
+from zbv_service.run_records import RUN_ENDED, NewPart, PartKind
+
+
+class PartTable:
+    """The traces and logs of one database."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def ranks_of(self, agent_id: str, run_id: str, generation: int) -> range | None:
+        """The ranks that an agent had in a generation of a run, None when it had none."""
+        query = select(NodeRow.node_rank, RunRow.ranks_per_node).join(RunRow, NodeRow.run_id == RunRow.id)
+        query = query.where(NodeRow.run_id == run_id, NodeRow.generation == generation)
+        async with self._database.reading() as session:
+            found = (await session.execute(query.where(NodeRow.agent_id == agent_id))).one_or_none()
+        if found is None:
+            return None
+        node_rank, ranks = found
+        return range(node_rank * ranks, (node_rank + 1) * ranks)
+
+    async def put(self, new: NewPart) -> None:
+        """Keep a part in place of an earlier one.
+
+        A trace that was measured with the plan that its run is to change over to says that it has.
+        """
+        async with self._database.writing() as session:
+            run = await lock_run(session, new.run_id)  # and two uploads of one part wait for each other
+            if run is None:
+                return
+            row = await session.get(PartRow, (new.run_id, new.generation, new.rank, new.kind))
+            if row is None:
+                row = PartRow(run_id=new.run_id, generation=new.generation, rank=new.rank, kind=new.kind)
+                session.add(row)
+            row.body, row.plan_id, row.last_step = new.body, new.plan_id, new.last_step
+            row.pp_rank, row.replica = new.pp_rank, new.replica
+            row.updated_at = datetime.now(UTC)
+            is_current = new.generation == run.generation and run.state not in RUN_ENDED
+            if not is_current or new.plan_id is None or new.plan_id != run.target_plan_id:
+                return
+            if new.plan_id == run.plan_id:
+                run.target_plan_id = None  # it was to change over, and then it was not
+            else:
+                change_plan(session, run, new.plan_id, f"by step {new.last_step}")
+
+    async def newest_generation(self, run_id: str, kind: PartKind, rank: int | None = None) -> int | None:
+        """The newest generation of which there is such a part, of a rank or of any."""
+        query = select(func.max(PartRow.generation)).where(PartRow.run_id == run_id, PartRow.kind == kind)
+        if rank is not None:
+            query = query.where(PartRow.rank == rank)
+        async with self._database.reading() as session:
+            return await session.scalar(query)
+
+    async def read(
+        self, run_id: str, generation: int, kind: PartKind, ranks: Sequence[int] | None = None
+    ) -> list[NewPart]:
+        """The parts of a kind of these ranks, or of all, by rank."""
+        where = (PartRow.run_id == run_id, PartRow.generation == generation, PartRow.kind == kind)
+        query = select(PartRow).where(*where).order_by(PartRow.rank).options(undefer(PartRow.body))
+        if ranks is not None:
+            query = query.where(PartRow.rank.in_(ranks))
+        async with self._database.reading() as session:
+            return [_part(row) for row in await session.scalars(query)]
+
+    async def first_replica(self, run_id: str, generation: int, plan_id: str) -> dict[int, tuple[int, int]]:
+        """Of the first replica's traces of a plan, by rank of the pipeline: the rank, and its newest step.
+
+        A look that reads no trace.
+        """
+        query = select(PartRow.pp_rank, PartRow.rank, PartRow.last_step).where(
+            PartRow.run_id == run_id,
+            PartRow.generation == generation,
+            PartRow.kind == "trace",
+            PartRow.plan_id == plan_id,
+            PartRow.replica == 0,
+        )
+        async with self._database.reading() as session:
+            found = await session.execute(query)
+            # A trace without a step has none that is new.
+            return {p: (rank, -1 if step is None else step) for p, rank, step in found if p is not None}
+
+
+def _part(row: PartRow) -> NewPart:
+    return NewPart(**{field.name: getattr(row, field.name) for field in fields(NewPart)})

@@ -1,0 +1,123 @@
+"""The plans of runs: taking what a search found, changing over, and what is remembered of replanning.
+
+Every change of a run happens with its row locked and its state looked at again; see
+:mod:`zbv_service.database.run_end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import select
+
+from zbv_service import problems
+from zbv_service.database.engine import Database
+from zbv_service.database.models import SearchRow
+from zbv_service.database.run_end import add_event, end_run, lock_run
+from zbv_service.database.run_models import RunRow
+from zbv_service.records import FINISHED
+from zbv_service.run_records import RUN_ENDED, Replanning
+
+_CONSIDERED = 200
+"""Runs that are looked at in one go."""
+
+
+class RunPlanTable:
+    """What the runs of one database are to execute."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def settle_planned(self) -> tuple[int, int]:
+        """Move on the runs whose search has ended: to their agents, or to their failure.
+
+        Returns how many were moved on, and how many still wait for a search.
+        """
+        async with self._database.reading() as session:
+            query = select(RunRow.id, SearchRow.state).join(SearchRow, RunRow.search_id == SearchRow.id)
+            query = query.where(RunRow.state == "planning").order_by(RunRow.created_at).limit(_CONSIDERED)
+            found = (await session.execute(query)).all()
+        ended = [run_id for run_id, state in found if state in FINISHED]
+        for run_id in ended:
+            await self._settle(run_id)
+        return len(ended), len(found) - len(ended)
+
+    async def _settle(self, run_id: str) -> None:
+        async with self._database.writing() as session:
+            run = await lock_run(session, run_id)
+            if run is None or run.state != "planning":
+                return
+            search = await session.get(SearchRow, run.search_id)
+            if search is None or search.plan_id is None:
+                end_run(session, run, "failed", _error_of(search))
+                return
+            run.plan_id, run.state, run.updated_at = search.plan_id, "waiting", datetime.now(UTC)
+            add_event(session, run_id, "planned", f"plan {search.plan_id}")
+            add_event(session, run_id, "waiting", f"for {run.nodes} agents")
+
+    async def replanned(self) -> list[str]:
+        """Runs under way that ask for a look at their measured costs."""
+        query = select(RunRow.id, RunRow.options).where(RunRow.state == "running")
+        async with self._database.reading() as session:
+            found = await session.execute(query.order_by(RunRow.updated_at).limit(_CONSIDERED))
+            return [run_id for run_id, options in found if options.get("replan", "off") != "off"]
+
+    async def remember(self, run_id: str, before: Replanning | None, after: Replanning) -> bool:
+        """Note a look; False when another service looked in the meantime."""
+        async with self._database.writing() as session:
+            run = await lock_run(session, run_id)
+            if run is None or run.replanning != (None if before is None else asdict(before)):
+                return False
+            run.replanning = asdict(after)
+            if after.is_open:
+                add_event(session, run_id, "replan", f"measured costs differ; search {after.search_id}")
+            return True
+
+    async def offer(
+        self, run_id: str, before: Replanning, after: Replanning, offer: Mapping[str, Any], *, take: bool
+    ) -> bool:
+        """Note that a search found a better plan, and change over to it if it is to be taken.
+
+        False when the run has changed in the meantime.
+        """
+        async with self._database.writing() as session:
+            run = await lock_run(session, run_id)
+            if run is None or run.state in RUN_ENDED or run.plan_id != before.plan_id:
+                return False
+            if run.replanning != asdict(before):
+                return False
+            run.replanning, run.offer, run.updated_at = asdict(after), dict(offer), datetime.now(UTC)
+            gain = 1 - offer["objective_then"] / offer["objective_now"]
+            said = f"plan {offer['plan_id']} is {gain:.1%} better under the measured costs"
+            add_event(session, run_id, "offer", said)
+            if take:
+                run.target_plan_id = str(offer["plan_id"])
+            return True
+
+    async def change(self, run_id: str, plan_id: str) -> bool:
+        """Have a run change over to a plan; False when it has no plan yet, or has ended.
+
+        One that waits for its agents has the plan at once, any other from the next step on.
+        """
+        async with self._database.writing() as session:
+            run = await lock_run(session, run_id)
+            if run is None or run.plan_id is None or run.state in RUN_ENDED:
+                return False
+            run.updated_at = datetime.now(UTC)
+            if run.state == "waiting" and plan_id != run.plan_id:
+                run.plan_id, run.offer = plan_id, None
+                add_event(session, run_id, "plan", f"plan {plan_id}")
+            elif (run.target_plan_id or run.plan_id) != plan_id:
+                add_event(session, run_id, "plan", f"is to change over to plan {plan_id}")
+                run.target_plan_id = plan_id
+            return True
+
+
+def _error_of(search: SearchRow | None) -> dict[str, Any]:
+    if search is not None and search.error is not None:
+        return search.error
+    detail = "The search for its plan was cancelled before it found one. Submit the run again."
+    return problems.document(problems.RUN_FAILED, detail)

@@ -1,0 +1,268 @@
+"""``zbv-service run``: have a service run a plan or a problem, and follow it to its end.
+
+It needs what the thin client needs: neither the web framework nor torch. The run belongs to the service, so
+it goes on when this command ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zbv_service.client_runs import Run, RunClient
+
+SUCCEEDED, FAILED, WRONG_INPUT = 0, 1, 2
+POLL_SECONDS = 0.5
+PROGRESS_SECONDS = 5.0
+AWAY_SECONDS = 300.0
+"""How long a service that does not answer is waited for; the run itself does not need it meanwhile."""
+
+_EXAMPLES = """\
+examples:
+  zbv-service run plan.json --model mypackage.models:gpt --nodes 4 --steps 1000
+  zbv-service run problem.json --model mypackage.models:gpt --nodes 4 --steps 1000 \\
+      --checkpoint /shared/run --checkpoint-every 100 --replan auto
+  zbv-service run --plan 5f3c… --model mypackage.models:gpt --arguments '{"layers": 8}' --nodes 2 --steps 10
+
+exit status: 0 the run succeeded; 1 it failed or was cancelled, or the service cannot be reached;
+2 the input is wrong."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag that is an option of the run of the same name."""
+
+    flag: str
+    help: str
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As the API calls it."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+_OPTIONS = (
+    Option("--backend", "gloo for CPUs, nccl for GPUs (default gloo)", {"choices": ("gloo", "nccl")}),
+    Option("--timeout", "longest wait for a tensor (default 120)", {"type": float, "metavar": "SECONDS"}),
+    Option("--threads", "compute threads per rank on CPU", {"type": int, "metavar": "N"}),
+    Option("--data-parallel", "replicas of the pipeline (default 1)", {"type": int, "metavar": "N"}),
+    Option(
+        "--shard",
+        "shard parameters and optimizer over the replicas",
+        {"action": "store_const", "const": True},
+    ),
+    Option(
+        "--precision",
+        "of the computation (default float32)",
+        {"choices": ("float32", "bfloat16", "float16")},
+    ),
+    Option("--clip-norm", "largest norm of the whole gradient", {"type": float, "metavar": "NORM"}),
+    Option("--evaluate-every", "steps between evaluations", {"type": int, "metavar": "N"}),
+    Option("--retries", "how often a failure is tried again (default 3)", {"type": int, "metavar": "N"}),
+    Option(
+        "--replan",
+        "what to do when measured costs call for another plan (default off)",
+        {"choices": ("auto", "ask", "off")},
+    ),
+    Option(
+        "--replan-threshold",
+        "by which share costs must differ (default 0.05)",
+        {"type": float, "metavar": "SHARE"},
+    ),
+)
+_SUCH_AS = "give a JSON object such as '{\"layers\": 8}'."
+
+
+class WrongInput(Exception):
+    """The command's input is wrong; the message says what to do."""
+
+
+def add_run(commands: Any, server: str, read: Callable[[str], Any]) -> None:
+    """Add the command.
+
+    Parameters
+    ----------
+    server
+        The default address.
+    read
+        Reads a JSON file, and says what is wrong with one.
+    """
+    run = commands.add_parser(
+        "run",
+        help="have a service run a plan on its agents",
+        description="Submit a run to a service and follow it. A problem is planned first; a plan made "
+        "elsewhere is imported first. Ctrl-C stops following, not the run.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("file", nargs="?", help="plan or problem file (JSON); - is standard input")
+    run.add_argument("--plan", metavar="ID", help="a plan that the service has, instead of a file")
+    run.add_argument("--model", required=True, metavar="PACKAGE.MODULE:FACTORY", help="what to train")
+    run.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the factory")
+    run.add_argument("--model-seed", type=int, default=0, metavar="N", help="of the model (default 0)")
+    run.add_argument("--nodes", type=int, required=True, metavar="N", help="agents to run on")
+    run.add_argument("--steps", type=int, required=True, metavar="N", help="steps to train")
+    run.add_argument(
+        "--server",
+        metavar="URL",
+        default=server,
+        help="address of the service (default: $ZBV_SERVER, or %(default)s)",
+    )
+    run.add_argument(
+        "--cancel-on-interrupt", action="store_true", help="Ctrl-C cancels the run instead of leaving it"
+    )
+    options = run.add_argument_group("options of the run")
+    for option in _OPTIONS:
+        options.add_argument(option.flag, help=option.help, **option.more)
+    options.add_argument("--checkpoint", metavar="DIR", help="absolute path, shared by all nodes")
+    options.add_argument("--checkpoint-every", type=int, metavar="N", help="steps between two checkpoints")
+    search = run.add_argument_group("options of the search, for a problem and for replanning")
+    search.add_argument("--effort", choices=("quick", "standard", "thorough"))
+    search.add_argument("--time-limit", type=float, metavar="SECONDS")
+    search.add_argument("--seed", type=int)
+    run.set_defaults(run=lambda parsed: execute(parsed, read))
+
+
+def execute(parsed: argparse.Namespace, read: Callable[[str], Any]) -> int:
+    """Submit the run and follow it; returns the exit status.
+
+    Raises
+    ------
+    WrongInput
+        When the service refuses it, or flags contradict each other.
+    """
+    from zbv_service.client import ClientError, InvalidRequest
+    from zbv_service.client_runs import RunClient
+
+    body = request_of(parsed)
+    if (parsed.file is None) == (parsed.plan is None):
+        found = "neither" if parsed.plan is None else "both"
+        raise WrongInput(f"found {found} of a file and --plan; give exactly one.")
+    document = None if parsed.file is None else read(parsed.file)
+    _require_finite([body, document])
+    with RunClient(parsed.server) as client:
+        try:
+            run = _submit(client, body, parsed.plan, document)
+        except InvalidRequest as error:
+            lines = [f"  {issue}" for issue in error.issues] or [f"  {error.detail}"]
+            raise WrongInput("\n".join(["the service refused the run:", *lines])) from None
+        except ClientError as error:
+            _say(f"zbv-service: {error}")
+            return FAILED
+        print(run.id, flush=True)  # noqa: T201 - the result, for scripts
+        return _follow_or_leave(client, run, cancels=parsed.cancel_on_interrupt)
+
+
+def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say, as the API's request without plan and problem; raises :class:`WrongInput`."""
+    options = {
+        option.name: getattr(parsed, option.name)
+        for option in _OPTIONS
+        if getattr(parsed, option.name) is not None
+    }
+    if (parsed.checkpoint is None) != (parsed.checkpoint_every is None):
+        raise WrongInput("found one of --checkpoint and --checkpoint-every; give both or neither.")
+    if parsed.checkpoint is not None:
+        options["checkpoint"] = {"directory": parsed.checkpoint, "every": parsed.checkpoint_every}
+    search = {
+        name: getattr(parsed, name)
+        for name in ("effort", "time_limit", "seed")
+        if getattr(parsed, name) is not None
+    }
+    try:
+        arguments = json.loads(parsed.arguments)
+    except ValueError as error:
+        raise WrongInput(f"--arguments: not JSON ({error}); {_SUCH_AS}") from None
+    if not isinstance(arguments, dict):
+        raise WrongInput(f"--arguments: found {parsed.arguments}; {_SUCH_AS}")
+    return {
+        "model": {"factory": parsed.model, "arguments": arguments, "seed": parsed.model_seed},
+        "nodes": parsed.nodes,
+        "steps": parsed.steps,
+        "options": options,
+        "search_options": search or None,
+    }
+
+
+def _require_finite(document: Any) -> None:
+    try:
+        json.dumps(document, allow_nan=False)
+    except ValueError:
+        raise WrongInput("found a number that is not finite, such as nan or 1e999; JSON has none.") from None
+
+
+def _submit(client: RunClient, body: dict[str, Any], plan_id: str | None, document: Any) -> Run:
+    is_plan = isinstance(document, dict) and "ranks" in document
+    if is_plan:
+        plan_id = client.import_plan(document)
+    return client.submit_run(plan_id, **body, problem=None if is_plan else document)
+
+
+def _follow_or_leave(client: RunClient, run: Run, *, cancels: bool) -> int:
+    from zbv_service.client import ClientError
+
+    address = f"{client.base_url}/v1/runs/{run.id}"
+    _say(f"run {run.id} ({address})")
+    try:
+        ended = follow(client, run.id)
+    except KeyboardInterrupt:
+        if not cancels:
+            _say(f"run {run.id} goes on; to cancel it: curl -X POST {address}/cancel")
+            return FAILED
+        _say(f"cancelling run {run.id}; Ctrl-C again leaves it")
+        client.cancel_run(run.id)
+        ended = follow(client, run.id)
+    except ClientError as error:
+        _say(f"zbv-service: {error} The run itself needs no service; see {address} later.")
+        return FAILED
+    return SUCCEEDED if ended.state == "succeeded" else FAILED
+
+
+def follow(client: RunClient, run_id: str) -> Run:
+    """Say what happens to a run until it has ended.
+
+    A service that does not answer is waited for :data:`AWAY_SECONDS`; then its error is raised.
+    """
+    from zbv_service.client import ServiceUnreachable
+
+    last, answered, said_at = 0, time.monotonic(), time.monotonic()
+    while True:
+        try:
+            run = client.run(run_id)  # before its events: of a run that has ended these are all
+            events = client.run_events(run_id, last)
+        except ServiceUnreachable as error:
+            if time.monotonic() - answered > AWAY_SECONDS:
+                raise
+            _say(f"{error} The run goes on; so does this.")
+            time.sleep(POLL_SECONDS)
+            continue
+        answered = time.monotonic()
+        for event in events:
+            at = datetime.fromisoformat(event["at"]).astimezone().strftime("%H:%M:%S")
+            _say(f"{at} {event['kind']}{': ' if event['detail'] else ''}{event['detail']}")
+            last = event["id"]
+        if run.is_finished:
+            return run
+        if answered - said_at >= PROGRESS_SECONDS and (text := progress(run)):
+            said_at = answered
+            _say(text)
+        time.sleep(POLL_SECONDS)
+
+
+def progress(run: Run) -> str:
+    """Where a run's slowest rank is; nothing before its first step."""
+    steps = [rank["step"] for node in run.document["members"] for rank in node["ranks"]]
+    known = [step for step in steps if step is not None]
+    return f"step {min(known)} of {run.document['steps']}" if known else ""
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201

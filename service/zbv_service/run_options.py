@@ -1,0 +1,71 @@
+"""The options of a run: how its ranks train, how often a failure is tried again, whether plans change."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from zbv_solver.schema import Number
+
+from zbv_service.run_records import DEFAULT_RETRIES
+
+MAX_INTEGER = 2**31 - 1
+MAX_REPLICAS = 4096
+MAX_RETRIES = 100
+
+Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
+
+
+class CheckpointDocument(BaseModel):
+    """Where and how often the ranks save what they have learnt."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    directory: Annotated[str, Field(max_length=4000, pattern=r"^/[^\x00-\x1f\x7f]*$")] = Field(
+        description="An absolute path that all nodes share: a rank may resume on another node."
+    )
+    every: Positive = Field(description="Steps between two checkpoints.")
+    timeout: Annotated[Number, Field(gt=0, le=86_400)] = Field(
+        600.0, description="Longest wait for the slowest rank's file, in seconds."
+    )
+
+
+class RunOptionsDocument(BaseModel):
+    """How the ranks run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    backend: Literal["gloo", "nccl"] = Field("gloo", description="gloo: CPU; nccl: CUDA.")
+    timeout: Annotated[Number, Field(gt=0, le=86_400)] = Field(
+        120.0, description="Longest wait for a tensor, in seconds."
+    )
+    threads: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
+        None, description="Compute threads per rank on CPU; null leaves torch's choice."
+    )
+    data_parallel: Annotated[int, Field(strict=True, ge=1, le=MAX_REPLICAS)] = Field(
+        1, description="Replicas of the pipeline, each with its own part of the data."
+    )
+    shard: Annotated[bool, Field(strict=True)] = Field(
+        False, description="Shard parameters and optimizer over the replicas (FSDP2)."
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Of the computation; parameters stay float32."
+    )
+    clip_norm: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Largest norm of the whole gradient; null does not clip."
+    )
+    evaluate_every: Positive | None = Field(None, description="Steps between evaluations; null: never.")
+    checkpoint: CheckpointDocument | None = Field(
+        None, description="null saves nothing: a run that is begun anew starts from its first step."
+    )
+    retries: Annotated[int, Field(strict=True, ge=0, le=MAX_RETRIES)] = Field(
+        DEFAULT_RETRIES, description="How often a run that failed is begun anew."
+    )
+    replan: Literal["auto", "ask", "off"] = Field(
+        "off",
+        description="When measured costs differ from planned ones: auto changes over to a better plan, ask "
+        "offers it, off does not look.",
+    )
+    replan_threshold: Annotated[Number, Field(gt=0, allow_inf_nan=False)] = Field(
+        0.05, description="By which share the costs of a stage or the step must differ."
+    )

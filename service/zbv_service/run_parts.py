@@ -1,0 +1,153 @@
+"""What ranks leave behind: taking their traces and logs from agents, and showing them.
+
+Of a rank's traces the newest steps are kept: ranks write theirs at different times, and what is looked at is
+the steps that they have in common. Shown, these become one picture of the newest, on rank 0's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from zbv_solver.errors import InvalidInput
+from zbv_solver.rank_trace import RankTrace, parse_rank_trace
+
+from zbv_service.database import PartTable
+from zbv_service.packing import pack, unpack
+from zbv_service.problems import MALFORMED_JSON, NOT_FOUND, ProblemError
+from zbv_service.run_picture import picture
+from zbv_service.run_records import NewPart, PartKind, RunRecord
+
+MAX_LOG_BYTES = 256 * 1024
+"""The end of a rank's log, which is what explains a failure."""
+
+KEPT_STEPS = 15
+_KEPT_ACTIONS = 60_000
+"""So many of a rank at most, unless one step alone has more."""
+
+
+class RunParts:
+    """The traces and logs of a service's runs."""
+
+    def __init__(self, table: PartTable):
+        self._table = table
+
+    async def require_owner(self, agent_id: str, run_id: str, generation: int, rank: int) -> None:
+        """Raise :class:`ProblemError` 404 unless the agent had this rank."""
+        ranks = await self._table.ranks_of(agent_id, run_id, generation)
+        if ranks is None or rank not in ranks:
+            raise ProblemError(
+                NOT_FOUND, f"agent {agent_id} has no rank {rank} in generation {generation} of run {run_id}."
+            )
+
+    async def put_trace(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
+        """Keep a rank's trace, with the newest steps of its former ones.
+
+        Raises
+        ------
+        ProblemError, InvalidInput
+            When it is no trace, or of another rank.
+        """
+        document = await asyncio.to_thread(_parse_json, text)
+        trace = await asyncio.to_thread(parse_rank_trace, document)
+        if trace.rank != rank:
+            raise InvalidInput.at("/rank", f"found {trace.rank}; the address says {rank}.")
+        last = trace.steps[-1].step if trace.steps else None
+        former = await self._table.read(run_id, generation, "trace", [rank])
+        body = await asyncio.to_thread(_joined, document, former[0].body if former else None)
+        await self._table.put(
+            NewPart(
+                run_id=run_id,
+                generation=generation,
+                rank=rank,
+                kind="trace",
+                body=body,
+                plan_id=trace.plan_id,
+                pp_rank=trace.pp_rank,
+                replica=trace.replica,
+                last_step=last,
+            )
+        )
+
+    async def put_log(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
+        """Keep the end of a rank's log."""
+        await self._table.put(NewPart(run_id, generation, rank, "log", zlib.compress(text)))
+
+    async def traces(
+        self, run_id: str, generation: int, ranks: Sequence[int] | None = None
+    ) -> tuple[RankTrace, ...]:
+        """The traces of these ranks, or of all, by rank."""
+        parts = await self._table.read(run_id, generation, "trace", ranks)
+        return await asyncio.to_thread(lambda: tuple(parse_rank_trace(unpack(part.body)) for part in parts))
+
+    async def merged_trace(self, run: RunRecord, generation: int | None) -> str:
+        """All ranks' newest common step as one Trace Event Format document.
+
+        Raises
+        ------
+        ProblemError
+            404 while a rank has sent no trace, or they have no step of one plan in common.
+        """
+        chosen = await self._generation(run.id, "trace", generation)
+        traces = await self.traces(run.id, chosen)
+        missing = set(range(run.nodes * run.ranks_per_node)) - {trace.rank for trace in traces}
+        if missing:
+            named = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
+            raise ProblemError(
+                NOT_FOUND, f"ranks {named} of generation {chosen} have sent no trace. Ask again in seconds."
+            )
+        common = frozenset.intersection(*(trace.numbers for trace in traces))
+        if not common or len({trace.plan_id for trace in traces}) > 1:
+            raise ProblemError(
+                NOT_FOUND,
+                f"the ranks of generation {chosen} have sent no step in common. Ask again in seconds.",
+            )
+        newest = frozenset({max(common)})
+        return await asyncio.to_thread(picture, [trace.only(newest) for trace in traces])
+
+    async def log(self, run_id: str, rank: int, generation: int | None) -> str:
+        """The end of a rank's log; raises :class:`ProblemError` 404."""
+        chosen = await self._generation(run_id, "log", generation, rank)
+        for part in await self._table.read(run_id, chosen, "log", [rank]):
+            return zlib.decompress(part.body).decode(errors="replace")
+        raise ProblemError(NOT_FOUND, f"found no log of rank {rank} in generation {chosen} of run {run_id}.")
+
+    async def _generation(
+        self, run_id: str, kind: PartKind, wanted: int | None, rank: int | None = None
+    ) -> int:
+        """The wanted generation, or the newest that has such a part."""
+        if wanted is not None:
+            return wanted
+        newest = await self._table.newest_generation(run_id, kind, rank)
+        if newest is None:
+            whose = "its ranks" if rank is None else f"rank {rank}"
+            when = "a few seconds after the first step" if kind == "trace" else "when a generation ends"
+            raise ProblemError(NOT_FOUND, f"run {run_id} has no {kind} of {whose}; agents send it {when}.")
+        return newest
+
+
+def _joined(document: dict[str, Any], former: bytes | None) -> bytes:
+    """A trace with the steps of a former one, packed; of another plan or clock, these are nothing to it."""
+    known = {} if former is None else unpack(former)
+    steps = {entry["step"]: entry for entry in document["steps"]}
+    if all(known.get(name) == document.get(name) for name in ("plan_id", "clock_offset_ns")):
+        steps = {entry["step"]: entry for entry in known["steps"]} | steps
+    kept: list[Any] = []
+    count = 0
+    for step in sorted(steps, reverse=True)[:KEPT_STEPS]:
+        count += len(steps[step]["actions"])
+        if kept and count > _KEPT_ACTIONS:
+            break
+        kept.append(steps[step])
+    return pack({**document, "steps": kept[::-1]})
+
+
+def _parse_json(text: bytes) -> Any:
+    """JSON in which a loss may be NaN or infinite: it is then as if there were none."""
+    try:
+        return json.loads(text.decode(), parse_constant=lambda _name: None)
+    except (ValueError, RecursionError) as error:
+        raise ProblemError(MALFORMED_JSON, f"The body is not JSON: {error}.") from None

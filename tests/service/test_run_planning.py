@@ -1,0 +1,130 @@
+"""Runs submitted as a problem: planned first, across restarts of the service, and cancelled at any time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.runs_over_http import MODEL, events, import_plan, register, run_of, submit, until_run, work
+from support.serving import PROBLEM, Service, Serving
+
+pytestmark = pytest.mark.anyio
+
+
+async def submit_problem(service: Service, problem: Any = PROBLEM, **more: Any) -> httpx.Response:
+    body = {"problem": problem, "model": MODEL, "nodes": 2, "steps": 5}
+    return await service.http.post("/v1/runs", json={**body, **more})
+
+
+async def test_it_waits_for_its_plan_and_then_for_its_agents(serving: Serving, directory: Path) -> None:
+    async with serving("held") as service:
+        answer = await submit_problem(service, search_options={"effort": "quick", "seed": 7})
+        run = answer.json()
+        assert (answer.status_code, run["state"], run["plan_id"]) == (202, "planning", None)
+        assert (run["nodes"], run["ranks_per_node"]) == (2, 1)
+        search = await service.search(run["search_id"])
+        assert (search["options"]["effort"], search["options"]["seed"]) == ("quick", 7)
+        (directory / "release").touch()
+        found = await until_run(service, run["id"], lambda seen: seen["state"] == "waiting")
+        assert found["plan_id"] == (await service.search(run["search_id"]))["plan_id"]
+        agents = [await register(service, digit) for digit in "ab"]
+        assert {(await work(service, agent))["plan_id"] for agent in agents} == {found["plan_id"]}
+        kinds = [event["kind"] for event in await events(service, run["id"])]
+        assert kinds == ["planning", "planned", "waiting", "starting"]
+
+
+async def test_a_service_that_ends_while_it_plans_goes_on_with_it(serving: Serving, directory: Path) -> None:
+    async with serving("held", shutdown_seconds=0.5) as service:
+        run_id = (await submit_problem(service)).json()["id"]
+    (directory / "release").touch()
+    async with serving("held") as service:
+        assert (await until_run(service, run_id, lambda seen: seen["state"] == "waiting"))["plan_id"]
+
+
+async def test_a_search_that_was_done_before_is_not_done_again(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        search = await service.ended((await service.submit()).json()["id"])
+        run = (await submit_problem(service)).json()
+        assert run["search_id"] == search["id"]
+        found = await until_run(service, run["id"], lambda seen: seen["state"] == "waiting")
+        assert found["plan_id"] == search["plan_id"]
+
+
+async def test_a_search_that_fails_fails_the_run_with_its_error(serving: Serving) -> None:
+    async with serving("broken") as service:
+        run = (await submit_problem(service)).json()
+        found = await until_run(service, run["id"], lambda seen: seen["state"] == "failed")
+        assert found["error"]["detail"] == (await service.search(run["search_id"]))["error"]["detail"]
+
+
+async def test_a_search_cancelled_without_a_plan_fails_the_run(serving: Serving) -> None:
+    async with serving("held", searches=1) as service:
+        other = {**PROBLEM, "microbatches": 3}
+        first = await service.until((await service.submit()).json()["id"], lambda seen: seen["objective"])
+        run = (await submit_problem(service, other)).json()  # queued behind the first
+        await service.http.post(f"/v1/searches/{run['search_id']}/cancel")
+        found = await until_run(service, run["id"], lambda seen: seen["state"] == "failed")
+        assert "was cancelled before it found one" in found["error"]["detail"]
+        await service.http.post(f"/v1/searches/{first['id']}/cancel")
+
+
+async def test_cancelling_ends_the_search_that_the_run_began_and_no_other(serving: Serving) -> None:
+    async with serving("held") as service:
+        run = (await submit_problem(service)).json()
+        answer = await service.http.post(f"/v1/runs/{run['id']}/cancel")
+        assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+        assert (await service.ended(run["search_id"]))["state"] == "cancelled"
+
+        others = await service.submit({**PROBLEM, "microbatches": 3})
+        shared = (await submit_problem(service, {**PROBLEM, "microbatches": 3})).json()
+        assert shared["search_id"] == others.json()["id"]
+        await service.http.post(f"/v1/runs/{shared['id']}/cancel")
+        assert (await run_of(service, shared["id"]))["state"] == "cancelled"
+        assert not (await service.search(shared["search_id"]))["cancel_requested"]
+        await service.http.post(f"/v1/searches/{shared['search_id']}/cancel")
+
+
+async def test_the_same_id_again_is_the_same_run_and_search(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        first = (await submit_problem(service, id="d" * 32)).json()
+        again = (await submit_problem(service, {**PROBLEM, "microbatches": 3}, id="d" * 32)).json()
+        assert (again["id"], again["search_id"]) == (first["id"], first["search_id"])
+        assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1
+
+
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"problem": None}, "/plan_id"),
+    ({"plan_id": "0" * 64}, "/plan_id"),
+    ({"problem": {**PROBLEM, "microbatches": 0}}, "/problem/microbatches"),
+    ({"problem": {**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": [1]}}}, "/problem/costs/p2p"),
+    ({"search_options": {"effort": "lazy"}}, "/search_options/effort"),
+    ({"search_options": {"time_limit": 1e9}}, "/search_options/time_limit"),
+    ({"nodes": 3}, "/nodes"),
+)
+
+
+async def test_a_wrong_problem_or_option_is_refused_where_it_is_wrong(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        for changes, pointer in WRONG:
+            answer = await submit_problem(service, **changes)
+            assert answer.status_code == 422, answer.text
+            assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
+        assert (await service.http.get("/v1/runs")).json() == {"runs": []}
+        assert (await service.http.get("/v1/searches")).json() == {"searches": []}
+
+
+async def test_a_planned_run_may_still_be_given_another_plan(serving: Serving, directory: Path) -> None:
+    async with serving("held") as service:
+        plan_id = await import_plan(service)
+        run = (await submit_problem(service)).json()
+        early = await service.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": plan_id})
+        assert (early.status_code, early.json()["type"]) == (409, "urn:zbv:problem:run-state")
+        waiting = (await submit(service)).json()["id"]
+        other = {**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": 2}}
+        another = await import_plan(service, other)
+        changed = await service.http.post(f"/v1/runs/{waiting}/plan", json={"plan_id": another})
+        assert (changed.status_code, changed.json()["plan_id"]) == (202, another)
+        assert changed.json()["target_plan_id"] is None
+        await service.http.post(f"/v1/runs/{run['id']}/cancel")

@@ -1,0 +1,121 @@
+"""Starts ranks by forking: torch is imported once, by this process, and not by every rank.
+
+``python -m support.fork_server FD``, where FD is a socket. A line on it asks for a rank: ``{"id", "module",
+"arguments", "environment", "log"}``. Answers are ``{"id", "pid"}``, and ``{"id", "status"}`` when the rank
+has ended. Ranks end with this process, and it ends when the socket closes.
+
+Nothing here starts a thread, a process group or a backward, so that a fork is as good as a start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from zbv_solver.orders import Orders
+from zbv_solver.verify import verify_orders
+
+from support.problems import uniform
+
+PRELOADED = (
+    "torch.distributed.pipelining",
+    "torch._dynamo",  # torch's optimizers import it when the first of them is made
+    "zbv_worker.cli",
+    "zbv_worker.models.gpt",
+    "zbv_worker.rehearse",
+    "zbv_worker.run",
+)
+_POLL_SECONDS = 0.02
+_PR_SET_PDEATHSIG = 1
+
+
+def main(requests: socket.socket) -> None:
+    """Fork what is asked for until nobody is left to ask."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end this process, not the terminal
+    for name in PRELOADED:
+        importlib.import_module(name)
+    verify_orders(uniform(1, 1), Orders.from_text([["0F0", "1F0", "1B0", "0B0"]]))  # loads numba's kernels
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise RuntimeError(f"found {threads} threads; only a process of one can be forked safely")
+    gc.collect()
+    gc.freeze()  # else collecting garbage would copy the memory that ranks share
+    running: dict[int, int] = {}
+    pending = b""
+    while True:
+        requests.settimeout(_POLL_SECONDS if running else None)
+        try:
+            received = requests.recv(1 << 16)
+        except TimeoutError:
+            received = None
+        if received == b"":
+            return
+        *lines, pending = (pending + (received or b"")).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            pid = _fork(order, requests)
+            running[pid] = order["id"]
+            _answer(requests, {"id": order["id"], "pid": pid})
+        while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = os.waitstatus_to_exitcode(ended[1])
+            _answer(requests, {"id": running.pop(ended[0]), "status": status})
+
+
+def _answer(requests: socket.socket, document: dict[str, int]) -> None:
+    requests.settimeout(None)
+    requests.sendall(json.dumps(document).encode() + b"\n")
+
+
+def _fork(order: dict[str, Any], requests: socket.socket) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    status = 1
+    try:
+        requests.close()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            status = _be_rank(order)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _be_rank(order: dict[str, Any]) -> int:
+    """Run a module as ``python -m`` does; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = os.open(order["log"], os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    module, arguments = order["module"], order["arguments"]
+    sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)  # it becomes __main__, as it would in a new interpreter
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,127 @@
+"""Ranks for tests that are not about how ranks are started: forked from a process that has torch already.
+
+A rank that starts from nothing spends seconds of CPU on importing torch, which no test learns anything from.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from zbv_worker.launch import Process, rank_environment, start_process
+
+TESTS = Path(__file__).parents[1]
+_START_SECONDS = 120.0
+
+
+def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """:func:`zbv_worker.launch.start_process`, without a new interpreter for ``python -m MODULE``."""
+    if tuple(command[:2]) != (sys.executable, "-m"):
+        return start_process(command, environment, log)
+    log.write_bytes(b"")  # is there from the start, whenever the rank opens it
+    order = {
+        "module": command[2],
+        "arguments": command[3:],
+        "environment": dict(environment),
+        "log": str(log.absolute()),
+    }
+    return server().start(order)
+
+
+class ForkedProcess:
+    """A rank that the server has forked."""
+
+    def __init__(self, server: ForkServer, number: int):
+        self._server = server
+        self._number = number
+        self.pid = server.pid_of(number)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status as far as it is known."""
+        return self._server.statuses.get(self._number)
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        self._server.read(timeout=0)
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """Signal the process unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+class ForkServer:
+    """The other end of :mod:`support.fork_server`."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        self._numbers = count()
+        self._received = b""
+        self._socket, theirs = socket.socketpair()
+        search_path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+        # What OpenMP and gloo read when torch is imported must be there as for a rank of its own.
+        environment = {**os.environ, **rank_environment(0, 1, 0), "PYTHONPATH": search_path}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "support.fork_server", str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+
+    def start(self, order: dict[str, Any]) -> ForkedProcess:
+        """Fork a rank."""
+        number = next(self._numbers)
+        self._socket.sendall(json.dumps({"id": number, **order}).encode() + b"\n")
+        return ForkedProcess(self, number)
+
+    def pid_of(self, number: int) -> int:
+        """The process id of a rank that was asked for."""
+        while number not in self._pids:
+            self.read(timeout=_START_SECONDS)
+        return self._pids[number]
+
+    def read(self, timeout: float) -> None:
+        """Take in what the server has said; with a timeout above 0, wait for it."""
+        self._socket.settimeout(timeout)
+        try:
+            received = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        if not received:
+            raise RuntimeError("the fork server has ended; see its error above")
+        *lines, self._received = (self._received + received).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            known = self._pids if "pid" in said else self.statuses
+            known[said["id"]] = said["pid" if "pid" in said else "status"]
+
+    def stop(self) -> None:
+        """End the server, and with it every rank."""
+        self._socket.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(timeout=10)
+
+
+@cache
+def server() -> ForkServer:
+    """This test process's own server."""
+    started = ForkServer()
+    atexit.register(started.stop)
+    return started

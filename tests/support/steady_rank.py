@@ -1,0 +1,59 @@
+"""One rank that runs several steps and writes down what its receives have taken after each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from random import Random
+
+import torch
+from zbv_solver.placement import Placement
+from zbv_solver.problem import Costs, Memory, Problem
+from zbv_worker.channels import key_of
+from zbv_worker.distributed import DistributedTransport, World
+from zbv_worker.executor import Executor
+from zbv_worker.rank_plan import RankPlan
+from zbv_worker.selfcheck import hard_model, random_orders
+from zbv_worker.stage import Stage
+
+STEPS = 4
+TIMEOUT = 60.0
+CPU = torch.device("cpu")
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = World.from_environment()
+    transport = DistributedTransport(world, "gloo", CPU, TIMEOUT)
+    placement = Placement.of("v", world.world_size)
+    ones = (1.0,) * placement.n_stages
+    problem = Problem(placement, 6, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    plan = RankPlan.of("plan", problem, random_orders(problem, Random(5), 0.3), world.rank)
+    transport.open([key_of(channel) for channel in plan.channels], TIMEOUT)
+    model, n = hard_model(), plan.placement.n_stages
+    stages = {
+        index: Stage(
+            index,
+            n,
+            model.build_stage(index, n, CPU),
+            plan.microbatches,
+            model.loss if index == n - 1 else None,
+        )
+        for index in plan.stages
+    }
+    executor = Executor(plan, stages, model, transport, device=CPU, timeout=TIMEOUT)
+    taken, received = [], 0
+    for step in range(STEPS):
+        received = sum(record.received for record in executor.step(step).records)
+        taken.append(transport.buffer_bytes)
+    losses = executor.evaluate(0)
+    transport.flush(TIMEOUT)
+    transport.barrier(TIMEOUT)
+    transport.close()
+    found = {"taken": taken, "received": received, "losses": losses, "after_close": transport.buffer_bytes}
+    (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,132 @@
+"""Trains plans with ranks as threads, and the same model in one process, to compare what comes out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from zbv_solver.orders import Orders
+from zbv_solver.plan import identity
+from zbv_solver.problem import Problem
+from zbv_solver.schema import problem_json
+from zbv_worker.model import ModelSpec
+from zbv_worker.rank_plan import RankPlan
+from zbv_worker.run import RunOptions, train
+from zbv_worker.selfcheck import HardModel
+from zbv_worker.thread_transport import ThreadHub
+from zbv_worker.trace import RankReport
+from zbv_worker.training import TrainingOptions
+
+CPU = torch.device("cpu")
+
+
+class Remembering(HardModel):
+    """A model that keeps the stages that were built from it."""
+
+    def __init__(self, seed: int = 0, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD):
+        super().__init__(seed)
+        self.built: list[nn.Module] = []
+        self._optimizer = optimizer
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        module = super().build_stage(stage, n_stages, device)
+        self.built.append(module)
+        return module
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return self._optimizer(parameters, lr=0.05)  # type: ignore[call-arg]  # every optimizer used here has it
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {n: p.detach() for module in self.built for n, p in module.named_parameters()}
+
+
+@dataclass
+class Trained:
+    """What came out: parameters by name, one entry per replica, and the reports by global rank."""
+
+    parameters: list[dict[str, Tensor]]
+    reports: list[RankReport]
+
+    @property
+    def losses(self) -> list[float]:
+        for report in self.reports:
+            if report.lines[-1].loss is not None:
+                return [line.loss for line in report.lines if line.loss is not None]
+        raise AssertionError("no rank has losses")
+
+
+def train_in_threads(
+    problem: Problem,
+    orders: Orders,
+    options: TrainingOptions,
+    steps: int,
+    model: Callable[..., Any] = Remembering,
+    **arguments: Any,
+) -> Trained:
+    """Train a plan, every rank of every replica a thread."""
+    hub = ThreadHub(problem.pp_degree, options.replicas)
+    plan_id = identity(problem_json(problem), orders.all_text())
+    models = [model(**arguments) for _ in range(hub.layout.world_size)]
+    reports: dict[int, RankReport] = {}
+    failures: list[BaseException] = []
+    run_options = RunOptions((), ModelSpec("tests:model"), steps, timeout=30.0, training=options)
+
+    def rank_main(rank: int) -> None:
+        transport = hub.transport(rank)
+        try:
+            plan = RankPlan.of(plan_id, problem, orders, transport.pp_rank)
+            (reports[rank],) = train(run_options, [plan], models[rank], transport, CPU)
+        except BaseException as error:
+            failures.append(error)
+            transport.close()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(models))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120.0)
+    if failures:
+        raise failures[0]
+    layout = hub.layout
+    parameters: list[dict[str, Tensor]] = []
+    for replica in range(layout.replicas):
+        ranks = [layout.global_rank(pp_rank, replica) for pp_rank in range(layout.pp_degree)]
+        parameters.append({n: p for rank in ranks for n, p in _remembered(models[rank]).items()})
+    return Trained(parameters, [reports[rank] for rank in range(len(models))])
+
+
+def train_alone(
+    microbatches: int,
+    steps: int,
+    *,
+    clip_norm: float | None = None,
+    model: type[Remembering] = Remembering,
+    **arguments: Any,
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """The same in one process, by plain autograd: parameters, losses and gradient norms."""
+    built = model(**arguments)
+    module = built.build_stage(0, 1, CPU).train()
+    optimizer = built.optimizer(p for p in module.parameters() if p.requires_grad)
+    losses, norms = [], []
+    for step in range(steps):
+        total = 0.0
+        for index in range(microbatches):
+            input, target = built.microbatch(step, index)
+            loss = built.loss(module(input), target) / microbatches
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm or float("inf"))
+        norms.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return built.parameters, losses, norms
+
+
+def _remembered(model: object) -> dict[str, Tensor]:
+    return model.parameters if isinstance(model, Remembering) else {}

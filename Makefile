@@ -28,7 +28,7 @@ run: install ## Plan, train and compare on this machine; ARGS=--exit stops after
 	$(BIN)/python -m zbv_worker.demo $(ARGS)
 
 test: install browser lint ## Run all checks and tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: install
 	$(BIN)/ruff check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
@@ -11,3 +12,21 @@ settings.register_profile(
     "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+LONGEST_FIRST = (
+    "worker/test_agent.py",
+    "end_to_end/test_make_run.py",
+    "service/test_processes.py",
+    "solver/test_search.py",
+    "solver/test_exact.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: a file is one process's, and a long one at the end leaves the other idle."""
+
+    def place(item: pytest.Item) -> int:
+        name = f"{item.path.parent.name}/{item.path.name}"
+        return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
+
+    items.sort(key=place)

@@ -154,7 +154,7 @@ def test_a_model_that_no_pattern_allows_is_refused_without_being_loaded(tmp_path
         assert ended.failures[0]["kind"] == "refused"
         said = str(ended.error["detail"])
         assert f"does not load model {FACTORY}: it allows" in said
-        assert "--allow-model 'zbv_worker.models.gpt'" in said
+        assert "--allow-model 'support.unhurried_gpt'" in said
         assert all_gone(*agents)
         assert not any((agent.folder / "state").exists() for agent in agents)
 
@@ -181,7 +181,7 @@ def test_a_killed_agent_is_lost_by_name_and_its_ranks_die_with_it(tmp_path: Path
 def test_an_agent_told_to_end_lets_its_run_finish_and_deregisters(tmp_path: Path) -> None:
     with cluster(tmp_path) as started:
         one, two = started.start_two()
-        run = started.submit(steps=150)
+        run = started.submit(steps=25)
         started.until_step(run, 2)
         two.process.terminate()
         ended = started.client.wait_run(run.id, DEADLINE)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,11 +12,11 @@ from zbv_worker.channels import (
     Outbox,
     Pending,
     TensorSpec,
-    Transport,
     decode_header,
     encode_header,
 )
 from zbv_worker.errors import ModelError
+from zbv_worker.thread_transport import ThreadHub, ThreadTransport
 
 
 class Arrived:
@@ -29,42 +26,25 @@ class Arrived:
     def wait(self, timeout: float) -> Tensor:
         return self.tensor
 
+    on_stream = wait
 
-class Wire(Transport):
+
+class Wire(ThreadTransport):
     """Everything sent is there at once; remembers what was posted."""
 
-    rank, world_size = 0, 2
-
     def __init__(self) -> None:
+        super().__init__(ThreadHub(2), 0)
         self.sent: list[Tensor] = []
-        self.posted: list[TensorSpec] = []
-
-    def open(self, keys: Iterable[ChannelKey], timeout: float) -> None: ...
+        self.posted_specs: list[TensorSpec] = []
 
     def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None:
         self.sent.append(tensor)
 
     def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
-        self.posted.append(spec)
-        tensor = self.sent[len(self.posted) - 1]
+        self.posted_specs.append(spec)
+        tensor = self.sent[len(self.posted_specs) - 1]
         assert TensorSpec.of(tensor) == spec
         return Arrived(tensor)
-
-    def check(self) -> None: ...
-
-    def flush(self, timeout: float) -> None: ...
-
-    def gather(self, value: Any, timeout: float) -> list[Any]:
-        return [value]
-
-    def barrier(self, timeout: float) -> None: ...
-
-    def tell(self, peer: int, value: int, timeout: float) -> None: ...
-
-    def hear(self, peer: int, timeout: float) -> int:
-        return 0
-
-    def close(self) -> None: ...
 
 
 def channel(*transfers: str, kind: ChannelKind = "activation") -> Channel:
@@ -92,7 +72,7 @@ def test_tensors_are_taken_in_any_order_with_boundaries_of_different_shapes(look
         transfer = Transfer.parse(text)
         assert inbox.take(transfer, 1.0) is sent[transfer]
     assert specs == {0: TensorSpec((2, 3), torch.float32), 2: TensorSpec((4,), torch.float32)}
-    assert len(wire.sent) == len(wire.posted) == 6 + 2  # one header per boundary, once
+    assert len(wire.sent) == len(wire.posted_specs) == 6 + 2  # one header per boundary, once
 
 
 def test_receives_are_posted_ahead_by_the_window_and_as_far_as_the_next_need() -> None:
@@ -101,14 +81,14 @@ def test_receives_are_posted_ahead_by_the_window_and_as_far_as_the_next_need() -
     send_all(wire, carried, {0: (1,)})
     inbox = Inbox(wire, carried, {}, look_ahead=2)
     inbox.begin()
-    assert len(wire.posted) == 0  # the shape is not known yet, and beginning a step must not wait
+    assert len(wire.posted_specs) == 0  # the shape is not known yet, and beginning a step must not wait
     inbox.take(Transfer(0, 0), 1.0)
-    assert len(wire.posted) == 1 + 1 + 2
+    assert len(wire.posted_specs) == 1 + 1 + 2
     inbox.take(Transfer(0, 6), 1.0)
-    assert len(wire.posted) == 1 + 7  # five wait unused: no further ones are posted
+    assert len(wire.posted_specs) == 1 + 7  # five wait unused: no further ones are posted
     for j in range(1, 6):
         inbox.take(Transfer(0, j), 1.0)
-    assert len(wire.posted) == 1 + 8
+    assert len(wire.posted_specs) == 1 + 8
 
 
 def test_the_next_step_posts_at_once_and_sends_no_header_again() -> None:

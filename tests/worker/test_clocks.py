@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
-from zbv_worker.channels import ChannelKey, Pending, TensorSpec, Transport
+from zbv_worker.channels import Transport
 from zbv_worker.clocks import Alignment, Clock, Offset, find_offsets
-from zbv_worker.thread_transport import ThreadHub
+from zbv_worker.thread_transport import ThreadHub, ThreadTransport
 
 SECOND = 1_000_000_000
 
 
-class Post(Transport):
+class Post(ThreadTransport):
     """Rank 0 of two, on a simulated clock: messages take the given times there and back."""
 
-    rank, world_size = 0, 2
-
     def __init__(self, delays: list[tuple[int, int]], ahead: int):
+        super().__init__(ThreadHub(2), 0)
         self.now = 5 * SECOND
         self._delays = delays
         self._ahead = ahead
@@ -44,19 +42,6 @@ class Post(Transport):
         return [value, None]
 
     def barrier(self, timeout: float) -> None: ...
-
-    def open(self, keys: Iterable[ChannelKey], timeout: float) -> None: ...
-
-    def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None: ...
-
-    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
-        raise NotImplementedError
-
-    def check(self) -> None: ...
-
-    def flush(self, timeout: float) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def test_the_shortest_exchange_counts_and_a_symmetric_one_is_exact() -> None:

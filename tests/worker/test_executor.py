@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,11 @@ from zbv_solver.problem import Costs, Memory, Problem
 from zbv_worker.channels import ChannelKey, Transport, key_of
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.executor import Executor, StepResult
+from zbv_worker.place import CurrentPlace
 from zbv_worker.rank_plan import RankPlan, lower
-from zbv_worker.run import build_stages
 from zbv_worker.selfcheck import hard_model
 from zbv_worker.stage import Stage
+from zbv_worker.stages import build_stages
 from zbv_worker.thread_transport import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
@@ -38,11 +40,26 @@ ORDERS = Orders.from_text(
 )
 
 
-def executor_of(rank: int, transport: Transport, timeout: float) -> Executor:
+def executor_of(
+    rank: int,
+    transport: Transport,
+    timeout: float,
+    place: CurrentPlace | None = None,
+    on_stage_done: Callable[[int], None] | None = None,
+) -> Executor:
     plan = RankPlan.of("plan", problem_of(2, 2), ORDERS, rank)
     transport.open([key_of(channel) for channel in plan.channels], timeout)
     model = hard_model()
-    return Executor(plan, build_stages(model, plan, CPU), model, transport, device=CPU, timeout=timeout)
+    return Executor(
+        plan,
+        build_stages(model, plan, CPU),
+        model,
+        transport,
+        device=CPU,
+        timeout=timeout,
+        place=place,
+        on_stage_done=on_stage_done,
+    )
 
 
 def test_a_rank_whose_peer_hangs_says_who_waited_where_for_what_and_whom() -> None:
@@ -124,6 +141,43 @@ def test_an_error_in_a_stage_carries_rank_step_and_action() -> None:
 
 def fail(*_: object) -> None:
     raise ZeroDivisionError
+
+
+def test_a_stage_is_announced_right_after_the_last_action_that_adds_to_its_gradients() -> None:
+    """After 3W1, and after 0W1: as the list has it, not as stages are numbered."""
+    hub = ThreadHub(2)
+    done: list[tuple[int, str]] = []
+    place = CurrentPlace()
+    executors = [
+        executor_of(
+            0, hub.transport(0), 20, place, lambda stage: done.append((stage, str(place.read().action)))
+        ),
+        executor_of(1, hub.transport(1), 20),
+    ]
+    run_both(executors, steps=2)
+    assert done == [(0, "0W1"), (3, "3W1")] * 2
+
+
+def test_only_the_last_w_or_b_of_a_stage_completes_it() -> None:
+    actions = [
+        "0F0",
+        "0F1",
+        "0F2",
+        "1F0",
+        "1F1",
+        "1F2",
+        "1B2",
+        "1I0",
+        "0I2",
+        "1I1",
+        "1W1",
+        "1W0",
+        "0B0",
+        "0W2",
+    ]
+    text = [*actions, "0B1"]
+    program = lower(RankPlan("plan", 0, Placement.of("v", 1), 3, tuple(map(Action.parse, text)), ()))
+    assert [str(i.action) for i in program if i.completes_stage] == ["1W0", "0B1"]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,21 @@ from zbv_solver.problem import Costs, Memory, Problem
 from zbv_worker.model import PipelineModel
 from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.models.text import VOCABULARY, sample, standard_library_text
+from zbv_worker.rank_plan import RankPlan
 from zbv_worker.selfcheck import random_orders, reference_gradients, relative_error, run_in_threads
+from zbv_worker.stages import build_modules
 
 CPU = torch.device("cpu")
 
 
 def small(layers: int = 4, seed: int = 0) -> GPT:
     return gpt(layers=layers, width=32, heads=2, length=16, sequences=2, characters=20_000, seed=seed)
+
+
+def v_problem() -> Problem:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * 4
+    return Problem(placement, 3, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
 
 
 def parameters(model: GPT, n_stages: int) -> dict[str, torch.Tensor]:
@@ -68,13 +76,31 @@ def test_targets_are_the_next_characters() -> None:
 
 
 def test_a_random_plan_computes_its_gradients() -> None:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * 4
-    problem = Problem(placement, 3, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    problem = v_problem()
     found, loss = run_in_threads(problem, random_orders(problem, Random(1)), small())
     reference, right = reference_gradients(small(), 3)
     assert relative_error(found, reference) <= 1e-5
     assert loss == pytest.approx(right, rel=1e-6)
+
+
+def test_a_tied_head_is_the_embedding_where_both_are_on_one_rank() -> None:
+    problem = v_problem()
+    plan = RankPlan.of("tied", problem, random_orders(problem, Random(1)), rank=0)
+    names = "embedding.token.weight", "head.logits.weight"
+    for tied in (True, False):
+        model = gpt(layers=4, width=16, heads=2, length=8, sequences=1, characters=20_000, tied=tied)
+        modules = build_modules(model, plan, CPU)
+        found = modules[0].get_parameter(names[0]), modules[3].get_parameter(names[1])
+        assert (found[0] is found[1]) == tied
+
+
+def test_dropout_leaves_out_in_training_only() -> None:
+    model = gpt(layers=2, width=16, heads=2, length=8, sequences=1, characters=20_000, dropout=0.5)
+    module = model.build_stage(0, 1, CPU)
+    x, _ = model.microbatch(0, 0)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x))
 
 
 def test_heads_must_divide_the_width() -> None:

@@ -14,9 +14,9 @@ from zbv_worker.executor import Executor
 from zbv_worker.memory import LiveBytes
 from zbv_worker.models.gpt import gpt
 from zbv_worker.rank_plan import RankPlan
-from zbv_worker.run import build_stages
 from zbv_worker.selfcheck import random_orders
 from zbv_worker.stage import Stage
+from zbv_worker.stages import build_stages
 from zbv_worker.thread_transport import ThreadHub
 
 CPU = torch.device("cpu")
@@ -89,3 +89,16 @@ class Watched(Executor):
             *getattr(self, "seen", []),
             self.live.bytes - sum(t.untyped_storage().nbytes() for t in passing),
         ]
+
+
+def test_the_peak_is_the_most_that_was_alive_at_once_since_the_restart() -> None:
+    with LiveBytes() as live:
+        kept = torch.zeros(1000)
+        dropped = torch.zeros(2000)
+        del dropped
+        later = torch.zeros(500)
+        assert (live.bytes, live.peak) == (6000, 12000)
+        live.restart()
+        assert live.peak == live.bytes == 6000
+        del kept, later
+        assert (live.bytes, live.peak) == (0, 6000)

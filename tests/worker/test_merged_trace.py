@@ -21,9 +21,9 @@ from zbv_worker.clocks import Alignment, Clock, Offset
 from zbv_worker.errors import InvalidRun
 from zbv_worker.launch import LocalRanks, python_command
 from zbv_worker.merged_trace import RankTrace, claim, render
+from zbv_worker.plan_source import PlanSource
 from zbv_worker.planned import WholePlan
 from zbv_worker.rehearse import Rehearsal, RehearseOptions
-from zbv_worker.run import PlanSource
 from zbv_worker.selfcheck import random_orders
 from zbv_worker.thread_transport import ThreadHub
 

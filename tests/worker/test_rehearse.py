@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,9 +26,9 @@ from zbv_worker.cli import main
 from zbv_worker.errors import InvalidRun
 from zbv_worker.launch import LaunchError, LocalRanks, python_command
 from zbv_worker.local_service import LocalService
+from zbv_worker.plan_source import PlanSource
 from zbv_worker.planned import WholePlan
 from zbv_worker.rehearse import RehearseOptions
-from zbv_worker.run import PlanSource
 from zbv_worker.selfcheck import random_orders
 
 
@@ -43,9 +46,31 @@ def write_plan(path: Path, problem: Problem, seed: int) -> Path:
     return path
 
 
-def rehearse(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = python_command("zbv_worker", "rehearse", *map(str, arguments))
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended, in this process or one of its own."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Rehearse = Callable[..., Finished]
+
+
+@pytest.fixture
+def rehearse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearse]:
+    """The command, but for the interpreter that it would start in."""
+    monkeypatch.delenv("RANK", raising=False)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: object) -> Finished:
+        capsys.readouterr()
+        status = main(["rehearse", *map(str, arguments)])
+        return Finished(status, *capsys.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
 
 
 def actions_of(document: dict[str, Any], rank: int) -> list[str]:
@@ -55,7 +80,7 @@ def actions_of(document: dict[str, Any], rank: int) -> list[str]:
 
 @pytest.mark.parametrize(("p", "objective"), [(2, "makespan"), (4, "span")])
 def test_a_plan_is_executed_in_its_order_and_compared_with_what_was_planned(
-    tmp_path: Path, p: int, objective: Objective
+    rehearse: Rehearse, tmp_path: Path, p: int, objective: Objective
 ) -> None:
     path = write_plan(tmp_path / "plan.json", problem_of(p, 3, objective), seed=p)
     files = ("--json", tmp_path / "numbers.json", "--trace", tmp_path / "trace.json")
@@ -77,7 +102,8 @@ def test_a_plan_is_executed_in_its_order_and_compared_with_what_was_planned(
     assert len(numbers["steps"]) == 2
     for rank, times in enumerate(numbers["ranks"]):
         assert times["planned_busy"] == pytest.approx(plan.busy(rank) / 1e3)
-        assert times["busy"] >= times["planned_busy"]  # a sleep is never too short
+        # A sleep is never too short, but what the executor does between may be hidden behind it.
+        assert times["busy"] + times["between"] >= times["planned_busy"] * 0.99
     assert numbers["measured"] >= min(times["planned_busy"] for times in numbers["ranks"])
 
     # One host has one clock: what was found between its ranks is what the method may be wrong by.
@@ -85,7 +111,7 @@ def test_a_plan_is_executed_in_its_order_and_compared_with_what_was_planned(
     assert max(map(abs, other["clocks_ahead_us"])) <= 2 * other["clock_uncertainty_us"]
 
 
-def test_the_overhead_is_measured_with_actions_that_take_no_time(tmp_path: Path) -> None:
+def test_the_overhead_is_measured_with_actions_that_take_no_time(rehearse: Rehearse, tmp_path: Path) -> None:
     path = write_plan(tmp_path / "plan.json", problem_of(2, 3), seed=0)
     numbers = tmp_path / "numbers.json"
     finished = rehearse("--plan-file", path, "--overhead", "--bytes", 64, "--json", numbers)
@@ -121,7 +147,9 @@ def test_ranks_with_different_plans_refuse_by_name(tmp_path: Path) -> None:
     assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", said)
 
 
-def test_a_tensor_that_does_not_come_in_time_names_rank_action_and_peer(tmp_path: Path) -> None:
+def test_a_tensor_that_does_not_come_in_time_names_rank_action_and_peer(
+    rehearse: Rehearse, tmp_path: Path
+) -> None:
     """Rank 1 cannot get its first input before rank 0 has slept ten times as long as it may wait."""
     path = write_plan(tmp_path / "plan.json", problem_of(2, 1), seed=0)
     finished = rehearse("--plan-file", path, "--scale", 1.5, "--timeout", 0.3)

@@ -57,19 +57,11 @@ def ranks(arguments: Sequence[Sequence[str]], folder: Path) -> LocalRanks:
     return LocalRanks([python_command("zbv_worker.cli", *a) for a in arguments], folder)
 
 
-def test_torchrun_trains_and_another_schedule_gives_the_same_losses(plan_file: Path, tmp_path: Path) -> None:
-    torchrun = python_command("torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    command = [
-        *torchrun,
-        "-m",
-        "zbv_worker.cli",
-        *run_arguments(plan_file, "--result-dir", str(tmp_path / "v")),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, env=environment, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
+def test_it_trains_and_another_schedule_gives_the_same_losses(plan_file: Path, tmp_path: Path) -> None:
+    """Under torchrun it does, too: tests/end_to_end/test_clusters.py."""
+    v = run_arguments(plan_file, "--result-dir", str(tmp_path / "v"))
+    with ranks([v] * 2, tmp_path / "v-logs") as started:
+        started.wait(timeout=90)
     found = summarise(read_reports(tmp_path / "v", 2))
     assert len(found.losses) == len(found.step_seconds) == 3
 
@@ -183,7 +175,7 @@ def test_without_torchrun_the_message_says_how_to_start(
 
 def test_a_broken_plan_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from zbv_worker.errors import InvalidRun
-    from zbv_worker.run import PlanSource
+    from zbv_worker.plan_source import PlanSource
 
     path = tmp_path / "plan.json"
     for text in ("{", "{}", '{"problem": {}, "ranks": []}'):

@@ -16,8 +16,8 @@ from zbv_solver.search import make_plan
 from zbv_worker.errors import InvalidRun
 from zbv_worker.launch import LocalRanks, python_command
 from zbv_worker.local_service import LocalService, ServiceStartError
+from zbv_worker.plan_source import PlanSource
 from zbv_worker.rank_plan import RankPlan
-from zbv_worker.run import PlanSource
 from zbv_worker.selfcheck import random_orders
 from zbv_worker.trace import read_reports, summarise
 

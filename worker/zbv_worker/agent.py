@@ -2,7 +2,8 @@
 
 It imports no torch and holds no CUDA context; launchers and ranks are processes of their own. The service
 is asked and told, never relied on: while it is away ranks go on, and the agent tries again, less and less
-often. One thread does it all, so that no state is shared: it waits for work, or looks after the ranks.
+often. One thread waits for work or looks after the ranks; files travel beside it
+(:mod:`zbv_worker.courier`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from zbv_service.client import ClientError, InvalidRequest
 from zbv_service.client_runs import AgentGone, NodeWork, RunClient, is_allowed
 
 from zbv_worker import inventory
+from zbv_worker.courier import Courier
 from zbv_worker.errors import InvalidRun
 from zbv_worker.generation import Generation, GenerationEnd
+from zbv_worker.state_files import remove_old
 
 T = TypeVar("T")
 
@@ -31,6 +34,10 @@ _WAIT_SECONDS = 20.0
 _REQUEST_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _BACK_OFF_SECONDS = (0.2, 5.0)
+_LAST_FILES_SECONDS = 10.0
+"""How long the end of a generation waits for its last traces and logs to be sent."""
+_SWEEP_SECONDS = 3600.0
+"""How often old folders are looked for."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +56,8 @@ class AgentOptions:
         Keeps a folder per run and generation: logs, places, results.
     drain_seconds
         How long a run may go on after SIGTERM.
+    keep_days
+        How long the folder of an ended generation is kept.
     """
 
     server: str
@@ -60,6 +69,7 @@ class AgentOptions:
     devices: tuple[str, ...] = ()
     port: int | None = None
     drain_seconds: float = 60.0
+    keep_days: float = 7.0
 
 
 class _Told(Exception):
@@ -102,8 +112,9 @@ class Agent:
         self._port = options.port or inventory.free_port_at(options.address)
         self._heartbeat_seconds = 1.0
         self._pause = _BACK_OFF_SECONDS[0]
+        self._next_sweep = 0.0
         self._ending = _Ending(options.drain_seconds)
-        self._client = RunClient(options.server, timeout=_REQUEST_SECONDS, retries=0)
+        self._client = self._connect()
         self._waiting_client = RunClient(options.server, timeout=_WAIT_SECONDS + _REQUEST_SECONDS, retries=0)
 
     def run(self) -> None:
@@ -121,6 +132,7 @@ class Agent:
                 with suppress(_Told), self._until_lost():
                     if not self._id:
                         self._register()
+                    self._sweep()
                     work = self._interruptibly(lambda: self._ask(self._wait_for_work))
                     if work is not None:
                         self._carry_out(work)
@@ -166,17 +178,21 @@ class Agent:
             return
         folder = self._options.state_dir / work.run_id / str(work.generation)
         generation = Generation(work, self._options.server, self._options.address, folder)
+        courier = Courier(self._id, work, generation.ranks, folder, self._connect)
+        courier.start()
         try:
-            self._look_after(generation)
+            self._look_after(generation, courier)
         finally:
             generation.kill()
+            courier.finish()
         end = generation.end()
         if end.outcome == "stopped" and self._ending.is_overdue:
             end = GenerationEnd("failed", (_failure("agent-lost", self._farewell()),))
         logger.info("run %s, generation %d %s", work.run_id, work.generation, end.outcome)
+        self._see_off(generation, courier)
         self._report(work, end)
 
-    def _look_after(self, generation: Generation) -> None:
+    def _look_after(self, generation: Generation, courier: Courier) -> None:
         """Follow the ranks to their end, with signs of life; raises :class:`AgentGone`."""
         next_beat, is_draining = 0.0, False
         while not generation.poll():
@@ -185,16 +201,37 @@ class Agent:
             if self._ending.is_asked_for and not is_draining:
                 is_draining = self._try(lambda: self._client.drain_agent(self._id))
             if time.monotonic() >= next_beat:
-                self._try(lambda: self._beat(generation))
+                self._try(lambda: self._beat(generation, courier))
                 next_beat = time.monotonic() + self._heartbeat_seconds
             time.sleep(_POLL_SECONDS)
 
-    def _beat(self, generation: Generation) -> None:
+    def _beat(self, generation: Generation, courier: Courier) -> None:
         body = {"run_id": generation.work.run_id, "ranks": generation.places()}
-        must_stop, reason = self._client.heartbeat(self._id, body)
-        if must_stop:
-            logger.info("stopping the ranks: %s", reason)
-            generation.stop(failed_elsewhere="cancelled" not in reason)
+        told = self._client.heartbeat(self._id, body)
+        if told.stop:
+            logger.info("stopping the ranks: %s", told.reason)
+            generation.stop(failed_elsewhere=told.cause != "cancelled")
+        elif generation.work.node_rank == 0:
+            courier.fetch_plan(told.plan_id)
+
+    def _see_off(self, generation: Generation, courier: Courier) -> None:
+        """Wait for the last files to be sent, but not for long, and with signs of life."""
+        until = time.monotonic() + _LAST_FILES_SECONDS
+        while not courier.wait(min(self._heartbeat_seconds, 1.0)):
+            if time.monotonic() > until or self._ending.is_overdue:
+                return
+            self._try(lambda: self._beat(generation, courier))
+
+    def _connect(self) -> RunClient:
+        return RunClient(self._options.server, timeout=_REQUEST_SECONDS, retries=0)
+
+    def _sweep(self) -> None:
+        """Remove what is older than it is to be kept, now and then."""
+        if time.monotonic() < self._next_sweep:
+            return
+        self._next_sweep = time.monotonic() + _SWEEP_SECONDS
+        for folder in remove_old(self._options.state_dir, self._options.keep_days, time.time()):
+            logger.info("removed %s: nothing has changed in it for %g days", folder, self._options.keep_days)
 
     def _report(self, work: NodeWork, end: GenerationEnd) -> None:
         """Tell the service, however long it is away; raises :class:`AgentGone`."""

@@ -71,6 +71,13 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="S",
         help="how long a run may go on after SIGTERM (default 60); a second SIGTERM ends it at once",
     )
+    agent.add_argument(
+        "--keep-days",
+        type=positive_number,
+        default=7.0,
+        metavar="N",
+        help="how long the folders of ended runs stay in the state directory (default 7)",
+    )
 
 
 def _require_address(server: str | None) -> None:
@@ -103,6 +110,7 @@ def execute(parsed: argparse.Namespace) -> int:
         devices=tuple(devices),
         port=parsed.port,
         drain_seconds=parsed.drain_seconds,
+        keep_days=parsed.keep_days,
     )
     Agent(options).run()
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zbv_worker.orphans import end_with_parent
-from zbv_worker.state_files import SPEC, failure_file, place_file, read_json, write_json
+from zbv_worker.state_files import NEXT_PLAN, SPEC, failure_file, place_file, read_json, write_json
 
 _FAILED, _WRONG_INPUT = 1, 2
 
@@ -21,13 +21,14 @@ def main(folder: Path) -> int:
     end_with_parent()
     from zbv_worker.distributed import World
     from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
-    from zbv_worker.place import PlaceWriter
+    from zbv_worker.place import CurrentPlace, PlaceWriter
     from zbv_worker.run import run
 
     world = World.from_environment()
     try:
-        with PlaceWriter(str(place_file(folder, world.rank)), world.rank):
-            run(_options(read_json(folder / SPEC), folder), world)
+        place = CurrentPlace()
+        with PlaceWriter(str(place_file(folder, world.rank)), world.rank, place):
+            run(_options(read_json(folder / SPEC), folder), world, place)
     except WorkerError as error:
         _say(f"zbv-worker: {error}")
         write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error)))
@@ -43,7 +44,8 @@ def main(folder: Path) -> int:
 
 def _options(spec: Any, folder: Path) -> Any:
     from zbv_worker.model import ModelSpec
-    from zbv_worker.run import PlanSource, RunOptions
+    from zbv_worker.plan_source import PlanSource
+    from zbv_worker.run import RunOptions
 
     work, options = spec["work"], spec["work"]["options"]
     model = work["model"]
@@ -55,17 +57,46 @@ def _options(spec: Any, folder: Path) -> Any:
         timeout=options["timeout"],
         threads=options["threads"],
         result_dir=folder / "results",
+        training=_training(options, folder),
+    )
+
+
+def _training(options: dict[str, Any], folder: Path) -> Any:
+    from zbv_worker.checkpoint import CheckpointOptions
+    from zbv_worker.training import TrainingOptions
+
+    checkpoint = options["checkpoint"]
+    return TrainingOptions(
+        replicas=options["data_parallel"],
+        is_sharded=options["shard"],
+        precision=options["precision"],
+        clip_norm=options["clip_norm"],
+        evaluate_every=options["evaluate_every"],
+        checkpoint=(
+            None
+            if checkpoint is None
+            else CheckpointOptions(
+                Path(checkpoint["directory"]), checkpoint["every"], timeout=checkpoint["timeout"]
+            )
+        ),
+        next_plan=folder / NEXT_PLAN,
+        trace_dir=folder,
     )
 
 
 def _failure(rank: int, error: Exception, detail: str) -> dict[str, Any]:
     """The failure as the agent reports it; one that a peer caused is a consequence."""
-    from zbv_worker.errors import ChannelTimeout, PeerLost
+    from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost
     from zbv_worker.place import Place, place_of_error
 
     place = place_of_error(error) or Place()
+    kind = "error"
+    if isinstance(error, ChannelTimeout | PeerLost):
+        kind = "peer"
+    elif isinstance(error, InvalidRun | Disagreement):
+        kind = "invalid"
     return {
-        "kind": "peer" if isinstance(error, ChannelTimeout | PeerLost) else "error",
+        "kind": kind,
         "rank": rank,
         "step": place.step,
         "action": place.action,

@@ -13,6 +13,7 @@ from zbv_solver.channels import Channel
 
 from zbv_worker.channels import ChannelKey, Transport, key_of
 from zbv_worker.errors import ChannelTimeout, Disagreement
+from zbv_worker.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Statement:
         Whether the ranks will bring their traces together.
     runtime
         What walks the lists: two kinds do not understand each other.
+    replicas
+        Pipelines that the world consists of.
+    options
+        Everything else that all must do alike: names and values.
     """
 
     plan_id: str
@@ -39,9 +44,21 @@ class Statement:
     channels: tuple[Channel, ...]
     traced: bool = False
     runtime: str = "zbv"
+    replicas: int = 1
+    options: tuple[tuple[str, str], ...] = ()
 
 
-_COMMON = ("plan_id", "pp_degree", "world_size", "model", "backend", "steps", "traced", "runtime")
+_COMMON = (
+    "plan_id",
+    "pp_degree",
+    "world_size",
+    "replicas",
+    "model",
+    "backend",
+    "steps",
+    "traced",
+    "runtime",
+)
 
 
 def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[ChannelKey, ...]:
@@ -68,10 +85,11 @@ def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[Channe
 
 
 def _check_common(statements: Sequence[Statement]) -> None:
-    for name in _COMMON:
+    said = [_said(statement) for statement in statements]
+    for name in said[0]:
         values: dict[object, list[int]] = {}
-        for rank, statement in enumerate(statements):
-            values.setdefault(getattr(statement, name), []).append(rank)
+        for rank, about in enumerate(said):
+            values.setdefault(about.get(name), []).append(rank)
         if len(values) > 1:
             # The larger group first: those on their own are probably the ones started wrongly.
             groups = sorted(values.items(), key=lambda item: (-len(item[1]), item[1]))
@@ -82,25 +100,34 @@ def _check_common(statements: Sequence[Statement]) -> None:
             )
 
 
+def _said(statement: Statement) -> dict[str, object]:
+    return {name: getattr(statement, name) for name in _COMMON} | dict(statement.options)
+
+
 def _check_ranks(statements: Sequence[Statement]) -> None:
-    world, degree = statements[0].world_size, statements[0].pp_degree
-    if world != degree:
+    world, degree, replicas = statements[0].world_size, statements[0].pp_degree, statements[0].replicas
+    if world != degree * replicas:
+        times = f" and there are {replicas} replicas" if replicas > 1 else ""
         raise Disagreement(
-            f"found {world} ranks; the plan is for {degree}. Start {degree} ranks, or plan for {world}."
+            f"found {world} ranks; the plan is for {degree}{times}. Start {degree * replicas} ranks, or plan "
+            f"for {world // replicas}."
         )
+    layout = Layout(degree, replicas)
     for rank, statement in enumerate(statements):
-        if statement.pp_rank != rank:
+        if statement.pp_rank != layout.pp_rank(rank):
             raise Disagreement(
-                f"rank {rank} has the action list of rank {statement.pp_rank}; it needs its own."
+                f"rank {rank} has the action list of rank {statement.pp_rank}; it needs that of "
+                f"{layout.pp_rank(rank)}."
             )
 
 
 def _check_channels(statements: Sequence[Statement]) -> None:
     """Both ends of a channel must expect the same tensors in the same order."""
+    layout = Layout(statements[0].pp_degree, statements[0].replicas)
     for rank, statement in enumerate(statements):
         for channel in statement.channels:
-            peer = channel.receiver if channel.sender == rank else channel.sender
-            if channel not in statements[peer].channels:
+            peer = channel.receiver if channel.sender == statement.pp_rank else channel.sender
+            if channel not in statements[layout.global_rank(peer, layout.replica(rank))].channels:
                 raise Disagreement(
                     f"ranks {channel.sender} and {channel.receiver} expect different tensors on the channel "
                     f"{key_of(channel)}. Fetch the plan again from the service that made it."

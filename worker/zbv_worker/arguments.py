@@ -22,3 +22,20 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"found {text!r}; must be a number above 0")
     return value
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    """The options that name a model and say what it runs on."""
+    command.add_argument(
+        "--model", required=True, metavar="MODULE:FACTORY", help="see zbv_worker.model for what it must offer"
+    )
+    command.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
+    command.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
+    command.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="gloo: CPU; nccl: CUDA")
+    command.add_argument(
+        "--timeout",
+        type=positive_number,
+        default=120.0,
+        metavar="S",
+        help="longest wait for a tensor (default 120)",
+    )

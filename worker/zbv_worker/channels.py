@@ -21,6 +21,7 @@ from torch import Tensor
 from zbv_solver.channels import Channel, ChannelKind, Transfer
 
 from zbv_worker.errors import ModelError
+from zbv_worker.layout import Layout
 
 
 class ChannelKey(NamedTuple):
@@ -53,10 +54,10 @@ class TensorSpec:
 
 
 class Pending(Protocol):
-    """A posted receive."""
+    """A posted receive. Its tensor is the rank's own; its memory is used again when nothing refers to it."""
 
     def wait(self, timeout: float) -> Tensor:
-        """The tensor, on the rank's device.
+        """Wait for the tensor: it is on the rank's device when this returns.
 
         Raises
         ------
@@ -66,15 +67,45 @@ class Pending(Protocol):
             When the peer is gone.
         """
 
+    def on_stream(self, timeout: float) -> Tensor:
+        """The tensor, for work that is queued on the current stream from now on; raises as :meth:`wait`.
+
+        On the CPU the same as :meth:`wait`. On a GPU the host waits only where it must bring the tensor there
+        itself, so one that never comes may be noticed only by who waits for that work.
+        """
+
+
+class Reduction(Protocol):
+    """A sum over replicas that is under way."""
+
+    def wait(self, timeout: float) -> None:
+        """Until the tensor holds the sum; raises TimeoutError or ConnectionError."""
+
 
 class Transport(ABC):
-    """Moves tensors between the ranks of one pipeline. All ranks use the same kind.
+    """Moves tensors between the ranks of a pipeline, and between its replicas. All ranks use the same kind.
 
-    After a timeout or a lost connection a transport is unusable; close it.
+    A channel's ends are positions of the pipeline; it leads to the same replica's rank there. Everything else
+    speaks of global ranks. After a timeout or a lost connection a transport is unusable; close it.
     """
 
     rank: int
-    world_size: int
+    layout: Layout
+
+    @property
+    def world_size(self) -> int:
+        """All ranks of all replicas."""
+        return self.layout.world_size
+
+    @property
+    def pp_rank(self) -> int:
+        """This rank's position in its pipeline."""
+        return self.layout.pp_rank(self.rank)
+
+    @property
+    def replica(self) -> int:
+        """Which pipeline this rank belongs to."""
+        return self.layout.replica(self.rank)
 
     @abstractmethod
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
@@ -87,6 +118,11 @@ class Transport(ABC):
     @abstractmethod
     def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
         """Post a receive. Receives of a channel match its sends in order."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of this rank that receives have taken so far and that is kept for further ones."""
+        return 0
 
     @abstractmethod
     def check(self) -> None:
@@ -114,6 +150,29 @@ class Transport(ABC):
     @abstractmethod
     def hear(self, peer: int, timeout: float) -> int:
         """The next number that a rank tells this one; raises TimeoutError or ConnectionError."""
+
+    @abstractmethod
+    def sum_over_replicas(self, tensor: Tensor) -> Reduction:
+        """Begin to add up a tensor over the replicas of this position, in place.
+
+        Collective among them: all begin the same sums in the same order. Several may be under way.
+        """
+
+    @abstractmethod
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        """The sum of a small CPU tensor over all ranks. Collective; TimeoutError or ConnectionError."""
+
+    @abstractmethod
+    def post(self, name: str, value: str) -> None:
+        """Put a note where every rank can read it."""
+
+    @abstractmethod
+    def posted(self, name: str) -> str | None:
+        """A note, None when nobody has posted it. Does not wait for one; raises ConnectionError.
+
+        What a rank posted before it sent a tensor is there for whoever has received that tensor, or any that
+        was sent because of it.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -202,12 +261,12 @@ class Inbox:
         self._post_ahead()
 
     def take(self, transfer: Transfer, timeout: float) -> Tensor:
-        """Wait for a tensor; raises TimeoutError or ConnectionError."""
+        """A tensor for the current stream, see :meth:`Pending.on_stream`."""
         index = self._index[transfer]
         while self._posted <= index:
             if not self._post_next():
                 self._receive_header(timeout)
-        tensor = self._pending.pop(index).wait(timeout)
+        tensor = self._pending.pop(index).on_stream(timeout)
         self._post_ahead()
         return tensor
 

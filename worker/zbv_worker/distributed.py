@@ -4,39 +4,37 @@ Every channel has its own process group, hence its own connection (gloo) or comm
 operations of one communicator run in the order they were issued, so a receive posted early would hold up a
 later send; with one communicator per channel nothing waits behind something else. Control messages
 (agreement, barriers) always go over gloo, the default group, and never touch a GPU.
-
-gloo's Work of a send says that it is complete only once it was waited for, and completes only when the peer
-has posted its receive. So a small thread per outgoing channel waits for the sends in order and lets go of
-their tensors. NCCL's can be asked without waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
-from zbv_worker.channels import ChannelKey, Pending, TensorSpec, Transport
+from zbv_worker.buffers import ReceiveBuffers
+from zbv_worker.channels import ChannelKey, Pending, Reduction, TensorSpec, Transport
 from zbv_worker.errors import InvalidRun
+from zbv_worker.layout import Layout
+from zbv_worker.receives import HostReceive, StagedReceive, StreamReceive
+from zbv_worker.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
+from zbv_worker.staging import Staging
+from zbv_worker.torch_errors import classified, first_line
 
 Backend = Literal["gloo", "nccl"]
 
-_POLL_SECONDS = 0.0005
 _EVER = timedelta(days=1)
-_TAG = 0
-"""Channels are ordered: nothing is told apart by tags."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,9 @@ def select_device(backend: Backend, local_rank: int) -> torch.device:
     """The device of a rank: CPU for gloo, its own GPU for NCCL; raises :class:`InvalidRun`."""
     if backend == "gloo":
         return torch.device("cpu")
+    # A channel is a stream, and a rank in the middle of a V has eight, beside its own. Streams that share a
+    # hardware queue (8 by default) wait for each other, here possibly for ever. Read when CUDA starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
         raise InvalidRun(
@@ -87,8 +88,22 @@ class DistributedTransport(Transport):
         Where received tensors are wanted. gloo moves CUDA tensors through the CPU.
     timeout
         Seconds, of the rendezvous and of operations that are given none.
+    replicas
+        Pipelines that the world consists of.
     init_method
         As for ``torch.distributed.init_process_group``; by default from the environment.
+
+    Attributes
+    ----------
+    replica_group
+        The ranks that hold the same stages; None when there is one replica.
+
+    Raises
+    ------
+    InvalidRun
+        When the world does not divide into replicas.
+    TimeoutError, ConnectionError
+        When the ranks do not meet.
     """
 
     def __init__(
@@ -97,42 +112,73 @@ class DistributedTransport(Transport):
         backend: Backend,
         device: torch.device,
         timeout: float,
+        replicas: int = 1,
         init_method: str = "env://",
     ):
         self.rank = world.rank
-        self.world_size = world.world_size
+        self.layout = Layout.of_world(world.world_size, replicas)
         self._backend = backend
         self._device = device
         self._wire_device = device if backend == "nccl" else torch.device("cpu")
-        self._stages_through_cpu = backend == "gloo" and device.type != "cpu"
         self._opened: set[ChannelKey] = set()
-        self._ends: dict[ChannelKey, _End] = {}
-        self._senders: list[_Sender] = []
+        self._staging = Staging(device) if backend == "gloo" and device.type == "cuda" else None
+        self._senders: dict[ChannelKey, Sender] = {}
+        self._failures = SendFailures()
+        self._receivers: dict[ChannelKey, GroupWire] = {}
+        self._buffers = ReceiveBuffers(device)
+        patience = timedelta(seconds=timeout)
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=init_method,
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=timedelta(seconds=timeout),
+            store, rank, size = next(
+                iter(rendezvous(init_method, world.rank, world.world_size, timeout=patience))
             )
+            # The store's own patience is for the rendezvous; a note is there or it is not.
+            self._notes = PrefixStore("zbv/notes", store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
         except (RuntimeError, ValueError) as error:
-            raise _classified(error, f"the {world.world_size} ranks did not meet") from error
+            raise classified(error, f"the {world.world_size} ranks did not meet") from error
+        self.replica_group = self._meet_replicas(timeout) if replicas > 1 else None
+
+    def _meet_replicas(self, timeout: float) -> dist.ProcessGroup:
+        """This position's group; connected, because NCCL does that at first use."""
+        mine: dist.ProcessGroup | None = None
+        for pp_rank in range(self.layout.pp_degree):
+            copies = self.layout.copies_of(pp_rank)
+            group = dist.new_group(copies, timeout=self._patience(timeout), backend=self._backend)
+            if pp_rank == self.pp_rank:
+                mine = group
+        if mine is None:
+            raise InvalidRun(f"rank {self.rank} has no position among {self.layout.world_size} ranks.")
+        greeting = torch.zeros(1, device=self._wire_device)
+        self._waiting(dist.all_reduce(greeting, group=mine, async_op=True), greeting).wait(timeout)
+        return mine
+
+    def _patience(self, timeout: float) -> timedelta:
+        """A group's own timeout.
+
+        NCCL's watchdog counts a receive's time from when it was posted, and ends the process: that is ours to
+        do, and ours counts from when a tensor is needed.
+        """
+        return timedelta(seconds=timeout) if self._backend == "gloo" else _EVER
+
+    def _waiting(self, work: dist.Work, tensor: Tensor) -> HostReceive | StreamReceive:
+        return HostReceive(work, tensor) if self._backend == "gloo" else StreamReceive(work, tensor)
 
     @override
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
+        patience = self._patience(timeout)
         # new_group is collective over all ranks, so all must call it in one order, members or not.
         for key in sorted(set(keys) - self._opened):
-            group = dist.new_group(
-                [key.sender, key.receiver], timeout=timedelta(seconds=timeout), backend=self._backend
-            )
+            for replica in range(self.layout.replicas):
+                sender, receiver = (
+                    self.layout.global_rank(end, replica) for end in (key.sender, key.receiver)
+                )
+                group = dist.new_group([sender, receiver], timeout=patience, backend=self._backend)
+                if self.rank == sender:
+                    wire = GroupWire(group, dist.get_group_rank(group, receiver))
+                    self._senders[key] = self._sender(receiver, wire)
+                elif self.rank == receiver:
+                    self._receivers[key] = GroupWire(group, dist.get_group_rank(group, sender))
             self._opened.add(key)
-            if self.rank == key.sender:
-                sender = _ThreadSender(key) if self._backend == "gloo" else _PollSender(key)
-                self._senders.append(sender)
-                self._ends[key] = _End(group, dist.get_group_rank(group, key.receiver), sender)
-            elif self.rank == key.receiver:
-                self._ends[key] = _End(group, dist.get_group_rank(group, key.sender), None)
             self._greet(key, timeout)
 
     def _greet(self, key: ChannelKey, timeout: float) -> None:
@@ -141,47 +187,57 @@ class DistributedTransport(Transport):
         All ranks greet the channels in one order, so these blocking connections cannot wait in a circle.
         """
         greeting = torch.zeros(1, dtype=torch.int64)
-        if self.rank == key.sender:
+        if self.pp_rank == key.sender:
             self.isend(key, greeting, "greeting")
-        elif self.rank == key.receiver:
+        elif self.pp_rank == key.receiver:
             self.irecv(key, TensorSpec.of(greeting)).wait(timeout)
+
+    def _sender(self, peer: int, wire: GroupWire) -> Sender:
+        if self._backend == "nccl":
+            return PollSender(peer, wire, self._failures)
+        return ThreadSender(peer, wire, self._failures, self._staging)
 
     @override
     def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None:
-        payload = tensor.detach().contiguous()
-        if self._stages_through_cpu:
-            payload = payload.cpu()
-        end = self._ends.get(key)
-        if end is None or end.sender is None:
+        sender = self._senders.get(key)
+        if sender is None:
             raise InvalidRun(f"rank {self.rank} does not send on {key}.")
-        try:
-            work = end.group.send([payload], end.peer, _TAG)
-        except RuntimeError as error:
-            raise _classified(error, f"sending {label} to rank {key.receiver}") from error
-        end.sender.add(_Sent(work, payload, label))
+        payload = tensor.detach().contiguous()
+        if self._backend == "nccl" and payload.device != self._device:  # a header
+            payload = payload.to(self._device)
+        sender.send(payload, label)
 
     @override
     def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
-        # A buffer of its own for every tensor: W may hold it long after the next one arrived.
-        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._wire_device)
-        end = self._ends.get(key)
-        if end is None or end.sender is not None:
+        wire = self._receivers.get(key)
+        if wire is None:
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
+        buffer = self._buffers.take(spec)
         try:
-            work = end.group.recv([buffer], end.peer, _TAG)
+            if self._staging is not None:
+                host = self._staging.host_memory(spec.shape, spec.dtype)
+                return StagedReceive(wire.receive(host), host, buffer, self._staging.here(), self._staging)
+            work = wire.receive(buffer)
         except RuntimeError as error:
-            raise _classified(error, f"posting a receive from rank {key.sender}") from error
-        return _Posted(work, buffer, self._device, self._backend)
+            raise classified(error, f"posting a receive from rank {key.sender}") from error
+        return StreamReceive(work, buffer) if self._backend == "nccl" else HostReceive(work, buffer)
+
+    @property
+    @override
+    def buffer_bytes(self) -> int:
+        return self._buffers.bytes
 
     @override
     def check(self) -> None:
-        for sender in self._senders:
-            sender.check()
+        if self._backend == "nccl":
+            for sender in self._senders.values():
+                sender.look()
+        self._failures.check()
 
     @override
     def flush(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        for sender in self._senders:
+        for sender in self._senders.values():
             sender.flush(deadline)
 
     @override
@@ -197,7 +253,7 @@ class DistributedTransport(Transport):
             # The only barrier that says who is absent.
             dist.monitored_barrier(timeout=timedelta(seconds=timeout), wait_all_ranks=True)
         except RuntimeError as error:
-            raise TimeoutError(_first_line(error)) from error
+            raise TimeoutError(first_line(error)) from error
 
     @override
     def tell(self, peer: int, value: int, timeout: float) -> None:
@@ -218,171 +274,71 @@ class DistributedTransport(Transport):
             if work is not None:
                 work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise _classified(error, f"a control message between ranks {self.rank} and {peer}") from error
+            raise classified(error, f"a control message between ranks {self.rank} and {peer}") from error
+
+    @override
+    def sum_over_replicas(self, tensor: Tensor) -> Reduction:
+        if self.replica_group is None:
+            return _Summed()
+        payload = tensor.to(self._wire_device)  # itself, where it is there already
+        try:
+            work = dist.all_reduce(payload, group=self.replica_group, async_op=True)
+        except RuntimeError as error:
+            raise classified(error, f"summing over the replicas of rank {self.pp_rank}") from error
+        return _Summing(self._waiting(work, payload), tensor)
+
+    @override
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        total = values.clone()
+        return HostReceive(dist.all_reduce(total, async_op=True), total).wait(timeout)
+
+    @override
+    def post(self, name: str, value: str) -> None:
+        with _naming_the_store():
+            self._notes.set(name, value)
+
+    @override
+    def posted(self, name: str) -> str | None:
+        with _naming_the_store():
+            return self._notes.get(name).decode() if self._notes.check([name]) else None
 
     @override
     def close(self) -> None:
-        for sender in self._senders:
+        for sender in self._senders.values():
             sender.close()
         self._senders.clear()
-        self._ends.clear()
+        self._receivers.clear()
+        self._buffers.clear()
         self._opened.clear()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a broken group cannot be taken down in order
                 dist.destroy_process_group()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _End:
-    """This rank's end of a channel. Sends and receives go to the group itself: the functions of
-    ``torch.distributed`` look up again, at every call, what never changes.
-    """
+class _Summed:
+    """The sum of one."""
 
-    group: dist.ProcessGroup
-    peer: int
-    """The other end's rank within the group."""
-
-    sender: _Sender | None
-    """None at the receiving end."""
+    def wait(self, timeout: float) -> None:
+        """It is there."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Posted:
-    work: dist.Work
-    buffer: Tensor
-    device: torch.device
-    backend: Backend
+class _Summing:
+    """A sum that arrives where the network writes, and then where it is wanted."""
 
-    def wait(self, timeout: float) -> Tensor:
-        """Arrived, or on NCCL: arrived as far as this rank's current stream is concerned."""
-        try:
-            if self.backend == "nccl":
-                self._poll(timeout)
-            self.work.wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise _classified(error, "receive") from error
-        return self.buffer if self.buffer.device == self.device else self.buffer.to(self.device)
+    sum: HostReceive | StreamReceive
+    target: Tensor
 
-    def _poll(self, timeout: float) -> None:
-        """NCCL's own wait only orders streams, and its watchdog aborts the process: time it here."""
-        deadline = time.monotonic() + timeout
-        while not self.work.is_completed():
-            if time.monotonic() > deadline:
-                raise TimeoutError("nothing arrived")
-            time.sleep(_POLL_SECONDS / 10)
+    def wait(self, timeout: float) -> None:
+        """Until ``target`` holds it."""
+        found = self.sum.wait(timeout)
+        if found is not self.target:
+            self.target.copy_(found)
 
 
-class _Sent(NamedTuple):
-    work: dist.Work
-    payload: Tensor
-    label: str
-
-
-class _Sender(Protocol):
-    """Keeps the sends of one channel alive until they are done."""
-
-    def add(self, sent: _Sent) -> None: ...
-
-    def check(self) -> None: ...
-
-    def flush(self, deadline: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _ThreadSender:
-    """Waits for sends in a thread of its own (gloo)."""
-
-    def __init__(self, key: ChannelKey):
-        self._key = key
-        self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
-        self._added = 0
-        self._finished = 0
-        self._current = ""
-        self._failure: Exception | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._reap, name=f"sends of {key}", daemon=True)
-        self._thread.start()
-
-    def add(self, sent: _Sent) -> None:
-        self._added += 1
-        self._queue.put(sent)
-
-    def check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def flush(self, deadline: float) -> None:
-        # By looking, once a run: a condition would cost every send something.
-        while self._finished < self._added:
-            self.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._key.receiver} did not take {self._current}")
-            time.sleep(_POLL_SECONDS)
-        self.check()
-
-    def close(self) -> None:
-        self._closed = True
-        self._queue.put(None)
-        self._thread.join(timeout=0.2)  # a daemon: one that still waits for a lost peer is left behind
-
-    def _reap(self) -> None:
-        while True:
-            try:
-                sent = self._queue.get(timeout=60.0)
-            except Empty:
-                continue
-            if sent is None:
-                return
-            self._current = sent.label
-            try:
-                # How long a peer may take is for it to say, whose receive has the timeout: it may be busy
-                # with other microbatches. This one ends with the connection, or with the process.
-                sent.work.wait(_EVER)
-            except RuntimeError as error:
-                if not self._closed:
-                    self._failure = _classified(error, f"sending {sent.label} to rank {self._key.receiver}")
-            del sent
-            self._finished += 1
-
-
-class _PollSender:
-    """Asks the sends whether they are done (NCCL)."""
-
-    def __init__(self, key: ChannelKey):
-        self._key = key
-        self._sent: deque[_Sent] = deque()
-
-    def add(self, sent: _Sent) -> None:
-        self.check()
-        self._sent.append(sent)
-
-    def check(self) -> None:
-        while self._sent and self._sent[0].work.is_completed():
-            done = self._sent.popleft()
-            error = done.work.exception() if not done.work.is_success() else None
-            if error is not None:
-                raise ConnectionError(f"sending {done.label} to rank {self._key.receiver} failed: {error}")
-
-    def flush(self, deadline: float) -> None:
-        self.check()
-        while self._sent:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._key.receiver} did not take {self._sent[0].label}")
-            time.sleep(_POLL_SECONDS)
-            self.check()
-
-    def close(self) -> None:
-        self._sent.clear()
-
-
-def _classified(error: Exception, what: str) -> TimeoutError | ConnectionError:
-    """torch raises RuntimeError for both; the text says which."""
-    text = _first_line(error)
-    if isinstance(error, dist.DistStoreError) or "timed out" in text.lower() or "timeout" in text.lower():
-        return TimeoutError(f"{what}: {text}")
-    return ConnectionError(f"{what}: {text}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+@contextlib.contextmanager
+def _naming_the_store() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(f"the ranks' common store is gone: {first_line(error)}") from error

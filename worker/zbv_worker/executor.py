@@ -1,24 +1,39 @@
 """Walks one rank's action list: waits for an action's input, runs it on its stage, passes its output on.
 
 Nothing here decides what comes next; the plan did. The loop never waits for a send, so a rank stands still
-only where the plan says that it needs a tensor of another rank.
+only where the plan says that it needs a tensor of another rank. On a GPU the host only queues, and stays a
+few actions ahead of the device (:mod:`zbv_worker.timeline`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from zbv_solver.channels import Transfer
-from zbv_solver.orders import Action
 
-from zbv_worker.channels import ChannelKey, Inbox, Outbox, TensorSpec, Transport, key_of
-from zbv_worker.errors import ChannelTimeout, PeerLost
-from zbv_worker.rank_plan import Instruction, Local, RankPlan, Remote, lower
+from zbv_worker.channels import Inbox, Outbox, TensorSpec, Transport, key_of
+from zbv_worker.errors import InvalidRun
+from zbv_worker.place import CurrentPlace, Place, mark_error
+from zbv_worker.rank_plan import Instruction, Local, RankPlan, Remote, forwards, lower
+from zbv_worker.timeline import Clock, Overdue, Queued, Record, Timeline, timeline_of
+from zbv_worker.wait_errors import not_received, overdue, send_failed
+
+__all__ = [
+    "DEFAULT_LOOK_AHEAD",
+    "Batches",
+    "Computation",
+    "Evaluation",
+    "EvaluationBatches",
+    "Executor",
+    "Record",
+    "StepResult",
+]
 
 DEFAULT_LOOK_AHEAD = 3
 
@@ -30,8 +45,16 @@ class Batches(Protocol):
         """Input and target, on the CPU."""
 
 
+@runtime_checkable
+class EvaluationBatches(Protocol):
+    """What a model may have beside :class:`Batches`: data for evaluation only."""
+
+    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """Input and target, on the CPU, of the shapes of training."""
+
+
 class Computation(Protocol):
-    """What the executor asks of a stage: see :class:`zbv_worker.stage.Stage`."""
+    """What the executor asks of a stage in a step: see :class:`zbv_worker.stage.Stage`."""
 
     def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
         """F: the output, or the last stage's loss."""
@@ -46,18 +69,15 @@ class Computation(Protocol):
         """W."""
 
 
-class Record(NamedTuple):
-    """When an action happened, in nanoseconds of the rank's clock.
+@runtime_checkable
+class Evaluation(Protocol):
+    """What the executor asks of a stage in an evaluation."""
 
-    ``wait`` is when the rank turned to the action, ``start`` when its input was there, ``end`` when it was
-    done; ``received`` is the size in bytes of an input that came from another rank.
-    """
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within it, the stage's modules behave as in evaluation."""
 
-    action: Action
-    wait: int
-    start: int
-    end: int
-    received: int = 0
+    def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+        """F that leaves nothing behind."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +108,18 @@ class StepResult:
 
 
 @dataclass
-class _StepState:
-    """What one step carries from action to action."""
+class _State:
+    """What one walk carries from action to action."""
 
     step: int
+    microbatch: Callable[[int, int], tuple[Tensor, Tensor]]
     losses: dict[int, Tensor] = field(default_factory=dict)
     handed_over: dict[tuple[str, Transfer], Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
+
+    def values(self) -> dict[int, float]:
+        """The losses, by microbatch; waits for the device."""
+        return {microbatch: float(loss) for microbatch, loss in self.losses.items()}
 
 
 class Executor:
@@ -110,6 +135,12 @@ class Executor:
         Receives kept posted ahead per channel.
     clock
         Of the records, in nanoseconds; the host's monotonic clock.
+    place
+        Where to say which action the rank has turned to.
+    on_stage_done
+        Called with a stage's index, in a step, right after the action that adds the last to its gradients.
+    timeline
+        When actions happen; by default that of the device.
 
     Raises
     ------
@@ -127,17 +158,25 @@ class Executor:
         device: torch.device,
         timeout: float,
         look_ahead: int = DEFAULT_LOOK_AHEAD,
-        clock: Callable[[], int] = time.perf_counter_ns,
+        clock: Clock = time.perf_counter_ns,
+        place: CurrentPlace | None = None,
+        on_stage_done: Callable[[int], None] | None = None,
+        timeline: Timeline | None = None,
     ):
         self.plan = plan
-        self._clock = clock
-        self._program = lower(plan)
+        self._rank = transport.rank
+        replica, layout = transport.replica, transport.layout
+        self._program = lower(plan, lambda position: layout.global_rank(position, replica))
+        self._forwards = forwards(self._program)
         self._stages = stages
         self._batches = batches
         self._transport = transport
         self._device = device
-        self._is_cuda = device.type == "cuda"
         self._timeout = timeout
+        self._place = place if place is not None else CurrentPlace()
+        self._on_stage_done = on_stage_done
+        self._timeline = timeline if timeline is not None else timeline_of(device, clock)
+        self._last = plan.placement.n_stages - 1
         self._specs: dict[int, TensorSpec] = {}
         mine = plan.rank
         self._outboxes = {key_of(c): Outbox(transport, c) for c in plan.channels if c.sender == mine}
@@ -155,44 +194,103 @@ class Executor:
         ChannelTimeout, PeerLost
             When a peer does not deliver. The transport is unusable afterwards.
         """
-        state = _StepState(step)
-        records = []
-        clock = self._clock
+        state = _State(step, self._batches.microbatch)
         for inbox in self._inboxes.values():
             inbox.begin()
-        for instruction in self._program:
-            try:
-                wait = clock()
-                value = self._input(instruction, state)
-                start = clock()
-                output = self._run(instruction, value, state)
-                if self._is_cuda:
-                    torch.cuda.current_stream(self._device).synchronize()
-                end = clock()
-                self._deliver(instruction, output, state)
-            except Exception as error:
-                error.add_note(f"rank {self.plan.rank}, step {step}, action {instruction.action}")
-                raise
-            received = value.nbytes if value is not None and isinstance(instruction.source, Remote) else 0
-            records.append(Record(instruction.action, wait, start, end, received))
-        losses = {microbatch: float(loss) for microbatch, loss in state.losses.items()}
-        return StepResult(step, losses, tuple(records))
+        records = self._walk(self._program, self._run, state)
+        return StepResult(step, state.values(), records)
 
-    def _input(self, instruction: Instruction, state: _StepState) -> Tensor | None:
-        action, source = instruction.action, instruction.source
+    def evaluate(self, step: int) -> dict[int, float]:
+        """Run the plan's forwards alone; losses by microbatch where the last stage is. Nothing else changes.
+
+        Collective over the pipeline, between steps. Modules are in evaluation mode, nothing is kept for a
+        backward, and activations go over their channels in the order in which a step sends them. Without
+        backwards nothing holds up the first ranks: outputs wait at their senders until they are taken, up to
+        one per microbatch.
+
+        Parameters
+        ----------
+        step
+            Handed to the model's ``evaluation_microbatch``, or to ``microbatch`` where it has none.
+
+        Raises
+        ------
+        ChannelTimeout, PeerLost
+            As :meth:`step`.
+        InvalidRun
+            When a stage cannot be evaluated.
+        """
+        state = _State(step, _evaluation_data(self._batches))
+        with ExitStack() as stack:
+            for index, stage in self._stages.items():
+                stack.enter_context(_evaluation(index, stage).evaluating())
+            for key, inbox in self._inboxes.items():
+                if key.kind == "activation":
+                    inbox.begin()
+            self._walk(self._forwards, self._evaluate, state)
+            return state.values()
+
+    def _walk(
+        self,
+        program: Iterable[Instruction],
+        run: Callable[[Instruction, Tensor | None, _State], Tensor | None],
+        state: _State,
+    ) -> tuple[Record, ...]:
+        """Run instructions in order; what happened when."""
+        timeline, place, step = self._timeline, self._place, state.step
+        timeline.begin()
+        mark, done = timeline.mark, self._on_stage_done
+        limit = timeline.run_ahead
+        queued = Queued(limit, self._timeout, self._transport.check) if limit is not None else None
+        records = []
+        instruction: Instruction | None = None
+        try:
+            for instruction in program:
+                place.now = (step, instruction)
+                if queued is not None:
+                    queued.make_room()
+                wait = mark()
+                value = self._input(instruction, state)
+                start = mark()
+                output = run(instruction, value, state)
+                end = mark()
+                if queued is not None:
+                    queued.add(instruction, start, end)
+                self._deliver(instruction, output, state)
+                if done is not None and instruction.completes_stage:
+                    done(instruction.action.stage)
+                received = value.nbytes if value is not None and instruction.peer is not None else 0
+                records.append(Record(instruction.action, wait, start, end, received))
+                del value, output  # the next action's input may take their place
+            if queued is not None:
+                queued.finish()
+            return timeline.resolved(records)
+        except Overdue as late:
+            error = overdue(late, self._rank, self._timeout)
+            self._mark(error, step, late.instruction)
+            raise error from late
+        except Exception as error:
+            self._mark(error, step, instruction)
+            raise
+
+    def _input(self, instruction: Instruction, state: _State) -> Tensor | None:
+        source = instruction.source
         try:
             self._transport.check()
-            if isinstance(source, Remote):
-                return self._inboxes[source.channel].take(source.transfer, self._timeout)
         except (TimeoutError, ConnectionError) as error:
-            raise self._named(error, action, source if isinstance(source, Remote) else None) from error
+            raise send_failed(error, self._rank, instruction) from error
+        if isinstance(source, Remote):
+            try:
+                return self._inboxes[source.channel].take(source.transfer, self._timeout)
+            except (TimeoutError, ConnectionError) as error:
+                raise not_received(error, self._rank, instruction, self._timeout) from error
         if isinstance(source, Local):
             return state.handed_over.pop((source.kind, source.transfer))
-        if action.letter == "F":
-            return self._data(action.microbatch, state)
+        if instruction.action.letter == "F":
+            return self._data(instruction.action.microbatch, state)
         return None
 
-    def _run(self, instruction: Instruction, value: Tensor | None, state: _StepState) -> Tensor | None:
+    def _run(self, instruction: Instruction, value: Tensor | None, state: _State) -> Tensor | None:
         action = instruction.action
         stage, microbatch = self._stages[action.stage], action.microbatch
         if action.letter == "W":
@@ -202,18 +300,27 @@ class Executor:
             return stage.backward_input(microbatch, value)
         if action.letter == "B":
             return stage.backward(microbatch, value)
-        if value is None:  # lowering gives every F a source or the data
-            raise RuntimeError(f"{action} has no input")
-        is_last = action.stage == self.plan.placement.n_stages - 1
-        target = self._target(microbatch, state) if is_last else None
-        output = stage.forward(microbatch, value, target, split=instruction.split)
-        if is_last:
-            state.losses[microbatch] = output
+        output = stage.forward(
+            microbatch, _given(value), self._target(instruction, state), split=instruction.split
+        )
+        return self._forwarded(instruction, output, state)
+
+    def _evaluate(self, instruction: Instruction, value: Tensor | None, state: _State) -> Tensor | None:
+        """In place of :meth:`_run`, of F's only."""
+        stage = _evaluation(instruction.action.stage, self._stages[instruction.action.stage])
+        output = stage.evaluate(_given(value), self._target(instruction, state))
+        return self._forwarded(instruction, output, state)
+
+    def _forwarded(self, instruction: Instruction, output: Tensor, state: _State) -> Tensor | None:
+        """What an F hands on: its output, but a loss is kept."""
+        action = instruction.action
+        if action.stage == self._last:
+            state.losses[action.microbatch] = output
             return None
         self._specs[action.stage] = TensorSpec.of(output)
         return output
 
-    def _deliver(self, instruction: Instruction, output: Tensor | None, state: _StepState) -> None:
+    def _deliver(self, instruction: Instruction, output: Tensor | None, state: _State) -> None:
         sink = instruction.sink
         if output is None or sink is None:
             return
@@ -223,40 +330,47 @@ class Executor:
         try:
             self._outboxes[sink.channel].send(sink.transfer, output, str(instruction.action))
         except (TimeoutError, ConnectionError) as error:
-            raise self._named(error, instruction.action, None) from error
+            raise send_failed(error, self._rank, instruction) from error
 
-    def _data(self, microbatch: int, state: _StepState) -> Tensor:
-        input, target = self._batches.microbatch(state.step, microbatch)
-        if self.plan.placement.n_stages - 1 in self._stages:
+    def _data(self, microbatch: int, state: _State) -> Tensor:
+        input, target = state.microbatch(state.step, microbatch)
+        if self._last in self._stages:
             state.targets[microbatch] = target
-        return input.to(self._device)
+        return self._on_device(input)
 
-    def _target(self, microbatch: int, state: _StepState) -> Tensor:
-        target = state.targets.pop(microbatch, None)
+    def _target(self, instruction: Instruction, state: _State) -> Tensor | None:
+        action = instruction.action
+        if action.stage != self._last:
+            return None
+        target = state.targets.pop(action.microbatch, None)
         if target is None:
-            _, target = self._batches.microbatch(state.step, microbatch)
-        return target.to(self._device)
+            _, target = state.microbatch(state.step, action.microbatch)
+        return self._on_device(target)
 
-    def _named(self, error: Exception, action: Action, source: Remote | None) -> ChannelTimeout | PeerLost:
-        """A transport's error with what it means for this rank."""
-        rank = self.plan.rank
-        kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
-        if source is None:
-            return kind(f"rank {rank} at {action}: an earlier send failed ({error}).")
-        key, transfer = source.channel, source.transfer
-        what = f"the {key.kind} of {_producer(key, transfer)} from rank {key.sender}"
-        if isinstance(error, TimeoutError):
-            return ChannelTimeout(
-                f"rank {rank} waited {self._timeout:g} s at {action} for {what}, and it did not come. See "
-                f"what rank {key.sender} does; if it is merely slow, raise --timeout."
-            )
-        return PeerLost(
-            f"rank {rank} waited at {action} for {what}, and the connection broke ({error}). Look at why "
-            f"rank {key.sender} ended."
-        )
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        if self._device.type == "cuda" and tensor.device.type == "cpu":
+            # From pageable memory the copy would hold up the host until the device had come to it.
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.to(self._device)
+
+    def _mark(self, error: Exception, step: int, instruction: Instruction | None) -> None:
+        """Have an error say where it happened, to people and to :func:`place_of_error`."""
+        action = None if instruction is None else str(instruction.action)
+        mark_error(error, Place(step, action, None if instruction is None else instruction.peer))
+        error.add_note(f"rank {self._rank}, step {step}, action {action}")
 
 
-def _producer(key: ChannelKey, transfer: Transfer) -> str:
-    if key.kind == "activation":
-        return f"{transfer.boundary}F{transfer.microbatch}"
-    return f"stage {transfer.boundary + 1}, microbatch {transfer.microbatch}"
+def _given(value: Tensor | None) -> Tensor:
+    if value is None:  # lowering gives every F a source or the data
+        raise RuntimeError("found an F without an input")
+    return value
+
+
+def _evaluation_data(batches: Batches) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    return batches.evaluation_microbatch if isinstance(batches, EvaluationBatches) else batches.microbatch
+
+
+def _evaluation(index: int, stage: Computation) -> Evaluation:
+    if not isinstance(stage, Evaluation):
+        raise InvalidRun(f"stage {index}: a {type(stage).__name__} cannot be evaluated; it has no model.")
+    return stage

@@ -87,7 +87,7 @@ class Generation:
 
     def places(self) -> list[dict[str, Any]]:
         """Where this node's ranks are, as far as they said."""
-        found = (read_json(place_file(self._folder, rank)) for rank in self._ranks)
+        found = (read_json(place_file(self._folder, rank)) for rank in self.ranks)
         return [place for place in found if isinstance(place, dict)]
 
     def end(self) -> GenerationEnd:
@@ -103,7 +103,13 @@ class Generation:
         return GenerationEnd("failed", (self._launch_failure(status),))
 
     @property
-    def _ranks(self) -> range:
+    def folder(self) -> Path:
+        """Where everything of it is kept."""
+        return self._folder
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
         first = self.work.node_rank * self.work.ranks_per_node
         return range(first, first + self.work.ranks_per_node)
 
@@ -125,7 +131,7 @@ class Generation:
         """What the ranks said, and what the launcher saw of those that could not say anything."""
         failures = []
         failed = outcome["failed"] if isinstance(outcome, dict) else {}
-        for rank in self._ranks:
+        for rank in self.ranks:
             told = read_json(failure_file(self._folder, rank))
             if isinstance(told, dict):
                 failures.append({**told, "detail": str(told["detail"]).replace("\0", "")[:_MAX_DETAIL]})

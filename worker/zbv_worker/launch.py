@@ -14,9 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from zbv_worker.errors import WorkerError
 
@@ -89,6 +89,36 @@ def python_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
+class Process(Protocol):
+    """What is needed of a rank's process; :class:`subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status as far as it is known; negative for a signal."""
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+
+    def send_signal(self, sig: int) -> None:
+        """Signal the process unless it has ended."""
+
+
+def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """Start a process with nothing but this environment, its output in a file."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
 class LocalRanks:
     """Processes of one pipeline on this machine.
 
@@ -108,7 +138,7 @@ class LocalRanks:
         self._commands = commands
         self._log_dir = log_dir
         self._environment = dict(environment or {})
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
 
     def __enter__(self) -> LocalRanks:
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -167,17 +197,9 @@ class LocalRanks:
             while any(process.poll() is None for process in running) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
 
-    def _start(self, rank: int, command: Sequence[str], port: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, command: Sequence[str], port: int) -> Process:
         added = {**rank_environment(rank, len(self._commands), port), **self._environment}
-        with ExitStack() as stack:
-            log = stack.enter_context(self._log_path(rank).open("wb"))
-            return subprocess.Popen(
-                command,
-                env={**os.environ, **added},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        return start_process(command, {**os.environ, **added}, self._log_path(rank))
 
     def _raise_failure(self) -> None:
         failed = [rank for rank, process in enumerate(self._processes) if process.returncode]

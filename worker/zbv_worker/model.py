@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,6 +29,8 @@ class PipelineModel(Protocol):
     - A layer's initial parameters depend on the seed and the layer, never on S or on which other layers are
       built beside it. Then every placement trains the same model.
     - A parameter's name is the same in every cut (name modules after their layer, not after their place).
+    - What else a model may offer: :class:`Tied`, :class:`Evaluated`, a schedule of the learning rate
+      (:class:`zbv_worker.update.Scheduled`), data with a state (:class:`zbv_worker.checkpoint.StatefulData`).
     - A stage maps one floating-point tensor to one; the first takes the microbatch's input. Their shapes do
       not change from microbatch to microbatch. A stage's output may be a view, but a stage must not write to
       its input.
@@ -48,6 +50,25 @@ class PipelineModel(Protocol):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of one rank's parameters."""
+
+
+@runtime_checkable
+class Tied(Protocol):
+    """A model of which stages share parameters, for instance the embedding and the language-model head."""
+
+    def tied_parameters(self) -> Sequence[tuple[str, str]]:
+        """Pairs of names: the second parameter is the first.
+
+        Both must lie on one rank, as the first stage and the last do in a V.
+        """
+
+
+@runtime_checkable
+class Evaluated(Protocol):
+    """A model that keeps data for evaluation; without, evaluations use the step's microbatches."""
+
+    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`PipelineModel.microbatch`."""
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,18 @@
 """Where a rank is: the step and the action that its executor turned to last, and whom it waits for.
 
-Read from outside, off the executor's frame: between actions every microsecond is one in which a rank does
-not compute, so the loop keeps no account of itself. What another thread reads may be an action old.
+The executor says so itself, once per action and at the price of one store: between actions every microsecond
+is one in which a rank does not compute. Other threads read it when they like.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from types import FrameType, TracebackType
-from typing import Any
 
-from zbv_worker.executor import Executor
-from zbv_worker.rank_plan import Instruction, Remote
+from zbv_worker.rank_plan import Instruction
 from zbv_worker.state_files import write_json
 
-_LOOP = Executor.step.__code__
+_ATTRIBUTE = "zbv_place"
 
 
 @dataclass(frozen=True)
@@ -27,7 +22,7 @@ class Place:
     Attributes
     ----------
     peer
-        The rank whose tensor the action needs.
+        The global rank whose tensor the action needs.
     """
 
     step: int | None = None
@@ -35,42 +30,46 @@ class Place:
     peer: int | None = None
 
 
-def place_of_thread(thread_id: int) -> Place | None:
-    """Where a thread's executor is; None when it is in none (between steps, say)."""
-    return _first(_outwards(sys._current_frames().get(thread_id)))
+class CurrentPlace:
+    """Where a rank is now. One thread says so, any thread may ask.
+
+    Attributes
+    ----------
+    now
+        Step and instruction, in one tuple: whoever reads it finds two that belong together.
+    """
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now: tuple[int, Instruction] | None = None
+
+    def read(self) -> Place:
+        """The place in words."""
+        now = self.now
+        if now is None:
+            return Place()
+        step, instruction = now
+        return Place(step, str(instruction.action), instruction.peer)
+
+
+def mark_error(error: BaseException, place: Place) -> None:
+    """Have an error say where its rank was; what an inner executor said stands."""
+    if not isinstance(getattr(error, _ATTRIBUTE, None), Place):
+        setattr(error, _ATTRIBUTE, place)
 
 
 def place_of_error(error: BaseException) -> Place | None:
-    """Where an executor was when it raised; None when none did."""
-    return _first(_inwards(error.__traceback__))
-
-
-def _first(frames: Iterator[FrameType]) -> Place | None:
-    for frame in frames:
-        if frame.f_code is _LOOP:
-            values = frame.f_locals
-            return _place(values.get("step"), values.get("instruction"))
+    """Where a rank was when it raised, as said by the error or one of its causes; None when none does."""
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        place = getattr(cause, _ATTRIBUTE, None)
+        if isinstance(place, Place):
+            return place
+        cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _place(step: Any, instruction: Any) -> Place:
-    if not isinstance(instruction, Instruction):
-        return Place(step)
-    source = instruction.source
-    peer = source.channel.sender if isinstance(source, Remote) else None
-    return Place(step, str(instruction.action), peer)
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _inwards(trace: TracebackType | None) -> Iterator[FrameType]:
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
 
 
 class PlaceWriter:
@@ -80,17 +79,19 @@ class PlaceWriter:
     ----------
     path
         Replaced as a whole, so that readers never see half of it.
+    place
+        What to look at.
     seconds
         Between two looks.
     """
 
-    def __init__(self, path: str, rank: int, seconds: float = 0.25):
+    def __init__(self, path: str, rank: int, place: CurrentPlace, seconds: float = 0.25):
         self._path = path
         self._rank = rank
+        self._place = place
         self._seconds = seconds
-        self._watched = threading.get_ident()
         self._ended = threading.Event()
-        self._last = Place()
+        self._written: Place | None = None
         self._thread = threading.Thread(target=self._write_on, name="zbv-place", daemon=True)
 
     def __enter__(self) -> PlaceWriter:
@@ -101,15 +102,17 @@ class PlaceWriter:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(timeout=5.0)
+        self._write()  # where it ended
 
     def _write_on(self) -> None:
         while not self._ended.wait(self._seconds):
-            found = place_of_thread(self._watched)
-            if found is not None and found != self._last:
-                self._last = found
-                self._write()
+            self._write()
 
     def _write(self) -> None:
-        place = asdict(self._last)
-        del place["peer"]
-        write_json(self._path, {"rank": self._rank, **place})
+        place = self._place.read()
+        if place == self._written:
+            return
+        self._written = place
+        fields = asdict(place)
+        del fields["peer"]
+        write_json(self._path, {"rank": self._rank, **fields})

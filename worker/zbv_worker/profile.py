@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
 
+from pydantic import TypeAdapter
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem, Units
 from zbv_solver.schema import problem_json
@@ -52,16 +53,88 @@ class ProfileOptions:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """A time that was measured repeatedly, in seconds: the middle one, and the one that a tenth exceed."""
+
+    median: float
+    p90: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """The spread of some measurements."""
+        ordered = sorted(seconds)
+        return cls(median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 9 // 10)])
+
+
+@dataclass(frozen=True)
 class StageProfile:
-    """One stage: times in seconds, memory in bytes held after F and after I (and none after W)."""
+    """One stage: its times, and memory in bytes.
+
+    Attributes
+    ----------
+    held_after_forward, held_after_input, held_after_weight
+        Of a microbatch, after F, after I and after W.
+    workspace
+        Beyond what is held before or after an action, while one runs: the most of F, I, W and B.
+    """
 
     stage: int
-    forward: float
-    backward_input: float
-    backward_weight: float
-    backward: float
+    forward: Spread
+    backward_input: Spread
+    backward_weight: Spread
+    backward: Spread
     held_after_forward: int
     held_after_input: int
+    held_after_weight: int = 0
+    workspace: int = 0
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """What a rank holds all the time, in bytes.
+
+    Attributes
+    ----------
+    buffers
+        Of the modules (running statistics).
+    receives
+        Buffers of receives that are posted ahead.
+    workspace
+        What an action needs only while it runs; one runs at a time, so the largest.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    receives: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        """Their sum, the problem's ``static``."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class LinkSample:
+    """Transfers of one size."""
+
+    bytes: int
+    seconds: Spread
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """Transfers from one rank to another, and what they say: latency in seconds, and bandwidth in bytes per
+    second (None where larger transfers took no longer).
+    """
+
+    sender: int
+    receiver: int
+    samples: tuple[LinkSample, ...]
+    latency: float
+    bandwidth: float | None
 
 
 @dataclass(frozen=True)
@@ -70,30 +143,41 @@ class RankProfile:
 
     Attributes
     ----------
-    static_bytes
-        Parameters, gradients, optimizer state, and receive buffers posted ahead.
     p2p
-        One-way latency in seconds, by boundary, of those whose measurement this rank timed.
+        One way, in seconds, by boundary, of those whose measurement this rank timed.
+    links
+        Those that this rank timed.
     """
 
     rank: int
     stages: tuple[StageProfile, ...]
-    static_bytes: int
-    p2p: dict[int, float]
+    static: StaticBytes
+    p2p: dict[int, Spread]
+    links: tuple[LinkProfile, ...] = ()
 
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> RankProfile:
-        """Read what :func:`dataclasses.asdict` made."""
-        return cls(
-            rank=document["rank"],
-            stages=tuple(StageProfile(**stage) for stage in document["stages"]),
-            static_bytes=document["static_bytes"],
-            p2p={int(boundary): seconds for boundary, seconds in document["p2p"].items()},
-        )
+
+_RANK_PROFILE = TypeAdapter(RankProfile)
+
+
+def read_rank(text: str) -> RankProfile:
+    """Read what :func:`rank_json` wrote."""
+    return _RANK_PROFILE.validate_json(text)
+
+
+def rank_json(found: RankProfile) -> str:
+    """A rank's measurements as JSON."""
+    return _RANK_PROFILE.dump_json(found).decode()
 
 
 def profile(options: ProfileOptions, on_round: Callable[[int], None] | None = None) -> Problem:
-    """Measure, with one process per rank, and return the problem: times in us, memory in bytes.
+    """Measure, and return the problem: times in us, memory in bytes. See :func:`measure_ranks`."""
+    return to_problem(options, measure_ranks(options, on_round))
+
+
+def measure_ranks(
+    options: ProfileOptions, on_round: Callable[[int], None] | None = None
+) -> list[RankProfile]:
+    """Measure with one process per rank; what each found, by rank.
 
     Parameters
     ----------
@@ -117,31 +201,25 @@ def profile(options: ProfileOptions, on_round: Callable[[int], None] | None = No
                     on_round(ranks.log(0).count(PROGRESS_MARK))
 
             ranks.wait(timeout=options.timeout * 5, on_poll=poll)
-        found = [
-            RankProfile.from_json(json.loads((folder / f"profile-{rank}.json").read_text()))
-            for rank in range(options.pp_degree)
-        ]
-    return to_problem(options, found)
+        return [read_rank((folder / f"profile-{rank}.json").read_text()) for rank in range(options.pp_degree)]
 
 
 def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem:
     """The problem that the ranks' measurements describe, placement v."""
     placement = Placement.of("v", options.pp_degree)
     stages = sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
-    p2p: dict[int, float] = {}
-    for rank in ranks:
-        p2p |= rank.p2p
+    p2p = {boundary: spread.median for rank in ranks for boundary, spread in rank.p2p.items()}
     held = tuple(float(stage.held_after_forward) for stage in stages)
     between = tuple(float(stage.held_after_input) for stage in stages)
-    static = tuple(float(rank.static_bytes) for rank in sorted(ranks, key=lambda rank: rank.rank))
+    static = tuple(float(rank.static.total) for rank in sorted(ranks, key=lambda rank: rank.rank))
     return Problem(
         placement=placement,
         microbatches=options.microbatches,
         costs=Costs(
-            forward=_microseconds([stage.forward for stage in stages]),
-            backward_input=_microseconds([stage.backward_input for stage in stages]),
-            backward_weight=_microseconds([stage.backward_weight for stage in stages]),
-            backward=_microseconds([stage.backward for stage in stages]),
+            forward=_microseconds([stage.forward.median for stage in stages]),
+            backward_input=_microseconds([stage.backward_input.median for stage in stages]),
+            backward_weight=_microseconds([stage.backward_weight.median for stage in stages]),
+            backward=_microseconds([stage.backward.median for stage in stages]),
             p2p=_microseconds([p2p.get(boundary, 0.0) for boundary in range(placement.n_stages - 1)]),
         ),
         memory=Memory(

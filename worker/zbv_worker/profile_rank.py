@@ -10,13 +10,9 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from itertools import chain
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +21,29 @@ from zbv_solver.orders import Action, Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
 
-from zbv_worker.channels import ChannelKey, TensorSpec, Transport, key_of
+from zbv_worker.channels import Transport, key_of
 from zbv_worker.distributed import DistributedTransport, World, select_device
-from zbv_worker.executor import DEFAULT_LOOK_AHEAD, Executor
+from zbv_worker.executor import Executor
 from zbv_worker.launch import keep_freed_memory, pin_to_core
-from zbv_worker.memory import LiveBytes
-from zbv_worker.model import ModelSpec, PipelineModel
-from zbv_worker.profile import PROGRESS_MARK, ProfileOptions, RankProfile, StageProfile
+from zbv_worker.model import ModelSpec
+from zbv_worker.profile import (
+    PROGRESS_MARK,
+    LinkProfile,
+    ProfileOptions,
+    RankProfile,
+    Spread,
+    StageProfile,
+    rank_json,
+)
+from zbv_worker.profile_links import LinkProfiler
+from zbv_worker.profile_memory import received_bytes, stage_memory, static_bytes
 from zbv_worker.rank_plan import RankPlan
-from zbv_worker.run import build_stages
 from zbv_worker.stage import Stage
+from zbv_worker.stages import build_stages
+from zbv_worker.stopwatch import Seconds, stopwatch
 
 _WARM_UP = 3
 _IN_FLIGHT = 2
-_PING_PONGS = 20
 
 
 class RankProfiler:
@@ -48,6 +53,8 @@ class RankProfiler:
         self._options = options
         self._transport = transport
         self._device = device
+        self._stopwatch = stopwatch(device)
+        self._link_profiler = LinkProfiler(transport, device, options.timeout, self._stopwatch.settle)
         self._problem = _one_microbatch(options.pp_degree)
         orders = _there_and_back(self._problem)
         self._plan = RankPlan.of("profile", self._problem, orders, transport.rank)
@@ -66,21 +73,24 @@ class RankProfiler:
         ).step(0)
         for given in seen.values():
             given.release()
-        optimizer_bytes = self._optimizer_bytes(model, stages)
-        times = self._times(seen)
-        latencies = {
-            boundary: latency
-            for boundary in range(self._problem.n_stages - 1)
-            if (latency := self._ping_pong(boundary, seen)) is not None
-        }
-        profiles = tuple(
-            StageProfile(index, *times[index], *self._held_bytes(given)) for index, given in seen.items()
+        placement, mine = self._problem.placement, transport.rank
+        receives = received_bytes(
+            placement,
+            mine,
+            {index: given.input for index, given in seen.items()},
+            {index: given.gradient for index, given in seen.items()},
         )
-        static = optimizer_bytes + DEFAULT_LOOK_AHEAD * self._received_bytes(seen)
-        return RankProfile(transport.rank, profiles, static, latencies)
+        held = {
+            index: stage_memory(given.stage, given.input, given.target, given.gradient, self._device)
+            for index, given in seen.items()
+        }
+        static = static_bytes(model, stages, receives, max(m.workspace for m in held.values()))
+        times = self._times(seen)
+        profiles = tuple(StageProfile(index, *times[index], *astuple(held[index])) for index in seen)
+        return RankProfile(mine, profiles, static, self._p2p(seen), self._links(seen))
 
-    def _times(self, seen: dict[int, _Seen]) -> dict[int, tuple[float, float, float, float]]:
-        """Medians of F, I, W and B by stage, in seconds."""
+    def _times(self, seen: dict[int, _Seen]) -> dict[int, tuple[Spread, Spread, Spread, Spread]]:
+        """F, I, W and B by stage."""
         measured: dict[tuple[int, str], list[float]] = {
             (index, letter): [] for index in seen for letter in "FIWB"
         }
@@ -89,15 +99,16 @@ class RankProfiler:
             # Ranks begin every round together, so that each is measured while the others are busy.
             self._transport.barrier(self._options.timeout)
             found = self._round(seen)
+            self._stopwatch.settle()
             if turn >= _WARM_UP:
                 for key, seconds in found:
-                    measured[key].append(seconds)
+                    measured[key].append(seconds())
             sys.stdout.write(f"{PROGRESS_MARK} {turn}\n")
             sys.stdout.flush()
-        middle = {key: median(values) for key, values in measured.items()}
-        return {i: (middle[i, "F"], middle[i, "I"], middle[i, "W"], middle[i, "B"]) for i in seen}
+        of = {key: Spread.of(values) for key, values in measured.items()}
+        return {i: (of[i, "F"], of[i, "I"], of[i, "W"], of[i, "B"]) for i in seen}
 
-    def _round(self, seen: dict[int, _Seen]) -> list[tuple[tuple[int, str], float]]:
+    def _round(self, seen: dict[int, _Seen]) -> list[tuple[tuple[int, str], Seconds]]:
         """Times of some actions, in an order as plans have it.
 
         All stages and several microbatches take turns: a stage that runs again and again finds its weights
@@ -108,80 +119,42 @@ class RankProfiler:
             for letter in letters:
                 for j in range(_IN_FLIGHT):
                     for index, given in seen.items():
-                        seconds = self._timed(_action(given, letter, j, split=split))
+                        seconds = self._stopwatch.time(_action(given, letter, j, split=split))
                         found.append(((index, letter), seconds))
         return found
 
-    def _timed(self, work: Callable[[], object]) -> float:
-        self._synchronise()
-        start = time.perf_counter()
-        work()
-        self._synchronise()
-        return time.perf_counter() - start
+    def _p2p(self, seen: dict[int, _Seen]) -> dict[int, Spread]:
+        """One way of what crosses a boundary, there and back alike; on the rank that times it."""
+        found = {}
+        for boundary, (near, far) in self._crossings():
+            self._transport.barrier(self._options.timeout)
+            if self._transport.rank not in (near, far):
+                continue
+            tensor = seen[boundary].output if self._transport.rank == near else seen[boundary + 1].input
+            trips = self._link_profiler.round_trips(near, far, tensor.nbytes, tensor.nbytes)
+            if trips:
+                found[boundary] = Spread.of([trip / 2 for trip in trips])
+        return found
 
-    def _held_bytes(self, given: _Seen) -> tuple[int, int]:
-        """Bytes held after F and after I. Inputs and gradients count: a rank receives new ones each time."""
-        stage = given.stage
-        with _allocated(self._device) as held:
-            stage.forward(0, given.input.clone(), given.target, split=True)
-            after_forward = held()
-            stage.backward_input(0, None if given.gradient is None else given.gradient.clone())
-            after_input = held()
-            stage.backward_weight(0)
-        return max(0, after_forward), max(0, after_input)
+    def _links(self, seen: dict[int, _Seen]) -> tuple[LinkProfile, ...]:
+        """Both directions of every pair of neighbours that this rank is the first of."""
+        found: list[LinkProfile] = []
+        pairs = {tuple(sorted(ranks)): boundary for boundary, ranks in self._crossings()}
+        for (near, far), boundary in sorted(pairs.items()):
+            self._transport.barrier(self._options.timeout)
+            mine = [given for index, given in seen.items() if index in (boundary, boundary + 1)]
+            if self._transport.rank in (near, far):
+                tensor = mine[0].output if mine[0].stage.index == boundary else mine[0].input
+                found += self._link_profiler.links(near, far, tensor.nbytes)
+        return tuple(found)
 
-    def _ping_pong(self, boundary: int, seen: dict[int, _Seen]) -> float | None:
-        """One-way latency of a boundary's activation; None on ranks that do not time it."""
+    def _crossings(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """The boundaries between ranks, and the ranks on both sides."""
         rank_of = self._problem.placement.rank_of
-        near, far = rank_of[boundary], rank_of[boundary + 1]
-        self._transport.barrier(self._options.timeout)
-        if near == far or self._transport.rank not in (near, far):
-            return None
-        there, back = ChannelKey(near, far, "activation"), ChannelKey(far, near, "gradient")
-        if self._transport.rank == far:
-            spec = TensorSpec.of(seen[boundary + 1].input)
-            for _ in range(_PING_PONGS):
-                arrived = self._transport.irecv(there, spec).wait(self._options.timeout)
-                self._transport.isend(back, arrived, "ping-pong")
-            return None
-        output = seen[boundary].output
-        spec, seconds = TensorSpec.of(output), []
-        for _ in range(_PING_PONGS):
-            pending = self._transport.irecv(back, spec)
-            start = time.perf_counter()
-            self._transport.isend(there, output, "ping-pong")
-            pending.wait(self._options.timeout)
-            seconds.append((time.perf_counter() - start) / 2)
-        return median(seconds)
-
-    def _optimizer_bytes(self, model: PipelineModel, stages: dict[int, Stage]) -> int:
-        """Parameters, gradients and optimizer state, which one step brings into being."""
-        parameters = list(chain.from_iterable(stage.module.parameters() for stage in stages.values()))
-        if not parameters:
-            return 0
-        optimizer = model.optimizer(parameters)
-        optimizer.step()
-        state = (value for entry in optimizer.state.values() for value in entry.values())
-        gradients = [parameter.grad for parameter in parameters]
-        return _bytes(chain(parameters, gradients, state))
-
-    def _received_bytes(self, seen: dict[int, _Seen]) -> int:
-        """One tensor of every channel that this rank receives on, the largest where boundaries differ."""
-        placement, mine = self._problem.placement, self._transport.rank
-        largest: dict[ChannelKey, int] = {}
-        for index, given in seen.items():
-            for kind, peer_stage, tensor in (
-                ("activation", index - 1, given.input),
-                ("gradient", index + 1, given.gradient),
-            ):
-                if 0 <= peer_stage < placement.n_stages and placement.rank_of[peer_stage] != mine:
-                    key = ChannelKey(placement.rank_of[peer_stage], mine, kind)  # type: ignore[arg-type]  # of str
-                    largest[key] = max(largest.get(key, 0), _bytes([tensor]))
-        return sum(largest.values())
-
-    def _synchronise(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        for boundary in range(self._problem.n_stages - 1):
+            near, far = rank_of[boundary], rank_of[boundary + 1]
+            if near != far:
+                yield boundary, (near, far)
 
 
 class _Seen:
@@ -225,25 +198,6 @@ def _action(given: _Seen, letter: str, microbatch: int, *, split: bool) -> Calla
     return actions[letter]
 
 
-class _allocated:
-    """``with _allocated(device) as held``: ``held()`` is how many bytes were allocated since, less freed."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._live = LiveBytes()
-
-    def __enter__(self) -> Callable[[], int]:
-        if self._device.type == "cuda":
-            before = torch.cuda.memory_allocated(self._device)
-            return lambda: torch.cuda.memory_allocated(self._device) - before
-        live = self._live.__enter__()
-        return lambda: live.bytes
-
-    def __exit__(self, *raised: Any) -> None:
-        if self._device.type != "cuda":
-            self._live.__exit__(*raised)
-
-
 def _one_microbatch(p: int) -> Problem:
     placement = Placement.of("v", p)
     ones = (1.0,) * placement.n_stages
@@ -258,10 +212,6 @@ def _there_and_back(problem: Problem) -> Orders:
         for stage in order:
             ranks[problem.placement.rank_of[stage]].append(Action(stage, letter, 0))
     return Orders.from_actions(ranks)
-
-
-def _bytes(tensors: Iterable[object]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
 def main(request: Path) -> None:
@@ -281,7 +231,7 @@ def main(request: Path) -> None:
         transport.barrier(options.timeout)
     finally:
         transport.close()
-    (request.parent / f"profile-{world.rank}.json").write_text(json.dumps(asdict(found)))
+    (request.parent / f"profile-{world.rank}.json").write_text(rank_json(found))
 
 
 if __name__ == "__main__":

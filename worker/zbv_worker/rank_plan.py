@@ -5,7 +5,7 @@ A rank plan comes from the service (which sends each rank its own list and chann
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from zbv_solver.channels import Channel, ChannelKind, Transfer, channels, channels_of
@@ -84,16 +84,27 @@ class Instruction:
         is none: data into the first stage, the loss out of the last, and all of W.
     split
         For F: whether the backward comes as I and W.
+    completes_stage
+        Whether no later action adds to the gradients of the action's stage.
+    peer
+        The global rank that the input comes from; None when it comes from no other rank.
     """
 
     action: Action
     source: Remote | Local | None
     sink: Remote | Local | None
     split: bool
+    completes_stage: bool
+    peer: int | None
 
 
-def lower(plan: RankPlan) -> tuple[Instruction, ...]:
+def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Instruction, ...]:
     """A rank's actions with the ends of their inputs and outputs.
+
+    Parameters
+    ----------
+    global_rank
+        Of a position of the pipeline; the two are the same where there is one pipeline.
 
     Raises
     ------
@@ -101,11 +112,32 @@ def lower(plan: RankPlan) -> tuple[Instruction, ...]:
         When the plan's channels do not carry what its actions send and receive, in the order of production.
     """
     split = {(a.stage, a.microbatch) for a in plan.actions if a.letter == "I"}
-    program = tuple(
-        Instruction(a, *_ends(plan, a), split=(a.stage, a.microbatch) in split) for a in plan.actions
-    )
+    # An I adds too: to the gradients that do not wait for W. But its own W comes after it.
+    last_of = {a.stage: a for a in plan.actions if a.letter in "WB"}
+
+    def instruction(action: Action) -> Instruction:
+        source, sink = _ends(plan, action)
+        return Instruction(
+            action,
+            source,
+            sink,
+            split=(action.stage, action.microbatch) in split,
+            completes_stage=action == last_of[action.stage],
+            peer=global_rank(source.channel.sender) if isinstance(source, Remote) else None,
+        )
+
+    program = tuple(map(instruction, plan.actions))
     _check_channels(plan, program)
     return program
+
+
+def forwards(program: Iterable[Instruction]) -> tuple[Instruction, ...]:
+    """The F's of a rank's list, in its order: what an evaluation runs.
+
+    They depend on F's only, so what is left of an executable plan is executable. Every rank leaves the same
+    out, and the channels of activations carry the same transfers in the same order as in a step.
+    """
+    return tuple(i for i in program if i.action.letter == "F")
 
 
 def _ends(plan: RankPlan, action: Action) -> tuple[Remote | Local | None, Remote | Local | None]:

@@ -24,10 +24,10 @@ from zbv_worker.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
 from zbv_worker.launch import keep_freed_memory
 from zbv_worker.merged_trace import RankTrace, claim, collect, render
 from zbv_worker.outcome import CpuUse, Outcome, compare
+from zbv_worker.plan_source import PlanSource
 from zbv_worker.planned import SECONDS, WholePlan
 from zbv_worker.rank_plan import RankPlan
-from zbv_worker.run import PlanSource
-from zbv_worker.sleeping_stage import NoBatches, SleepingStage, sharpen_timer
+from zbv_worker.sleeping_stage import NoBatches, SleepingDevice, SleepingStage, sharpen_timer
 
 DEFAULT_STEPS = 5
 DEFAULT_BYTES = 1 << 16
@@ -134,7 +134,8 @@ class Rehearsal:
         self._transport = transport
         self._clock = clock
         self._scale = options.seconds_per_unit(plan)
-        self._stages = sleeping_stages(plan, mine.rank, self._scale, options.transfer_bytes)
+        self._compute = SleepingDevice()
+        self._stages = sleeping_stages(plan, mine.rank, self._scale, options.transfer_bytes, self._compute)
 
     def run(self) -> Outcome | None:
         """Agree, run all steps, and bring the traces together; collective. Rank 0 returns the outcome."""
@@ -183,7 +184,7 @@ class Rehearsal:
 
     def _cpu(self) -> CpuUse:
         """What this process has used so far, apart from pretending to compute."""
-        sleeping = sum(stage.cpu_nanoseconds for stage in self._stages.values())
+        sleeping = self._compute.cpu_nanoseconds
         return CpuUse(time.thread_time_ns() - sleeping, time.process_time_ns() - sleeping)
 
     def _statement(self) -> Statement:
@@ -200,7 +201,9 @@ class Rehearsal:
         )
 
 
-def sleeping_stages(plan: WholePlan, rank: int, scale: float, size: int) -> Mapping[int, SleepingStage]:
+def sleeping_stages(
+    plan: WholePlan, rank: int, scale: float, size: int, device: SleepingDevice
+) -> Mapping[int, SleepingStage]:
     """A rank's stages, each taking its own costs; ``scale`` in seconds per time unit, ``size`` in bytes."""
     duration, last = plan.problem.arrays.duration, plan.problem.n_stages - 1
     return {
@@ -208,6 +211,7 @@ def sleeping_stages(plan: WholePlan, rank: int, scale: float, size: int) -> Mapp
             {letter: round(duration[code, stage] * scale * 1e9) for code, letter in enumerate("FIWB")},
             None if stage == last else size,
             None if stage == 0 else size,
+            device,
         )
         for stage in plan.problem.placement.stages_of[rank]
     }

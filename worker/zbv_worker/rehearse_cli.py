@@ -120,8 +120,8 @@ def _stop(number: int, _frame: object) -> NoReturn:
 
 
 def _options(parsed: argparse.Namespace) -> RehearseOptions:
+    from zbv_worker.plan_source import PlanSource
     from zbv_worker.rehearse import RehearseOptions
-    from zbv_worker.run import PlanSource
 
     return RehearseOptions(
         source=PlanSource(parsed.server, parsed.plan, parsed.plan_file),

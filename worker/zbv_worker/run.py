@@ -1,69 +1,35 @@
-"""One rank's run: get the plan, agree with the peers, build the stages, train.
+"""One rank's run: get the plan, meet the peers, train.
 
 This is what ``zbv-worker run`` does in each process that torchrun starts.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-from torch import nn
-from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.placement import Placement, PlacementKind
-from zbv_solver.plan import identity, parse_orders, parse_plan_document
-from zbv_solver.schema import problem_json
-from zbv_solver.verify import verify_orders
 
-from zbv_worker.agreement import Statement, agree
 from zbv_worker.channels import Transport
 from zbv_worker.distributed import Backend, DistributedTransport, World, select_device
 from zbv_worker.errors import InvalidRun, naming_errors
-from zbv_worker.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
+from zbv_worker.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.launch import keep_freed_memory
+from zbv_worker.layout import Layout
 from zbv_worker.merged_trace import RankTrace, SharedTrace, claim
-from zbv_worker.model import ModelSpec, PipelineModel, build_stage
+from zbv_worker.model import ModelSpec, PipelineModel
+from zbv_worker.place import CurrentPlace
+from zbv_worker.plan_source import PlanSource
 from zbv_worker.planned import WholePlan
 from zbv_worker.rank_plan import RankPlan
-from zbv_worker.stage import Stage
 from zbv_worker.trace import RankReport
+from zbv_worker.training import Setting, Training, TrainingOptions
 
 Runtime = Literal["zbv", "torch"]
 
 _MEETING_SECONDS = 120.0
-_NO_PLAN = "found no plan; give --server URL and --plan ID, or --plan-file FILE."
-
-
-@dataclass(frozen=True)
-class PlanSource:
-    """Where a rank's list comes from: a service and a plan's id, or a file."""
-
-    server: str | None = None
-    plan_id: str | None = None
-    file: Path | None = None
-
-    def rank_plan(self, rank: int, timeout: float) -> RankPlan:
-        """The list of one rank; raises :class:`InvalidRun`."""
-        if self.file is not None:
-            return _from_file(self.file, rank)
-        if self.server is None or self.plan_id is None:
-            raise InvalidRun(_NO_PLAN)
-        return _from_service(self.server, self.plan_id, rank, timeout)
-
-    def whole(self, timeout: float) -> WholePlan:
-        """The lists of all ranks; raises :class:`InvalidRun`."""
-        if self.file is not None:
-            return WholePlan.of_file(self.file)
-        if self.server is None or self.plan_id is None:
-            raise InvalidRun(_NO_PLAN)
-        return WholePlan.of_service(self.server, self.plan_id, timeout)
 
 
 @dataclass(frozen=True)
@@ -97,6 +63,7 @@ class RunOptions:
     result_dir: Path | None = None
     trace: Path | None = None
     runtime: Runtime = "zbv"
+    training: TrainingOptions = field(default_factory=TrainingOptions)
 
     @property
     def meeting_timeout(self) -> float:
@@ -104,8 +71,13 @@ class RunOptions:
         return max(self.timeout, _MEETING_SECONDS)
 
 
-def run(options: RunOptions, world: World) -> list[RankReport]:
+def run(options: RunOptions, world: World, place: CurrentPlace | None = None) -> list[RankReport]:
     """Run as one rank of the world; one report per plan.
+
+    Parameters
+    ----------
+    place
+        Says where the rank is, while it runs.
 
     Raises
     ------
@@ -118,19 +90,18 @@ def run(options: RunOptions, world: World) -> list[RankReport]:
     if device.type == "cpu":
         keep_freed_memory()
     # What can be wrong on this rank alone is found before the others are met.
-    wholes: list[WholePlan] = []
-    if options.runtime == "torch":
-        wholes = [source.whole(options.timeout) for source in options.sources]
-        plans = [whole.of_rank(world.rank) for whole in wholes]
-    else:
-        plans = [source.rank_plan(world.rank, options.timeout) for source in options.sources]
+    _require_one_plan(options)
+    pp_rank = Layout.of_world(world.world_size, options.training.replicas).pp_rank(world.rank)
+    plans, wholes = _plans(options, pp_rank)
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
     model = options.model.build()
     with naming_errors(world.rank, "meeting the other ranks"):
-        transport = DistributedTransport(world, options.backend, device, options.meeting_timeout)
+        transport = DistributedTransport(
+            world, options.backend, device, options.meeting_timeout, options.training.replicas
+        )
     try:
-        reports = train(options, plans, model, transport, device, wholes)
+        reports = train(options, plans, model, transport, device, wholes, place)
         with naming_errors(world.rank, "ending the run"):
             transport.flush(options.meeting_timeout)
             transport.barrier(options.meeting_timeout)  # nobody hangs up while a peer still receives
@@ -149,169 +120,70 @@ def train(
     transport: Transport,
     device: torch.device,
     wholes: Sequence[WholePlan] = (),
+    place: CurrentPlace | None = None,
 ) -> list[RankReport]:
-    """Agree with the peers, build this rank's stages and run all steps; one report per plan.
+    """Run all steps of this rank; one report per plan.
 
     Parameters
     ----------
     wholes
         All ranks' parts of the plans, for PyTorch's runtime, which needs them.
     """
-    trainings = [
-        _Training(options, plan, model, transport, device, wholes[at] if wholes else None)
-        for at, plan in enumerate(plans)
-    ]
-    shared = SharedTrace(transport, options.meeting_timeout) if options.trace is not None else None
-    for step in range(options.steps):
+    setting = Setting(
+        model=options.model,
+        backend=options.backend,
+        device=device,
+        transport=transport,
+        steps=options.steps,
+        timeout=options.timeout,
+        meeting_timeout=options.meeting_timeout,
+        look_ahead=options.look_ahead,
+        is_traced=options.trace is not None,
+        place=place,
+    )
+    trainings: list[Training] = []
+    try:
+        for at, plan in enumerate(plans):
+            whole = wholes[at] if wholes else None
+            label = f"plan {plan.plan_id[:12]}, " if len(plans) > 1 else ""
+            trainings.append(Training(setting, options.training, plan, model, whole, label))
+        shared = SharedTrace(transport, options.meeting_timeout) if options.trace is not None else None
+        _steps(trainings, setting)
+        reports = [training.report for training in trainings]
+        if shared is not None and options.trace is not None:
+            traces = [RankTrace.of(r.lines[-1].plan_id, r.rank, r.newest()) for r in reports if r.lines]
+            if traces:
+                shared.write(options.trace, traces)
+    finally:
         for training in trainings:
-            if len(trainings) > 1:
-                with naming_errors(transport.rank, "taking turns"):
-                    # Else a rank that is done early would seem to wait in the next plan's step.
-                    transport.barrier(options.meeting_timeout)
-            training.step(step)
-    reports = [training.report for training in trainings]
-    if shared is not None and options.trace is not None:
-        traces = [RankTrace.of(report.plan_id, report.rank, report.steps) for report in reports]
-        shared.write(options.trace, traces)
+            training.close()
     return reports
 
 
-class _StepExecutor(Protocol):
-    def step(self, step: int) -> StepResult:
-        """Run every action of the plan once."""
+def _steps(trainings: Sequence[Training], setting: Setting) -> None:
+    for step in range(max(training.first_step for training in trainings), setting.steps):
+        for training in trainings:
+            if len(trainings) > 1:
+                with naming_errors(setting.transport.rank, "taking turns"):
+                    # Else a rank that is done early would seem to wait in the next plan's step.
+                    setting.transport.barrier(setting.meeting_timeout)
+            training.step(step)
+    for training in trainings:
+        training.end()
 
 
-class _Training:
-    """One plan's stages, executor and optimizer on this rank."""
-
-    def __init__(
-        self,
-        options: RunOptions,
-        plan: RankPlan,
-        model: PipelineModel,
-        transport: Transport,
-        device: torch.device,
-        whole: WholePlan | None,
-    ):
-        keys = agree(transport, _statement(options, plan, transport), options.meeting_timeout)
-        modules: list[nn.Module]
-        self._executor: _StepExecutor
-        if whole is not None:
-            self._executor, modules = _torch_executor(options, whole, plan, model, device)
-        else:
-            with naming_errors(plan.rank, "opening the channels"):
-                transport.open(keys, options.meeting_timeout)
-            stages = build_stages(model, plan, device)
-            modules = [stage.module for stage in stages.values()]
-            self._executor = Executor(
-                plan,
-                stages,
-                model,
-                transport,
-                device=device,
-                timeout=options.timeout,
-                look_ahead=options.look_ahead,
-            )
-        parameters = list(chain.from_iterable(module.parameters() for module in modules))
-        self._optimizer = model.optimizer(parameters) if parameters else None
-        self._label = f"plan {plan.plan_id[:12]}, " if len(options.sources) > 1 else ""
-        self.report = RankReport(plan.plan_id, plan.rank)
-
-    def step(self, step: int) -> None:
-        """One step of the plan and of the optimizer."""
-        result = self._executor.step(step)
-        before = time.perf_counter()
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-        self.report.steps.append(result)
-        self.report.optimizer_seconds.append(time.perf_counter() - before)
-        if result.loss is not None:
-            text = f"step {step}: {self._label}loss {result.loss:.4f}, {result.seconds:.3f} s"
-            print(text, file=sys.stderr, flush=True)  # noqa: T201
+def _plans(options: RunOptions, pp_rank: int) -> tuple[list[RankPlan], list[WholePlan]]:
+    """This rank's lists, and for PyTorch's runtime those of all ranks."""
+    if options.runtime == "torch":
+        wholes = [source.whole(options.timeout) for source in options.sources]
+        return [whole.of_rank(pp_rank) for whole in wholes], wholes
+    return [source.rank_plan(pp_rank, options.timeout) for source in options.sources], []
 
 
-def build_stages(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, Stage]:
-    """The stages that a rank hosts, and no others."""
-    n_stages = plan.placement.n_stages
-    return {
-        index: Stage(
-            index,
-            n_stages,
-            build_stage(model, index, n_stages, device),
-            plan.microbatches,
-            model.loss if index == n_stages - 1 else None,
-        )
-        for index in plan.stages
-    }
-
-
-def _torch_executor(
-    options: RunOptions, whole: WholePlan, plan: RankPlan, model: PipelineModel, device: torch.device
-) -> tuple[_StepExecutor, list[nn.Module]]:
-    """PyTorch's runtime for a rank's stages, and their modules."""
-    from zbv_worker.torch_runtime import TorchExecutor  # refuses a torch whose runtime it does not know
-
-    n_stages = plan.placement.n_stages
-    modules = {index: build_stage(model, index, n_stages, device) for index in plan.stages}
-    executor = TorchExecutor(
-        whole, plan.rank, modules, model, device=device, backend=options.backend, timeout=options.timeout
-    )
-    return executor, list(modules.values())
-
-
-def _statement(options: RunOptions, plan: RankPlan, transport: Transport) -> Statement:
-    return Statement(
-        plan_id=plan.plan_id,
-        pp_rank=plan.rank,
-        pp_degree=plan.placement.pp_degree,
-        world_size=transport.world_size,
-        model=options.model.fingerprint(plan.placement.n_stages),
-        backend=options.backend,
-        runtime=options.runtime,
-        steps=options.steps,
-        channels=plan.channels,
-        traced=options.trace is not None,
-    )
-
-
-def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankPlan:
-    from zbv_service.client import Client, ClientError
-
-    try:
-        with Client(server, timeout=timeout) as client:
-            answer = client.rank(plan_id, rank)
-    except ClientError as error:
-        raise InvalidRun(f"rank {rank}: no action list of plan {plan_id} from {server}: {error}") from error
-    kinds: dict[str, PlacementKind] = {"v": "v", "loop": "loop", "single": "single"}
-    if answer.placement not in kinds:
+def _require_one_plan(options: RunOptions) -> None:
+    training = options.training
+    if len(options.sources) > 1 and (training.checkpoint or training.next_plan or training.trace_dir):
         raise InvalidRun(
-            f"rank {rank}: found placement {answer.placement!r}; this worker knows {', '.join(kinds)}. "
-            f"Use the same version as the service."
+            f"found {len(options.sources)} plans; checkpoints and a change of plan are for a run of one. "
+            f"Give one plan, or leave out --checkpoint-dir and --next-plan."
         )
-    return RankPlan(
-        plan_id=answer.plan_id,
-        rank=answer.rank,
-        placement=Placement(kinds[answer.placement], answer.pp_degree, answer.chunks),
-        microbatches=answer.microbatches,
-        actions=answer.actions,
-        channels=answer.channels,
-    )
-
-
-def _from_file(path: Path, rank: int) -> RankPlan:
-    try:
-        problem, orders = parse_orders(parse_plan_document(json.loads(path.read_text())))
-        verify_orders(problem, orders)
-    except OSError as error:
-        raise InvalidRun(f"--plan-file {path}: {error.strerror}.") from error
-    except json.JSONDecodeError as error:
-        raise InvalidRun(f"--plan-file {path}: not JSON ({error}).") from error
-    except (InvalidInput, InvalidPlan) as error:
-        raise InvalidRun(f"--plan-file {path}: {error}") from error
-    if rank >= problem.pp_degree:
-        raise InvalidRun(
-            f"found rank {rank}; the plan has {problem.pp_degree} ranks. Start as many processes, or plan "
-            f"for more ranks."
-        )
-    return RankPlan.of(identity(problem_json(problem), orders.all_text()), problem, orders, rank)

@@ -29,9 +29,11 @@ from zbv_worker.channels import Transport, key_of
 from zbv_worker.distributed import DistributedTransport, World
 from zbv_worker.executor import Executor, StepResult
 from zbv_worker.model import PipelineModel, build_stage
+from zbv_worker.plan_source import PlanSource
 from zbv_worker.planned import WholePlan
 from zbv_worker.rank_plan import RankPlan
-from zbv_worker.run import PlanSource, Runtime, build_stages
+from zbv_worker.run import Runtime
+from zbv_worker.stages import build_stages
 from zbv_worker.thread_transport import ThreadHub
 
 Gradients = dict[str, Tensor]

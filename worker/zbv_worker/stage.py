@@ -14,7 +14,8 @@ stages never join, not even at the turn of the V where both live on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +50,24 @@ class Stage:
     loss
         The model's loss, for the last stage only: F then includes it, and returns it.
     microbatches
-        m; every microbatch's gradient is scaled by 1/m.
+        Over which the loss is a mean: m, times the replicas of the pipeline. Gradients are divided by it.
+    autocast
+        The smaller type that operators may compute in; None for none.
+
+    Attributes
+    ----------
+    loss_scale
+        What gradients are multiplied by; a step's microbatches must all have the same.
     """
 
     def __init__(
-        self, index: int, n_stages: int, module: nn.Module, microbatches: int, loss: Loss | None = None
+        self,
+        index: int,
+        n_stages: int,
+        module: nn.Module,
+        microbatches: int,
+        loss: Loss | None = None,
+        autocast: torch.dtype | None = None,
     ):
         if (index == n_stages - 1) != (loss is not None):
             raise ModelError(f"stage {index} of {n_stages}: the last stage, and no other, takes the loss.")
@@ -62,7 +76,9 @@ class Stage:
         self.module = module
         self._is_first = index == 0
         self._loss = loss
-        self._scale = 1.0 / microbatches
+        self._share = 1.0 / microbatches
+        self._autocast = autocast
+        self.loss_scale = 1.0
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
 
@@ -78,14 +94,11 @@ class Stage:
         if not self._is_first:
             x.requires_grad_()
         weight_grads = WeightGrads() if split else None
-        with self._recorder.into(weight_grads):
-            output = checked_output(self.index, self.module(x))
+        with self._recorder.into(weight_grads), self._computing(x):
+            output = self._computed(x, target)
         seed = None
         if self._loss is not None:
-            if target is None:
-                raise ModelError(f"stage {self.index}: the last stage's forward needs a target.")
-            output = self._loss(output, target)
-            seed = torch.full_like(output, self._scale)
+            seed = torch.full_like(output, self.loss_scale * self._share)
         edge = get_gradient_edge(output) if output.requires_grad else None
         self._forwards[microbatch] = _Forward(x, edge, seed, weight_grads)
         return output.detach()
@@ -116,10 +129,40 @@ class Stage:
         """W: the queued weight gradients, accumulated into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it the modules are in evaluation mode; afterwards each is in the mode that it was in."""
+        before = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in before:  # not train(): some may be in evaluation mode on purpose
+                module.training = mode
+
+    def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+        """F that leaves nothing behind: the output, of the last stage the loss."""
+        with torch.no_grad(), self._computing(input):
+            return self._computed(input.detach(), target).detach()
+
     @property
     def held(self) -> tuple[set[int], set[int]]:
         """Microbatches between F and I or B, and microbatches between I and W."""
         return set(self._forwards), set(self._weight_grads)
+
+    def _computing(self, x: Tensor) -> AbstractContextManager[object]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(x.device.type, self._autocast)
+
+    def _computed(self, x: Tensor, target: Tensor | None) -> Tensor:
+        """The module's output, of the last stage the loss."""
+        output = checked_output(self.index, self.module(x))
+        if self._loss is None:
+            return output
+        if target is None:
+            raise ModelError(f"stage {self.index}: the last stage's forward needs a target.")
+        return self._loss(output, target)
 
     def _backpropagate(self, held: _Forward, grad_output: Tensor | None) -> Tensor | None:
         gradient = held.loss_seed if grad_output is None else grad_output

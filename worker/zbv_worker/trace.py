@@ -3,29 +3,80 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zbv_worker.executor import StepResult
+from zbv_worker.executor import Record, StepResult
+from zbv_worker.update import Updated
+
+_KEPT_STEPS = 10_000
+_KEPT_RECORDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """One step in numbers.
+
+    Attributes
+    ----------
+    loss
+        Mean over the microbatches of all replicas; None on ranks without the last stage.
+    seconds
+        From the start of the rank's first action to the end of its last.
+    update_seconds
+        What came after it: waiting for gradient sums, the optimizer. Not part of ``seconds``.
+    """
+
+    step: int
+    plan_id: str
+    loss: float | None
+    seconds: float
+    update_seconds: float
+    updated: Updated = field(default_factory=Updated)
 
 
 @dataclass
 class RankReport:
-    """One rank's results, one entry per step.
+    """One rank's results.
+
+    A long run does not grow without bound: of lines the newest 10,000 are kept, and of records (one per
+    action) about a million. The rank's log has every loss.
 
     Attributes
     ----------
-    optimizer_seconds
-        What the optimizer took after each step; not part of a step's time.
+    plan_id
+        The plan that the run began with; every step says its own.
+    lines, recent
+        Per step, the oldest first; ``recent`` are the newest of them with their records.
+    evaluations
+        Losses of evaluations, by the step before which they were made.
     """
 
     plan_id: str
     rank: int
-    steps: list[StepResult] = field(default_factory=list)
-    optimizer_seconds: list[float] = field(default_factory=list)
+    lines: deque[StepLine] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    recent: deque[tuple[str, StepResult]] = field(default_factory=deque)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    _records: int = 0
+
+    def add(self, line: StepLine, result: StepResult) -> None:
+        """Take note of a step."""
+        self.lines.append(line)
+        self.recent.append((line.plan_id, result))
+        self._records += len(result.records)
+        while len(self.recent) > 1 and (self._records > _KEPT_RECORDS or len(self.recent) > _KEPT_STEPS):
+            self._records -= len(self.recent.popleft()[1].records)
+
+    def newest(self, steps: int | None = None) -> list[StepResult]:
+        """The newest steps that have records and one and the same plan, the oldest first."""
+        newest_first = list(reversed(self.recent))
+        same = [result for _, result in takewhile(lambda each: each[0] == newest_first[0][0], newest_first)]
+        return same[:steps][::-1]
 
     def write(self, folder: Path) -> Path:
         """Write ``rank-{rank}.json`` into a folder, made when absent."""
@@ -40,20 +91,30 @@ class RankReport:
 
         The clock is the host's monotonic one: ranks of one host share it, ranks of different hosts do not.
         """
+        records = {result.step: result.records for _, result in self.recent}
         return {
             "plan_id": self.plan_id,
             "rank": self.rank,
             "steps": [
                 {
-                    "step": result.step,
-                    "loss": result.loss,
-                    "seconds": result.seconds,
-                    "optimizer_seconds": optimizer,
-                    "actions": [[str(r.action), r.wait, r.start, r.end, r.received] for r in result.records],
+                    "step": line.step,
+                    "plan_id": line.plan_id,
+                    "loss": line.loss,
+                    "seconds": line.seconds,
+                    "optimizer_seconds": line.update_seconds,
+                    "gradient_norm": line.updated.gradient_norm,
+                    "skipped": line.updated.is_skipped,
+                    "actions": actions_json(records.get(line.step, ())),
                 }
-                for result, optimizer in zip(self.steps, self.optimizer_seconds, strict=True)
+                for line in self.lines
             ],
+            "evaluations": [{"step": step, "loss": loss} for step, loss in self.evaluations.items()],
         }
+
+
+def actions_json(records: Sequence[Record]) -> list[list[Any]]:
+    """Records as [text, wait, start, end, bytes received]."""
+    return [[str(r.action), r.wait, r.start, r.end, r.received] for r in records]
 
 
 @dataclass(frozen=True)

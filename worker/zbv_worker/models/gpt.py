@@ -8,7 +8,7 @@ is the same however it is cut.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as nnf
@@ -26,6 +26,8 @@ def gpt(
     sequences: int = 4,
     characters: int = 1_000_000,
     learning_rate: float = 1e-3,
+    dropout: float = 0.0,
+    tied: bool = False,
     seed: int = 0,
 ) -> GPT:
     """The factory.
@@ -38,8 +40,12 @@ def gpt(
         Characters per sequence, and sequences per microbatch.
     characters
         How much of the text to use.
+    dropout
+        Share of each block's two outputs that training leaves out.
+    tied
+        Whether the head has the embedding's weights. The first and the last stage must be on one rank then.
     """
-    return GPT(layers, width, heads, length, sequences, characters, learning_rate, seed)
+    return GPT(layers, width, heads, length, sequences, characters, learning_rate, dropout, tied, seed)
 
 
 class GPT:
@@ -54,6 +60,8 @@ class GPT:
         sequences: int,
         characters: int,
         learning_rate: float,
+        dropout: float,
+        tied: bool,
         seed: int,
     ):
         if layers < 1 or width < 1 or heads < 1 or width % heads:
@@ -65,6 +73,8 @@ class GPT:
         self._sequences = sequences
         self._characters = characters
         self._learning_rate = learning_rate
+        self._dropout = dropout
+        self._tied = tied
         self._seed = seed
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
@@ -74,7 +84,7 @@ class GPT:
         if stage == 0:
             parts["embedding"] = self._seeded(0, Embedding(self._width, self._length))
         for block in range(first, last):
-            parts[f"block{block}"] = self._seeded(block + 1, Block(self._width, self._heads))
+            parts[f"block{block}"] = self._seeded(block + 1, Block(self._width, self._heads, self._dropout))
         if stage == n_stages - 1:
             parts["head"] = self._seeded(self._layers + 1, Head(self._width))
         return nn.Sequential(OrderedDict(parts)).to(device)
@@ -91,6 +101,10 @@ class GPT:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW."""
         return torch.optim.AdamW(parameters, lr=self._learning_rate)
+
+    def tied_parameters(self) -> Sequence[tuple[str, str]]:
+        """The embedding's weights and the head's, if they are one."""
+        return [("embedding.token.weight", "head.logits.weight")] if self._tied else []
 
     def _seeded(self, layer: int, module: nn.Module) -> nn.Module:
         """A layer with the initial parameters that belong to its number."""
@@ -122,7 +136,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """A transformer block, (b, t, width) to the same."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, dropout: float = 0.0):
         super().__init__()
         self.heads = heads
         self.norm_attention = nn.LayerNorm(width)
@@ -131,6 +145,7 @@ class Block(nn.Module):
         self.norm_mlp = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention and MLP, each with a residual connection."""
@@ -138,8 +153,8 @@ class Block(nn.Module):
         qkv = self.query_key_value(self.norm_attention(x)).view(b, t, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = nnf.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(mixed.transpose(1, 2).reshape(b, t, width))
-        output: Tensor = x + self.contract(nnf.gelu(self.expand(self.norm_mlp(x))))
+        x = x + self.dropout(self.projection(mixed.transpose(1, 2).reshape(b, t, width)))
+        output: Tensor = x + self.dropout(self.contract(nnf.gelu(self.expand(self.norm_mlp(x)))))
         return output
 
 

@@ -1,0 +1,151 @@
+"""A run that loses ranks and nodes goes on from its checkpoints, with the losses of one that lost none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.agents import DEADLINE, MODEL, AgentProcess, Cluster, a_plan, cluster, is_alive, until
+from zbv_service.client import NotFound
+from zbv_service.client_runs import Run
+from zbv_solver.plan import plan_json
+from zbv_worker.launch import LocalRanks, python_command
+
+pytestmark = pytest.mark.timeout(500)
+
+STEPS = 24
+DROPOUT = {"dropout": 0.1}
+"""Random numbers, too, must go on where they were."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses by step of the same run without agents."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "plan.json").write_text(json.dumps(plan_json(a_plan())))
+    command = python_command(
+        "zbv_worker",
+        *("run", "--plan-file", str(folder / "plan.json"), "--model", "zbv_worker.models.gpt:gpt"),
+        *("--model-args", json.dumps(MODEL | DROPOUT), "--steps", str(STEPS), "--threads", "1"),
+        *("--result-dir", str(folder)),
+    )
+    with LocalRanks([command] * 2, folder / "logs") as ranks:
+        ranks.wait(timeout=DEADLINE)
+    return losses_in(folder)
+
+
+def losses_in(folder: Path) -> dict[int, float]:
+    return {
+        step["step"]: step["loss"]
+        for path in folder.glob("rank-*.json")
+        for step in json.loads(path.read_text())["steps"]
+        if step["loss"] is not None
+    }
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Cluster]:
+    """A service and three agents, of which a run needs two."""
+    with cluster(tmp_path) as started:
+        for name in ("one", "two", "three"):
+            started.start(name)
+        until(lambda: len(started.names()) == 3, started.story)
+        yield started
+
+
+def busy(started: Cluster) -> list[AgentProcess]:
+    """The agents that have ranks."""
+    return [agent for agent in started.agents if agent.process.poll() is None and agent.descendants()]
+
+
+def until_generation(started: Cluster, run: Run, generation: int, step: int) -> None:
+    """Wait until all ranks of a generation are past a step."""
+
+    def holds() -> bool:
+        found = started.client.run(run.id)
+        assert not found.is_finished, (found.document, started.story())
+        ranks = [rank for node in found.document["members"] for rank in node["ranks"]]
+        is_there = found.document["generation"] == generation and len(ranks) == 2
+        return is_there and all((rank["step"] or 0) > step for rank in ranks)
+
+    until(holds, started.story)
+
+
+def test_killed_and_hanging_ranks_and_a_dead_node_cost_a_run_nothing_but_time(
+    three: Cluster, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    run = three.submit(
+        steps=STEPS,
+        model=DROPOUT,
+        timeout=3,
+        retries=3,
+        checkpoint={"directory": str(saved), "every": 3, "timeout": 5},
+    )
+    until_generation(three, run, 0, 3)
+    os.kill(busy(three)[1].rank(), signal.SIGKILL)
+    until_generation(three, run, 1, 6)
+    os.kill(busy(three)[0].rank(), signal.SIGSTOP)
+    until_generation(three, run, 2, 9)
+    dead = busy(three)[1]
+    with_it = [dead.process.pid, *dead.descendants()]
+    for pid in with_it:  # a whole node: nobody is left there who could tell
+        os.kill(pid, signal.SIGKILL)
+    dead.process.wait(timeout=10)
+    until_generation(three, run, 3, 12)
+    assert dead.name not in {agent.name for agent in busy(three)}
+    with three.service_away():
+        pass
+    ended = three.client.wait_run(run.id, DEADLINE)
+    assert ended.state == "succeeded", three.story()
+    assert ended.document["generation"] == 3
+
+    found: dict[int, float] = {}
+    for agent in three.agents:
+        found |= losses_in(agent.folder / "state" / run.id / "3" / "results")
+    assert max(found) == STEPS - 1
+    assert 9 <= min(found) <= 12  # it went on from a checkpoint, not from the start
+    assert found == {step: undisturbed[step] for step in found}
+    retries = [e["detail"] for e in three.client.run_events(run.id) if e["kind"] == "retry"]
+    assert [text for text in ("1 of 3", "2 of 3", "3 of 3") if text in " ".join(retries)] == [
+        "1 of 3",
+        "2 of 3",
+        "3 of 3",
+    ]
+    until(lambda: not busy(three) and not any(map(is_alive, with_it)), three.story)
+
+
+def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(three: Cluster) -> None:
+    """The plan is in no good order, and for equal stages, which the first and the last are not."""
+    run = three.submit(replan="auto")
+
+    def has_swapped() -> bool:
+        found = three.client.run(run.id)
+        assert not found.is_finished, (found.document, three.story())
+        return found.plan_id != run.plan_id
+
+    until(has_swapped, three.story)
+    found = three.client.run(run.id)
+    kinds = [event["kind"] for event in three.client.run_events(run.id)]
+    assert kinds.index("offer") < kinds.index("swapped")
+    until(lambda: "traceEvents" in trace_of(three, run), three.story)
+    names = {event["name"] for event in trace_of(three, run)["traceEvents"]}
+    assert {"0F0", "3F3"} <= names
+    three.client.cancel_run(run.id)
+    assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
+    log = three.client.rank_log(run.id, 0)
+    assert f"plan {str(run.plan_id)[:12]} gives way to" in log
+    assert str(found.plan_id)[:12] in log
+
+
+def trace_of(started: Cluster, run: Run) -> dict[str, Any]:
+    """The merged trace, empty while the ranks have no step in common."""
+    try:
+        return started.client.run_trace(run.id)
+    except NotFound:
+        return {}

@@ -1,0 +1,162 @@
+"""Checkpoints: a run that was killed goes on as if it had not been, on other ranks and another plan too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from support.agents import DEADLINE, until
+from zbv_solver.construct.baselines import baseline
+from zbv_solver.orders import Orders
+from zbv_solver.placement import Placement
+from zbv_solver.problem import Costs, Memory, Problem
+from zbv_solver.schema import problem_json
+from zbv_worker.checkpoint import newest_step
+from zbv_worker.launch import LaunchError, LocalRanks, python_command
+from zbv_worker.selfcheck import random_orders
+
+MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
+STEPS = 9
+CLIPPING = ("--clip-norm", "0.5")
+"""Shorter than every gradient here; a length of all ranks together, so it must come out the same on others."""
+
+
+def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
+    path.write_text(json.dumps({"problem": problem_json(problem), "ranks": orders.all_text()}))
+    return path
+
+
+def v_problem(p: int = 2, microbatches: int = 4) -> Problem:
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def write_v(path: Path, p: int, microbatches: int) -> Path:
+    """A V plan in no particular order."""
+    problem = v_problem(p, microbatches)
+    return write_plan(path, problem, random_orders(problem, Random(3)))
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_v(tmp_path_factory.mktemp("plan") / "random.json", p=2, microbatches=4)
+
+
+class Runs:
+    """Runs ``zbv-worker run`` in a folder."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._count = 0
+
+    def start(self, plan: Path, *more: str, ranks: int = 2, steps: int = STEPS, **model: Any) -> LocalRanks:
+        self._count += 1
+        self.results = self._folder / f"results-{self._count}"
+        command = python_command(
+            "zbv_worker",
+            *("run", "--plan-file", str(plan), "--model", "zbv_worker.models.gpt:gpt", "--threads", "1"),
+            *("--model-args", json.dumps(MODEL | model), "--steps", str(steps), "--timeout", "20"),
+            *("--result-dir", str(self.results), *more),
+        )
+        return LocalRanks([command] * ranks, self._folder / f"logs-{self._count}")
+
+    def losses(self, plan: Path, *more: str, ranks: int = 2, **arguments: Any) -> dict[int, float]:
+        """Run to the end; losses by step."""
+        with self.start(plan, *more, ranks=ranks, **arguments) as started:
+            started.wait(timeout=DEADLINE)
+        found: dict[int, float] = {}
+        for rank in range(ranks):
+            steps = json.loads((self.results / f"rank-{rank}.json").read_text())["steps"]
+            found |= {line["step"]: line["loss"] for line in steps if line["loss"] is not None}
+        return found
+
+
+def saving(folder: Path, every: int = 2) -> tuple[str, ...]:
+    return "--checkpoint-dir", str(folder), "--checkpoint-every", str(every)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def test_a_run_killed_in_mid_step_goes_on_with_the_same_losses(
+    runs: Runs, plan: Path, tmp_path: Path
+) -> None:
+    """Dropout draws random numbers, Adam has a state: all of it must come back."""
+    undisturbed = runs.losses(plan, dropout=0.2)
+    saved = tmp_path / "saved"
+    with runs.start(plan, *saving(saved), steps=1_000_000, dropout=0.2) as started:
+        until(lambda: "step 5:" in started.log(0) or "step 5:" in started.log(1))
+        os.kill(started.pids[1], signal.SIGKILL)
+        with pytest.raises(LaunchError):
+            started.wait(timeout=DEADLINE)
+    begun = newest_step(saved)
+    assert begun is not None
+    steps = begun + 3
+    again = runs.losses(plan, *saving(saved), dropout=0.2, steps=steps)
+    assert list(again) == [begun, begun + 1, begun + 2]
+    same = {step: loss for step, loss in undisturbed.items() if step in again}
+    assert same or begun >= STEPS
+    assert {step: again[step] for step in same} == same
+
+
+def test_another_plan_with_other_ranks_replicas_and_sharding_goes_on_with_it(
+    runs: Runs, plan: Path, tmp_path: Path
+) -> None:
+    """Two ranks in a V; two replicas of one rank that share its parameters; two of two; 1F1B, unsplit."""
+    undisturbed = runs.losses(plan, *CLIPPING)
+    saved = tmp_path / "saved"
+    always = (*saving(saved), *CLIPPING)
+    found = runs.losses(plan, *always, steps=3)
+    halves = write_v(tmp_path / "one-rank.json", p=1, microbatches=2)
+    found |= runs.losses(halves, *always, "--replicas", "2", "--shard", ranks=2, steps=5)
+    halves = write_v(tmp_path / "two-ranks.json", p=2, microbatches=2)
+    found |= runs.losses(halves, *always, "--replicas", "2", ranks=4, steps=7)
+    other = write_plan(tmp_path / "1f1b.json", *baseline("1f1b", v_problem()))
+    found |= runs.losses(other, *always, steps=STEPS)
+    assert found == pytest.approx(undisturbed, rel=2e-5)
+    assert sorted(path.name for path in saved.iterdir()) == [f"step-{at:08d}" for at in (7, 8, 9)]
+
+
+def test_only_complete_checkpoints_count_and_a_finished_run_trains_no_more(
+    runs: Runs, plan: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    assert list(runs.losses(plan, *saving(saved), steps=2)) == [0, 1]
+    (saved / "step-00000007.partial").mkdir()
+    (saved / "step-00000008").mkdir()  # without metadata: never finished
+    (saved / "notes.txt").write_text("mine")
+    assert newest_step(saved) == 2
+    assert runs.losses(plan, *saving(saved), steps=2) == {}
+    assert list(runs.losses(plan, *saving(saved), steps=3)) == [2]
+    assert (saved / "notes.txt").read_text() == "mine"
+
+
+def test_the_checkpoint_of_another_model_is_refused(runs: Runs, plan: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    runs.losses(plan, *saving(saved), steps=1)
+    for model in ({"layers": 5}, {"learning_rate": 0.1}):
+        with (
+            pytest.raises(LaunchError, match=r"(?s)status 2.*is of another model"),
+            runs.start(plan, *saving(saved), **model) as started,
+        ):
+            started.wait(timeout=DEADLINE)
+        time.sleep(0.1)
+        assert "Traceback" not in started.log(0)
+
+
+def test_a_directory_that_cannot_be_written_is_named(runs: Runs, plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(LaunchError, match=r"(?s)status 2.*--checkpoint-dir"),
+        runs.start(plan, *saving(tmp_path / "file" / "below"), steps=2) as started,
+    ):
+        started.wait(timeout=DEADLINE)

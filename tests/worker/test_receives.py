@@ -1,0 +1,122 @@
+"""Posted receives: who waits for what, on the host and on the GPU's stream."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuda
+from zbv_worker.receives import HostReceive, StagedReceive, StreamReceive
+from zbv_worker.staging import Staging
+
+CPU = torch.device("cpu")
+
+
+class FakeWork:
+    """Says that it is completed when asked for the ``after``-th time; remembers how it was waited for."""
+
+    def __init__(self, after: int = 0, failure: str | None = None):
+        self._after = after
+        self._failure = failure
+        self.waits: list[float | None] = []
+
+    def is_completed(self) -> bool:
+        self._after -= 1
+        return self._after < 0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits.append(None if timeout is None else timeout.total_seconds())
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        return True
+
+
+def test_on_the_cpu_both_ways_wait_for_the_tensor() -> None:
+    work, buffer = FakeWork(), torch.zeros(1)
+    receive = HostReceive(work, buffer)
+    assert receive.wait(7) is buffer
+    assert receive.on_stream(8) is buffer
+    assert work.waits == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[…] Timed out waiting 7000ms for recv operation to complete\nmore", TimeoutError),
+        ("Connection closed by peer [127.0.0.1]:1", ConnectionError),
+    ],
+)
+def test_torchs_errors_are_told_apart(text: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="receive: "):
+        HostReceive(FakeWork(failure=text), torch.zeros(1)).wait(7)
+    with pytest.raises(kind, match="receive: "):
+        StreamReceive(FakeWork(failure=text), torch.zeros(1)).on_stream(7)
+
+
+def test_a_receive_of_nccl_only_orders_the_stream() -> None:
+    """With a timeout NCCL would hold up the host, and end the process when it is over."""
+    work, buffer = FakeWork(after=10**9), torch.zeros(1)
+    assert StreamReceive(work, buffer).on_stream(7) is buffer
+    assert work.waits == [None]
+
+
+def test_a_receive_of_nccl_can_be_waited_for() -> None:
+    work, buffer = FakeWork(after=3), torch.zeros(1)
+    assert StreamReceive(work, buffer).wait(7) is buffer
+    assert work.waits == [None]
+    with pytest.raises(TimeoutError, match="nothing arrived"):
+        StreamReceive(FakeWork(after=10**9), buffer).wait(0.01)
+
+
+def test_a_staged_tensor_waits_for_the_last_reader_of_its_buffer_and_compute_waits_for_it() -> None:
+    cuda = FakeCuda()
+    staging = Staging(CPU, cuda, pin=False)
+    buffer, seen = torch.zeros(2), []
+
+    def read() -> bool:
+        seen.append(buffer.tolist())
+        return True
+
+    running = cuda.compute.hang()
+    cuda.compute.queue.append(read)  # of what was in the buffer before
+    receive = StagedReceive(FakeWork(), torch.ones(2), buffer, staging.here(), staging)
+    later = cuda.compute.hang()  # queued after the receive was posted: nothing to wait for
+    assert receive.on_stream(7) is buffer
+    cuda.compute.queue.append(read)
+    cuda.settle()
+    assert seen == []
+    assert buffer.tolist() == [0, 0]
+    running()
+    cuda.settle()
+    assert seen == [[0, 0]]
+    assert buffer.tolist() == [1, 1]
+    later()
+    cuda.settle()
+    assert seen == [[0, 0], [1, 1]]
+
+
+def test_compute_stands_still_until_a_staged_tensor_is_there() -> None:
+    cuda = FakeCuda()
+    staging = Staging(CPU, cuda, pin=False)
+    copying = staging._inwards.hang()  # type: ignore[attr-defined]  # of the fake
+    buffer, seen = torch.zeros(2), []
+    StagedReceive(FakeWork(), torch.ones(2), buffer, staging.here(), staging).on_stream(7)
+    cuda.compute.queue.append(lambda: not seen.append(buffer.tolist()))  # type: ignore[func-returns-value]
+    cuda.settle()
+    assert seen == []
+    copying()
+    cuda.settle()
+    assert seen == [[1, 1]]
+
+
+def test_waiting_for_a_staged_tensor_ends_when_it_is_on_the_gpu() -> None:
+    cuda = FakeCuda()
+    staging = Staging(CPU, cuda, pin=False)
+    buffer = torch.zeros(2)
+    assert StagedReceive(FakeWork(), torch.ones(2), buffer, staging.here(), staging).wait(7).tolist() == [
+        1,
+        1,
+    ]
+    with pytest.raises(TimeoutError):
+        StagedReceive(FakeWork(failure="Timed out"), torch.ones(2), buffer, staging.here(), staging).wait(7)

@@ -1,0 +1,168 @@
+"""CPU time that running a plan costs beside the stages' own compute, per action: ours and PyTorch's.
+
+The same plan of tiny stages runs in turns on our executor, on PyTorch's runtime as ``--runtime torch`` uses
+it, and on PyTorch's runtime as it is shipped. The same modules' F, I, W and B in a plain loop, in the same
+process, are what the stages themselves cost; it is subtracted. What is counted is CPU time, so waiting for
+peers, and other processes, count nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict
+
+from zbv_worker.bench.findings import Finding, Target
+from zbv_worker.bench.pairs import median_interval
+from zbv_worker.bench.ranks import MEETING_SECONDS, meeting, on_ranks
+from zbv_worker.bench.workload import parse_workload, workload_json
+from zbv_worker.model import ModelSpec
+
+if TYPE_CHECKING:
+    from zbv_solver.plan import Plan
+
+    from zbv_worker.distributed import World
+
+OURS, STORE, STOCK, PLAIN = "zbv", "torch with our split", "torch as shipped", "plain loop"
+RIVALS = (STORE, STOCK)
+
+MOST_US = 50.0
+MOST_RATIO = 0.4
+
+Sample = tuple[int, int]
+"""CPU nanoseconds of a turn: of the thread that runs the plan, and of the whole process."""
+
+
+@dataclass(frozen=True)
+class OverheadWorkload:
+    """What is run.
+
+    Attributes
+    ----------
+    pp_degrees
+        One measurement each.
+    in_a_row
+        Steps that a runtime takes at its turn, as in training; they are one sample.
+    rounds
+        Turns that are measured, of every runtime, after ``warm_up``.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    pp_degrees: tuple[int, ...] = (2, 4)
+    microbatches: int = 16
+    in_a_row: int = 4
+    rounds: int = 20
+    warm_up: int = 2
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return ModelSpec("zbv_worker.models.tiny:tiny")
+
+
+def measure(workload: OverheadWorkload) -> list[Finding]:
+    """Every number of ranks in turn."""
+    from zbv_solver.plan import plan_json
+
+    found: list[Finding] = []
+    for p in workload.pp_degrees:
+        plan = plan_of(p, workload.microbatches)
+        request = {"workload": workload_json(workload), "plan": plan_json(plan)}
+        found += findings(p, on_ranks("overhead", request, p))
+    return found
+
+
+def plan_of(p: int, microbatches: int) -> Plan:
+    """A V plan of equal stages."""
+    from zbv_solver.placement import Placement
+    from zbv_solver.problem import Costs, Memory, Problem
+    from zbv_solver.search import SearchOptions, search
+
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    deltas = tuple(tuple(delta * one for one in ones) for delta in (2.0, -1.0, -1.0))
+    memory = Memory(deltas[0], deltas[1], deltas[2], (0.0,) * p, (4.0 * p,) * p)
+    problem = Problem(placement, microbatches, Costs(ones, ones, ones, (0.0,) * (len(ones) - 1)), memory)
+    return search(problem, SearchOptions(effort="quick"))
+
+
+def findings(p: int, answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """What the ranks' samples say: medians over the rounds of the mean over the ranks."""
+    of = {name: _microseconds(answers, name) for name in (OURS, *RIVALS)}
+    found = []
+    for at, what in enumerate(("executor's thread", "whole process")):
+        value, interval = median_interval(of[OURS][:, at])
+        title = f"p={p}: CPU per action beyond compute, {what}"
+        found.append(Finding(title, value, "us", interval, Target(MOST_US)))
+    for rival in RIVALS:
+        value, interval = median_interval(of[OURS][:, 1] / of[rival][:, 1])
+        found.append(Finding(f"p={p}: zbv / {rival}, whole process", value, "", interval, Target(MOST_RATIO)))
+    for rival in RIVALS:
+        value, interval = median_interval(of[rival][:, 1])
+        found.append(Finding(f"p={p}: {rival}, whole process", value, "us", interval))
+    return found
+
+
+def _microseconds(answers: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+    """Per round: CPU per action beyond the plain loop's, (rounds, 2), the mean over the ranks."""
+    per_rank = [
+        (np.asarray(answer[name]) - np.median(np.asarray(answer[PLAIN]), axis=0)) / answer["actions"] / 1e3
+        for answer in answers
+    ]
+    mean: NDArray[np.float64] = np.mean(per_rank, axis=0)
+    return mean
+
+
+# --- on a rank
+
+
+def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """CPU time of every round, by what ran the plan."""
+    import gc
+
+    import torch
+
+    from zbv_worker.bench.gpt import zbv_pipeline
+    from zbv_worker.bench.plain_loop import PlainLoop
+    from zbv_worker.bench.torch_schedules import StepData, torch_plan
+    from zbv_worker.model import build_stage
+    from zbv_worker.planned import WholePlan
+    from zbv_worker.torch_runtime import TorchExecutor
+
+    workload = parse_workload(OverheadWorkload, request["workload"])
+    plan = WholePlan.of_document(request["plan"])
+    model, mine, device = workload.spec.build(), plan.of_rank(world.rank), torch.device("cpu")
+    data = StepData(model, mine.microbatches)
+    data.load(0)
+    with meeting(world) as transport:
+        built = {index: build_stage(model, index, plan.problem.n_stages, device) for index in mine.stages}
+        steps: dict[str, Callable[[int], object]] = {
+            OURS: zbv_pipeline(model, plan, transport, data).step,
+            STORE: TorchExecutor(
+                plan, world.rank, built, model, device=device, backend="gloo", timeout=MEETING_SECONDS
+            ).step,
+            STOCK: torch_plan(model, plan, world.rank, data).step,
+            PLAIN: PlainLoop(model, mine, data).step,
+        }
+        samples: dict[str, list[Sample]] = {name: [] for name in steps}
+        gc.freeze()  # what is there stays: looking through it all would be charged to whoever is at work
+        for turn in range(workload.warm_up + workload.rounds):
+            for name, step in steps.items():
+                transport.barrier(MEETING_SECONDS)
+                sample = _cpu_of(step, workload.in_a_row)
+                if turn >= workload.warm_up:
+                    samples[name].append(sample)
+    return {**samples, "actions": workload.in_a_row * len(mine.actions)}
+
+
+def _cpu_of(step: Callable[[int], object], steps: int) -> Sample:
+    thread, process = time.thread_time_ns(), time.process_time_ns()
+    for number in range(steps):
+        step(number)
+    return time.thread_time_ns() - thread, time.process_time_ns() - process

@@ -1,0 +1,36 @@
+"""Ratios of measurements that were made in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_RESAMPLES = 2000
+_CONFIDENCE = 0.95
+_SEED = 0
+
+
+def paired_ratio(mine: Sequence[float], other: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """The median of the rounds' ratios, and its bootstrap interval (percentiles; Efron 1979).
+
+    What disturbs a round disturbs both of its measurements, and falls out of their ratio.
+
+    Raises
+    ------
+    ValueError
+        When the two are not of one length, or empty.
+    """
+    if len(mine) != len(other) or not mine:
+        raise ValueError(f"found {len(mine)} and {len(other)} measurements; must be as many, at least one.")
+    return median_interval(np.asarray(mine, dtype=float) / np.asarray(other, dtype=float))
+
+
+def median_interval(values: NDArray[np.float64]) -> tuple[float, tuple[float, float]]:
+    """The median of some values and its bootstrap interval."""
+    chosen = np.random.default_rng(_SEED).integers(len(values), size=(_RESAMPLES, len(values)))
+    medians = np.median(values[chosen], axis=1)
+    tail = (1 - _CONFIDENCE) / 2
+    low, high = np.quantile(medians, (tail, 1 - tail))
+    return float(np.median(values)), (float(low), float(high))

@@ -28,8 +28,8 @@ _EXAMPLES = """\
 examples:
   zbv-service run plan.json --model mypackage.models:gpt --nodes 4 --steps 1000
   zbv-service run problem.json --model mypackage.models:gpt --nodes 4 --steps 1000 \\
-      --checkpoint /shared/run --checkpoint-every 100 --replan auto
-  zbv-service run --plan 5f3c… --model mypackage.models:gpt --arguments '{"layers": 8}' --nodes 2 --steps 10
+      --checkpoint-dir /shared/run --checkpoint-every 100 --replan auto
+  zbv-service run --plan 5f3c… --model mypackage.models:gpt --model-args '{"layers": 8}' --nodes 2 --steps 10
 
 exit status: 0 the run succeeded; 1 it failed or was cancelled, or the service cannot be reached;
 2 the input is wrong."""
@@ -106,7 +106,7 @@ def add_run(commands: Any, server: str, read: Callable[[str], Any]) -> None:
     run.add_argument("file", nargs="?", help="plan or problem file (JSON); - is standard input")
     run.add_argument("--plan", metavar="ID", help="a plan that the service has, instead of a file")
     run.add_argument("--model", required=True, metavar="PACKAGE.MODULE:FACTORY", help="what to train")
-    run.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the factory")
+    run.add_argument("--model-args", default="{}", metavar="JSON", help="keyword arguments of the factory")
     run.add_argument("--model-seed", type=int, default=0, metavar="N", help="of the model (default 0)")
     run.add_argument("--nodes", type=int, required=True, metavar="N", help="agents to run on")
     run.add_argument("--steps", type=int, required=True, metavar="N", help="steps to train")
@@ -122,8 +122,10 @@ def add_run(commands: Any, server: str, read: Callable[[str], Any]) -> None:
     options = run.add_argument_group("options of the run")
     for option in _OPTIONS:
         options.add_argument(option.flag, help=option.help, **option.more)
-    options.add_argument("--checkpoint", metavar="DIR", help="absolute path, shared by all nodes")
-    options.add_argument("--checkpoint-every", type=int, metavar="N", help="steps between two checkpoints")
+    options.add_argument("--checkpoint-dir", metavar="DIR", help="absolute path, shared by all nodes")
+    options.add_argument(
+        "--checkpoint-every", type=int, metavar="N", help="steps between two checkpoints (default 100)"
+    )
     search = run.add_argument_group("options of the search, for a problem and for replanning")
     search.add_argument("--effort", choices=("quick", "standard", "thorough"))
     search.add_argument("--time-limit", type=float, metavar="SECONDS")
@@ -168,21 +170,24 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
         for option in _OPTIONS
         if getattr(parsed, option.name) is not None
     }
-    if (parsed.checkpoint is None) != (parsed.checkpoint_every is None):
-        raise WrongInput("found one of --checkpoint and --checkpoint-every; give both or neither.")
-    if parsed.checkpoint is not None:
-        options["checkpoint"] = {"directory": parsed.checkpoint, "every": parsed.checkpoint_every}
+    if parsed.checkpoint_dir is None and parsed.checkpoint_every is not None:
+        raise WrongInput(
+            "found --checkpoint-every without --checkpoint-dir; say where checkpoints are to be."
+        )
+    if parsed.checkpoint_dir is not None:
+        every = 100 if parsed.checkpoint_every is None else parsed.checkpoint_every
+        options["checkpoint"] = {"directory": parsed.checkpoint_dir, "every": every}
     search = {
         name: getattr(parsed, name)
         for name in ("effort", "time_limit", "seed")
         if getattr(parsed, name) is not None
     }
     try:
-        arguments = json.loads(parsed.arguments)
+        arguments = json.loads(parsed.model_args)
     except ValueError as error:
-        raise WrongInput(f"--arguments: not JSON ({error}); {_SUCH_AS}") from None
+        raise WrongInput(f"--model-args: not JSON ({error}); {_SUCH_AS}") from None
     if not isinstance(arguments, dict):
-        raise WrongInput(f"--arguments: found {parsed.arguments}; {_SUCH_AS}")
+        raise WrongInput(f"--model-args: found {parsed.model_args}; {_SUCH_AS}")
     return {
         "model": {"factory": parsed.model, "arguments": arguments, "seed": parsed.model_seed},
         "nodes": parsed.nodes,

@@ -24,7 +24,7 @@ from zbv_solver.plan import plan_json
 from zbv_worker.cli import _parser as worker_parser
 from zbv_worker.launch import free_port
 from zbv_worker.models.gpt import gpt
-from zbv_worker.training import TrainingOptions
+from zbv_worker.training.training import TrainingOptions
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm.sbatch"

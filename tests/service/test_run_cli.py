@@ -131,8 +131,8 @@ def test_a_plan_file_is_imported_and_a_problem_file_is_planned(service: Service,
 def test_every_flag_is_the_option_of_its_name(service: Service) -> None:
     flags = ["--data-parallel", "2", "--shard", "--precision", "bfloat16", "--clip-norm", "1.5"]
     flags += ["--evaluate-every", "7", "--retries", "0", "--replan", "ask", "--replan-threshold", "0.1"]
-    flags += ["--checkpoint", "/shared", "--checkpoint-every", "9", "--threads", "3", "--timeout", "4"]
-    flags += ["--backend", "nccl", "--arguments", '{"layers": 2}', "--model-seed", "6"]
+    flags += ["--checkpoint-dir", "/shared", "--checkpoint-every", "9", "--threads", "3", "--timeout", "4"]
+    flags += ["--backend", "nccl", "--model-args", '{"layers": 2}', "--model-seed", "6"]
     assert main(["run", "--plan", "e" * 64, *NEEDED, *flags]) == 0
     body = service.requests[0][1]
     assert body["model"] == {"factory": "a.b:c", "arguments": {"layers": 2}, "seed": 6}
@@ -164,10 +164,10 @@ def test_a_run_that_does_not_succeed_is_a_status_of_1(service: Service, last: st
         ([], "found neither of a file and --plan"),
         (["--plan", "e", "x.json"], "found both of a file and --plan"),
         (["absent.json"], "cannot read absent.json"),
-        (["--plan", "e", "--checkpoint", "/a"], "found one of --checkpoint and --checkpoint-every"),
-        (["--plan", "e", "--arguments", "{"], "--arguments: not JSON"),
-        (["--plan", "e", "--arguments", "[]"], "--arguments: found []; give a JSON object"),
-        (["--plan", "e", "--arguments", '{"a": 1e999}'], "found a number that is not finite"),
+        (["--plan", "e", "--checkpoint-every", "9"], "--checkpoint-every without --checkpoint-dir"),
+        (["--plan", "e", "--model-args", "{"], "--model-args: not JSON"),
+        (["--plan", "e", "--model-args", "[]"], "--model-args: found []; give a JSON object"),
+        (["--plan", "e", "--model-args", '{"a": 1e999}'], "found a number that is not finite"),
         (["--plan", "e", "--timeout", "nan"], "found a number that is not finite"),
     ],
 )

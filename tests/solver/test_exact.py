@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -147,6 +149,31 @@ def test_repeats_itself(problem: Problem) -> None:
     results = [refine(problem, start, lower_bound=0.0, effort=0.2, seed=7) for _ in range(2)]
     assert results[0].orders == results[1].orders
     assert results[0].lower_bound == results[1].lower_bound
+
+
+def test_ctrl_c_stays_pythons() -> None:
+    """OR-Tools would take the signal over, and leave the system's default behind: sudden death."""
+    program = (
+        "import os, signal\n"
+        "from zbv_solver.improve.exact import make_solver\n"
+        "from ortools.sat.python import cp_model\n"
+        "model = cp_model.CpModel()\n"
+        "model.maximize(model.new_int_var(0, 9, 'x'))\n"
+        "make_solver(1.0, None, 0).solve(model)\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    signal.pause()\n"
+        "except KeyboardInterrupt:\n"
+        "    print('orderly')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.stdout == "orderly\n", ran.stderr
 
 
 def test_fractional_costs_keep_a_valid_bound() -> None:

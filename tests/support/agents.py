@@ -76,7 +76,7 @@ class AgentProcess:
 
     def rank(self) -> int:
         """The process id of its one rank."""
-        (found,) = [pid for pid, command in self.descendants().items() if "agent_rank" in command]
+        (found,) = [pid for pid, command in self.descendants().items() if "zbv_worker.agent.rank" in command]
         return found
 
 

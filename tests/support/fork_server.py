@@ -31,8 +31,8 @@ PRELOADED = (
     "torch._dynamo",  # torch's optimizers import it when the first of them is made
     "zbv_worker.cli",
     "zbv_worker.models.gpt",
-    "zbv_worker.rehearse",
-    "zbv_worker.run",
+    "zbv_worker.rehearsal.rehearse",
+    "zbv_worker.training.run",
 )
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1

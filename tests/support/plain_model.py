@@ -21,6 +21,7 @@ def optimum(problem: Problem, reached: float, effort: float = 20.0) -> float:
     plain = _Plain(problem, grid, grid.strictly_below(reached) + grid.parts)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # else the next Ctrl-C kills the tests
     solver.parameters.linearization_level = 0
     solver.parameters.max_deterministic_time = effort
     if solver.solve(plain.model) != cp_model.OPTIMAL:

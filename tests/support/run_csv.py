@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from zbv_solver.problem import Problem
 from zbv_solver.schema import parse_problem
 from zbv_worker.selfcheck import hard_model
-from zbv_worker.torch_stage import StoreStage
+from zbv_worker.torch_runtime.stage import StoreStage
 
 CPU = torch.device("cpu")
 

@@ -13,13 +13,13 @@ from zbv_solver.orders import Orders
 from zbv_solver.plan import identity
 from zbv_solver.problem import Problem
 from zbv_solver.schema import problem_json
+from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model import ModelSpec
-from zbv_worker.rank_plan import RankPlan
-from zbv_worker.run import RunOptions, train
 from zbv_worker.selfcheck import HardModel
-from zbv_worker.thread_transport import ThreadHub
-from zbv_worker.trace import RankReport
-from zbv_worker.training import TrainingOptions
+from zbv_worker.tracing.report import RankReport
+from zbv_worker.training.run import RunOptions, train
+from zbv_worker.training.training import TrainingOptions
+from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")
 

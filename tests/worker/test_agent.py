@@ -194,7 +194,7 @@ def test_an_agent_told_to_end_lets_its_run_finish_and_deregisters(tmp_path: Path
 
 
 def test_a_daemon_imports_no_torch() -> None:
-    code = "import sys, zbv_worker.agent, zbv_worker.agent_cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, zbv_worker.agent.daemon, zbv_worker.agent.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

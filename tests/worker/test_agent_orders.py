@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from zbv_service.client_runs import Orders
-from zbv_worker.agent import Agent, AgentOptions
+from zbv_worker.agent.daemon import Agent, AgentOptions
 
 
 class Told:

@@ -7,7 +7,7 @@ import configparser
 import shlex
 from pathlib import Path
 
-from zbv_worker.agent_cli import add_agent
+from zbv_worker.agent.cli import add_agent
 
 UNIT = Path(__file__).parents[2] / "deploy" / "zbv-agent.service"
 

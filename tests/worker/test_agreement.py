@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 from zbv_solver.channels import Channel, Transfer
-from zbv_worker.agreement import Statement, agree
-from zbv_worker.channels import ChannelKey
 from zbv_worker.errors import ChannelTimeout, Disagreement
-from zbv_worker.thread_transport import ThreadHub
+from zbv_worker.execution.agreement import Statement, agree
+from zbv_worker.transport.channels import ChannelKey
+from zbv_worker.transport.threads import ThreadHub
 
 SENT = Channel(0, 1, "activation", (Transfer(0, 0), Transfer(0, 1)))
 

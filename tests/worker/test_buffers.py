@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zbv_worker.buffers import ReceiveBuffers
-from zbv_worker.channels import TensorSpec
+from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
 from zbv_worker.launch import LocalRanks, python_command
-from zbv_worker.split_backward import WeightGrads, defer_weight_gradients
+from zbv_worker.transport.buffers import ReceiveBuffers
+from zbv_worker.transport.channels import TensorSpec
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((3, 4), torch.float32)

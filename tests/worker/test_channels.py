@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 from zbv_solver.channels import Channel, ChannelKind, Transfer
-from zbv_worker.channels import (
+from zbv_worker.errors import ModelError
+from zbv_worker.transport.channels import (
     ChannelKey,
     Inbox,
     Outbox,
@@ -15,8 +16,7 @@ from zbv_worker.channels import (
     decode_header,
     encode_header,
 )
-from zbv_worker.errors import ModelError
-from zbv_worker.thread_transport import ThreadHub, ThreadTransport
+from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 
 class Arrived:

@@ -17,14 +17,14 @@ from zbv_solver.orders import Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.schema import problem_json
-from zbv_worker.checkpoint import newest_step
 from zbv_worker.launch import LaunchError, LocalRanks, python_command
 from zbv_worker.selfcheck import random_orders
+from zbv_worker.training.checkpoint import newest_step
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 STEPS = 9
 CLIPPING = ("--clip-norm", "0.5")
-"""Shorter than every gradient here; a length of all ranks together, so it must come out the same on others."""
+"""Shorter than every gradient here; a length of all ranks together, so it must be the same on others."""
 
 
 def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
@@ -117,9 +117,9 @@ def test_another_plan_with_other_ranks_replicas_and_sharding_goes_on_with_it(
     always = (*saving(saved), *CLIPPING)
     found = runs.losses(plan, *always, steps=3)
     halves = write_v(tmp_path / "one-rank.json", p=1, microbatches=2)
-    found |= runs.losses(halves, *always, "--replicas", "2", "--shard", ranks=2, steps=5)
+    found |= runs.losses(halves, *always, "--data-parallel", "2", "--shard", ranks=2, steps=5)
     halves = write_v(tmp_path / "two-ranks.json", p=2, microbatches=2)
-    found |= runs.losses(halves, *always, "--replicas", "2", ranks=4, steps=7)
+    found |= runs.losses(halves, *always, "--data-parallel", "2", ranks=4, steps=7)
     other = write_plan(tmp_path / "1f1b.json", *baseline("1f1b", v_problem()))
     found |= runs.losses(other, *always, steps=STEPS)
     assert found == pytest.approx(undisturbed, rel=2e-5)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from zbv_worker.channels import Transport
-from zbv_worker.clocks import Alignment, Clock, Offset, find_offsets
-from zbv_worker.thread_transport import ThreadHub, ThreadTransport
+from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.clocks import Alignment, Clock, Offset, find_offsets
+from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 SECOND = 1_000_000_000
 

@@ -18,7 +18,7 @@ from support.problems import uniform
 from zbv_service.client_runs import NodeWork, RunClient
 from zbv_solver.plan import Plan, plan_json
 from zbv_solver.search import make_plan
-from zbv_worker.courier import LOG_BYTES, Courier, log_end
+from zbv_worker.agent.courier import LOG_BYTES, Courier, log_end
 from zbv_worker.state_files import NEXT_PLAN, write_json
 
 WORK = NodeWork("a" * 32, 1, 1, 2, 2, "h:1", "p" * 64, "a:b", {})

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from zbv_worker.demo import DemoFailed, Outcome, check_losses, rank_count, table
 from zbv_worker.local_service import port_or_free
-from zbv_worker.trace import RunSummary
+from zbv_worker.tracing.report import RunSummary
 
 
 def outcome(name: str, planned: float, seconds: list[float], losses: list[float]) -> Outcome:

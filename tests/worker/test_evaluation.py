@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from zbv_solver.orders import Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
-from zbv_worker.channels import key_of
 from zbv_worker.errors import InvalidRun
-from zbv_worker.executor import Batches, Executor
-from zbv_worker.rank_plan import RankPlan
+from zbv_worker.execution.executor import Batches, Executor
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stage import Stage
+from zbv_worker.rehearsal.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
 from zbv_worker.selfcheck import hard_model, random_orders
-from zbv_worker.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
-from zbv_worker.stage import Stage
-from zbv_worker.thread_transport import ThreadHub, ThreadTransport
+from zbv_worker.transport.channels import key_of
+from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
 MICROBATCHES = 3

@@ -13,15 +13,15 @@ from torch import Tensor
 from zbv_solver.orders import Action, Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
-from zbv_worker.channels import ChannelKey, Transport, key_of
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
-from zbv_worker.executor import Executor, StepResult
-from zbv_worker.place import CurrentPlace
-from zbv_worker.rank_plan import RankPlan, lower
+from zbv_worker.execution.executor import Executor, StepResult
+from zbv_worker.execution.place import CurrentPlace
+from zbv_worker.execution.rank_plan import RankPlan, lower
+from zbv_worker.execution.stage import Stage
+from zbv_worker.execution.stages import build_stages
 from zbv_worker.selfcheck import hard_model
-from zbv_worker.stage import Stage
-from zbv_worker.stages import build_stages
-from zbv_worker.thread_transport import ThreadHub, ThreadTransport
+from zbv_worker.transport.channels import ChannelKey, Transport, key_of
+from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
 

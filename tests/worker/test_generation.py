@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from support.agents import is_alive
 from zbv_service.client_runs import NodeWork
-from zbv_worker import generation as generation_module
-from zbv_worker.generation import Generation
+from zbv_worker.agent import generation as generation_module
+from zbv_worker.agent.generation import Generation
 
 WORK = NodeWork("r", 0, 1, 2, 2, "127.0.0.1:1", "p", "a:b", {})
 """Node 1 of two with two ranks each: ranks 2 and 3."""
@@ -99,7 +99,7 @@ def test_a_node_that_failed_itself_may_say_so_before_it_is_stopped(launching: An
 
 def test_a_child_dies_with_its_parent_even_when_it_is_stopped(tmp_path: Path) -> None:
     child = (
-        "import os, pathlib, time; from zbv_worker.orphans import end_with_parent; end_with_parent(); "
+        "import os, pathlib, time; from zbv_worker.agent.orphans import end_with_parent; end_with_parent(); "
         "pathlib.Path('pid.part').write_text(str(os.getpid())); os.replace('pid.part', 'pid'); time.sleep(60)"
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

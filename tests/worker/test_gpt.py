@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stages import build_modules
 from zbv_worker.model import PipelineModel
 from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.models.text import VOCABULARY, sample, standard_library_text
-from zbv_worker.rank_plan import RankPlan
 from zbv_worker.selfcheck import random_orders, reference_gradients, relative_error, run_in_threads
-from zbv_worker.stages import build_modules
 
 CPU = torch.device("cpu")
 

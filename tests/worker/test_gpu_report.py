@@ -9,9 +9,9 @@ import pytest
 import torch
 from zbv_solver.verify import verify_orders
 from zbv_worker.cli import main
-from zbv_worker.gpu_report import Timed, overlaps
-from zbv_worker.gpu_report_rank import problem_of, v_orders
-from zbv_worker.profile import LinkProfile
+from zbv_worker.profiling.gpu_report import Timed, overlaps
+from zbv_worker.profiling.gpu_report_rank import problem_of, v_orders
+from zbv_worker.profiling.profile import LinkProfile
 
 GPT = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
 US = 1000

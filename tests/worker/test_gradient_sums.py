@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import zbv_worker.gradients
+import zbv_worker.training.gradients
 from torch import Tensor, nn
-from zbv_worker.channels import Reduction
 from zbv_worker.errors import InvalidRun
-from zbv_worker.gradients import OwnGradients, SummedGradients, squares
-from zbv_worker.layout import Layout
-from zbv_worker.thread_transport import ThreadHub, ThreadTransport
+from zbv_worker.training.gradients import OwnGradients, SummedGradients, squares
+from zbv_worker.transport.channels import Reduction
+from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 
 class Watched(ThreadTransport):
@@ -106,7 +106,7 @@ def test_a_parameter_of_two_stages_is_summed_after_both() -> None:
 
 
 def test_large_stages_are_summed_in_pieces_the_last_layers_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zbv_worker.gradients, "_BUCKET_BYTES", 48)
+    monkeypatch.setattr(zbv_worker.training.gradients, "_BUCKET_BYTES", 48)
     hub = ThreadHub(1, 1)
     transport = Watched(hub, 0)
     layers = nn.Sequential(*(nn.Linear(size, 2, bias=False) for size in (1, 4, 3, 20)))

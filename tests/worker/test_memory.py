@@ -10,14 +10,14 @@ from torch import Tensor
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.timing import memory_profile
-from zbv_worker.executor import Executor
-from zbv_worker.memory import LiveBytes
+from zbv_worker.execution.executor import Executor
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stage import Stage
+from zbv_worker.execution.stages import build_stages
 from zbv_worker.models.gpt import gpt
-from zbv_worker.rank_plan import RankPlan
+from zbv_worker.profiling.memory import LiveBytes
 from zbv_worker.selfcheck import random_orders
-from zbv_worker.stage import Stage
-from zbv_worker.stages import build_stages
-from zbv_worker.thread_transport import ThreadHub
+from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")
 MICROBATCHES = 5

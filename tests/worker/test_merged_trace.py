@@ -17,15 +17,15 @@ from zbv_solver.placement import Placement
 from zbv_solver.plan import plan_json
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.search import make_plan
-from zbv_worker.clocks import Alignment, Clock, Offset
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.planned import WholePlan
 from zbv_worker.launch import LocalRanks, python_command
-from zbv_worker.merged_trace import RankTrace, claim, render
-from zbv_worker.plan_source import PlanSource
-from zbv_worker.planned import WholePlan
-from zbv_worker.rehearse import Rehearsal, RehearseOptions
+from zbv_worker.rehearsal.rehearse import Rehearsal, RehearseOptions
 from zbv_worker.selfcheck import random_orders
-from zbv_worker.thread_transport import ThreadHub
+from zbv_worker.tracing.merged_trace import RankTrace, claim, render
+from zbv_worker.transport.clocks import Alignment, Clock, Offset
+from zbv_worker.transport.threads import ThreadHub
 
 SECOND = 1_000_000_000
 SAME = Alignment((Offset(),) * 2, (Offset(),) * 2)

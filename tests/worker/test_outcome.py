@@ -9,10 +9,10 @@ import pytest
 from zbv_solver.orders import Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
-from zbv_worker.merged_trace import RankTrace
-from zbv_worker.outcome import CpuUse, Outcome, compare
-from zbv_worker.outcome_text import outcome_json, sentences, table
-from zbv_worker.planned import WholePlan
+from zbv_worker.execution.planned import WholePlan
+from zbv_worker.rehearsal.outcome import CpuUse, Outcome, compare
+from zbv_worker.rehearsal.outcome_text import outcome_json, sentences, table
+from zbv_worker.tracing.merged_trace import RankTrace
 
 MS = 1_000_000
 PLACEMENT = Placement.of("single", 2)

@@ -11,15 +11,15 @@ import torch
 from zbv_solver.orders import Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
-from zbv_worker.channels import key_of
 from zbv_worker.errors import ChannelTimeout
-from zbv_worker.executor import Executor
-from zbv_worker.place import CurrentPlace, Place, PlaceWriter, mark_error, place_of_error
-from zbv_worker.rank_plan import RankPlan
+from zbv_worker.execution.executor import Executor
+from zbv_worker.execution.place import CurrentPlace, Place, PlaceWriter, mark_error, place_of_error
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stages import build_stages
 from zbv_worker.selfcheck import hard_model
-from zbv_worker.stages import build_stages
 from zbv_worker.state_files import read_json
-from zbv_worker.thread_transport import ThreadHub
+from zbv_worker.transport.channels import key_of
+from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")
 ORDERS = Orders.from_text(

@@ -9,7 +9,7 @@ import pytest
 from zbv_solver.schema import parse_problem
 from zbv_worker.cli import main
 from zbv_worker.model import ModelSpec
-from zbv_worker.profile import (
+from zbv_worker.profiling.profile import (
     ProfileOptions,
     RankProfile,
     Spread,

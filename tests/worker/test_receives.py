@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
-from zbv_worker.receives import HostReceive, StagedReceive, StreamReceive
-from zbv_worker.staging import Staging
+from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
+from zbv_worker.transport.staging import Staging
 
 CPU = torch.device("cpu")
 

@@ -24,11 +24,11 @@ from zbv_solver.schema import problem_json
 from zbv_solver.search import make_plan
 from zbv_worker.cli import main
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.planned import WholePlan
 from zbv_worker.launch import LaunchError, LocalRanks, python_command
 from zbv_worker.local_service import LocalService
-from zbv_worker.plan_source import PlanSource
-from zbv_worker.planned import WholePlan
-from zbv_worker.rehearse import RehearseOptions
+from zbv_worker.rehearsal.rehearse import RehearseOptions
 from zbv_worker.selfcheck import random_orders
 
 

@@ -23,7 +23,7 @@ from zbv_solver.schema import problem_json
 from zbv_worker.cli import main
 from zbv_worker.launch import LaunchError, LocalRanks, python_command
 from zbv_worker.selfcheck import random_orders
-from zbv_worker.trace import read_reports, summarise
+from zbv_worker.tracing.report import read_reports, summarise
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 
@@ -175,7 +175,7 @@ def test_without_torchrun_the_message_says_how_to_start(
 
 def test_a_broken_plan_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from zbv_worker.errors import InvalidRun
-    from zbv_worker.plan_source import PlanSource
+    from zbv_worker.execution.plan_source import PlanSource
 
     path = tmp_path / "plan.json"
     for text in ("{", "{}", '{"problem": {}, "ranks": []}'):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda
 from torch import Tensor
-from zbv_worker.sends import PollSender, Sender, SendFailures, ThreadSender
-from zbv_worker.staging import Staging
+from zbv_worker.transport.sends import PollSender, Sender, SendFailures, ThreadSender
+from zbv_worker.transport.staging import Staging
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from zbv_worker.sleeping_stage import (
+from zbv_worker.rehearsal.sleeping_stage import (
     NO_WAIT_NANOSECONDS,
     SPIN_NANOSECONDS,
     SleepingDevice,

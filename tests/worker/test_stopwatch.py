@@ -6,7 +6,7 @@ import time
 
 import torch
 from support.fake_cuda import FakeCuda
-from zbv_worker.stopwatch import EventStopwatch, HostStopwatch, stopwatch
+from zbv_worker.profiling.stopwatch import EventStopwatch, HostStopwatch, stopwatch
 
 
 def test_on_a_gpu_what_the_stream_does_is_timed_and_not_the_queueing() -> None:

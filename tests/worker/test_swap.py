@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import zbv_worker.swap
+import zbv_worker.training.swap
 from support.trained import Remembering, Trained, train_alone, train_in_threads
 from zbv_solver.orders import Orders
 from zbv_solver.placement import Placement
@@ -15,7 +15,7 @@ from zbv_solver.plan import identity
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.schema import problem_json
 from zbv_worker.selfcheck import random_orders, relative_error
-from zbv_worker.training import TrainingOptions
+from zbv_worker.training.training import TrainingOptions
 
 STEPS = 40
 
@@ -33,7 +33,7 @@ def write_plan(path: Path, problem: Problem, orders: Orders) -> str:
 
 @pytest.fixture(autouse=True)
 def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zbv_worker.swap, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(zbv_worker.training.swap, "_LOOK_SECONDS", 0.01)
 
 
 class Arriving(Remembering):

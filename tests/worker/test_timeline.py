@@ -12,14 +12,14 @@ from torch import Tensor
 from zbv_solver.orders import Action, Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
-from zbv_worker.channels import ChannelKey, Pending, TensorSpec, key_of
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
-from zbv_worker.executor import Executor
-from zbv_worker.place import CurrentPlace, Place, place_of_error
-from zbv_worker.rank_plan import Instruction, RankPlan
-from zbv_worker.sleeping_stage import NoBatches
-from zbv_worker.thread_transport import ThreadHub, ThreadTransport
-from zbv_worker.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, timeline_of
+from zbv_worker.execution.executor import Executor
+from zbv_worker.execution.place import CurrentPlace, Place, place_of_error
+from zbv_worker.execution.rank_plan import Instruction, RankPlan
+from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, timeline_of
+from zbv_worker.rehearsal.sleeping_stage import NoBatches
+from zbv_worker.transport.channels import ChannelKey, Pending, TensorSpec, key_of
+from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
 ORDERS = Orders.from_text(

@@ -29,8 +29,9 @@ from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.schema import problem_json
 from zbv_solver.search import SearchOptions, make_plan, search
 from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.planned import WholePlan
+from zbv_worker.execution.split_backward import WeightGrads
 from zbv_worker.launch import LaunchError, LocalRanks, python_command
-from zbv_worker.planned import WholePlan
 from zbv_worker.selfcheck import (
     Gradients,
     HardModel,
@@ -39,9 +40,8 @@ from zbv_worker.selfcheck import (
     reference_gradients,
     relative_error,
 )
-from zbv_worker.split_backward import WeightGrads
-from zbv_worker.torch_runtime import TorchExecutor, check, load, refuse_compiled
-from zbv_worker.trace import read_reports, summarise
+from zbv_worker.torch_runtime.executor import TorchExecutor, check, load, refuse_compiled
+from zbv_worker.tracing.report import read_reports, summarise
 
 TESTS = Path(__file__).parents[1]
 TOLERANCE = 1e-5

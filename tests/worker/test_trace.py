@@ -7,14 +7,14 @@ import math
 from pathlib import Path
 
 import pytest
-import zbv_worker.trace
-import zbv_worker.trace_file
+import zbv_worker.tracing.report
+import zbv_worker.tracing.trace_file
 from zbv_solver.orders import Action
-from zbv_worker.executor import Record, StepResult
+from zbv_worker.execution.executor import Record, StepResult
 from zbv_worker.state_files import trace_file
-from zbv_worker.thread_transport import ThreadHub
-from zbv_worker.trace import RankReport, StepLine
-from zbv_worker.trace_file import TraceFile
+from zbv_worker.tracing.report import RankReport, StepLine
+from zbv_worker.tracing.trace_file import TraceFile
+from zbv_worker.transport.threads import ThreadHub
 
 
 def result(step: int, actions: int = 2) -> StepResult:
@@ -41,7 +41,7 @@ def test_the_document_has_every_step_with_its_plan_and_its_actions() -> None:
 
 
 def test_of_a_long_run_the_newest_records_and_lines_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zbv_worker.trace, "_KEPT_RECORDS", 7)
+    monkeypatch.setattr(zbv_worker.tracing.report, "_KEPT_RECORDS", 7)
     made = report(*["a"] * 30)
     assert [found.step for found in made.newest()] == [27, 28, 29]  # of two actions each
     steps = made.document()["steps"]
@@ -51,7 +51,7 @@ def test_of_a_long_run_the_newest_records_and_lines_are_kept(monkeypatch: pytest
 
 
 def test_a_step_with_more_actions_than_are_kept_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zbv_worker.trace, "_KEPT_RECORDS", 1)
+    monkeypatch.setattr(zbv_worker.tracing.report, "_KEPT_RECORDS", 1)
     assert [found.step for found in report("a", "a", "a").newest()] == [2]
 
 
@@ -80,7 +80,7 @@ def test_the_newest_steps_are_in_a_file_in_the_clock_of_the_rank(
         made.add(StepLine(step, "b", math.nan, 0.5, 0.1), result(step))
     writer.update(made)  # not yet time
     assert json.loads(trace_file(tmp_path, 0).read_text()) == document
-    monkeypatch.setattr(zbv_worker.trace_file, "_MOST_ACTIONS", 5)
+    monkeypatch.setattr(zbv_worker.tracing.trace_file, "_MOST_ACTIONS", 5)
     writer.update(made, is_last=True)
     steps = json.loads(trace_file(tmp_path, 0).read_text())["steps"]
     assert [step["step"] for step in steps] == [13, 14]  # two of two actions fit into five

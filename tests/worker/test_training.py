@@ -16,7 +16,7 @@ from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun
 from zbv_worker.selfcheck import random_orders, relative_error
-from zbv_worker.training import TrainingOptions
+from zbv_worker.training.training import TrainingOptions
 
 MICROBATCHES = 3
 STEPS = 3

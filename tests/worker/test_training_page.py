@@ -14,7 +14,7 @@ from zbv_solver.problem import Costs, Memory, Problem
 from zbv_worker.cli import main
 from zbv_worker.model import PipelineModel
 from zbv_worker.selfcheck import random_orders
-from zbv_worker.training import TrainingOptions
+from zbv_worker.training.training import TrainingOptions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 

@@ -14,12 +14,12 @@ from zbv_solver.plan import plan_json
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.search import make_plan
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.launch import LocalRanks, python_command
 from zbv_worker.local_service import LocalService, ServiceStartError
-from zbv_worker.plan_source import PlanSource
-from zbv_worker.rank_plan import RankPlan
 from zbv_worker.selfcheck import random_orders
-from zbv_worker.trace import read_reports, summarise
+from zbv_worker.tracing.report import read_reports, summarise
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 from zbv_solver import __version__
 
-from zbv_worker.agent_cli import add_agent
-from zbv_worker.agent_cli import execute as be_an_agent
-from zbv_worker.bench_cli import add_bench
-from zbv_worker.bench_cli import execute as bench
-from zbv_worker.gpu_report_cli import add_gpu_report
-from zbv_worker.gpu_report_cli import execute as gpu_report
-from zbv_worker.profile_cli import add_profile
-from zbv_worker.profile_cli import execute as profile
-from zbv_worker.rehearse_cli import add_rehearse
-from zbv_worker.rehearse_cli import execute as rehearse
-from zbv_worker.run_cli import add_run
-from zbv_worker.run_cli import execute as run
+from zbv_worker.agent.cli import add_agent
+from zbv_worker.agent.cli import execute as be_an_agent
+from zbv_worker.bench.cli import add_bench
+from zbv_worker.bench.cli import execute as bench
+from zbv_worker.profiling.cli import add_profile
+from zbv_worker.profiling.cli import execute as profile
+from zbv_worker.profiling.gpu_report_cli import add_gpu_report
+from zbv_worker.profiling.gpu_report_cli import execute as gpu_report
+from zbv_worker.rehearsal.cli import add_rehearse
+from zbv_worker.rehearsal.cli import execute as rehearse
+from zbv_worker.training.cli import add_run
+from zbv_worker.training.cli import execute as run
 
 _COMMANDS = {
     "run": run,

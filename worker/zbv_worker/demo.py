@@ -26,8 +26,8 @@ from zbv_worker.errors import WorkerError
 from zbv_worker.launch import LocalRanks, python_command, usable_cores
 from zbv_worker.local_service import LocalService, port_or_free
 from zbv_worker.model import ModelSpec
-from zbv_worker.profile import ProfileOptions, profile
-from zbv_worker.trace import RunSummary, read_reports, summarise
+from zbv_worker.profiling.profile import ProfileOptions, profile
+from zbv_worker.tracing.report import RunSummary, read_reports, summarise
 
 if TYPE_CHECKING:
     from zbv_service.client import Client, Search

@@ -30,7 +30,8 @@ class PipelineModel(Protocol):
       built beside it. Then every placement trains the same model.
     - A parameter's name is the same in every cut (name modules after their layer, not after their place).
     - What else a model may offer: :class:`Tied`, :class:`Evaluated`, a schedule of the learning rate
-      (:class:`zbv_worker.update.Scheduled`), data with a state (:class:`zbv_worker.checkpoint.StatefulData`).
+      (:class:`zbv_worker.training.update.Scheduled`), data with a state
+      (:class:`zbv_worker.training.checkpoint.StatefulData`).
     - A stage maps one floating-point tensor to one; the first takes the microbatch's input. Their shapes do
       not change from microbatch to microbatch. A stage's output may be a view, but a stage must not write to
       its input.

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from zbv_solver.orders import Action, Orders
 from zbv_solver.problem import Problem
 
-from zbv_worker.channels import Transport, key_of
-from zbv_worker.distributed import DistributedTransport, World
-from zbv_worker.executor import Executor, StepResult
+from zbv_worker.execution.executor import Executor, StepResult
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.planned import WholePlan
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stages import build_stages
 from zbv_worker.model import PipelineModel, build_stage
-from zbv_worker.plan_source import PlanSource
-from zbv_worker.planned import WholePlan
-from zbv_worker.rank_plan import RankPlan
-from zbv_worker.run import Runtime
-from zbv_worker.stages import build_stages
-from zbv_worker.thread_transport import ThreadHub
+from zbv_worker.training.run import Runtime
+from zbv_worker.transport.channels import Transport, key_of
+from zbv_worker.transport.distributed import DistributedTransport, World
+from zbv_worker.transport.threads import ThreadHub
 
 Gradients = dict[str, Tensor]
 
@@ -180,7 +180,7 @@ def run_rank_on_torch(
     plan: WholePlan, rank: int, model: PipelineModel, timeout: float
 ) -> tuple[Gradients, StepResult]:
     """As :func:`run_rank`, on PyTorch's runtime; all ranks call it at the same time."""
-    from zbv_worker.torch_runtime import TorchExecutor
+    from zbv_worker.torch_runtime.executor import TorchExecutor
 
     n_stages = plan.problem.n_stages
     stages = plan.problem.placement.stages_of[rank]

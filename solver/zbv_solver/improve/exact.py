@@ -117,6 +117,8 @@ def make_solver(effort: float, time_limit: float | None, seed: int) -> cp_model.
     parameters.use_precedences_in_disjunctive_constraint = False
     parameters.cp_model_probing_level = 0
     parameters.use_new_integer_conflict_resolution = True
+    # It would take Ctrl-C over, and leave it with the system's default when it is done: sudden death.
+    parameters.catch_sigint_signal = False
     return solver
 
 

@@ -21,7 +21,7 @@ from zbv_worker.bench.ranks import MEETING_SECONDS, meeting, on_ranks
 from zbv_worker.bench.workload import parse_workload, workload_json
 from zbv_worker.errors import WorkerError
 from zbv_worker.model import ModelSpec
-from zbv_worker.profile import ProfileOptions, profile
+from zbv_worker.profiling.profile import ProfileOptions, profile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from zbv_solver.problem import Problem
 
     from zbv_worker.bench.torch_schedules import StepData
-    from zbv_worker.channels import Transport
-    from zbv_worker.distributed import World
-    from zbv_worker.executor import Batches, Executor
-    from zbv_worker.planned import WholePlan
+    from zbv_worker.execution.executor import Batches, Executor
+    from zbv_worker.execution.planned import WholePlan
+    from zbv_worker.transport.channels import Transport
+    from zbv_worker.transport.distributed import World
 
 OURS = "zbv"
 
@@ -190,9 +190,9 @@ def zbv_pipeline(
     import torch
     from zbv_solver.channels import channels
 
-    from zbv_worker.channels import key_of
-    from zbv_worker.executor import Executor
-    from zbv_worker.stages import build_stages
+    from zbv_worker.execution.executor import Executor
+    from zbv_worker.execution.stages import build_stages
+    from zbv_worker.transport.channels import key_of
 
     device = torch.device("cpu")
     transport.open([key_of(channel) for channel in channels(plan.problem, plan.orders)], timeout)
@@ -205,7 +205,7 @@ def zbv_pipeline(
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, list[dict[str, Any]]]:
     """Let the schedules take turns; when each began and ended on this rank, in ns, and its loss."""
     from zbv_worker.bench.torch_schedules import SCHEDULES, StepData, torch_schedule
-    from zbv_worker.planned import WholePlan
+    from zbv_worker.execution.planned import WholePlan
 
     workload = parse_workload(GptWorkload, request["workload"])
     plan = WholePlan.of_document(request["plan"])

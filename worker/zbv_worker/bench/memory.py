@@ -18,12 +18,12 @@ from zbv_worker.bench.findings import Finding, Target
 from zbv_worker.bench.ranks import meeting, on_ranks
 from zbv_worker.bench.workload import parse_workload, workload_json
 from zbv_worker.model import ModelSpec
-from zbv_worker.profile import ProfileOptions, RankProfile, measure_ranks, to_problem
+from zbv_worker.profiling.profile import ProfileOptions, RankProfile, measure_ranks, to_problem
 
 if TYPE_CHECKING:
     from zbv_solver.plan import Plan
 
-    from zbv_worker.distributed import World
+    from zbv_worker.transport.distributed import World
 
 MOST_PERCENT = 5.0
 
@@ -113,8 +113,8 @@ def on_rank(request: Mapping[str, Any], world: World) -> int:
     import torch
 
     from zbv_worker.bench.gpt import zbv_pipeline
-    from zbv_worker.memory import watching
-    from zbv_worker.planned import WholePlan
+    from zbv_worker.execution.planned import WholePlan
+    from zbv_worker.profiling.memory import watching
 
     workload = parse_workload(MemoryWorkload, request["workload"])
     plan, model = WholePlan.of_document(request["plan"]), workload.spec.build()

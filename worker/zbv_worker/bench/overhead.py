@@ -26,7 +26,7 @@ from zbv_worker.model import ModelSpec
 if TYPE_CHECKING:
     from zbv_solver.plan import Plan
 
-    from zbv_worker.distributed import World
+    from zbv_worker.transport.distributed import World
 
 OURS, STORE, STOCK, PLAIN = "zbv", "torch with our split", "torch as shipped", "plain loop"
 RIVALS = (STORE, STOCK)
@@ -131,9 +131,9 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     from zbv_worker.bench.gpt import zbv_pipeline
     from zbv_worker.bench.plain_loop import PlainLoop
     from zbv_worker.bench.torch_schedules import StepData, torch_plan
+    from zbv_worker.execution.planned import WholePlan
     from zbv_worker.model import build_stage
-    from zbv_worker.planned import WholePlan
-    from zbv_worker.torch_runtime import TorchExecutor
+    from zbv_worker.torch_runtime.executor import TorchExecutor
 
     workload = parse_workload(OverheadWorkload, request["workload"])
     plan = WholePlan.of_document(request["plan"])

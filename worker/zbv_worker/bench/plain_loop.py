@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from zbv_worker.bench.torch_schedules import StepData
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
 from zbv_worker.model import PipelineModel, build_stage
-from zbv_worker.rank_plan import RankPlan
-from zbv_worker.split_backward import WeightGrads, defer_weight_gradients
 
 _CPU = torch.device("cpu")
 

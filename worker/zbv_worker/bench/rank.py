@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from zbv_worker.bench.ranks import answer_path
-from zbv_worker.distributed import World
 from zbv_worker.launch import keep_freed_memory, pin_to_core
+from zbv_worker.transport.distributed import World
 
 
 def main(name: str, request: Path) -> None:

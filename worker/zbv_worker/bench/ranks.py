@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zbv_worker.launch import LocalRanks, python_command
 
 if TYPE_CHECKING:
-    from zbv_worker.distributed import DistributedTransport, World
+    from zbv_worker.transport.distributed import DistributedTransport, World
 
 MEETING_SECONDS = 120.0
 """For ranks to meet, and for one tensor."""
@@ -59,7 +59,7 @@ def meeting(world: World) -> Iterator[DistributedTransport]:
     """A gloo transport between the ranks; in the end nobody hangs up while a peer still listens."""
     import torch
 
-    from zbv_worker.distributed import DistributedTransport
+    from zbv_worker.transport.distributed import DistributedTransport
 
     transport = DistributedTransport(world, "gloo", torch.device("cpu"), MEETING_SECONDS)
     try:

@@ -15,8 +15,8 @@ from zbv_worker.bench.ranks import on_ranks
 from zbv_worker.bench.workload import parse_workload, workload_json
 
 if TYPE_CHECKING:
-    from zbv_worker.distributed import World
-    from zbv_worker.stage import Stage
+    from zbv_worker.execution.stage import Stage
+    from zbv_worker.transport.distributed import World
 
 MOST = 1.03
 
@@ -67,8 +67,8 @@ def _times(workload: SplitWorkload, width: int) -> dict[str, list[float]]:
 
     import torch
 
+    from zbv_worker.execution.stage import Stage
     from zbv_worker.models.gpt import Block
-    from zbv_worker.stage import Stage
 
     torch.manual_seed(0)
     shape = (workload.sequences, workload.tokens // workload.sequences, width)

@@ -24,9 +24,9 @@ from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.placement import Placement, PlacementKind
 
 from zbv_worker.bench.ranks import MEETING_SECONDS
+from zbv_worker.execution.planned import WholePlan
 from zbv_worker.model import PipelineModel, build_stage
-from zbv_worker.planned import WholePlan
-from zbv_worker.torch_runtime import load
+from zbv_worker.torch_runtime.executor import load
 
 _CPU = torch.device("cpu")
 

@@ -1,0 +1,113 @@
+"""One rank under an agent: ``python -m zbv_worker.agent.rank FOLDER``, started by torch elastic.
+
+It runs as ``zbv-worker run`` does, says where it is while it runs, and why when it fails.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from zbv_worker.agent.orphans import end_with_parent
+from zbv_worker.state_files import NEXT_PLAN, SPEC, failure_file, place_file, read_json, write_json
+
+_FAILED, _WRONG_INPUT = 1, 2
+
+
+def main(folder: Path) -> int:
+    """Be the rank that the environment says; returns the exit status."""
+    end_with_parent()
+    from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
+    from zbv_worker.execution.place import CurrentPlace, PlaceWriter
+    from zbv_worker.training.run import run
+    from zbv_worker.transport.distributed import World
+
+    world = World.from_environment()
+    try:
+        place = CurrentPlace()
+        with PlaceWriter(str(place_file(folder, world.rank)), world.rank, place):
+            run(_options(read_json(folder / SPEC), folder), world, place)
+    except WorkerError as error:
+        _say(f"zbv-worker: {error}")
+        write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error)))
+        return _WRONG_INPUT if isinstance(error, InvalidRun | Disagreement) else _FAILED
+    except Exception as error:
+        traceback.print_exc()
+        detail = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        text = f"rank {world.rank} failed in the model or in torch: {detail}. Its log has the traceback."
+        write_json(failure_file(folder, world.rank), _failure(world.rank, error, text))
+        return _FAILED
+    return 0
+
+
+def _options(spec: Any, folder: Path) -> Any:
+    from zbv_worker.execution.plan_source import PlanSource
+    from zbv_worker.model import ModelSpec
+    from zbv_worker.training.run import RunOptions
+
+    work, options = spec["work"], spec["work"]["options"]
+    model = work["model"]
+    return RunOptions(
+        sources=(PlanSource(spec["server"], work["plan_id"]),),
+        model=ModelSpec(model["factory"], model["arguments"], model["seed"]),
+        steps=work["steps"],
+        backend=options["backend"],
+        timeout=options["timeout"],
+        threads=options["threads"],
+        result_dir=folder / "results",
+        training=_training(options, folder),
+    )
+
+
+def _training(options: dict[str, Any], folder: Path) -> Any:
+    from zbv_worker.training.checkpoint import CheckpointOptions
+    from zbv_worker.training.training import TrainingOptions
+
+    checkpoint = options["checkpoint"]
+    return TrainingOptions(
+        replicas=options["data_parallel"],
+        is_sharded=options["shard"],
+        precision=options["precision"],
+        clip_norm=options["clip_norm"],
+        evaluate_every=options["evaluate_every"],
+        checkpoint=(
+            None
+            if checkpoint is None
+            else CheckpointOptions(
+                Path(checkpoint["directory"]), checkpoint["every"], timeout=checkpoint["timeout"]
+            )
+        ),
+        next_plan=folder / NEXT_PLAN,
+        trace_dir=folder,
+    )
+
+
+def _failure(rank: int, error: Exception, detail: str) -> dict[str, Any]:
+    """The failure as the agent reports it; one that a peer caused is a consequence."""
+    from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost
+    from zbv_worker.execution.place import Place, place_of_error
+
+    place = place_of_error(error) or Place()
+    kind = "error"
+    if isinstance(error, ChannelTimeout | PeerLost):
+        kind = "peer"
+    elif isinstance(error, InvalidRun | Disagreement):
+        kind = "invalid"
+    return {
+        "kind": kind,
+        "rank": rank,
+        "step": place.step,
+        "action": place.action,
+        "peer": place.peer,
+        "detail": detail,
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,143 @@
+"""What the ranks must agree on before the first step, and again at every change of plan.
+
+Two ranks with different plans hang or corrupt silently. So every rank states what it was started with, all
+read all statements, and every rank refuses with the same message when they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbv_solver.channels import Channel
+
+from zbv_worker.errors import ChannelTimeout, Disagreement
+from zbv_worker.transport.channels import ChannelKey, Transport, key_of
+from zbv_worker.transport.layout import Layout
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank was started with.
+
+    Attributes
+    ----------
+    model
+        Fingerprint of the model, its arguments and its number of stages.
+    traced
+        Whether the ranks will bring their traces together.
+    runtime
+        What walks the lists: two kinds do not understand each other.
+    replicas
+        Pipelines that the world consists of.
+    options
+        Everything else that all must do alike: names and values.
+    """
+
+    plan_id: str
+    pp_rank: int
+    pp_degree: int
+    world_size: int
+    model: str
+    backend: str
+    steps: int
+    channels: tuple[Channel, ...]
+    traced: bool = False
+    runtime: str = "zbv"
+    replicas: int = 1
+    options: tuple[tuple[str, str], ...] = ()
+
+
+_COMMON = (
+    "plan_id",
+    "pp_degree",
+    "world_size",
+    "replicas",
+    "model",
+    "backend",
+    "steps",
+    "traced",
+    "runtime",
+)
+
+
+def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[ChannelKey, ...]:
+    """Exchange statements; returns every channel of the pipeline, the same on all ranks.
+
+    Raises
+    ------
+    Disagreement
+        Naming what differs and on which ranks. Raised on every rank alike.
+    ChannelTimeout
+        When a rank does not take part.
+    """
+    try:
+        statements: list[Statement] = transport.gather(mine, timeout)
+    except TimeoutError as error:
+        raise ChannelTimeout(
+            f"rank {transport.rank} waited {timeout:g} s for all {transport.world_size} ranks to agree on "
+            f"the plan ({error}). Start every rank within that time, or raise --timeout."
+        ) from error
+    _check_common(statements)
+    _check_ranks(statements)
+    _check_channels(statements)
+    return tuple(sorted({key_of(channel) for statement in statements for channel in statement.channels}))
+
+
+def _check_common(statements: Sequence[Statement]) -> None:
+    said = [_said(statement) for statement in statements]
+    for name in said[0]:
+        values: dict[object, list[int]] = {}
+        for rank, about in enumerate(said):
+            values.setdefault(about.get(name), []).append(rank)
+        if len(values) > 1:
+            # The larger group first: those on their own are probably the ones started wrongly.
+            groups = sorted(values.items(), key=lambda item: (-len(item[1]), item[1]))
+            found = "; ".join(f"{_ranks(ranks)}: {_shown(value)}" for value, ranks in groups)
+            raise Disagreement(
+                f"the ranks differ in {name.replace('_', ' ')} ({found}). All must be started with the same "
+                f"plan, model and options; nothing was run."
+            )
+
+
+def _said(statement: Statement) -> dict[str, object]:
+    return {name: getattr(statement, name) for name in _COMMON} | dict(statement.options)
+
+
+def _check_ranks(statements: Sequence[Statement]) -> None:
+    world, degree, replicas = statements[0].world_size, statements[0].pp_degree, statements[0].replicas
+    if world != degree * replicas:
+        times = f" and there are {replicas} replicas" if replicas > 1 else ""
+        raise Disagreement(
+            f"found {world} ranks; the plan is for {degree}{times}. Start {degree * replicas} ranks, or plan "
+            f"for {world // replicas}."
+        )
+    layout = Layout(degree, replicas)
+    for rank, statement in enumerate(statements):
+        if statement.pp_rank != layout.pp_rank(rank):
+            raise Disagreement(
+                f"rank {rank} has the action list of rank {statement.pp_rank}; it needs that of "
+                f"{layout.pp_rank(rank)}."
+            )
+
+
+def _check_channels(statements: Sequence[Statement]) -> None:
+    """Both ends of a channel must expect the same tensors in the same order."""
+    layout = Layout(statements[0].pp_degree, statements[0].replicas)
+    for rank, statement in enumerate(statements):
+        for channel in statement.channels:
+            peer = channel.receiver if channel.sender == statement.pp_rank else channel.sender
+            if channel not in statements[layout.global_rank(peer, layout.replica(rank))].channels:
+                raise Disagreement(
+                    f"ranks {channel.sender} and {channel.receiver} expect different tensors on the channel "
+                    f"{key_of(channel)}. Fetch the plan again from the service that made it."
+                )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else f"{text[:12]}…"

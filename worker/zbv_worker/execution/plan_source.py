@@ -1,0 +1,86 @@
+"""Where a rank's action list comes from: a service, which sends each rank its own, or a plan file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.placement import Placement, PlacementKind
+from zbv_solver.plan import identity, parse_orders, parse_plan_document
+from zbv_solver.schema import problem_json
+from zbv_solver.verify import verify_orders
+
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.planned import WholePlan
+from zbv_worker.execution.rank_plan import RankPlan
+
+_NO_PLAN = "found no plan; give --server URL and --plan ID, or --plan-file FILE."
+
+
+@dataclass(frozen=True)
+class PlanSource:
+    """Where a rank's list comes from: a service and a plan's id, or a file."""
+
+    server: str | None = None
+    plan_id: str | None = None
+    file: Path | None = None
+
+    def rank_plan(self, rank: int, timeout: float) -> RankPlan:
+        """The list of one rank; raises :class:`InvalidRun`."""
+        if self.file is not None:
+            return _from_file(self.file, rank)
+        if self.server is None or self.plan_id is None:
+            raise InvalidRun(_NO_PLAN)
+        return _from_service(self.server, self.plan_id, rank, timeout)
+
+    def whole(self, timeout: float) -> WholePlan:
+        """The lists of all ranks; raises :class:`InvalidRun`."""
+        if self.file is not None:
+            return WholePlan.of_file(self.file)
+        if self.server is None or self.plan_id is None:
+            raise InvalidRun(_NO_PLAN)
+        return WholePlan.of_service(self.server, self.plan_id, timeout)
+
+
+def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankPlan:
+    from zbv_service.client import Client, ClientError
+
+    try:
+        with Client(server, timeout=timeout) as client:
+            answer = client.rank(plan_id, rank)
+    except ClientError as error:
+        raise InvalidRun(f"rank {rank}: no action list of plan {plan_id} from {server}: {error}") from error
+    kinds: dict[str, PlacementKind] = {"v": "v", "loop": "loop", "single": "single"}
+    if answer.placement not in kinds:
+        raise InvalidRun(
+            f"rank {rank}: found placement {answer.placement!r}; this worker knows {', '.join(kinds)}. "
+            f"Use the same version as the service."
+        )
+    return RankPlan(
+        plan_id=answer.plan_id,
+        rank=answer.rank,
+        placement=Placement(kinds[answer.placement], answer.pp_degree, answer.chunks),
+        microbatches=answer.microbatches,
+        actions=answer.actions,
+        channels=answer.channels,
+    )
+
+
+def _from_file(path: Path, rank: int) -> RankPlan:
+    try:
+        problem, orders = parse_orders(parse_plan_document(json.loads(path.read_text())))
+        verify_orders(problem, orders)
+    except OSError as error:
+        raise InvalidRun(f"--plan-file {path}: {error.strerror}.") from error
+    except json.JSONDecodeError as error:
+        raise InvalidRun(f"--plan-file {path}: not JSON ({error}).") from error
+    except (InvalidInput, InvalidPlan) as error:
+        raise InvalidRun(f"--plan-file {path}: {error}") from error
+    if rank >= problem.pp_degree:
+        raise InvalidRun(
+            f"found rank {rank}; the plan has {problem.pp_degree} ranks. Start as many processes, or plan "
+            f"for more ranks."
+        )
+    return RankPlan.of(identity(problem_json(problem), orders.all_text()), problem, orders, rank)

@@ -1,0 +1,224 @@
+"""One rank's part of a plan, and its lowering: where every action's input comes from and its output goes.
+
+A rank plan comes from the service (which sends each rank its own list and channels) or from a plan file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from zbv_solver.channels import Channel, ChannelKind, Transfer, channels, channels_of
+from zbv_solver.orders import Action, Orders
+from zbv_solver.placement import Placement
+from zbv_solver.problem import Problem
+
+from zbv_worker.errors import InvalidRun
+from zbv_worker.transport.channels import ChannelKey, key_of
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank executes.
+
+    Attributes
+    ----------
+    actions
+        In execution order.
+    channels
+        Those that this rank sends or receives on.
+    """
+
+    plan_id: str
+    rank: int
+    placement: Placement
+    microbatches: int
+    actions: tuple[Action, ...]
+    channels: tuple[Channel, ...]
+
+    def __post_init__(self) -> None:
+        _check_complete(self)
+
+    @classmethod
+    def of(cls, plan_id: str, problem: Problem, orders: Orders, rank: int) -> RankPlan:
+        """A rank's part of a whole plan."""
+        return cls(
+            plan_id=plan_id,
+            rank=rank,
+            placement=problem.placement,
+            microbatches=problem.microbatches,
+            actions=tuple(orders.actions(rank)),
+            channels=channels_of(rank, channels(problem, orders)),
+        )
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that this rank hosts, in model order."""
+        return self.placement.stages_of[self.rank]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A tensor that crosses between ranks."""
+
+    channel: ChannelKey
+    transfer: Transfer
+
+
+@dataclass(frozen=True)
+class Local:
+    """A tensor handed over inside the rank."""
+
+    kind: ChannelKind
+    transfer: Transfer
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An action with its ends.
+
+    Attributes
+    ----------
+    source, sink
+        Where the input (F: activation, I and B: gradient) comes from and the output goes; None where there
+        is none: data into the first stage, the loss out of the last, and all of W.
+    split
+        For F: whether the backward comes as I and W.
+    completes_stage
+        Whether no later action adds to the gradients of the action's stage.
+    peer
+        The global rank that the input comes from; None when it comes from no other rank.
+    """
+
+    action: Action
+    source: Remote | Local | None
+    sink: Remote | Local | None
+    split: bool
+    completes_stage: bool
+    peer: int | None
+
+
+def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Instruction, ...]:
+    """A rank's actions with the ends of their inputs and outputs.
+
+    Parameters
+    ----------
+    global_rank
+        Of a position of the pipeline; the two are the same where there is one pipeline.
+
+    Raises
+    ------
+    InvalidRun
+        When the plan's channels do not carry what its actions send and receive, in the order of production.
+    """
+    split = {(a.stage, a.microbatch) for a in plan.actions if a.letter == "I"}
+    # An I adds too: to the gradients that do not wait for W. But its own W comes after it.
+    last_of = {a.stage: a for a in plan.actions if a.letter in "WB"}
+
+    def instruction(action: Action) -> Instruction:
+        source, sink = _ends(plan, action)
+        return Instruction(
+            action,
+            source,
+            sink,
+            split=(action.stage, action.microbatch) in split,
+            completes_stage=action == last_of[action.stage],
+            peer=global_rank(source.channel.sender) if isinstance(source, Remote) else None,
+        )
+
+    program = tuple(map(instruction, plan.actions))
+    _check_channels(plan, program)
+    return program
+
+
+def forwards(program: Iterable[Instruction]) -> tuple[Instruction, ...]:
+    """The F's of a rank's list, in its order: what an evaluation runs.
+
+    They depend on F's only, so what is left of an executable plan is executable. Every rank leaves the same
+    out, and the channels of activations carry the same transfers in the same order as in a step.
+    """
+    return tuple(i for i in program if i.action.letter == "F")
+
+
+def _ends(plan: RankPlan, action: Action) -> tuple[Remote | Local | None, Remote | Local | None]:
+    """Source and sink of an action."""
+    stage, last = action.stage, plan.placement.n_stages - 1
+    above = stage - 1 if stage > 0 else None
+    below = stage if stage < last else None
+    if action.letter == "W":
+        return None, None
+    if action.letter == "F":
+        return (
+            _end(plan, "activation", above, action.microbatch, incoming=True),
+            _end(plan, "activation", below, action.microbatch, incoming=False),
+        )
+    return (
+        _end(plan, "gradient", below, action.microbatch, incoming=True),
+        _end(plan, "gradient", above, action.microbatch, incoming=False),
+    )
+
+
+def _end(
+    plan: RankPlan, kind: ChannelKind, boundary: int | None, microbatch: int, *, incoming: bool
+) -> Remote | Local | None:
+    if boundary is None:
+        return None
+    transfer = Transfer(boundary, microbatch)
+    first, second = plan.placement.rank_of[boundary], plan.placement.rank_of[boundary + 1]
+    if first == second:
+        return Local(kind, transfer)
+    peer = second if first == plan.rank else first
+    ends = (peer, plan.rank) if incoming else (plan.rank, peer)
+    return Remote(ChannelKey(*ends, kind), transfer)
+
+
+def _check_complete(plan: RankPlan) -> None:
+    """Every (stage, microbatch) of the rank once forward, once backward, in an executable order.
+
+    The service verifies whole plans; this guards the worker's own state against any other source.
+    """
+    if not 0 <= plan.rank < plan.placement.pp_degree:
+        raise InvalidRun(f"found rank {plan.rank}; the plan has ranks 0 to {plan.placement.pp_degree - 1}.")
+    allowed = {"": ("F",), "F": ("I", "B"), "I": ("W",)}
+    state: dict[tuple[int, int], str] = {
+        (stage, microbatch): "" for stage in plan.stages for microbatch in range(plan.microbatches)
+    }
+    for action in plan.actions:
+        cell = (action.stage, action.microbatch)
+        before = state.get(cell)
+        if before is None or action.letter not in allowed.get(before, ()):
+            found = "is not this rank's" if before is None else f"comes after {before or 'nothing'}"
+            raise InvalidRun(
+                f"rank {plan.rank}: action {action} {found}. Every stage and microbatch of a rank has one F, "
+                f"then either one B or one I and one W; check the plan with `zbv check`."
+            )
+        state[cell] = action.letter
+    open_cells = [f"{stage}·{microbatch}" for (stage, microbatch), s in state.items() if s not in ("W", "B")]
+    if open_cells:
+        raise InvalidRun(
+            f"rank {plan.rank}: the plan does not finish stage·microbatch {', '.join(open_cells[:5])}. Each "
+            f"needs one F, and one B or one I and one W; check the plan with `zbv check`."
+        )
+
+
+def _check_channels(plan: RankPlan, program: Iterable[Instruction]) -> None:
+    sent: dict[ChannelKey, list[Transfer]] = {}
+    received: dict[ChannelKey, set[Transfer]] = {}
+    for instruction in program:
+        if isinstance(instruction.sink, Remote):
+            sent.setdefault(instruction.sink.channel, []).append(instruction.sink.transfer)
+        if isinstance(instruction.source, Remote):
+            received.setdefault(instruction.source.channel, set()).add(instruction.source.transfer)
+    stated = {key_of(channel): channel.transfers for channel in plan.channels}
+    wrong = stated.keys() ^ (sent.keys() | received.keys())
+    wrong |= {key for key, transfers in sent.items() if stated.get(key) != tuple(transfers)}
+    wrong |= {
+        key
+        for key, transfers in received.items()
+        if len(stated.get(key, ())) != len(transfers) or set(stated[key]) != transfers
+    }
+    if wrong:
+        raise InvalidRun(
+            f"rank {plan.rank}: the plan's channels ({', '.join(map(str, sorted(wrong)))}) do not carry what "
+            f"its actions send and receive. Fetch the plan again from the service that made it."
+        )

@@ -1,0 +1,190 @@
+"""One stage of the model on its rank: runs F, I, W and B, and holds exactly what the plan says it holds.
+
+=======  ===========================================================================================
+after    held of that microbatch
+=======  ===========================================================================================
+F        the stage's input and autograd graph (its saved activations); not the output
+I        the queued weight gradients: inputs and output gradients of the layers that queue
+W, B     nothing
+=======  ===========================================================================================
+
+Between stages there is one tensor per microbatch. It is detached on both sides, so that the graphs of two
+stages never join, not even at the turn of the V where both live on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zbv_worker.errors import ModelError
+from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Forward:
+    """What F leaves behind.
+
+    The output is held as its edge into the graph, not as a tensor: its values are needed no more once they
+    were sent, unless the graph itself saved them.
+    """
+
+    input: Tensor
+    output: GradientEdge | None
+    loss_seed: Tensor | None
+    weight_grads: WeightGrads | None
+
+
+class Stage:
+    """A stage's module and the state of its microbatches.
+
+    Parameters
+    ----------
+    loss
+        The model's loss, for the last stage only: F then includes it, and returns it.
+    microbatches
+        Over which the loss is a mean: m, times the replicas of the pipeline. Gradients are divided by it.
+    autocast
+        The smaller type that operators may compute in; None for none.
+
+    Attributes
+    ----------
+    loss_scale
+        What gradients are multiplied by; a step's microbatches must all have the same.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        n_stages: int,
+        module: nn.Module,
+        microbatches: int,
+        loss: Loss | None = None,
+        autocast: torch.dtype | None = None,
+    ):
+        if (index == n_stages - 1) != (loss is not None):
+            raise ModelError(f"stage {index} of {n_stages}: the last stage, and no other, takes the loss.")
+        self._recorder = defer_weight_gradients(module)
+        self.index = index
+        self.module = module
+        self._is_first = index == 0
+        self._loss = loss
+        self._share = 1.0 / microbatches
+        self._autocast = autocast
+        self.loss_scale = 1.0
+        self._forwards: dict[int, _Forward] = {}
+        self._weight_grads: dict[int, WeightGrads] = {}
+
+    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
+        """F: the stage's output, detached; for the last stage the loss, a scalar.
+
+        Parameters
+        ----------
+        split
+            Whether the backward will come as I and W, or as B.
+        """
+        x = input.detach()
+        if not self._is_first:
+            x.requires_grad_()
+        weight_grads = WeightGrads() if split else None
+        with self._recorder.into(weight_grads), self._computing(x):
+            output = self._computed(x, target)
+        seed = None
+        if self._loss is not None:
+            seed = torch.full_like(output, self.loss_scale * self._share)
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        self._forwards[microbatch] = _Forward(x, edge, seed, weight_grads)
+        return output.detach()
+
+    def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        """B: all gradients. Returns the input's, None for the first stage.
+
+        Parameters
+        ----------
+        grad_output
+            The gradient of the output; None for the last stage, whose output is the loss.
+        """
+        held = self._forwards.pop(microbatch)
+        grad_input = self._backpropagate(held, grad_output)
+        if held.weight_grads is not None:
+            held.weight_grads.run()
+        return grad_input
+
+    def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        """I: the input's gradient, None for the first stage; queues the weights' for W."""
+        held = self._forwards.pop(microbatch)
+        # Not `or`: at this point the queue is empty, and an empty one is false.
+        queue = held.weight_grads if held.weight_grads is not None else WeightGrads()
+        self._weight_grads[microbatch] = queue
+        return self._backpropagate(held, grad_output)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: the queued weight gradients, accumulated into ``.grad``."""
+        self._weight_grads.pop(microbatch).run()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it the modules are in evaluation mode; afterwards each is in the mode that it was in."""
+        before = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in before:  # not train(): some may be in evaluation mode on purpose
+                module.training = mode
+
+    def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+        """F that leaves nothing behind: the output, of the last stage the loss."""
+        with torch.no_grad(), self._computing(input):
+            return self._computed(input.detach(), target).detach()
+
+    @property
+    def held(self) -> tuple[set[int], set[int]]:
+        """Microbatches between F and I or B, and microbatches between I and W."""
+        return set(self._forwards), set(self._weight_grads)
+
+    def _computing(self, x: Tensor) -> AbstractContextManager[object]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(x.device.type, self._autocast)
+
+    def _computed(self, x: Tensor, target: Tensor | None) -> Tensor:
+        """The module's output, of the last stage the loss."""
+        output = checked_output(self.index, self.module(x))
+        if self._loss is None:
+            return output
+        if target is None:
+            raise ModelError(f"stage {self.index}: the last stage's forward needs a target.")
+        return self._loss(output, target)
+
+    def _backpropagate(self, held: _Forward, grad_output: Tensor | None) -> Tensor | None:
+        gradient = held.loss_seed if grad_output is None else grad_output
+        # A stage without trainable parameters before its first use of the input has nothing to propagate.
+        if held.output is not None:
+            with self._recorder.into(held.weight_grads):  # for forwards that checkpointing runs again
+                torch.autograd.backward(held.output, gradient)
+        if self._is_first:
+            return None
+        grad_input, held.input.grad = held.input.grad, None
+        return torch.zeros_like(held.input) if grad_input is None else grad_input
+
+
+def checked_output(index: int, output: object) -> Tensor:
+    """What a stage's module returned, if it is what it must be; raises :class:`ModelError`."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        raise ModelError(
+            f"stage {index} returned {_shown(output)}; a stage must return one floating-point tensor. Pack "
+            f"several into one, or compute them again in the next stage."
+        )
+    return output
+
+
+def _shown(output: object) -> str:
+    return f"a {output.dtype} tensor" if isinstance(output, Tensor) else f"a {type(output).__name__}"

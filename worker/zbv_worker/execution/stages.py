@@ -1,0 +1,82 @@
+"""Builds a rank's stages from the model: those that the plan places on it, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stage import Stage
+from zbv_worker.model import PipelineModel, Tied, build_stage
+from zbv_worker.training.precision import AUTOCAST, Precision
+
+
+def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, nn.Module]:
+    """The modules of the stages that a rank hosts, tied where the model says so.
+
+    Raises
+    ------
+    InvalidRun
+        When tied parameters lie on different ranks.
+    """
+    n_stages = plan.placement.n_stages
+    modules = {index: build_stage(model, index, n_stages, device) for index in plan.stages}
+    if isinstance(model, Tied):
+        for first, last in model.tied_parameters():
+            _tie(modules, first, last, plan)
+    return modules
+
+
+def build_stages(
+    model: PipelineModel,
+    plan: RankPlan,
+    device: torch.device,
+    *,
+    replicas: int = 1,
+    precision: Precision = "float32",
+) -> dict[int, Stage]:
+    """A rank's stages, by index; raises as :func:`build_modules`."""
+    n_stages = plan.placement.n_stages
+    return {
+        index: Stage(
+            index,
+            n_stages,
+            module,
+            plan.microbatches * replicas,
+            model.loss if index == n_stages - 1 else None,
+            AUTOCAST[precision],
+        )
+        for index, module in build_modules(model, plan, device).items()
+    }
+
+
+def _tie(modules: Mapping[int, nn.Module], first: str, last: str, plan: RankPlan) -> None:
+    """Make two parameters one. In a V the first stage and the last are on one rank, so this is all."""
+    owners = {name: _owner(modules, name) for name in (first, last)}
+    if all(owner is None for owner in owners.values()):
+        return
+    for name, owner in owners.items():
+        if owner is None:
+            raise InvalidRun(
+                f"rank {plan.rank}: {first} and {last} are tied, but {name} is on another rank. Tied "
+                f"parameters need a placement that has both on one rank; for the first and the last stage "
+                f"that is placement v."
+            )
+    source, target = owners[first], owners[last]
+    if source is not None and target is not None:
+        shared = source.get_parameter(first)
+        path, _, leaf = last.rpartition(".")
+        holder = target.get_submodule(path)
+        if holder.get_parameter(leaf).shape != shared.shape:
+            raise InvalidRun(f"{first} and {last} are tied, but their shapes differ.")
+        holder.register_parameter(leaf, shared)
+
+
+def _owner(modules: Mapping[int, nn.Module], name: str) -> nn.Module | None:
+    for module in modules.values():
+        if any(name == own for own, _ in module.named_parameters(remove_duplicate=False)):
+            return module
+    return None

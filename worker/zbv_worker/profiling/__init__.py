@@ -1,0 +1,1 @@
+"""Measures what plans are made from: costs, memory, transfers."""

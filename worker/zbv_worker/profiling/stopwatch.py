@@ -1,0 +1,71 @@
+"""Times actions: by the host's clock on a CPU, by events on the compute stream on a GPU.
+
+On a GPU the host only queues work. Waiting for the device before and after every action would time the
+queueing, too, which a run hides by being ahead; events time what the device does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zbv_worker.transport.cuda_api import CudaApi, torch_cuda
+
+Seconds = Callable[[], float]
+"""How long something took, once it is known."""
+
+_MILLI = 1e-3
+
+
+class Stopwatch(Protocol):
+    """Times what it runs."""
+
+    def time(self, work: Callable[[], object]) -> Seconds:
+        """Run something; how long it took can be asked after :meth:`settle`."""
+
+    def settle(self) -> None:
+        """Wait until everything timed is over."""
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """The one for a device."""
+    return EventStopwatch(device) if device.type == "cuda" else HostStopwatch()
+
+
+class HostStopwatch:
+    """By the host's clock."""
+
+    def time(self, work: Callable[[], object]) -> Seconds:
+        """Run it."""
+        start = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - start
+        return lambda: seconds
+
+    def settle(self) -> None:
+        """Everything is over."""
+
+
+class EventStopwatch:
+    """By events around what is queued."""
+
+    def __init__(self, device: torch.device, cuda: CudaApi | None = None):
+        self._cuda = cuda or torch_cuda()
+        self._stream = self._cuda.current_stream(device)
+
+    def time(self, work: Callable[[], object]) -> Seconds:
+        """Queue it."""
+        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(self._stream)
+        work()
+        end.record(self._stream)
+        return lambda: start.elapsed_time(end) * _MILLI
+
+    def settle(self) -> None:
+        """Wait for the stream."""
+        last = self._cuda.Event(enable_timing=False)
+        last.record(self._stream)
+        last.synchronize()

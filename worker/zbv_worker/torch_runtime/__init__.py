@@ -1,0 +1,1 @@
+"""The same plan on torch.distributed.pipelining."""

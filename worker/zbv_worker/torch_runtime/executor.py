@@ -1,0 +1,328 @@
+"""Runs a plan on PyTorch's own pipelining runtime instead of :mod:`zbv_worker.execution.executor`.
+
+The runtime is ``_PipelineScheduleRuntime``. It walks lists of actions as we do, and most of what can be wrong
+with them it does not notice. What is done about each way that we know:
+
+- Losses are looked up by run order: microbatches are relabelled, so that the last stage takes them in
+  ascending order, and labelled back in everything that is reported.
+- Sends and receives of two ranks are matched by their order, and gradients are divided only where the list
+  says so: the lists are ours (:mod:`zbv_solver.export.torch_comms_csv`), and what the runtime has loaded is
+  checked on every rank before anything runs (:mod:`zbv_solver.verify_comms`).
+- Its split of the backward and its receive buffers: see :mod:`zbv_worker.torch_runtime.stage`.
+- Shapes are inferred by running the stages once on uninitialised memory: buffers (running statistics) are
+  put back afterwards, and no gradient is left.
+- A compiled module cannot be split: refused.
+
+What it holds beyond the plan: a stage's output from F to its backward, and all inputs of a step at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+from zbv_solver.errors import InvalidPlan
+from zbv_solver.export.torch_comms_csv import lowered
+from zbv_solver.export.torch_csv import microbatch_labels, relabelled
+from zbv_solver.orders import Action, Orders
+from zbv_solver.problem import LETTERS
+from zbv_solver.verify_comms import verify_comms
+
+from zbv_worker.errors import ChannelTimeout, InvalidRun, ModelError, PeerLost, WorkerError
+from zbv_worker.execution.executor import Record, StepResult
+from zbv_worker.execution.planned import WholePlan
+from zbv_worker.model import PipelineModel
+
+try:
+    from torch._dynamo.eval_frame import OptimizedModule
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    from zbv_worker.torch_runtime.stage import StoreStage
+except ImportError as error:
+    raise InvalidRun(
+        f"--runtime torch: found torch {torch.__version__}, whose pipelining runtime differs ({error}); it "
+        f"is used as of torch 2.13. Install that version, or use --runtime zbv."
+    ) from error
+
+
+class TorchExecutor:
+    """One rank on PyTorch's runtime; what :class:`zbv_worker.execution.executor.Executor` is on ours.
+
+    All ranks make theirs at the same time: it opens a process group.
+
+    Parameters
+    ----------
+    modules
+        By index: the rank's stages.
+    timeout
+        Seconds to wait for any one tensor.
+
+    Raises
+    ------
+    InvalidRun
+        When the plan or a module cannot be run this way.
+    """
+
+    def __init__(
+        self,
+        plan: WholePlan,
+        rank: int,
+        modules: Mapping[int, nn.Module],
+        model: PipelineModel,
+        *,
+        device: torch.device,
+        backend: str,
+        timeout: float,
+    ):
+        self._rank = rank
+        self._model = model
+        self._modules = modules
+        self._device = device
+        self._timeout = timeout
+        self._microbatches = plan.problem.microbatches
+        last = plan.problem.n_stages - 1
+        self._has_first, self._has_last = 0 in modules, last in modules
+        orders = relabelled(plan.orders, last + 1)
+        self._original = _inverse(microbatch_labels(plan.orders, last + 1).tolist())
+        split = {index: _split_microbatches(orders, index) for index in modules}
+        refuse_compiled({index: module for index, module in modules.items() if split[index]})
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
+        self._watch = _Watch()
+        stages = [
+            StoreStage(modules[index], index, last + 1, device, group, split[index], self._watch.begin)
+            for index in sorted(modules)
+        ]
+        runtime: Any = _PipelineScheduleRuntime  # torch does not type its constructor
+        self.runtime = runtime(stages, self._microbatches, loss_fn=model.loss)
+        load(self.runtime, lowered(plan.problem, orders))
+        check(self.runtime, plan, orders)
+        self.runtime.pipeline_order_with_comms[rank] = _Watched(
+            self.runtime.pipeline_order_with_comms[rank], self._watch
+        )
+        self._is_prepared = False
+
+    def step(self, step: int) -> StepResult:
+        """Run every action of the plan once; gradients accumulate into the modules' parameters.
+
+        Raises
+        ------
+        ChannelTimeout, PeerLost
+            When a peer does not deliver. The process group is unusable afterwards.
+        """
+        inputs, targets = self._batch(step)
+        losses: list[Tensor] = []
+        try:
+            if not self._is_prepared:
+                self._prepare(inputs, targets)
+            self._watch.arm()
+            arguments = () if inputs is None else (inputs,)
+            self.runtime.step(*arguments, target=targets, losses=losses, return_outputs=False)
+        except Exception as error:
+            named = self._named(error, step)
+            if named is error:
+                raise
+            raise named from error
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+            self._watch.end_last()
+        found = {self._original[at]: float(loss.detach()) for at, loss in enumerate(losses)}
+        return StepResult(step, dict(sorted(found.items())), self._records())
+
+    def _batch(self, step: int) -> tuple[Tensor | None, Tensor | None]:
+        """The step's inputs and targets, each in one tensor; the runtime cuts it by its first dimension."""
+        if not self._has_first and not self._has_last:
+            return None, None
+        pairs = [self._model.microbatch(step, j) for j in self._original]
+        inputs = self._joined([input for input, _ in pairs], "inputs") if self._has_first else None
+        targets = self._joined([target for _, target in pairs], "targets") if self._has_last else None
+        return inputs, targets
+
+    def _joined(self, parts: list[Tensor], what: str) -> Tensor:
+        shapes = {tuple(part.shape) for part in parts}
+        if len(shapes) > 1 or () in shapes:
+            raise ModelError(
+                f"rank {self._rank}: the microbatches' {what} have the shapes {sorted(shapes)}; --runtime "
+                f"torch needs them equal, with a first dimension to join them by. Use --runtime zbv."
+            )
+        return torch.cat(parts).to(self._device)
+
+    def _prepare(self, inputs: Tensor | None, targets: Tensor | None) -> None:
+        """Let the runtime infer all shapes, and undo what running the stages for that has done."""
+        modules = self._modules.values()
+        kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+        arguments = () if inputs is None else (inputs.tensor_split(self._microbatches)[0],)
+        target = None if targets is None else targets.tensor_split(self._microbatches)[0]
+        self.runtime._initialize_stages(arguments, {}, target)
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+        for module in modules:
+            module.zero_grad()
+        self._is_prepared = True
+
+    def _records(self) -> tuple[Record, ...]:
+        return tuple(
+            Record(Action(stage, letter, self._original[microbatch]), *times)
+            for (stage, letter, microbatch), *times in self._watch.records
+        )
+
+    def _named(self, error: Exception, step: int) -> Exception:
+        """The runtime's error with what it means for this rank."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, WorkerError):
+            cause = cause.__cause__
+        if isinstance(cause, WorkerError):
+            return cause
+        action = self._watch.current
+        at = f"step {step}, {action}" if action else f"step {step}, between the actions"
+        text = str(error).strip().partition("\n")[0]
+        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
+        from_transport = timed_out or "gloo" in text.lower() or isinstance(error, dist.DistError)
+        if self._watch.is_computing or not from_transport:
+            error.add_note(f"rank {self._rank}, {at}")
+            return error
+        if timed_out:
+            return ChannelTimeout(
+                f"rank {self._rank} waited {self._timeout:g} s at {at} for {self._peer(action)} ({text}). "
+                f"See what that rank does; if it is merely slow, raise --timeout."
+            )
+        return PeerLost(
+            f"rank {self._rank} waited at {at} for {self._peer(action)}, and the connection broke ({text}). "
+            f"Look at why that rank ended."
+        )
+
+    def _peer(self, action: Any) -> str:
+        """Whom an action waits for."""
+        step = _TOWARDS.get(action.computation_type.value) if action is not None else None
+        if step is None:
+            return "a neighbouring rank"  # at the end of a step, for all that was sent
+        return f"rank {self.runtime.stage_index_to_group_rank[action.stage_index + step]}"
+
+
+_TOWARDS = {"F": -1, "RECV_F": -1, "SEND_F": 1, "I": 1, "B": 1, "RECV_B": 1, "SEND_B": -1}
+"""How far from an action's stage the one is that it waits for."""
+
+
+def load(runtime: Any, lists: Iterable[Iterable[str]]) -> None:
+    """Give a runtime its lists, every rank's, communication included."""
+    actions = {rank: [_Action.from_str(text) for text in texts] for rank, texts in enumerate(lists)}
+    try:
+        runtime._prepare_schedule_with_comms(actions, format="compute_comms")
+    except (AssertionError, ValueError) as error:
+        raise InvalidRun(f"PyTorch's runtime refuses the plan: {error}") from error
+
+
+def check(runtime: Any, plan: WholePlan, orders: Orders) -> None:
+    """Check what a runtime has loaded against the plan and against the runtime's own traps.
+
+    Parameters
+    ----------
+    orders
+        The plan's, with the microbatches that the runtime knows.
+
+    Raises
+    ------
+    InvalidRun
+        Naming the entry, the rank and the rule that it breaks.
+    """
+    loaded = runtime.pipeline_order_with_comms
+    lists = [[str(action) for action in loaded[rank]] for rank in sorted(loaded)]
+    try:
+        verify_comms(plan.problem, orders, lists)
+    except InvalidPlan as error:
+        raise InvalidRun(f"PyTorch's runtime would not run the plan as it is: {error}") from error
+
+
+def refuse_compiled(modules: Mapping[int, nn.Module]) -> None:
+    """Refuse compiled modules in stages whose backward is split; raises :class:`InvalidRun`."""
+    for index, module in modules.items():
+        for name, part in module.named_modules():
+            if isinstance(part, OptimizedModule) or part._compiled_call_impl is not None:
+                where = f" ({name})" if name else ""
+                raise InvalidRun(
+                    f"stage {index} is compiled{where}, and the plan splits its backward into I and W; a "
+                    f"compiled module computes both at once. Build the stage without torch.compile, or plan "
+                    f"with B only."
+                )
+
+
+class _Watch:
+    """Which action the runtime is at, and when every computing one turned up, began and ended."""
+
+    def __init__(self) -> None:
+        self.current: Any = None
+        self.is_computing = False
+        self.records: list[tuple[tuple[int, str, int], int, int, int, int]] = []
+        self._turned = self._began = self._received = 0
+        self._is_armed = False
+        # The runtime logs the whole schedule, which can be megabytes, at every error.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+    def arm(self) -> None:
+        """Watch the next walk over the list, and no other: the runtime also prints it."""
+        self.current, self.is_computing, self._is_armed = None, False, True
+        self.records = []
+
+    def disarm(self) -> bool:
+        was, self._is_armed = self._is_armed, False
+        return was
+
+    def begin(self, received: int) -> None:
+        """The current action's input is there."""
+        self._began, self._received, self.is_computing = time.perf_counter_ns(), received, True
+
+    def turn_to(self, action: Any) -> None:
+        """The current action is done and another one comes, or none."""
+        now = time.perf_counter_ns()
+        if self.is_computing:
+            what = (
+                self.current.stage_index,
+                self.current.computation_type.value,
+                self.current.microbatch_index,
+            )
+            self.records.append((what, self._turned, self._began, now, self._received))
+        self.current, self.is_computing, self._turned = action, False, now
+
+    def end_last(self) -> None:
+        """The last action ended only now: the device has caught up."""
+        *before, (what, turned, began, _, received) = self.records
+        self.records = [*before, (what, turned, began, time.perf_counter_ns(), received)]
+
+
+class _Watched(list[Any]):
+    """A rank's list that tells the watch where the runtime is: it walks a list and offers no hook."""
+
+    def __init__(self, actions: Iterable[Any], watch: _Watch):
+        super().__init__(actions)
+        self._watch = watch
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        if not self._watch.disarm():
+            yield from super().__iter__()
+            return
+        for action in super().__iter__():
+            self._watch.turn_to(action)
+            yield action
+        self._watch.turn_to(None)
+
+
+def _inverse(labels: list[int]) -> list[int]:
+    """The original microbatch of every label."""
+    original = [0] * len(labels)
+    for microbatch, label in enumerate(labels):
+        original[label] = microbatch
+    return original
+
+
+def _split_microbatches(orders: Orders, stage: int) -> frozenset[int]:
+    """Microbatches whose backward at a stage is I and W."""
+    chosen = (orders.stage == stage) & (orders.letter == LETTERS.index("I"))
+    return frozenset(orders.microbatch[chosen].tolist())

@@ -1,0 +1,152 @@
+"""A stage for PyTorch's pipelining runtime that splits the backward with our weight-grad store.
+
+PyTorch's own split would skip stage 0's I, run its whole backward in W, and hold more after I than after F.
+With a ``dw_builder`` its stages run the plain backward in I and what the builder returns in W; here that is
+the queue of :mod:`zbv_worker.execution.split_backward`, as in :mod:`zbv_worker.execution.stage`.
+
+Two more things differ from PyTorch's stage:
+
+- It keeps a receive buffer per microbatch and direction, m times an activation and a gradient, from the
+  first step on. Here a buffer exists from its receive to the end of the backward that uses it.
+- Outputs are made contiguous, and so are the buffers that receive them: transports take nothing else, and
+  the layout that a gradient had while shapes were inferred is not the one that it has later.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
+from zbv_worker.execution.stage import checked_output
+
+OnStart = Callable[[int], None]
+
+
+class StoreStage(PipelineStage):
+    """One stage and the queues of its microbatches.
+
+    Parameters
+    ----------
+    split
+        Microbatches whose backward comes as I and W; the others' comes as B.
+    on_start
+        Called when an action begins to compute, so when its input is there, with the size in bytes of the
+        part of it that came from another rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        n_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        split: frozenset[int],
+        on_start: OnStart,
+    ):
+        super().__init__(module, index, n_stages, device, group=group, dw_builder=self._take_queue)
+        self._recorder = defer_weight_gradients(module)
+        self._split = split
+        self._on_start = on_start
+        self._queues: dict[int, WeightGrads | None] = {}
+        self._current: WeightGrads | None = None
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        """F, recording into the microbatch's queue if its backward will be split."""
+        self._on_start(self._received(self.stage_index - 1, self.args_recv_info[fwd_chunk_id]))
+        queue = WeightGrads() if fwd_chunk_id in self._split else None
+        self._queues[fwd_chunk_id] = queue
+        with self._recorder.into(queue):
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """I or B; afterwards the microbatch's buffers are free."""
+        self._on_start(self._received(self.stage_index + 1, self.grad_recv_info[bwd_chunk_id]))
+        self._current = self._queues.pop(bwd_chunk_id)
+        with self._recorder.into(self._current):  # for forwards that checkpointing runs again
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
+            info.buffer = None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """W: runs the queue."""
+        self._on_start(0)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of an activation, into a buffer made now."""
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of a gradient, into a buffer made now."""
+        self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """A gradient of the next stage on this rank; zeros where that stage has none."""
+        infos = zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True)
+        self._allocate(info for info, gradient in infos if gradient is None)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The module's output, checked and contiguous."""
+        compute: Callable[..., object] = super().forward_maybe_with_nosync  # torch does not type it
+        return self._output(compute(*args, **kwargs))
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Tensor:
+        # The runtime's inference of shapes calls this in place of forward_one_chunk.
+        return self._output(super()._compute_outputs(*args, module=module, **kwargs))
+
+    def _output(self, output: object) -> Tensor:
+        return checked_output(self.stage_index, output).contiguous()
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self.args_recv_info = _without_buffers(self.args_recv_info[0], num_microbatches)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)
+        self.chunks = num_microbatches
+        self.grad_recv_info = _without_buffers(self.grad_recv_info[0], num_microbatches)
+
+    def _allocate(self, infos: Iterable[Any]) -> None:
+        for info in infos:
+            if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
+                meta = info.tensor_meta
+                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+
+    def _received(self, source: int, infos: Iterable[Any]) -> int:
+        if not 0 <= source < self.num_stages or self._is_same_rank(source):
+            return 0
+        return sum(info.buffer.nbytes for info in infos if info.buffer is not None)
+
+    def _take_queue(self) -> Callable[[], None]:
+        """What PyTorch calls after the backward, and whose result it calls in W, or at once for B."""
+        queue, self._current = self._current, None
+        return queue.run if queue is not None else _nothing
+
+
+def _nothing() -> None:
+    """The weight gradients of a fused backward, which are there already."""
+
+
+def _without_buffers(infos: tuple[Any, ...], microbatches: int) -> dict[int, tuple[Any, ...]]:
+    """The descriptions of every microbatch's receives, from those of one."""
+    described = {}
+    for microbatch in range(microbatches):
+        described[microbatch] = tuple(copy.copy(info) for info in infos)
+        for info in described[microbatch]:
+            info.buffer = None
+    return described

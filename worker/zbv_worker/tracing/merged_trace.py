@@ -1,0 +1,181 @@
+"""The ranks' traces on one clock, and as a picture that Perfetto and chrome://tracing open.
+
+Every rank records by its own clock; rank 0 collects the records, translates them
+(:mod:`zbv_worker.transport.clocks`) and writes them in the Trace Event Format: one process per plan, one
+thread per rank, one complete event per action and one per wait before it. Plans are written in the same form
+(:mod:`zbv_solver.export.chrome_trace`), so planned and measured can be laid side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from zbv_solver.export.palette import NAMES
+from zbv_solver.orders import Action
+
+from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.execution.executor import StepResult
+from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.clocks import Alignment, Offset, find_offsets
+
+WAIT, START, END = range(3)
+"""Columns of :attr:`RankTrace.times`."""
+
+_MICROSECOND = 1e3
+
+
+@dataclass(frozen=True, eq=False)
+class RankTrace:
+    """When a rank's n actions happened, in every step.
+
+    Attributes
+    ----------
+    actions
+        In execution order; the same in every step.
+    times
+        (steps, n, 3) int64, nanoseconds: when the rank turned to the action, when its input was there, when
+        it was done.
+    received
+        (steps, n) int64: bytes of inputs that came from another rank.
+    """
+
+    plan_id: str
+    rank: int
+    actions: tuple[Action, ...]
+    times: NDArray[np.int64]
+    received: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, plan_id: str, rank: int, steps: Sequence[StepResult]) -> RankTrace:
+        """The records of one or more steps."""
+        records = [result.records for result in steps]
+        return cls(
+            plan_id=plan_id,
+            rank=rank,
+            actions=tuple(record.action for record in records[0]),
+            times=np.array([[(r.wait, r.start, r.end) for r in step] for step in records], dtype=np.int64),
+            received=np.array([[r.received for r in step] for step in records], dtype=np.int64),
+        )
+
+
+class SharedTrace:
+    """Collects the ranks' traces of a run that begins when this is made. Collective, as is :meth:`write`.
+
+    Parameters
+    ----------
+    timeout
+        Seconds to wait for the other ranks.
+    """
+
+    def __init__(self, transport: Transport, timeout: float):
+        self._transport = transport
+        self._timeout = timeout
+        self._before = self._offsets()
+
+    def write(self, path: Path, mine: Sequence[RankTrace]) -> None:
+        """Write the traces of all ranks, one of each rank per plan; rank 0 does, see :func:`claim`."""
+        alignment = Alignment(self._before, self._offsets())
+        with naming_errors(self._transport.rank, "collecting the traces"):
+            plans = [collect(self._transport, trace, alignment, self._timeout) for trace in mine]
+        if self._transport.rank == 0:
+            path.write_text(render(plans, alignment))
+
+    def _offsets(self) -> tuple[Offset, ...]:
+        with naming_errors(self._transport.rank, "comparing clocks"):
+            return find_offsets(self._transport, self._timeout)
+
+
+def collect(
+    transport: Transport, mine: RankTrace, alignment: Alignment, timeout: float
+) -> tuple[RankTrace, ...]:
+    """Every rank's trace on rank 0's clock, by rank. Collective.
+
+    Raises
+    ------
+    TimeoutError
+        When a rank does not take part.
+    """
+    gathered: list[RankTrace] = transport.gather(mine, timeout)
+    return tuple(
+        replace(trace, times=alignment.to_rank_0(rank, trace.times)) for rank, trace in enumerate(gathered)
+    )
+
+
+def claim(path: Path) -> None:
+    """Make an empty file before the run, not after it; raises :class:`InvalidRun` when that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    except OSError as error:
+        raise InvalidRun(f"--trace {path}: {error.strerror}. Give a file that can be written.") from error
+
+
+def render(plans: Sequence[Sequence[RankTrace]], alignment: Alignment) -> str:
+    """The traces of one or more plans, each by rank and on one clock, as a Trace Event Format document.
+
+    Times are microseconds since the first record of all.
+    """
+    origin = min(int(trace.times.min()) for traces in plans for trace in traces)
+    events = [
+        event
+        for process, traces in enumerate(plans)
+        for event in (*_names(process, traces), *_events(process, traces, origin))
+    ]
+    document = {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "plan_ids": [traces[0].plan_id for traces in plans],
+            "clocks_ahead_us": [offset.ahead / _MICROSECOND for offset in alignment.before],
+            "clock_uncertainty_us": alignment.uncertainty / _MICROSECOND,
+        },
+    }
+    head = json.dumps(document)[1:-1]
+    body = ",\n".join(map(json.dumps, events))
+    return f'{{{head}, "traceEvents": [\n{body}\n]}}\n'
+
+
+def _names(process: int, traces: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
+    name = f"measured, plan {traces[0].plan_id[:12]}"
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    for trace in traces:
+        thread = {"ph": "M", "pid": process, "tid": trace.rank}
+        yield {**thread, "name": "thread_name", "args": {"name": f"rank {trace.rank}"}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": trace.rank}}
+
+
+def _events(process: int, traces: Sequence[RankTrace], origin: int) -> Iterator[dict[str, Any]]:
+    for trace in traces:
+        microseconds = ((trace.times - origin) / _MICROSECOND).tolist()
+        for step, (rows, sizes) in enumerate(zip(microseconds, trace.received.tolist(), strict=True)):
+            for action, (wait, start, end), size in zip(trace.actions, rows, sizes, strict=True):
+                event = {"ph": "X", "pid": process, "tid": trace.rank}
+                if start > wait:
+                    yield {
+                        **event,
+                        "name": f"wait for the input of {action}",
+                        "cat": "waiting",
+                        "ts": wait,
+                        "dur": start - wait,
+                        "args": {"step": step},
+                    }
+                yield {
+                    **event,
+                    "name": str(action),
+                    "cat": NAMES[action.letter],
+                    "ts": start,
+                    "dur": end - start,
+                    "args": {
+                        "stage": action.stage,
+                        "microbatch": action.microbatch,
+                        "letter": action.letter,
+                        "step": step,
+                        "wait": start - wait,
+                        "received_bytes": size,
+                    },
+                }

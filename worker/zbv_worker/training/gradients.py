@@ -1,0 +1,205 @@
+"""The gradients of a rank's stages, from the first action of a step to the optimizer.
+
+A step's actions add to them. With replicas of the pipeline they are added up over the ranks that hold the
+same stages: a stage's sum begins with its last W (or B), while other stages still compute. Every loss is
+divided by the microbatches of *all* replicas, so the sum is the mean's gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zbv_worker.errors import InvalidRun
+from zbv_worker.transport.channels import Reduction, Transport
+
+_BUCKET_BYTES = 32 * 2**20
+"""Large enough to use a network's bandwidth, small enough that the first is done before the last begins."""
+
+
+class Gradients(ABC):
+    """The gradients of the parameters that a rank trains.
+
+    Parameters
+    ----------
+    modules
+        By stage. A parameter may belong to several.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module]):
+        self.stages_of: dict[nn.Parameter, frozenset[int]] = {}
+        for stage, module in modules.items():
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    self.stages_of[parameter] = self.stages_of.get(parameter, frozenset()) | {stage}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, each once."""
+        return list(self.stages_of)
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Before a step's first action: forget the last step's."""
+
+    @abstractmethod
+    def stage_done(self, stage: int) -> None:
+        """After the last action that adds to a stage's gradients."""
+
+    @abstractmethod
+    def finish(self, timeout: float) -> None:
+        """After a step's last action: until the gradients are whole; TimeoutError or ConnectionError."""
+
+    @abstractmethod
+    def square_sum(self) -> Tensor:
+        """This rank's share of the squared norm of all gradients, float64 on the CPU: shares add up."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient."""
+        found = self._present()
+        if found and factor != 1.0:
+            torch._foreach_mul_(found, factor)
+
+    def _present(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.stages_of if parameter.grad is not None]
+
+
+class OwnGradients(Gradients):
+    """One replica: nothing to add up."""
+
+    def begin(self) -> None:
+        """Free them: the first action that adds to one makes it."""
+        for parameter in self.stages_of:
+            parameter.grad = None
+
+    def stage_done(self, stage: int) -> None:
+        """Nothing to do."""
+
+    def finish(self, timeout: float) -> None:
+        """Nothing to wait for."""
+
+    def square_sum(self) -> Tensor:
+        """See :meth:`Gradients.square_sum`."""
+        return squares(self._present())
+
+
+class SummedGradients(Gradients):
+    """Several replicas, each with all parameters of its stages.
+
+    The gradients of a stage lie one after the other in a few buffers, of which the parameters' ``.grad`` are
+    views: what is summed over the network is what the actions wrote, and nothing is copied.
+
+    Raises
+    ------
+    InvalidRun
+        When a gradient cannot lie in such a buffer.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], transport: Transport):
+        super().__init__(modules)
+        for module in modules.values():
+            _require_dense(module)
+        self._transport = transport
+        self._buckets = [
+            _Bucket.of(stages, some)
+            for stages in sorted(set(self.stages_of.values()), key=sorted)
+            for some in _filled(p for p, its in self.stages_of.items() if its == stages)
+        ]
+        self._open: dict[int, set[int]] = {}
+        self._sums: list[Reduction] = []
+
+    def begin(self) -> None:
+        """Zero the buffers."""
+        self._open = {at: set(bucket.stages) for at, bucket in enumerate(self._buckets)}
+        for bucket in self._buckets:
+            bucket.zero()
+
+    def stage_done(self, stage: int) -> None:
+        """Begin the sums of what no later action adds to."""
+        for at, open_stages in list(self._open.items()):
+            open_stages.discard(stage)
+            if not open_stages:
+                del self._open[at]
+                self._sums.append(self._transport.sum_over_replicas(self._buckets[at].buffer))
+
+    def finish(self, timeout: float) -> None:
+        """Wait for the sums."""
+        if self._open:
+            stages = sorted(set().union(*self._open.values()))
+            raise RuntimeError(f"the step has ended, but the gradients of stages {stages} are not done")
+        for summing in self._sums:
+            summing.wait(timeout)
+        self._sums.clear()
+
+    def square_sum(self) -> Tensor:
+        """The replicas have the same gradients, so each answers for its part."""
+        return squares(bucket.buffer for bucket in self._buckets) / self._transport.layout.replicas
+
+
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    """Gradients in one buffer, and the stages that add to them."""
+
+    stages: frozenset[int]
+    buffer: Tensor
+    views: tuple[tuple[nn.Parameter, Tensor], ...]
+
+    @classmethod
+    def of(cls, stages: frozenset[int], parameters: Sequence[nn.Parameter]) -> _Bucket:
+        first = parameters[0]
+        sizes = [parameter.numel() for parameter in parameters]
+        buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = torch.split(buffer, sizes)
+        views = tuple((p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True))
+        return cls(stages, buffer, views)
+
+    def zero(self) -> None:
+        self.buffer.zero_()
+        for parameter, view in self.views:
+            parameter.grad = view
+
+
+def _filled(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in lists of one type and about a bucket's size each, the last ones first: their gradients
+    are there first.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in reversed(list(parameters)):
+        kind = (parameter.dtype, parameter.device)
+        bucket, left = room.get(kind, ([], 0))
+        if parameter.nbytes > left:
+            bucket, left = [], _BUCKET_BYTES
+            buckets.append(bucket)
+        bucket.append(parameter)
+        room[kind] = bucket, left - parameter.nbytes
+    return buckets
+
+
+def _require_dense(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise InvalidRun(
+                f"found a sparse embedding, {name or 'a stage itself'}; gradients that are summed over "
+                f"replicas must be dense. Build it with sparse=False."
+            )
+
+
+def squares(gradients: Iterable[Tensor]) -> Tensor:
+    """Sum of the squares of some tensors, float64 on the CPU; half precision is added up in float32."""
+    norms: list[Tensor] = []
+    halves: list[Tensor] = []
+    others: list[Tensor] = []
+    for gradient in gradients:
+        (halves if gradient.dtype in (torch.float16, torch.bfloat16) else others).append(gradient)
+    if halves:
+        norms += torch._foreach_norm(halves, dtype=torch.float32)
+    if others:
+        norms += torch._foreach_norm(others)
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([norm.double() for norm in norms]).square().sum().cpu()

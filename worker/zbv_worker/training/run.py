@@ -1,0 +1,189 @@
+"""One rank's run: get the plan, meet the peers, train.
+
+This is what ``zbv-worker run`` does in each process that torchrun starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
+from zbv_worker.execution.place import CurrentPlace
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.planned import WholePlan
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.launch import keep_freed_memory
+from zbv_worker.model import ModelSpec, PipelineModel
+from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
+from zbv_worker.tracing.report import RankReport
+from zbv_worker.training.training import Setting, Training, TrainingOptions
+from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.distributed import Backend, DistributedTransport, World, select_device
+from zbv_worker.transport.layout import Layout
+
+Runtime = Literal["zbv", "torch"]
+
+_MEETING_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run a plan, or several in turns.
+
+    Attributes
+    ----------
+    sources
+        Usually one. Several plans of the same ranks take turns step by step, each training a copy of its
+        own: what disturbs the machine then disturbs all of them alike, so their times can be compared.
+    result_dir
+        Where reports go; with several plans, into one folder each, named by the plan's id.
+    timeout
+        Seconds that a rank waits for any one tensor within a step.
+    threads
+        Compute threads per rank on CPU; None leaves torch's choice.
+    trace
+        Where rank 0 writes when every action happened on every rank, on one clock.
+    runtime
+        What walks the lists: ours, or PyTorch's pipelining runtime (:mod:`zbv_worker.torch_runtime`).
+    """
+
+    sources: tuple[PlanSource, ...]
+    model: ModelSpec
+    steps: int
+    backend: Backend = "gloo"
+    timeout: float = 120.0
+    look_ahead: int = DEFAULT_LOOK_AHEAD
+    threads: int | None = None
+    result_dir: Path | None = None
+    trace: Path | None = None
+    runtime: Runtime = "zbv"
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    @property
+    def meeting_timeout(self) -> float:
+        """Seconds for the ranks to meet before the first step and after the last: not all start at once."""
+        return max(self.timeout, _MEETING_SECONDS)
+
+
+def run(options: RunOptions, world: World, place: CurrentPlace | None = None) -> list[RankReport]:
+    """Run as one rank of the world; one report per plan.
+
+    Parameters
+    ----------
+    place
+        Says where the rank is, while it runs.
+
+    Raises
+    ------
+    WorkerError
+        See :mod:`zbv_worker.errors`; the process should end then.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = select_device(options.backend, world.local_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
+    # What can be wrong on this rank alone is found before the others are met.
+    _require_one_plan(options)
+    pp_rank = Layout.of_world(world.world_size, options.training.replicas).pp_rank(world.rank)
+    plans, wholes = _plans(options, pp_rank)
+    if world.rank == 0 and options.trace is not None:
+        claim(options.trace)
+    model = options.model.build()
+    with naming_errors(world.rank, "meeting the other ranks"):
+        transport = DistributedTransport(
+            world, options.backend, device, options.meeting_timeout, options.training.replicas
+        )
+    try:
+        reports = train(options, plans, model, transport, device, wholes, place)
+        with naming_errors(world.rank, "ending the run"):
+            transport.flush(options.meeting_timeout)
+            transport.barrier(options.meeting_timeout)  # nobody hangs up while a peer still receives
+    finally:
+        transport.close()
+    if options.result_dir is not None:
+        for report in reports:
+            report.write(options.result_dir / report.plan_id if len(reports) > 1 else options.result_dir)
+    return reports
+
+
+def train(
+    options: RunOptions,
+    plans: Sequence[RankPlan],
+    model: PipelineModel,
+    transport: Transport,
+    device: torch.device,
+    wholes: Sequence[WholePlan] = (),
+    place: CurrentPlace | None = None,
+) -> list[RankReport]:
+    """Run all steps of this rank; one report per plan.
+
+    Parameters
+    ----------
+    wholes
+        All ranks' parts of the plans, for PyTorch's runtime, which needs them.
+    """
+    setting = Setting(
+        model=options.model,
+        backend=options.backend,
+        device=device,
+        transport=transport,
+        steps=options.steps,
+        timeout=options.timeout,
+        meeting_timeout=options.meeting_timeout,
+        look_ahead=options.look_ahead,
+        is_traced=options.trace is not None,
+        place=place,
+    )
+    trainings: list[Training] = []
+    try:
+        for at, plan in enumerate(plans):
+            whole = wholes[at] if wholes else None
+            label = f"plan {plan.plan_id[:12]}, " if len(plans) > 1 else ""
+            trainings.append(Training(setting, options.training, plan, model, whole, label))
+        shared = SharedTrace(transport, options.meeting_timeout) if options.trace is not None else None
+        _steps(trainings, setting)
+        reports = [training.report for training in trainings]
+        if shared is not None and options.trace is not None:
+            traces = [RankTrace.of(r.lines[-1].plan_id, r.rank, r.newest()) for r in reports if r.lines]
+            if traces:
+                shared.write(options.trace, traces)
+    finally:
+        for training in trainings:
+            training.close()
+    return reports
+
+
+def _steps(trainings: Sequence[Training], setting: Setting) -> None:
+    for step in range(max(training.first_step for training in trainings), setting.steps):
+        for training in trainings:
+            if len(trainings) > 1:
+                with naming_errors(setting.transport.rank, "taking turns"):
+                    # Else a rank that is done early would seem to wait in the next plan's step.
+                    setting.transport.barrier(setting.meeting_timeout)
+            training.step(step)
+    for training in trainings:
+        training.end()
+
+
+def _plans(options: RunOptions, pp_rank: int) -> tuple[list[RankPlan], list[WholePlan]]:
+    """This rank's lists, and for PyTorch's runtime those of all ranks."""
+    if options.runtime == "torch":
+        wholes = [source.whole(options.timeout) for source in options.sources]
+        return [whole.of_rank(pp_rank) for whole in wholes], wholes
+    return [source.rank_plan(pp_rank, options.timeout) for source in options.sources], []
+
+
+def _require_one_plan(options: RunOptions) -> None:
+    training = options.training
+    if len(options.sources) > 1 and (training.checkpoint or training.next_plan or training.trace_dir):
+        raise InvalidRun(
+            f"found {len(options.sources)} plans; checkpoints and a change of plan are for a run of one. "
+            f"Give one plan, or leave out --checkpoint-dir and --next-plan."
+        )

@@ -1,0 +1,356 @@
+"""One rank's training of one plan: stages, gradients, update, checkpoints, evaluation, changes of plan."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.execution.agreement import Statement, agree
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
+from zbv_worker.execution.place import CurrentPlace
+from zbv_worker.execution.planned import WholePlan
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stage import Stage
+from zbv_worker.execution.stages import build_modules, build_stages
+from zbv_worker.model import ModelSpec, PipelineModel
+from zbv_worker.tracing.report import RankReport, StepLine
+from zbv_worker.tracing.trace_file import TraceFile
+from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
+from zbv_worker.training.gradients import Gradients, OwnGradients, SummedGradients
+from zbv_worker.training.precision import LossScale, Precision
+from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
+from zbv_worker.training.swap import Swaps
+from zbv_worker.training.update import Update
+from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.distributed import Backend, DistributedTransport
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How to train; the same on every rank.
+
+    Attributes
+    ----------
+    replicas
+        Pipelines that train the same model on different microbatches.
+    is_sharded
+        Whether the replicas share the parameters of a stage among them, instead of each having all.
+    clip_norm
+        Longest gradient of the whole model; None for no limit.
+    evaluate_every
+        Steps between evaluations (forward only); None for none.
+    next_plan
+        A file in which a plan to change to may appear, for rank 0. All ranks have one, or none.
+    trace_dir
+        Where every rank writes its newest steps while it runs; None for nowhere.
+    """
+
+    replicas: int = 1
+    is_sharded: bool = False
+    precision: Precision = "float32"
+    clip_norm: float | None = None
+    evaluate_every: int | None = None
+    checkpoint: CheckpointOptions | None = None
+    next_plan: Path | None = None
+    trace_dir: Path | None = None
+
+    @property
+    def common(self) -> tuple[tuple[str, str], ...]:
+        """What all ranks must have alike: names and values."""
+        return (
+            ("sharding", str(self.is_sharded)),
+            ("precision", self.precision),
+            ("clip norm", str(self.clip_norm)),
+            ("evaluation", str(self.evaluate_every)),
+            ("checkpoints", str(self.checkpoint)),
+            ("watching for a next plan", str(self.next_plan is not None)),
+            ("writing traces", str(self.trace_dir is not None)),
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a training takes place, and what all trainings of a run have in common."""
+
+    model: ModelSpec
+    backend: Backend
+    device: torch.device
+    transport: Transport
+    steps: int
+    timeout: float
+    meeting_timeout: float
+    look_ahead: int = DEFAULT_LOOK_AHEAD
+    is_traced: bool = False
+    place: CurrentPlace | None = None
+
+
+class StepExecutor(Protocol):
+    """What walks the list: ours, or PyTorch's."""
+
+    def step(self, step: int) -> StepResult:
+        """Run every action of the plan once."""
+
+
+class Training:
+    """A plan's training on this rank. All ranks make theirs, and call its methods, in the same order.
+
+    Parameters
+    ----------
+    whole
+        All ranks' parts of the plan, to run it on PyTorch's runtime; None for ours.
+    label
+        Begins what is printed of every step.
+
+    Attributes
+    ----------
+    first_step
+        The step to do first: 0, or that of the newest checkpoint.
+
+    Raises
+    ------
+    InvalidRun, Disagreement, ModelError
+        Before anything was trained.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        options: TrainingOptions,
+        plan: RankPlan,
+        model: PipelineModel,
+        whole: WholePlan | None = None,
+        label: str = "",
+    ):
+        self._setting = setting
+        self._options = options
+        self._plan = plan
+        self._whole = whole
+        self._model = model
+        self._label = label
+        self._stages: dict[int, Stage] = {}
+        self._executor: StepExecutor
+        self._loss_scale = LossScale.of(options.precision)
+        self._agree()
+        modules = self._build()
+        self._gradients = self._make_gradients(modules)
+        if whole is None:
+            self._walk()
+        else:
+            self._walk_on_torch(whole, modules)
+        transport, patience = setting.transport, setting.meeting_timeout
+        self._update = Update(model, self._gradients, transport, self._loss_scale, options.clip_norm)
+        _seed(setting.model.seed, transport.rank)
+        self._checkpoints = self._make_checkpoints(modules)
+        self.first_step = 0 if self._checkpoints is None else self._checkpoints.load_newest()
+        self.report = RankReport(plan.plan_id, transport.rank)
+        self._trace = TraceFile(options.trace_dir, transport, patience) if options.trace_dir else None
+        self._swaps = Swaps(transport, options.next_plan, plan) if options.next_plan else None
+
+    def step(self, step: int) -> None:
+        """One step of the plan and of the optimizer, and before it what its time has come for."""
+        self._evaluate_and_save(step)
+        self._change_plan(step)
+        for stage in self._stages.values():
+            stage.loss_scale = self._loss_scale.value
+        self._gradients.begin()
+        result = self._executor.step(step)
+        before = time.perf_counter()
+        with naming_errors(self._rank, f"after step {step}"):
+            self._gradients.finish(self._setting.timeout)
+            loss = mean_over_replicas(self._transport, result.loss, self._setting.timeout)
+            updated = self._update.apply(self._setting.timeout)
+        seconds = time.perf_counter() - before
+        self.report.add(StepLine(step, self._plan.plan_id, loss, result.seconds, seconds, updated), result)
+        skipped = ", gradients overflowed: left out" if updated.is_skipped else ""
+        self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{skipped}")
+        if self._trace is not None:
+            self._trace.update(self.report)
+
+    def end(self) -> None:
+        """After the last step: evaluate, save and write what is due."""
+        self._evaluate_and_save(self._setting.steps)
+        if self._trace is not None:
+            self._trace.update(self.report, is_last=True)
+
+    def close(self) -> None:
+        """Stop what runs beside the steps."""
+        if self._swaps is not None:
+            self._swaps.close()
+
+    @property
+    def _transport(self) -> Transport:
+        return self._setting.transport
+
+    @property
+    def _rank(self) -> int:
+        return self._setting.transport.rank
+
+    def _evaluate_and_save(self, step: int) -> None:
+        """What is due before a step, the one after the last included."""
+        every = self._options.evaluate_every
+        if every is not None and step % every == 0:
+            self._evaluate(step)
+        if self._checkpoints is not None and self._checkpoints.is_due(step, self._setting.steps):
+            self._checkpoints.save(step)
+
+    def _evaluate(self, step: int) -> None:
+        if not isinstance(self._executor, Executor):
+            raise InvalidRun("--runtime torch does not evaluate; use --runtime zbv.")
+        losses = self._executor.evaluate(step)
+        mean = sum(losses.values()) / len(losses) if losses else None
+        with naming_errors(self._rank, f"evaluating before step {step}"):
+            loss = mean_over_replicas(self._transport, mean, self._setting.timeout)
+        if loss is not None:
+            self.report.evaluations[step] = loss
+        self._say_loss(f"before step {step}: evaluation", loss)
+
+    def _change_plan(self, step: int) -> None:
+        """Go on with another plan, if one was announced for this step."""
+        if self._swaps is None:
+            return
+        with naming_errors(self._rank, f"before step {step}"):
+            plan = self._swaps.before(step)
+            if plan is None:
+                return
+            self._transport.flush(self._setting.timeout)
+        before, self._plan = self._plan, plan
+        self._agree()
+        self._walk()
+        if self._rank == 0:
+            _say(f"step {step}: plan {before.plan_id[:12]} gives way to {plan.plan_id[:12]}")
+
+    def _agree(self) -> None:
+        """Meet the peers, who must have the same plan, and open its channels."""
+        setting, plan = self._setting, self._plan
+        statement = Statement(
+            plan_id=plan.plan_id,
+            pp_rank=plan.rank,
+            pp_degree=plan.placement.pp_degree,
+            world_size=setting.transport.world_size,
+            model=setting.model.fingerprint(plan.placement.n_stages),
+            backend=setting.backend,
+            runtime="zbv" if self._whole is None else "torch",
+            steps=setting.steps,
+            channels=plan.channels,
+            traced=setting.is_traced,
+            replicas=setting.transport.layout.replicas,
+            options=self._options.common,
+        )
+        keys = agree(setting.transport, statement, setting.meeting_timeout)
+        if self._whole is None:
+            with naming_errors(self._rank, "opening the channels"):
+                setting.transport.open(keys, setting.meeting_timeout)
+
+    def _build(self) -> dict[int, nn.Module]:
+        """This rank's stages; their modules."""
+        options, device = self._options, self._setting.device
+        if self._whole is not None:
+            _require_plain(options)
+            return build_modules(self._model, self._plan, device)
+        # FSDP2 takes the mean over the replicas itself.
+        replicas = 1 if options.is_sharded else options.replicas
+        self._stages = build_stages(
+            self._model, self._plan, device, replicas=replicas, precision=options.precision
+        )
+        return {index: stage.module for index, stage in self._stages.items()}
+
+    def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
+        if self._options.is_sharded:
+            return _sharded(modules, self._transport, self._setting.device)
+        if self._transport.layout.replicas > 1:
+            return SummedGradients(modules, self._transport)
+        return OwnGradients(modules)
+
+    def _walk(self) -> None:
+        """An executor of the current plan; stages stay what they are."""
+        setting = self._setting
+        self._executor = Executor(
+            self._plan,
+            self._stages,
+            DataOfReplica(self._model, self._plan.microbatches, self._transport.replica),
+            setting.transport,
+            device=setting.device,
+            timeout=setting.timeout,
+            look_ahead=setting.look_ahead,
+            place=setting.place,
+            on_stage_done=self._gradients.stage_done,
+        )
+
+    def _walk_on_torch(self, whole: WholePlan, modules: dict[int, nn.Module]) -> None:
+        from zbv_worker.torch_runtime.executor import (
+            TorchExecutor,  # refuses a torch whose runtime it does not know
+        )
+
+        setting = self._setting
+        self._executor = TorchExecutor(
+            whole,
+            self._plan.rank,
+            modules,
+            self._model,
+            device=setting.device,
+            backend=setting.backend,
+            timeout=setting.timeout,
+        )
+
+    def _make_checkpoints(self, modules: dict[int, nn.Module]) -> Checkpoints | None:
+        if self._options.checkpoint is None:
+            return None
+        return Checkpoints(
+            self._options.checkpoint,
+            modules,
+            self._update,
+            self._setting.model.fingerprint(0),
+            self._model,
+            self._transport,
+        )
+
+    def _say_loss(self, begin: str, loss: float | None, end: str = "") -> None:
+        if loss is not None and self._transport.replica == 0:
+            _say(f"{begin} {self._label}loss {loss:.4f}{end}")
+
+
+def _seed(seed: int, rank: int) -> None:
+    """Give every rank random numbers of its own: replicas that drop out the same would learn less.
+
+    After the stages are built, which may have seeded the same generators for their own purposes.
+    """
+    digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7]))
+    random.seed(digest)
+
+
+def _sharded(modules: dict[int, nn.Module], transport: Transport, device: torch.device) -> Gradients:
+    from zbv_worker.training.sharding import ShardedGradients  # imports FSDP2
+
+    if not isinstance(transport, DistributedTransport) or transport.replica_group is None:
+        raise InvalidRun(
+            "--shard: found one replica; parameters are shared among several. Give --data-parallel."
+        )
+    return ShardedGradients(modules, transport.replica_group, device)
+
+
+def _require_plain(options: TrainingOptions) -> None:
+    """What PyTorch's runtime cannot do here."""
+    asked = {
+        "--data-parallel": options.replicas > 1,
+        "--shard": options.is_sharded,
+        "--precision": options.precision != "float32",
+        "--evaluate-every": options.evaluate_every is not None,
+        "--next-plan": options.next_plan is not None,
+    }
+    found = [flag for flag, is_asked in asked.items() if is_asked]
+    if found:
+        raise InvalidRun(f"--runtime torch does not go with {', '.join(found)}; use --runtime zbv.")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log

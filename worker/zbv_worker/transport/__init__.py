@@ -1,0 +1,1 @@
+"""How tensors and words get from rank to rank."""

@@ -1,0 +1,344 @@
+"""The transport over ``torch.distributed``: gloo on CPU ranks, NCCL on CUDA ranks.
+
+Every channel has its own process group, hence its own connection (gloo) or communicator (NCCL). On NCCL,
+operations of one communicator run in the order they were issued, so a receive posted early would hold up a
+later send; with one communicator per channel nothing waits behind something else. Control messages
+(agreement, barriers) always go over gloo, the default group, and never touch a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+from typing_extensions import override
+
+from zbv_worker.errors import InvalidRun
+from zbv_worker.transport.buffers import ReceiveBuffers
+from zbv_worker.transport.channels import ChannelKey, Pending, Reduction, TensorSpec, Transport
+from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
+from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
+from zbv_worker.transport.staging import Staging
+from zbv_worker.transport.torch_errors import classified, first_line
+
+Backend = Literal["gloo", "nccl"]
+
+_EVER = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among the ranks, as torchrun tells it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Read RANK, WORLD_SIZE and LOCAL_RANK; raises :class:`InvalidRun` when they are absent or wrong."""
+        values = {}
+        for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", os.environ.get("RANK"))):
+            text = os.environ.get(name, default)
+            if text is None or not text.isdigit():
+                raise InvalidRun(
+                    f"environment variable {name}: found {text!r}; must be a number. Start the ranks with "
+                    f"`torchrun --nproc-per-node P --no-python zbv-worker run …`, or set RANK, WORLD_SIZE, "
+                    f"MASTER_ADDR and MASTER_PORT."
+                )
+            values[name.lower()] = int(text)
+        return cls(**values)
+
+
+def select_device(backend: Backend, local_rank: int) -> torch.device:
+    """The device of a rank: CPU for gloo, its own GPU for NCCL; raises :class:`InvalidRun`."""
+    if backend == "gloo":
+        return torch.device("cpu")
+    # A channel is a stream, and a rank in the middle of a V has eight, beside its own. Streams that share a
+    # hardware queue (8 by default) wait for each other, here possibly for ever. Read when CUDA starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= count:
+        raise InvalidRun(
+            f"--backend nccl: local rank {local_rank} needs a GPU of its own; found {count} here. Start "
+            f"fewer ranks on this node, or use --backend gloo."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+class DistributedTransport(Transport):
+    """Channels as process groups of two.
+
+    Parameters
+    ----------
+    device
+        Where received tensors are wanted. gloo moves CUDA tensors through the CPU.
+    timeout
+        Seconds, of the rendezvous and of operations that are given none.
+    replicas
+        Pipelines that the world consists of.
+    init_method
+        As for ``torch.distributed.init_process_group``; by default from the environment.
+
+    Attributes
+    ----------
+    replica_group
+        The ranks that hold the same stages; None when there is one replica.
+
+    Raises
+    ------
+    InvalidRun
+        When the world does not divide into replicas.
+    TimeoutError, ConnectionError
+        When the ranks do not meet.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        backend: Backend,
+        device: torch.device,
+        timeout: float,
+        replicas: int = 1,
+        init_method: str = "env://",
+    ):
+        self.rank = world.rank
+        self.layout = Layout.of_world(world.world_size, replicas)
+        self._backend = backend
+        self._device = device
+        self._wire_device = device if backend == "nccl" else torch.device("cpu")
+        self._opened: set[ChannelKey] = set()
+        self._staging = Staging(device) if backend == "gloo" and device.type == "cuda" else None
+        self._senders: dict[ChannelKey, Sender] = {}
+        self._failures = SendFailures()
+        self._receivers: dict[ChannelKey, GroupWire] = {}
+        self._buffers = ReceiveBuffers(device)
+        patience = timedelta(seconds=timeout)
+        try:
+            store, rank, size = next(
+                iter(rendezvous(init_method, world.rank, world.world_size, timeout=patience))
+            )
+            # The store's own patience is for the rendezvous; a note is there or it is not.
+            self._notes = PrefixStore("zbv/notes", store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        except (RuntimeError, ValueError) as error:
+            raise classified(error, f"the {world.world_size} ranks did not meet") from error
+        self.replica_group = self._meet_replicas(timeout) if replicas > 1 else None
+
+    def _meet_replicas(self, timeout: float) -> dist.ProcessGroup:
+        """This position's group; connected, because NCCL does that at first use."""
+        mine: dist.ProcessGroup | None = None
+        for pp_rank in range(self.layout.pp_degree):
+            copies = self.layout.copies_of(pp_rank)
+            group = dist.new_group(copies, timeout=self._patience(timeout), backend=self._backend)
+            if pp_rank == self.pp_rank:
+                mine = group
+        if mine is None:
+            raise InvalidRun(f"rank {self.rank} has no position among {self.layout.world_size} ranks.")
+        greeting = torch.zeros(1, device=self._wire_device)
+        self._waiting(dist.all_reduce(greeting, group=mine, async_op=True), greeting).wait(timeout)
+        return mine
+
+    def _patience(self, timeout: float) -> timedelta:
+        """A group's own timeout.
+
+        NCCL's watchdog counts a receive's time from when it was posted, and ends the process: that is ours to
+        do, and ours counts from when a tensor is needed.
+        """
+        return timedelta(seconds=timeout) if self._backend == "gloo" else _EVER
+
+    def _waiting(self, work: dist.Work, tensor: Tensor) -> HostReceive | StreamReceive:
+        return HostReceive(work, tensor) if self._backend == "gloo" else StreamReceive(work, tensor)
+
+    @override
+    def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
+        patience = self._patience(timeout)
+        # new_group is collective over all ranks, so all must call it in one order, members or not.
+        for key in sorted(set(keys) - self._opened):
+            for replica in range(self.layout.replicas):
+                sender, receiver = (
+                    self.layout.global_rank(end, replica) for end in (key.sender, key.receiver)
+                )
+                group = dist.new_group([sender, receiver], timeout=patience, backend=self._backend)
+                if self.rank == sender:
+                    wire = GroupWire(group, dist.get_group_rank(group, receiver))
+                    self._senders[key] = self._sender(receiver, wire)
+                elif self.rank == receiver:
+                    self._receivers[key] = GroupWire(group, dist.get_group_rank(group, sender))
+            self._opened.add(key)
+            self._greet(key, timeout)
+
+    def _greet(self, key: ChannelKey, timeout: float) -> None:
+        """One small message per new channel: NCCL connects at first use, which must not be in a step.
+
+        All ranks greet the channels in one order, so these blocking connections cannot wait in a circle.
+        """
+        greeting = torch.zeros(1, dtype=torch.int64)
+        if self.pp_rank == key.sender:
+            self.isend(key, greeting, "greeting")
+        elif self.pp_rank == key.receiver:
+            self.irecv(key, TensorSpec.of(greeting)).wait(timeout)
+
+    def _sender(self, peer: int, wire: GroupWire) -> Sender:
+        if self._backend == "nccl":
+            return PollSender(peer, wire, self._failures)
+        return ThreadSender(peer, wire, self._failures, self._staging)
+
+    @override
+    def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None:
+        sender = self._senders.get(key)
+        if sender is None:
+            raise InvalidRun(f"rank {self.rank} does not send on {key}.")
+        payload = tensor.detach().contiguous()
+        if self._backend == "nccl" and payload.device != self._device:  # a header
+            payload = payload.to(self._device)
+        sender.send(payload, label)
+
+    @override
+    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
+        wire = self._receivers.get(key)
+        if wire is None:
+            raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
+        buffer = self._buffers.take(spec)
+        try:
+            if self._staging is not None:
+                host = self._staging.host_memory(spec.shape, spec.dtype)
+                return StagedReceive(wire.receive(host), host, buffer, self._staging.here(), self._staging)
+            work = wire.receive(buffer)
+        except RuntimeError as error:
+            raise classified(error, f"posting a receive from rank {key.sender}") from error
+        return StreamReceive(work, buffer) if self._backend == "nccl" else HostReceive(work, buffer)
+
+    @property
+    @override
+    def buffer_bytes(self) -> int:
+        return self._buffers.bytes
+
+    @override
+    def check(self) -> None:
+        if self._backend == "nccl":
+            for sender in self._senders.values():
+                sender.look()
+        self._failures.check()
+
+    @override
+    def flush(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for sender in self._senders.values():
+            sender.flush(deadline)
+
+    @override
+    def gather(self, value: Any, timeout: float) -> list[Any]:
+        self.barrier(timeout)
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    @override
+    def barrier(self, timeout: float) -> None:
+        try:
+            # The only barrier that says who is absent.
+            dist.monitored_barrier(timeout=timedelta(seconds=timeout), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise TimeoutError(first_line(error)) from error
+
+    @override
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        self._control(dist.isend, torch.tensor([value]), peer, timeout)
+
+    @override
+    def hear(self, peer: int, timeout: float) -> int:
+        heard = torch.empty(1, dtype=torch.int64)
+        self._control(dist.irecv, heard, peer, timeout)
+        return int(heard)
+
+    def _control(
+        self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, timeout: float
+    ) -> None:
+        """One message of the default group, which is gloo's whatever the channels use."""
+        try:
+            work = operation(tensor, peer)
+            if work is not None:
+                work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise classified(error, f"a control message between ranks {self.rank} and {peer}") from error
+
+    @override
+    def sum_over_replicas(self, tensor: Tensor) -> Reduction:
+        if self.replica_group is None:
+            return _Summed()
+        payload = tensor.to(self._wire_device)  # itself, where it is there already
+        try:
+            work = dist.all_reduce(payload, group=self.replica_group, async_op=True)
+        except RuntimeError as error:
+            raise classified(error, f"summing over the replicas of rank {self.pp_rank}") from error
+        return _Summing(self._waiting(work, payload), tensor)
+
+    @override
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        total = values.clone()
+        return HostReceive(dist.all_reduce(total, async_op=True), total).wait(timeout)
+
+    @override
+    def post(self, name: str, value: str) -> None:
+        with _naming_the_store():
+            self._notes.set(name, value)
+
+    @override
+    def posted(self, name: str) -> str | None:
+        with _naming_the_store():
+            return self._notes.get(name).decode() if self._notes.check([name]) else None
+
+    @override
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        self._senders.clear()
+        self._receivers.clear()
+        self._buffers.clear()
+        self._opened.clear()
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # a broken group cannot be taken down in order
+                dist.destroy_process_group()
+
+
+class _Summed:
+    """The sum of one."""
+
+    def wait(self, timeout: float) -> None:
+        """It is there."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Summing:
+    """A sum that arrives where the network writes, and then where it is wanted."""
+
+    sum: HostReceive | StreamReceive
+    target: Tensor
+
+    def wait(self, timeout: float) -> None:
+        """Until ``target`` holds it."""
+        found = self.sum.wait(timeout)
+        if found is not self.target:
+            self.target.copy_(found)
+
+
+@contextlib.contextmanager
+def _naming_the_store() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(f"the ranks' common store is gone: {first_line(error)}") from error

@@ -1,0 +1,195 @@
+"""Ranks as threads of one process: a transport with no network, for tests and dry runs.
+
+It behaves like the real ones where it matters: channels are ordered, sends do not wait, receives match in
+the order in which they were posted, and every wait has a timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from zbv_worker.transport.channels import ChannelKey, Pending, Reduction, TensorSpec, Transport
+from zbv_worker.transport.layout import Layout
+
+
+@dataclass(eq=False)
+class _Queue:
+    """What was sent on a channel and not yet taken, by position since the start."""
+
+    sent: int = 0
+    posted: int = 0
+    waiting: dict[int, Tensor] = field(default_factory=dict)
+
+
+class ThreadHub:
+    """The medium between the threads of a pipeline and its replicas; makes their transports."""
+
+    def __init__(self, pp_degree: int, replicas: int = 1):
+        self.layout = Layout(pp_degree, replicas)
+        self.changed = threading.Condition()
+        self.queues: dict[tuple[int, ChannelKey], _Queue] = {}
+        self.sums: dict[tuple[int, int], dict[int, Tensor]] = defaultdict(dict)
+        self.notes: dict[str, str] = {}
+        self.gathered: dict[tuple[int, int], Any] = {}
+        self.told: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        self.lost: set[int] = set()
+
+    def transport(self, rank: int) -> ThreadTransport:
+        """The transport of one rank."""
+        return ThreadTransport(self, rank)
+
+
+class ThreadTransport(Transport):
+    """One thread's end of a :class:`ThreadHub`."""
+
+    def __init__(self, hub: ThreadHub, rank: int):
+        self.rank = rank
+        self.layout = hub.layout
+        self._hub = hub
+        self._gathers = 0
+        self._sums = 0
+
+    @override
+    def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
+        with self._hub.changed:
+            for key in keys:
+                self._hub.queues.setdefault((self.replica, key), _Queue())
+
+    @override
+    def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None:
+        with self._hub.changed:
+            queue = self._hub.queues[self.replica, key]
+            queue.waiting[queue.sent] = tensor.detach()
+            queue.sent += 1
+            self._hub.changed.notify_all()
+
+    @override
+    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
+        with self._hub.changed:
+            queue = self._hub.queues[self.replica, key]
+            queue.posted += 1
+            return _Posted(self._hub, queue, self._at(key.sender), queue.posted - 1)
+
+    @override
+    def check(self) -> None:
+        return None
+
+    @override
+    def flush(self, timeout: float) -> None:
+        with self._hub.changed:
+            own = (self.replica, self.pp_rank)
+            mine = [q for (replica, key), q in self._hub.queues.items() if (replica, key.sender) == own]
+            if not self._hub.changed.wait_for(lambda: not any(q.waiting for q in mine), timeout):
+                raise TimeoutError("a sent tensor was not taken")
+
+    @override
+    def gather(self, value: Any, timeout: float) -> list[Any]:
+        turn, self._gathers = self._gathers, self._gathers + 1
+        with self._hub.changed:
+            gathered = self._hub.gathered
+            gathered[turn, self.rank] = value
+            self._hub.changed.notify_all()
+            ranks = range(self.world_size)
+            if not self._hub.changed.wait_for(lambda: all((turn, r) in gathered for r in ranks), timeout):
+                absent = [rank for rank in ranks if (turn, rank) not in gathered]
+                raise TimeoutError(f"ranks {absent} did not arrive")
+            return [gathered[turn, rank] for rank in ranks]
+
+    @override
+    def barrier(self, timeout: float) -> None:
+        self.gather(None, timeout)
+
+    @override
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        with self._hub.changed:
+            self._hub.told[self.rank, peer].append(value)
+            self._hub.changed.notify_all()
+
+    @override
+    def hear(self, peer: int, timeout: float) -> int:
+        with self._hub.changed:
+            told = self._hub.told[peer, self.rank]
+            if not self._hub.changed.wait_for(lambda: told or peer in self._hub.lost, timeout):
+                raise TimeoutError(f"rank {peer} told nothing")
+            if not told:
+                raise ConnectionError(f"rank {peer} has closed its transport")
+            return told.popleft()
+
+    @override
+    def sum_over_replicas(self, tensor: Tensor) -> Reduction:
+        turn, self._sums = self._sums, self._sums + 1
+        with self._hub.changed:
+            parts = self._hub.sums[self.pp_rank, turn]
+            parts[self.replica] = tensor.clone()
+            self._hub.changed.notify_all()
+        return _Sum(self._hub, parts, tensor)
+
+    @override
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        return torch.stack(self.gather(values.clone(), timeout)).sum(0)
+
+    @override
+    def post(self, name: str, value: str) -> None:
+        with self._hub.changed:
+            self._hub.notes[name] = value
+
+    @override
+    def posted(self, name: str) -> str | None:
+        with self._hub.changed:
+            return self._hub.notes.get(name)
+
+    @override
+    def close(self) -> None:
+        with self._hub.changed:
+            self._hub.lost.add(self.rank)
+            self._hub.changed.notify_all()
+
+    def _at(self, pp_rank: int) -> int:
+        return self.layout.global_rank(pp_rank, self.replica)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sum:
+    hub: ThreadHub
+    parts: dict[int, Tensor]
+    target: Tensor
+
+    def wait(self, timeout: float) -> None:
+        with self.hub.changed:
+            replicas = range(self.hub.layout.replicas)
+            if not self.hub.changed.wait_for(lambda: len(self.parts) == len(replicas), timeout):
+                absent = [replica for replica in replicas if replica not in self.parts]
+                raise TimeoutError(f"replicas {absent} did not take part in a sum")
+            self.target.copy_(torch.stack([self.parts[replica] for replica in replicas]).sum(0))
+
+
+@dataclass(frozen=True, eq=False)
+class _Posted:
+    hub: ThreadHub
+    queue: _Queue
+    sender: int
+    position: int
+
+    def wait(self, timeout: float) -> Tensor:
+        deadline = time.monotonic() + timeout
+        queue = self.queue
+        with self.hub.changed:
+            while self.position not in queue.waiting:
+                if self.sender in self.hub.lost:
+                    raise ConnectionError("the peer has closed its transport")
+                if not self.hub.changed.wait(deadline - time.monotonic()):
+                    raise TimeoutError("nothing was sent")
+            tensor = queue.waiting.pop(self.position)
+            self.hub.changed.notify_all()
+            return tensor
+
+    on_stream = wait

@@ -131,7 +131,7 @@ async def test_options_reach_the_agents_whole_and_with_their_defaults(serving: S
         "precision": "bfloat16",
         "clip_norm": 1.0,
         "evaluate_every": 10,
-        "checkpoint": {"directory": "/shared/run", "every": 5},
+        "checkpoint": {"directory": "/shared/run", "every": 5, "timeout": 60.0},
         "replan": "ask",
         "shard": True,
     }

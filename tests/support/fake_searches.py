@@ -20,7 +20,7 @@ from zbv_solver.plan import Metrics, Plan, Provenance
 from zbv_solver.problem import Problem
 from zbv_solver.search import make_plan
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 
 
 def directory() -> Path:

@@ -33,8 +33,8 @@ BROWSER_FLAGS = (
     "--disable-sync",
 )
 SCRIPT = Path(sys.executable).with_name("zbv-service")
-START_SECONDS = 60.0
-SEARCH_SECONDS = 60.0
+START_SECONDS = 120.0
+SEARCH_SECONDS = 120.0
 HARMLESS = re.compile(r"\[bokeh [\d.]+\] setting log level to")
 
 

@@ -51,7 +51,7 @@ def look(browser: Browser) -> Iterator[Callable[..., Look]]:
 
     def make(origin: str, **options: Any) -> Look:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(60_000)
         found = Look(context.new_page(), origin)
         page = found.page
         page.on("pageerror", lambda error: found.complaints.append(str(error)))

@@ -30,7 +30,7 @@ from zbv_solver.plan import plan_json
 from zbv_worker.cli import main
 from zbv_worker.launch import LocalRanks, python_command
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def losses_without_agents(folder: Path, steps: int) -> list[float]:

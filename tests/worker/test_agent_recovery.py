@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +18,24 @@ from zbv_service.client_runs import Run
 from zbv_solver.plan import plan_json
 from zbv_worker.launch import LocalRanks, python_command
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
-STEPS = 24
 DROPOUT = {"dropout": 0.1}
 """Random numbers, too, must go on where they were."""
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def undisturbed(folder: Path, steps: int) -> dict[int, float]:
     """Losses by step of the same run without agents."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan_json(a_plan())))
     command = python_command(
         "zbv_worker",
         *("run", "--plan-file", str(folder / "plan.json"), "--model", "zbv_worker.models.gpt:gpt"),
-        *("--model-args", json.dumps(MODEL | DROPOUT), "--steps", str(STEPS), "--threads", "1"),
+        *("--model-args", json.dumps(MODEL | DROPOUT), "--steps", str(steps), "--threads", "1"),
         *("--result-dir", str(folder)),
     )
     with LocalRanks([command] * 2, folder / "logs") as ranks:
         ranks.wait(timeout=DEADLINE)
-    return losses_in(folder)
-
-
-def losses_in(folder: Path) -> dict[int, float]:
     return {
         step["step"]: step["loss"]
         for path in folder.glob("rank-*.json")
@@ -48,10 +44,20 @@ def losses_in(folder: Path) -> dict[int, float]:
     }
 
 
+def logged(started: Cluster, run: Run, generation: int) -> dict[int, float]:
+    """Losses by step as a generation's ranks said them, to four decimals."""
+    folders = [agent.folder / "state" / run.id / str(generation) / "logs" for agent in started.agents]
+    text = "".join(path.read_text() for folder in folders for path in folder.rglob("std*.log"))
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
+
+
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[Cluster]:
-    """A service and three agents, of which a run needs two."""
-    with cluster(tmp_path) as started:
+    """A service and three agents, of which a run needs two.
+
+    They are given time: one that is held for lost because the machine is busy would use up a retry.
+    """
+    with cluster(tmp_path, agent_timeout_seconds=12.0) as started:
         for name in ("one", "two", "three"):
             started.start(name)
         until(lambda: len(started.names()) == 3, started.story)
@@ -76,48 +82,37 @@ def until_generation(started: Cluster, run: Run, generation: int, step: int) -> 
     until(holds, started.story)
 
 
-def test_killed_and_hanging_ranks_and_a_dead_node_cost_a_run_nothing_but_time(
-    three: Cluster, undisturbed: dict[int, float], tmp_path: Path
-) -> None:
+def test_a_killed_rank_and_a_dead_node_cost_a_run_nothing_but_time(three: Cluster, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    run = three.submit(
-        steps=STEPS,
-        model=DROPOUT,
-        timeout=3,
-        retries=3,
-        checkpoint={"directory": str(saved), "every": 3, "timeout": 5},
-    )
+    checkpoint = {"directory": str(saved), "every": 3}
+    run = three.submit(model=DROPOUT, retries=2, checkpoint=checkpoint)
     until_generation(three, run, 0, 3)
     os.kill(busy(three)[1].rank(), signal.SIGKILL)
     until_generation(three, run, 1, 6)
-    os.kill(busy(three)[0].rank(), signal.SIGSTOP)
-    until_generation(three, run, 2, 9)
     dead = busy(three)[1]
     with_it = [dead.process.pid, *dead.descendants()]
     for pid in with_it:  # a whole node: nobody is left there who could tell
         os.kill(pid, signal.SIGKILL)
     dead.process.wait(timeout=10)
-    until_generation(three, run, 3, 12)
+    until_generation(three, run, 2, 9)
     assert dead.name not in {agent.name for agent in busy(three)}
-    with three.service_away():
-        pass
-    ended = three.client.wait_run(run.id, DEADLINE)
-    assert ended.state == "succeeded", three.story()
-    assert ended.document["generation"] == 3
-
-    found: dict[int, float] = {}
-    for agent in three.agents:
-        found |= losses_in(agent.folder / "state" / run.id / "3" / "results")
-    assert max(found) == STEPS - 1
-    assert 9 <= min(found) <= 12  # it went on from a checkpoint, not from the start
-    assert found == {step: undisturbed[step] for step in found}
-    retries = [e["detail"] for e in three.client.run_events(run.id) if e["kind"] == "retry"]
-    assert [text for text in ("1 of 3", "2 of 3", "3 of 3") if text in " ".join(retries)] == [
-        "1 of 3",
-        "2 of 3",
-        "3 of 3",
-    ]
+    three.client.cancel_run(run.id)
+    assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
     until(lambda: not busy(three) and not any(map(is_alive, with_it)), three.story)
+
+    found = [logged(three, run, generation) for generation in range(3)]
+    for before, after in pairwise(found):  # each goes on from a checkpoint, not from the start
+        assert 3 <= min(after) <= max(before) + 1
+        assert min(after) % 3 == 0
+    expected = undisturbed(tmp_path / "undisturbed", max(found[2]) + 1)
+    for losses in found:
+        assert losses == {step: round(expected[step], 4) for step in losses}
+    retries = [event["detail"] for event in three.client.run_events(run.id) if event["kind"] == "retry"]
+    assert len(retries) == 2
+    assert "1 of 2" in retries[0]
+    assert "SIGKILL" in retries[0]
+    assert "2 of 2" in retries[1]
+    assert f"agent {dead.name}" in retries[1]
 
 
 def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(three: Cluster) -> None:

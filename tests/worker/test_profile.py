@@ -118,3 +118,11 @@ def test_a_model_that_fails_is_reported_with_its_error(
     assert main([*arguments, "--pp", "1", "--microbatches", "4", "-o", str(tmp_path / "p.json")]) == 1
     assert "heads must divide width" in capsys.readouterr().err
     assert not (tmp_path / "p.json").exists()
+
+
+def test_a_model_that_is_nowhere_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["profile", "--model", "nowhere.at:all", "--pp", "1", "--microbatches", "4"]
+    assert main([*arguments, "-o", str(tmp_path / "p.json")]) == 2
+    said = capsys.readouterr().err
+    assert "there is no module 'nowhere' here" in said
+    assert "Traceback" not in said

@@ -28,28 +28,25 @@ _COMMANDS = {
     "gpu-report": gpu_report,
     "agent": be_an_agent,
 }
-_EXIT_FAILED = 1
 _EXIT_WRONG_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0 done, 1 failed, 2 the input is wrong."""
     parsed = _parser().parse_args(arguments)
-    from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
+    from zbv_worker.errors import WorkerError, said
+    from zbv_worker.launch import LaunchError
 
     try:
         if parsed.command == "rehearse":
             return rehearse(parsed, sys.argv[1:] if arguments is None else arguments)
         return _COMMANDS[parsed.command](parsed)
-    except (InvalidRun, Disagreement) as error:
-        return _failed(error, _EXIT_WRONG_INPUT)
+    except LaunchError as error:
+        status = said(error)
+        # What a rank that was started here calls wrong input was given to this command.
+        return _EXIT_WRONG_INPUT if error.status == _EXIT_WRONG_INPUT else status
     except WorkerError as error:
-        return _failed(error, _EXIT_FAILED)
-
-
-def _failed(error: Exception, status: int) -> int:
-    print(f"zbv-worker: {error}", file=sys.stderr, flush=True)
-    return status
+        return said(error)
 
 
 def _parser() -> argparse.ArgumentParser:

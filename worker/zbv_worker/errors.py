@@ -14,6 +14,7 @@ A message names the rank it comes from, the action that could not go on, and the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,6 +41,12 @@ class PeerLost(WorkerError):
 
 class ModelError(WorkerError):
     """A model's stage returned something that the protocol of :mod:`zbv_worker.model` does not allow."""
+
+
+def said(error: WorkerError) -> int:
+    """Print an error as commands do; returns the exit status: 2 where trying again would give the same."""
+    print(f"zbv-worker: {error}", file=sys.stderr, flush=True)  # noqa: T201 - what a command says
+    return 2 if isinstance(error, InvalidRun | Disagreement) else 1
 
 
 @contextmanager

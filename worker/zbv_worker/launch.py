@@ -30,7 +30,17 @@ _MALLOPT = ((-3, 1 << 30), (-1, 1 << 30), (-2, 64 << 20))
 
 
 class LaunchError(WorkerError):
-    """A rank ended with an error, or the ranks did not end in time."""
+    """A rank ended with an error, or the ranks did not end in time.
+
+    Attributes
+    ----------
+    status
+        The rank's exit status; None when time was over.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
 
 
 def free_port() -> int:
@@ -208,7 +218,7 @@ class LocalRanks:
         # Ranks that lost a failed peer fail after it; a moment later all of them have told their story.
         time.sleep(_POLL_SECONDS)
         code = self._processes[failed[0]].returncode
-        raise LaunchError(f"rank {failed[0]} ended with status {code}.\n{self._tail(failed[0])}")
+        raise LaunchError(f"rank {failed[0]} ended with status {code}.\n{self._tail(failed[0])}", code)
 
     def _tail(self, rank: int) -> str:
         lines = self.log(rank).strip().splitlines()[-_TAIL_LINES:]

@@ -21,6 +21,7 @@ from zbv_solver.orders import Action, Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
 
+from zbv_worker.errors import WorkerError, said
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
@@ -235,4 +236,7 @@ def main(request: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except WorkerError as error:  # its message says it all
+        sys.exit(said(error))

@@ -286,9 +286,8 @@ class Training:
         )
 
     def _walk_on_torch(self, whole: WholePlan, modules: dict[int, nn.Module]) -> None:
-        from zbv_worker.torch_runtime.executor import (
-            TorchExecutor,  # refuses a torch whose runtime it does not know
-        )
+        # Imported here: it refuses a torch whose runtime it does not know.
+        from zbv_worker.torch_runtime.executor import TorchExecutor
 
         setting = self._setting
         self._executor = TorchExecutor(

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from support.forked_ranks import fork_process
 from zbv_worker import launch
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_compute_thread() -> None:
+    """Ranks that are threads share the cores; their tensors are too small to be shared out again."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -21,7 +21,6 @@ from support.agents import (
     Cluster,
     a_plan,
     cluster,
-    is_alive,
     read_losses,
     until,
 )
@@ -157,25 +156,6 @@ def test_a_model_that_no_pattern_allows_is_refused_without_being_loaded(tmp_path
         assert "--allow-model 'support.unhurried_gpt'" in said
         assert all_gone(*agents)
         assert not any((agent.folder / "state").exists() for agent in agents)
-
-
-def test_a_killed_agent_is_lost_by_name_and_its_ranks_die_with_it(tmp_path: Path) -> None:
-    with cluster(tmp_path) as started:
-        one, two = started.start_two()
-        run = started.submit()
-        started.until_step(run, 2)
-        left_behind = list(two.descendants())
-        assert len(left_behind) == 2
-        two.process.kill()
-        two.process.wait(timeout=10)
-        ended = started.client.wait_run(run.id, DEADLINE)
-        assert ended.state == "failed", started.story()
-        cause = ended.failures[0]
-        assert (cause["kind"], cause["agent"]) == ("agent-lost", "two"), ended.failures
-        assert "agent two" in cause["detail"]
-        assert "gave no sign of life for 3 s; its ranks were rank" in cause["detail"]
-        until(lambda: all_gone(one) and not any(map(is_alive, left_behind)), started.story)
-        until(lambda: started.names() == {"one"})
 
 
 def test_an_agent_told_to_end_lets_its_run_finish_and_deregisters(tmp_path: Path) -> None:

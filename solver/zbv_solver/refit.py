@@ -101,7 +101,13 @@ def _collect(problem: Problem, traces: Sequence[RankTrace]) -> _Samples:
             _require_of(problem, trace, step.orders.stage, step.orders.microbatch)
             run = runs.setdefault((trace.replica, step.step), len(runs))
             orders = step.orders
-            row = (np.full(len(orders), run), orders.stage, orders.letter, orders.microbatch, step.times)
+            row: tuple[NDArray[Any], ...] = (
+                np.full(len(orders), run),
+                orders.stage,
+                orders.letter,
+                orders.microbatch,
+                step.times,
+            )
             for column, values in zip(columns, row, strict=True):
                 column.append(values.astype(np.int64))
     if not columns[0] or not sum(map(len, columns[0])):

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 from zbv_solver import __version__
 
-from zbv_service import openapi, problems
-from zbv_service.agents import Agents
 from zbv_service.database import (
     AgentTable,
     Database,
@@ -20,20 +18,22 @@ from zbv_service.database import (
     RunTable,
     SearchTable,
 )
-from zbv_service.dispatch import Dispatcher
+from zbv_service.http import openapi, problems
 from zbv_service.plans import Plans
-from zbv_service.replanner import Replanner
 from zbv_service.routers import agents as agent_routes
 from zbv_service.routers import health, pages
 from zbv_service.routers import plans as plan_routes
 from zbv_service.routers import runs as run_routes
 from zbv_service.routers import searches as search_routes
-from zbv_service.run_parts import RunParts
-from zbv_service.runner import Runner
-from zbv_service.runs import Runs
-from zbv_service.searches import Searches
+from zbv_service.runs.agents import Agents
+from zbv_service.runs.dispatch import Dispatcher
+from zbv_service.runs.parts import RunParts
+from zbv_service.runs.replanner import Replanner
+from zbv_service.runs.runs import Runs
+from zbv_service.searches.runner import Runner
+from zbv_service.searches.searches import Searches
+from zbv_service.searches.task import SearchFunction, solver_search
 from zbv_service.settings import Settings
-from zbv_service.task import SearchFunction, solver_search
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from zbv_solver.plan import BaselineDocument, MetricsDocument, ProvenanceDocumen
 from zbv_solver.problem import Objective
 from zbv_solver.schema import Number, ProblemDocument
 
-from zbv_service.problems import ProblemDetails
+from zbv_service.http.problems import ProblemDetails
 from zbv_service.records import SearchRecord, SearchState
 
 MAX_SEED = 2**31 - 1

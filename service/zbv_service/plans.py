@@ -13,10 +13,10 @@ from zbv_solver.schema import canonical_json
 
 from zbv_service.cache import Cache
 from zbv_service.database import PlanTable
+from zbv_service.http.problems import NOT_FOUND, ProblemError
 from zbv_service.packing import pack_plan, unpack_text
-from zbv_service.problems import NOT_FOUND, ProblemError
 from zbv_service.records import NewPlan, PlanSummary
-from zbv_service.searches import require_size
+from zbv_service.searches.searches import require_size
 from zbv_service.settings import Settings
 
 CACHED_PLANS = 16

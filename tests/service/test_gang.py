@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zbv_service.client_runs import is_allowed
 from zbv_service.database import AgentsTaken, AgentTable, Database, PlanTable, RunTable
-from zbv_service.gang import Offer, Wanted, choose
 from zbv_service.records import NewPlan, PlanSummary
-from zbv_service.run_records import NewAgent, NewRun, NodeOutcome, NodeReport
+from zbv_service.runs.gang import Offer, Wanted, choose
+from zbv_service.runs.records import NewAgent, NewRun, NodeOutcome, NodeReport
 
 PLAN = "f" * 64
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.serving import PROBLEM, Service, Serving
-from zbv_service import problems
-from zbv_service.bodies import parse_json
-from zbv_service.problems import ProblemError
-from zbv_service.searches import parse_request
+from zbv_service.http import problems
+from zbv_service.http.bodies import parse_json
+from zbv_service.http.problems import ProblemError
+from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 

@@ -9,7 +9,7 @@ from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.runs_over_http import beat, end, events, import_plan, run_of, started, submit, until_run, work
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.replanner import _is_enough, _patience, measure, objective_of
+from zbv_service.runs.replanner import _is_enough, _patience, measure, objective_of
 from zbv_solver.problem import Problem
 from zbv_solver.rank_trace import parse_rank_trace
 from zbv_solver.schema import parse_problem

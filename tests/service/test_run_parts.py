@@ -12,7 +12,7 @@ from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.runs_over_http import end, started, work
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.run_parts import MAX_LOG_BYTES
+from zbv_service.runs.parts import MAX_LOG_BYTES
 from zbv_solver.schema import parse_problem
 
 pytestmark = pytest.mark.anyio

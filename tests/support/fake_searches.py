@@ -1,7 +1,7 @@
 """Searches under a test's control; search processes import this module.
 
-Each is a :class:`zbv_service.task.SearchFunction`. The test talks to it by files in the directory that
-``ZBV_TEST_DIRECTORY`` names: search processes inherit the environment.
+Each is a :class:`zbv_service.searches.task.SearchFunction`. The test talks to it by files in the directory
+that ``ZBV_TEST_DIRECTORY`` names: search processes inherit the environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbv_service.task import ProgressLike, SearchFunction
+from zbv_service.searches.task import ProgressLike, SearchFunction
 from zbv_solver.orders import Action, Orders
 from zbv_solver.plan import Metrics, Plan, Provenance
 from zbv_solver.problem import Problem

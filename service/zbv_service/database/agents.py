@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from zbv_service.database.engine import Database
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, nodes_of
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
-from zbv_service.run_records import AgentRecord, AgentState, NewAgent
+from zbv_service.runs.records import AgentRecord, AgentState, NewAgent
 
 _PRESENT: tuple[str, ...] = ("live", "draining")
 _TRIES = 3

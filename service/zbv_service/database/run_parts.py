@@ -12,7 +12,7 @@ from sqlalchemy.orm import undefer
 from zbv_service.database.engine import Database
 from zbv_service.database.run_end import change_plan, lock_run
 from zbv_service.database.run_models import NodeRow, PartRow, RunRow
-from zbv_service.run_records import RUN_ENDED, NewPart, PartKind
+from zbv_service.runs.records import RUN_ENDED, NewPart, PartKind
 
 
 class PartTable:

@@ -17,8 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from zbv_service.database.engine import Database
 from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
-from zbv_service.gang import Offer, Wanted, choose
-from zbv_service.run_records import RUN_ENDED, EventRecord, NewRun, NodeRecord, NodeReport, RunRecord, Work
+from zbv_service.runs.gang import Offer, Wanted, choose
+from zbv_service.runs.records import RUN_ENDED, EventRecord, NewRun, NodeRecord, NodeReport, RunRecord, Work
 
 _CONSIDERED = 200
 """Waiting runs that are looked at in one go."""

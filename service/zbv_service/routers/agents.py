@@ -7,19 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from zbv_solver.rank_trace import RankTraceDocument
 
-from zbv_service.agent_documents import (
-    AgentDocument,
-    AgentList,
-    AgentRequest,
-    Heartbeat,
-    HeartbeatAnswer,
-    NodeEnd,
-    RegisteredAgent,
-    WorkDocument,
-)
-from zbv_service.bodies import read_json, read_packed
-from zbv_service.openapi import body_of, text_body
-from zbv_service.problems import (
+from zbv_service.http.bodies import read_json, read_packed
+from zbv_service.http.openapi import body_of, text_body
+from zbv_service.http.problems import (
     AGENT_GONE,
     BODY_TOO_LARGE,
     INVALID_BODY,
@@ -30,7 +20,17 @@ from zbv_service.problems import (
     documented,
 )
 from zbv_service.routers.rooms import rooms
-from zbv_service.run_parts import MAX_LOG_BYTES
+from zbv_service.runs.agent_documents import (
+    AgentDocument,
+    AgentList,
+    AgentRequest,
+    Heartbeat,
+    HeartbeatAnswer,
+    NodeEnd,
+    RegisteredAgent,
+    WorkDocument,
+)
+from zbv_service.runs.parts import MAX_LOG_BYTES
 
 MAX_WAIT = 60.0
 _BODY = (MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY)

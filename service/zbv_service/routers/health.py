@@ -8,7 +8,7 @@ import logging
 from fastapi import APIRouter, Request
 
 from zbv_service.documents import Health
-from zbv_service.problems import NOT_READY, ProblemError, documented
+from zbv_service.http.problems import NOT_READY, ProblemError, documented
 from zbv_service.routers.rooms import rooms
 
 PING_SECONDS = 5.0

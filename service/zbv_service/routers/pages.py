@@ -9,7 +9,7 @@ from fastapi.responses import HTMLResponse
 from fastapi.staticfiles import StaticFiles
 
 from zbv_service import pages
-from zbv_service.problems import ProblemError
+from zbv_service.http.problems import ProblemError
 from zbv_service.records import PlanSummary, SearchRecord
 from zbv_service.routers.rooms import rooms
 

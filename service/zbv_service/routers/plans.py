@@ -6,10 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from zbv_service.bodies import read_json
 from zbv_service.documents import ImportedPlan, PlanDocument, RankDocument
-from zbv_service.openapi import body_of, content_of
-from zbv_service.problems import (
+from zbv_service.http.bodies import read_json
+from zbv_service.http.openapi import body_of, content_of
+from zbv_service.http.problems import (
     BODY_TOO_LARGE,
     INVALID_BODY,
     INVALID_PARAMETER,

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from zbv_service.bodies import read_json
-from zbv_service.openapi import body_of
-from zbv_service.problems import (
+from zbv_service.http.bodies import read_json
+from zbv_service.http.openapi import body_of
+from zbv_service.http.problems import (
     BODY_TOO_LARGE,
     INVALID_BODY,
     INVALID_PARAMETER,
@@ -21,7 +21,7 @@ from zbv_service.problems import (
     documented,
 )
 from zbv_service.routers.rooms import rooms
-from zbv_service.run_documents import (
+from zbv_service.runs.documents import (
     EventDocument,
     EventList,
     PlanChange,
@@ -29,7 +29,7 @@ from zbv_service.run_documents import (
     RunList,
     RunRequest,
 )
-from zbv_service.run_records import RUN_ENDED, RunRecord
+from zbv_service.runs.records import RUN_ENDED, RunRecord
 
 RETRY_SECONDS = 1
 _MAX_EVENT = 2**31 - 1

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from zbv_service.bodies import read_json
 from zbv_service.documents import SearchDocument, SearchList, SearchRequest
-from zbv_service.openapi import body_of
-from zbv_service.problems import (
+from zbv_service.http.bodies import read_json
+from zbv_service.http.openapi import body_of
+from zbv_service.http.problems import (
     BODY_TOO_LARGE,
     INVALID_BODY,
     INVALID_PARAMETER,

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.schema import ProblemDocument
 
 from zbv_service.documents import OptionsDocument
-from zbv_service.problems import ProblemDetails
-from zbv_service.run_options import MAX_INTEGER, RunOptionsDocument
-from zbv_service.run_records import EventRecord, NodeOutcome, NodeRecord, NodeState, RunRecord, RunState
+from zbv_service.http.problems import ProblemDetails
+from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
+from zbv_service.runs.records import EventRecord, NodeOutcome, NodeRecord, NodeState, RunRecord, RunState
 
 MAX_NODES = 4096
 

@@ -9,11 +9,11 @@ from pydantic import BaseModel, ValidationError
 from zbv_solver.errors import InvalidInput
 from zbv_solver.schema import issues_of
 
-from zbv_service.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
 from zbv_service.database import AgentTable, RunTable
-from zbv_service.dispatch import Dispatcher
-from zbv_service.problems import AGENT_GONE, NOT_FOUND, ProblemError
-from zbv_service.run_records import (
+from zbv_service.http.problems import AGENT_GONE, NOT_FOUND, ProblemError
+from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
+from zbv_service.runs.dispatch import Dispatcher
+from zbv_service.runs.records import (
     AGENT_ENDED,
     AgentRecord,
     NewAgent,

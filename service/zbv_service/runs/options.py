@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.schema import Number
 
-from zbv_service.run_records import DEFAULT_RETRIES
+from zbv_service.runs.records import DEFAULT_RETRIES
 
 MAX_INTEGER = 2**31 - 1
 MAX_REPLICAS = 4096

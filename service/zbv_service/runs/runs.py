@@ -10,15 +10,15 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plan import Plan
 
-from zbv_service.agents import parse_body
 from zbv_service.database import PlanTable, RunPlanTable, RunTable
-from zbv_service.dispatch import Dispatcher
+from zbv_service.http.problems import NOT_FOUND, RUN_STATE, ProblemError
 from zbv_service.plans import Plans
-from zbv_service.problems import NOT_FOUND, RUN_STATE, ProblemError
 from zbv_service.records import SearchRecord
-from zbv_service.run_documents import PlanChange, RunRequest
-from zbv_service.run_records import EventRecord, NewRun, RunRecord
-from zbv_service.searches import Searches
+from zbv_service.runs.agents import parse_body
+from zbv_service.runs.dispatch import Dispatcher
+from zbv_service.runs.documents import PlanChange, RunRequest
+from zbv_service.runs.records import EventRecord, NewRun, RunRecord
+from zbv_service.searches.searches import Searches
 
 
 class Runs:

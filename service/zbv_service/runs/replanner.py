@@ -25,9 +25,9 @@ from zbv_service.database import PartTable, RunPlanTable, RunTable
 from zbv_service.packing import unpack
 from zbv_service.plans import Plans
 from zbv_service.records import FINISHED
-from zbv_service.run_parts import RunParts
-from zbv_service.run_records import Replanning, RunRecord
-from zbv_service.searches import Searches
+from zbv_service.runs.parts import RunParts
+from zbv_service.runs.records import Replanning, RunRecord
+from zbv_service.searches.searches import Searches
 
 FRESH_STEPS = 3
 """Steps since the last look that a new one needs: a median of fewer is an accident …"""

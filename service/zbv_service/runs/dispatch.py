@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 from zbv_service.database import AgentsTaken, AgentTable, RunPlanTable, RunTable
-from zbv_service.replanner import Replanner
+from zbv_service.runs.replanner import Replanner
 from zbv_service.settings import Settings
 
 POLL_SECONDS = 1.0

@@ -1,4 +1,4 @@
-"""The service's end of the connections that search tasks open (see :mod:`zbv_service.task`)."""
+"""The service's end of the connections that search tasks open (see :mod:`zbv_service.searches.task`)."""
 
 from __future__ import annotations
 

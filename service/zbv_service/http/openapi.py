@@ -9,10 +9,10 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from zbv_solver.rank_trace import RankTraceDocument
 
-from zbv_service.agent_documents import AgentRequest, Heartbeat, NodeEnd
 from zbv_service.documents import PlanDocument, RankDocument, SearchRequest
-from zbv_service.problems import ProblemDetails
-from zbv_service.run_documents import PlanChange, RunRequest
+from zbv_service.http.problems import ProblemDetails
+from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, NodeEnd
+from zbv_service.runs.documents import PlanChange, RunRequest
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (

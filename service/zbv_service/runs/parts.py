@@ -16,10 +16,10 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.rank_trace import RankTrace, parse_rank_trace
 
 from zbv_service.database import PartTable
+from zbv_service.http.problems import MALFORMED_JSON, NOT_FOUND, ProblemError
 from zbv_service.packing import pack, unpack
-from zbv_service.problems import MALFORMED_JSON, NOT_FOUND, ProblemError
-from zbv_service.run_picture import picture
-from zbv_service.run_records import NewPart, PartKind, RunRecord
+from zbv_service.runs.picture import picture
+from zbv_service.runs.records import NewPart, PartKind, RunRecord
 
 MAX_LOG_BYTES = 256 * 1024
 """The end of a rank's log, which is what explains a failure."""

@@ -79,7 +79,7 @@ class NewRun:
     nodes, ranks_per_node
         Their product is the number of ranks of all replicas.
     options
-        As :class:`zbv_service.run_options.RunOptionsDocument` has them.
+        As :class:`zbv_service.runs.options.RunOptionsDocument` has them.
     """
 
     id: str

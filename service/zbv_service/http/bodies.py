@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from zbv_service.problems import BODY_TOO_LARGE, MALFORMED_JSON, UNSUPPORTED_MEDIA_TYPE, ProblemError
+from zbv_service.http.problems import BODY_TOO_LARGE, MALFORMED_JSON, UNSUPPORTED_MEDIA_TYPE, ProblemError
 
 SMALL = 64 * 1024
 """Bodies up to this many bytes are decoded in less time than handing them over takes."""

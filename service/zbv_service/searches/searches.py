@@ -1,4 +1,4 @@
-"""Accepting searches, and reading and cancelling them. Running them is :mod:`zbv_service.runner`'s."""
+"""Accepting searches, reading and cancelling them. :mod:`zbv_service.searches.runner` runs them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zbv_solver.schema import canonical_json, issues_of, problem_json, to_proble
 
 from zbv_service.database import SearchTable
 from zbv_service.documents import OptionsDocument, SearchRequest
+from zbv_service.http.problems import NOT_FOUND, ProblemError
 from zbv_service.packing import pack
-from zbv_service.problems import NOT_FOUND, ProblemError
 from zbv_service.records import NewSearch, SearchRecord
-from zbv_service.runner import Runner
+from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
 
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 
 from zbv_solver.errors import InfeasibleMemory, ZbvError
 
-from zbv_service import problems
 from zbv_service.database import SearchTable
+from zbv_service.http import problems
 from zbv_service.packing import incumbent_of
-from zbv_service.processes import IsolatedProcesses
-from zbv_service.progress import Line, ProgressServer
 from zbv_service.records import Claim, NewPlan, Update
+from zbv_service.searches.processes import IsolatedProcesses
+from zbv_service.searches.progress import Line, ProgressServer
+from zbv_service.searches.task import SearchFunction, SearchTask, run_task, solver_search
 from zbv_service.settings import Settings
-from zbv_service.task import SearchFunction, SearchTask, run_task, solver_search
 
 POLL_SECONDS = 1.0
 """How often the queue is looked at when nobody says that it grew."""

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zbv_service.run_documents import ModelDocument
-from zbv_service.run_options import RunOptionsDocument
-from zbv_service.run_records import AgentRecord, AgentState, FailureKind, NodeOutcome, StopCause, Work
+from zbv_service.runs.documents import ModelDocument
+from zbv_service.runs.options import RunOptionsDocument
+from zbv_service.runs.records import AgentRecord, AgentState, FailureKind, NodeOutcome, StopCause, Work
 
 Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """Text of one line."""

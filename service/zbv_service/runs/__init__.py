@@ -1,0 +1,1 @@
+"""Training runs: what is asked, who takes part, what becomes of it."""

@@ -83,7 +83,7 @@ def test_a_rank_whose_peer_is_gone_says_so_at_once() -> None:
 class Mute(ThreadTransport):
     """A rank that sends no gradients."""
 
-    def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None:
+    def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
         if key.kind == "activation":
             super().isend(key, tensor, label)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.timing import memory_profile
+from zbv_worker.execution.bound import Bound, WalkState
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
@@ -64,31 +65,32 @@ def test_live_bytes_after_every_action_are_the_plans(seed: int) -> None:
     _, expected = memory_profile(account, orders)
 
     transport = ThreadHub(1).transport(0)
-    executor = Watched(plan, stages, model, transport, device=CPU, timeout=5)
+    executor = Executor(plan, stages, model, transport, device=CPU, timeout=5)
     with LiveBytes() as live:
-        executor.live = live
+        seen = watch(executor, live)
         executor.step(0)
     largest = max(expected)
     assert largest > 1e5
-    for found, right in zip(executor.seen, expected.tolist(), strict=True):
+    for found, right in zip(seen, expected.tolist(), strict=True):
         assert abs(found - right) <= TOLERANCE * largest
-    assert executor.seen[-1] <= TOLERANCE * largest
+    assert seen[-1] <= TOLERANCE * largest
 
 
-class Watched(Executor):
-    """Notes the live bytes after every action, without what is on its way between the stages."""
+def watch(executor: Executor, live: LiveBytes) -> list[int]:
+    """The live bytes after every action to come, without what is on its way between the stages."""
+    seen: list[int] = []
 
-    live: LiveBytes
-    seen: list[int]
+    def watched(bound: Bound) -> Bound:
+        def run(value: Tensor | None, state: WalkState) -> Tensor | None:
+            output = bound.run(value, state)
+            passing = [*state.handed_over.values(), *([] if output is None else [output])]
+            seen.append(live.bytes - sum(tensor.untyped_storage().nbytes() for tensor in passing))
+            return output
 
-    def _deliver(self, instruction, output, state):  # type: ignore[no-untyped-def]  # as in the base class
-        super()._deliver(instruction, output, state)
-        passing = [output] if output is not None and instruction.sink is None else []
-        passing += state.handed_over.values()
-        self.seen = [
-            *getattr(self, "seen", []),
-            self.live.bytes - sum(t.untyped_storage().nbytes() for t in passing),
-        ]
+        return bound._replace(run=run)
+
+    executor._program = tuple(map(watched, executor._program))
+    return seen
 
 
 def test_the_peak_is_the_most_that_was_alive_at_once_since_the_restart() -> None:

@@ -103,6 +103,7 @@ def executor_of(
     timeout: float = 60.0,
     run_ahead: int = 3,
     unfinished: list[int] | None = None,
+    last_stage: type[Kernels] = Kernels,
 ) -> Executor:
     placement = Placement.of("v", 2)
     ones = (1.0,) * 4
@@ -113,7 +114,7 @@ def executor_of(
     counts = unfinished if unfinished is not None else []
     return Executor(
         plan,
-        {stage: Kernels(cuda, counts) for stage in plan.stages},
+        {0: Kernels(cuda, counts), 3: last_stage(cuda, counts)},
         NoBatches(),
         transport,
         device=CPU,
@@ -165,8 +166,7 @@ def test_a_step_ends_when_the_gpu_has_come_to_its_end_or_by_the_timeout() -> Non
 
 def test_a_kernel_that_hangs_is_no_peers_fault() -> None:
     cuda = FakeCuda()
-    executor = executor_of(cuda, arrival=1.0, timeout=0.1)
-    executor._stages = {0: Kernels(cuda, []), 3: Hanging(cuda, [])}
+    executor = executor_of(cuda, arrival=1.0, timeout=0.1, last_stage=Hanging)
     with pytest.raises(WorkerError, match=r"rank 0: its GPU was not done with 3F0 after 0\.1 s") as e:
         executor.step(0)
     assert not isinstance(e.value, ChannelTimeout | PeerLost)

@@ -46,7 +46,7 @@ def test_schedules_that_train_another_model_are_an_error() -> None:
         turns(2.001).check_losses()
 
 
-def test_overhead_is_what_a_runtime_uses_beyond_the_plain_loop_per_action() -> None:
+def test_overhead_is_what_a_runtime_uses_beyond_the_plain_loops_per_action() -> None:
     def samples(microseconds: int) -> list[tuple[int, int]]:
         return [(10 * 1000 * microseconds, 10 * 1000 * (microseconds + 5))] * 3
 
@@ -55,10 +55,13 @@ def test_overhead_is_what_a_runtime_uses_beyond_the_plain_loop_per_action() -> N
         "torch with our split": samples(220),
         "torch as shipped": samples(180),
         "plain loop": samples(20),
+        "plain loop with bare transfers": samples(45),
         "actions": 10,
     }
     found = {finding.what: finding.value for finding in overhead.findings(2, [answer, answer])}
     assert found["p=2: CPU per action beyond compute, executor's thread"] == pytest.approx(40)
+    own = "p=2: CPU per action beyond compute and bare transfers"
+    assert found[f"{own}, executor's thread"] == found[f"{own}, whole process"] == pytest.approx(15)
     assert found["p=2: zbv / torch with our split, whole process"] == pytest.approx(0.2)
     assert found["p=2: zbv / torch as shipped, whole process"] == pytest.approx(0.25)
 

@@ -15,8 +15,8 @@ stages never join, not even at the turn of the V where both live on one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradie
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Forward:
+class _Forward(NamedTuple):
     """What F leaves behind.
 
     The output is held as its edge into the graph, not as a tensor: its values are needed no more once they
@@ -79,6 +78,7 @@ class Stage:
         self._share = 1.0 / microbatches
         self._autocast = autocast
         self.loss_scale = 1.0
+        self._seed: tuple[float, Tensor] | None = None
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
 
@@ -94,11 +94,13 @@ class Stage:
         if not self._is_first:
             x.requires_grad_()
         weight_grads = WeightGrads() if split else None
-        with self._recorder.into(weight_grads), self._computing(x):
-            output = self._computed(x, target)
-        seed = None
-        if self._loss is not None:
-            seed = torch.full_like(output, self.loss_scale * self._share)
+        with self._recorder.into(weight_grads):
+            if self._autocast is None:  # a context that does nothing would cost more than asking
+                output = self._computed(x, target)
+            else:
+                with torch.autocast(x.device.type, self._autocast):
+                    output = self._computed(x, target)
+        seed = self._loss_seed(output) if self._loss is not None else None
         edge = get_gradient_edge(output) if output.requires_grad else None
         self._forwards[microbatch] = _Forward(x, edge, seed, weight_grads)
         return output.detach()
@@ -142,7 +144,7 @@ class Stage:
 
     def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
         """F that leaves nothing behind: the output, of the last stage the loss."""
-        with torch.no_grad(), self._computing(input):
+        with torch.no_grad(), torch.autocast(input.device.type, self._autocast, self._autocast is not None):
             return self._computed(input.detach(), target).detach()
 
     @property
@@ -150,10 +152,13 @@ class Stage:
         """Microbatches between F and I or B, and microbatches between I and W."""
         return set(self._forwards), set(self._weight_grads)
 
-    def _computing(self, x: Tensor) -> AbstractContextManager[object]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(x.device.type, self._autocast)
+    def _loss_seed(self, loss: Tensor) -> Tensor:
+        """The gradient that the loss is given; autograd only reads it, so microbatches share it."""
+        value = self.loss_scale * self._share
+        known = self._seed
+        if known is None or known[0] != value or known[1].dtype is not loss.dtype:
+            known = self._seed = (value, torch.full_like(loss, value, requires_grad=False))
+        return known[1]
 
     def _computed(self, x: Tensor, target: Tensor | None) -> Tensor:
         """The module's output, of the last stage the loss."""

@@ -12,8 +12,8 @@ its shape and dtype. A gradient has the shape of its boundary's activation, whic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,9 +40,8 @@ def key_of(channel: Channel) -> ChannelKey:
     return ChannelKey(channel.sender, channel.receiver, channel.kind)
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of what crosses a boundary."""
+class TensorSpec(NamedTuple):
+    """Shape and dtype of what crosses a boundary. A tuple, because every receive looks its memory up."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,6 +50,10 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether it is the spec of a tensor."""
+        return tensor.shape == self.shape and tensor.dtype is self.dtype
 
 
 class Pending(Protocol):
@@ -73,6 +76,10 @@ class Pending(Protocol):
         On the CPU the same as :meth:`wait`. On a GPU the host waits only where it must bring the tensor there
         itself, so one that never comes may be noticed only by who waits for that work.
         """
+
+
+Send = Callable[[Tensor, object], None]
+Receive = Callable[[TensorSpec], Pending]
 
 
 class Reduction(Protocol):
@@ -112,12 +119,20 @@ class Transport(ABC):
         """Make sure that these channels exist. Collective: every rank passes the same keys."""
 
     @abstractmethod
-    def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None:
+    def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
         """Send without waiting; the tensor is kept alive until it was taken. ``label`` names it in errors."""
 
     @abstractmethod
     def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
         """Post a receive. Receives of a channel match its sends in order."""
+
+    def sender(self, key: ChannelKey) -> Send:
+        """:meth:`isend` of one open channel, for who sends on it again and again."""
+        return partial(self.isend, key)
+
+    def receiver(self, key: ChannelKey) -> Receive:
+        """:meth:`irecv` of one open channel."""
+        return partial(self.irecv, key)
 
     @property
     def buffer_bytes(self) -> int:
@@ -202,14 +217,16 @@ def decode_header(header: Tensor) -> TensorSpec:
 
 
 class Outbox:
-    """The sending end of one channel."""
+    """The sending end of one channel, which must be open when something is sent."""
 
     def __init__(self, transport: Transport, channel: Channel):
         self.key = key_of(channel)
         self._transport = transport
+        self._send: Send | None = None
         self._announced: dict[int, TensorSpec] = {}
+        self._is_announcing = self.key.kind == "activation"
 
-    def send(self, transfer: Transfer, tensor: Tensor, label: str) -> None:
+    def send(self, transfer: Transfer, tensor: Tensor, label: object) -> None:
         """Send a tensor, in the order of the channel; does not wait.
 
         Raises
@@ -217,18 +234,20 @@ class Outbox:
         ModelError
             When a boundary's tensors change their shape or dtype.
         """
-        if self.key.kind == "activation":
-            spec = TensorSpec.of(tensor)
+        send = self._send
+        if send is None:
+            send = self._send = self._transport.sender(self.key)
+        if self._is_announcing:
             known = self._announced.get(transfer.boundary)
             if known is None:
-                self._transport.isend(self.key, encode_header(spec), f"header of {label}")
-                self._announced[transfer.boundary] = spec
-            elif known != spec:
+                known = self._announced[transfer.boundary] = TensorSpec.of(tensor)
+                send(encode_header(known), f"header of {label}")
+            elif not known.fits(tensor):
                 raise ModelError(
-                    f"{label}: the output is {_text(spec)}, but it was {_text(known)} before. A stage "
-                    f"must keep its shape; drop or pad the incomplete microbatch."
+                    f"{label}: the output is {_text(TensorSpec.of(tensor))}, but it was {_text(known)} "
+                    f"before. A stage must keep its shape; drop or pad the incomplete microbatch."
                 )
-        self._transport.isend(self.key, tensor, label)
+        send(tensor, label)
 
 
 class Inbox:
@@ -247,7 +266,8 @@ class Inbox:
     def __init__(self, transport: Transport, channel: Channel, specs: dict[int, TensorSpec], look_ahead: int):
         self.key = key_of(channel)
         self._transport = transport
-        self._transfers = channel.transfers
+        self._receive: Receive | None = None
+        self._boundaries = [transfer.boundary for transfer in channel.transfers]
         self._index = {transfer: index for index, transfer in enumerate(channel.transfers)}
         self._specs = specs
         self._look_ahead = look_ahead
@@ -260,9 +280,12 @@ class Inbox:
         self._pending.clear()
         self._post_ahead()
 
-    def take(self, transfer: Transfer, timeout: float) -> Tensor:
-        """A tensor for the current stream, see :meth:`Pending.on_stream`."""
-        index = self._index[transfer]
+    def index(self, transfer: Transfer) -> int:
+        """Where a transfer stands in the channel's order."""
+        return self._index[transfer]
+
+    def take(self, index: int, timeout: float) -> Tensor:
+        """The tensor at a place of the channel's order, for the current stream: :meth:`Pending.on_stream`."""
         while self._posted <= index:
             if not self._post_next():
                 self._receive_header(timeout)
@@ -271,25 +294,30 @@ class Inbox:
         return tensor
 
     def _post_ahead(self) -> None:
-        while len(self._pending) < self._look_ahead and self._posted < len(self._transfers):
+        while len(self._pending) < self._look_ahead and self._posted < len(self._boundaries):
             if not self._post_next():
                 return
 
     def _post_next(self) -> bool:
         """Post the next receive of the channel; False when its shape is not known yet."""
-        spec = self._specs.get(self._transfers[self._posted].boundary)
+        spec = self._specs.get(self._boundaries[self._posted])
         if spec is None:
             return False
-        self._pending[self._posted] = self._transport.irecv(self.key, spec)
+        self._pending[self._posted] = self._post(spec)
         self._posted += 1
         return True
 
+    def _post(self, spec: TensorSpec) -> Pending:
+        receive = self._receive
+        if receive is None:
+            receive = self._receive = self._transport.receiver(self.key)
+        return receive(spec)
+
     def _receive_header(self, timeout: float) -> None:
-        boundary = self._transfers[self._posted].boundary
+        boundary = self._boundaries[self._posted]
         if self.key.kind == "gradient":
             raise ModelError(f"a gradient of boundary {boundary} is due before the activation was sent.")
-        header = self._transport.irecv(self.key, _HEADER).wait(timeout)
-        self._specs[boundary] = decode_header(header)
+        self._specs[boundary] = decode_header(self._post(_HEADER).wait(timeout))
 
 
 def _text(spec: TensorSpec) -> str:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,15 @@ from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.buffers import ReceiveBuffers
-from zbv_worker.transport.channels import ChannelKey, Pending, Reduction, TensorSpec, Transport
+from zbv_worker.transport.channels import (
+    ChannelKey,
+    Pending,
+    Receive,
+    Reduction,
+    Send,
+    TensorSpec,
+    Transport,
+)
 from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
@@ -124,6 +133,7 @@ class DistributedTransport(Transport):
         self._staging = Staging(device) if backend == "gloo" and device.type == "cuda" else None
         self._senders: dict[ChannelKey, Sender] = {}
         self._failures = SendFailures()
+        self._wires_out: dict[ChannelKey, GroupWire] = {}
         self._receivers: dict[ChannelKey, GroupWire] = {}
         self._buffers = ReceiveBuffers(device)
         patience = timedelta(seconds=timeout)
@@ -174,10 +184,10 @@ class DistributedTransport(Transport):
                 )
                 group = dist.new_group([sender, receiver], timeout=patience, backend=self._backend)
                 if self.rank == sender:
-                    wire = GroupWire(group, dist.get_group_rank(group, receiver))
+                    wire = self._wires_out[key] = GroupWire.of(group, receiver)
                     self._senders[key] = self._sender(receiver, wire)
                 elif self.rank == receiver:
-                    self._receivers[key] = GroupWire(group, dist.get_group_rank(group, sender))
+                    self._receivers[key] = GroupWire.of(group, sender)
             self._opened.add(key)
             self._greet(key, timeout)
 
@@ -198,29 +208,54 @@ class DistributedTransport(Transport):
         return ThreadSender(peer, wire, self._failures, self._staging)
 
     @override
-    def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None:
-        sender = self._senders.get(key)
-        if sender is None:
-            raise InvalidRun(f"rank {self.rank} does not send on {key}.")
-        payload = tensor.detach().contiguous()
-        if self._backend == "nccl" and payload.device != self._device:  # a header
-            payload = payload.to(self._device)
-        sender.send(payload, label)
+    def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
+        self.sender(key)(tensor, label)
 
     @override
     def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
+        return self.receiver(key)(spec)
+
+    @override
+    def sender(self, key: ChannelKey) -> Send:
+        found = self._senders.get(key)
+        if found is None:
+            raise InvalidRun(f"rank {self.rank} does not send on {key}.")
+        if self._backend != "nccl":
+            return found.send
+        device, send = self._device, found.send
+
+        def send_from_device(tensor: Tensor, label: object) -> None:
+            send(tensor.to(device), label)  # itself; but a header is made on the host
+
+        return send_from_device
+
+    def wire_to(self, key: ChannelKey) -> GroupWire:
+        """Where a channel's sends go; for who does everything else himself."""
+        wire = self._wires_out.get(key)
+        if wire is None:
+            raise InvalidRun(f"rank {self.rank} does not send on {key}.")
+        return wire
+
+    def wire_from(self, key: ChannelKey) -> GroupWire:
+        """Where a channel's receives are posted."""
         wire = self._receivers.get(key)
         if wire is None:
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
-        buffer = self._buffers.take(spec)
-        try:
-            if self._staging is not None:
-                host = self._staging.host_memory(spec.shape, spec.dtype)
-                return StagedReceive(wire.receive(host), host, buffer, self._staging.here(), self._staging)
-            work = wire.receive(buffer)
-        except RuntimeError as error:
-            raise classified(error, f"posting a receive from rank {key.sender}") from error
-        return StreamReceive(work, buffer) if self._backend == "nccl" else HostReceive(work, buffer)
+        return wire
+
+    @override
+    def receiver(self, key: ChannelKey) -> Receive:
+        wire = self.wire_from(key)
+        take = self._buffers.take
+        if self._staging is not None:
+            return _named(key, partial(_post_staged, wire, take, self._staging))
+        made = StreamReceive if self._backend == "nccl" else HostReceive
+
+        def post(spec: TensorSpec) -> Pending:
+            buffer = take(spec)
+            return made(wire.receive(buffer), buffer)
+
+        return _named(key, post)
 
     @property
     @override
@@ -307,6 +342,7 @@ class DistributedTransport(Transport):
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()
+        self._wires_out.clear()
         self._receivers.clear()
         self._buffers.clear()
         self._opened.clear()
@@ -334,6 +370,26 @@ class _Summing:
         found = self.sum.wait(timeout)
         if found is not self.target:
             self.target.copy_(found)
+
+
+def _post_staged(
+    wire: GroupWire, take: Callable[[TensorSpec], Tensor], staging: Staging, spec: TensorSpec
+) -> Pending:
+    buffer = take(spec)
+    host = staging.host_memory(spec.shape, spec.dtype)
+    return StagedReceive(wire.receive(host), host, buffer, staging.here(), staging)
+
+
+def _named(key: ChannelKey, post: Receive) -> Receive:
+    """Have errors of posting a receive say whose."""
+
+    def receive(spec: TensorSpec) -> Pending:
+        try:
+            return post(spec)
+        except RuntimeError as error:
+            raise classified(error, f"posting a receive from rank {key.sender}") from error
+
+    return receive
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Protocol
 
 from torch import Tensor
@@ -18,6 +19,11 @@ from zbv_worker.transport.staging import Staging
 from zbv_worker.transport.torch_errors import classified
 
 _POLL_SECONDS = 0.00005
+
+
+@lru_cache(maxsize=16)
+def _patience(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
 
 
 class ReceiveWork(Protocol):
@@ -30,7 +36,8 @@ class ReceiveWork(Protocol):
         """NCCL: whether it arrived. gloo says so only to those who have waited."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+# Not frozen: one is made for every tensor that arrives, and freezing doubles what that costs.
+@dataclass(eq=False, slots=True)
 class HostReceive:
     """gloo, into CPU memory."""
 
@@ -40,7 +47,7 @@ class HostReceive:
     def wait(self, timeout: float) -> Tensor:
         """Wait until it arrived."""
         try:
-            self.work.wait(timedelta(seconds=timeout))
+            self.work.wait(_patience(timeout))
         except RuntimeError as error:
             raise classified(error, "receive") from error
         return self.buffer

@@ -2,11 +2,14 @@
 
 gloo's Work of a send says that it is complete only once it was waited for, and completes only when the peer
 has posted its receive. So a small thread per channel waits for the sends in order and lets go of their
-tensors. NCCL's can be asked without waiting.
+tensors. To wake it costs the sending thread more than the rest of a small send together, so that is done only
+when there is memory to be given back; small tensors wait for its next look. NCCL's can be asked without
+waiting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -14,8 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
@@ -25,6 +29,8 @@ from zbv_worker.transport.staging import Staging
 from zbv_worker.transport.torch_errors import classified
 
 _POLL_SECONDS = 0.0005
+_LOOK_SECONDS = 0.05
+_WORTH_A_WAKE_BYTES = 256 * 1024
 _EVER = timedelta(days=1)
 _TAG = 0
 """Channels are ordered: nothing is told apart by tags."""
@@ -53,6 +59,16 @@ class Wire(Protocol):
         """Start a send."""
 
 
+class Endpoint(Protocol):
+    """A process group, or the backend inside it."""
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:  # torch's name
+        """Start a send."""
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:
+        """Post a receive."""
+
+
 class GroupWire(NamedTuple):
     """A process group of two, and the other one's rank in it.
 
@@ -60,8 +76,20 @@ class GroupWire(NamedTuple):
     call, what never changes.
     """
 
-    group: dist.ProcessGroup
+    group: Endpoint
     peer: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, peer: int) -> GroupWire:
+        """The wire of a group to the global rank ``peer``.
+
+        With gloo it is the backend's: a group's send is an operator of torch's dispatcher, which costs as
+        much again as gloo's own part and only finds that backend.
+        """
+        at, cpu = dist.get_group_rank(group, peer), torch.device("cpu")
+        if dist.get_backend(group) != "gloo":
+            return cls(group, at)
+        return cls(cast("Endpoint", group._get_backend(cpu)), at)
 
     def send(self, tensor: Tensor) -> dist.Work:
         """Start a send."""
@@ -104,8 +132,11 @@ class Sender(ABC):
         self._failures = failures
 
     @abstractmethod
-    def send(self, tensor: Tensor, label: str) -> None:
-        """Send without waiting; raises TimeoutError or ConnectionError when it cannot start."""
+    def send(self, tensor: Tensor, label: object) -> None:
+        """Send without waiting; raises TimeoutError or ConnectionError when it cannot start.
+
+        ``label`` names the tensor in errors; it is asked for its text only there.
+        """
 
     @abstractmethod
     def look(self) -> None:
@@ -119,22 +150,29 @@ class Sender(ABC):
     def close(self) -> None:
         """Stop; does not wait for the peer."""
 
-    def _start(self, tensor: Tensor, label: str) -> SendWork:
+    def _start(self, tensor: Tensor, label: object) -> SendWork:
         try:
             return self._wire.send(tensor)
         except RuntimeError as error:
             raise classified(error, self._what(label)) from error
 
-    def _what(self, label: str) -> str:
+    def _what(self, label: object) -> str:
         return f"sending {label} to rank {self._peer}"
 
 
 class _Sent(NamedTuple):
     work: SendWork | None
     payload: Tensor
-    label: str
+    label: object
     copied: CudaEvent | None = None
     on_device: Tensor | None = None
+
+
+def _payload(tensor: Tensor) -> Tensor:
+    """What is sent: memory in order, and no graph that would be kept alive with it."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
@@ -164,25 +202,35 @@ class ThreadSender(Sender):
         super().__init__(peer, wire, failures)
         self._is_staged = is_staged
         self._staging = staging
-        self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
+        self._sent: deque[_Sent] = deque()
+        self._bytes = 0
+        self._wakes: SimpleQueue[bool] = SimpleQueue()
         self._added = 0
         self._finished = 0
-        self._current = ""
+        self._current: object = ""
         self._closed = False
         self._thread = threading.Thread(target=self._reap, name=f"sends to {peer}", daemon=True)
         self._thread.start()
 
     @override
-    def send(self, tensor: Tensor, label: str) -> None:
-        if self._staging is None:
-            sent = _Sent(self._start(tensor, label), tensor, label)
-        elif not self._is_staged(tensor):
-            sent = _Sent(None, tensor, label)
-        else:
-            copy, copied = self._staging.outwards(tensor)
-            sent = _Sent(None, copy, label, copied, tensor)
+    def send(self, tensor: Tensor, label: object) -> None:
+        tensor = _payload(tensor)
         self._added += 1
-        self._queue.put(sent)
+        if self._staging is not None:
+            self._sent.append(self._staged(tensor, label))
+            self._wakes.put(True)  # it starts the send
+            return
+        self._sent.append(_Sent(self._start(tensor, label), tensor, label))
+        self._bytes += tensor.nbytes
+        if self._bytes >= _WORTH_A_WAKE_BYTES:
+            self._bytes = 0
+            self._wakes.put(True)
+
+    def _staged(self, tensor: Tensor, label: object) -> _Sent:
+        if self._staging is None or not self._is_staged(tensor):
+            return _Sent(None, tensor, label)
+        copy, copied = self._staging.outwards(tensor)
+        return _Sent(None, copy, label, copied, tensor)
 
     @override
     def look(self) -> None:
@@ -191,6 +239,7 @@ class ThreadSender(Sender):
     @override
     def flush(self, deadline: float) -> None:
         # By looking, once a run: a condition would cost every send something.
+        self._wakes.put(True)
         while self._finished < self._added:
             self._failures.check()
             if time.monotonic() > deadline:
@@ -201,26 +250,25 @@ class ThreadSender(Sender):
     @override
     def close(self) -> None:
         self._closed = True
-        self._queue.put(None)
+        self._wakes.put(True)
         self._thread.join(timeout=0.2)  # a daemon: one that still waits for a lost peer is left behind
 
     def _reap(self) -> None:
-        while True:
-            try:
-                sent = self._queue.get(timeout=60.0)
-            except Empty:
-                continue
-            if sent is None:
-                return
-            self._current = sent.label
-            try:
-                self._finish(sent)
-            except (RuntimeError, TimeoutError, ConnectionError) as error:
-                if not self._closed:
-                    known = isinstance(error, TimeoutError | ConnectionError)
-                    self._failures.add(error if known else classified(error, self._what(sent.label)))
-            del sent
-            self._finished += 1
+        while not self._closed:
+            with contextlib.suppress(Empty):
+                self._wakes.get(timeout=_LOOK_SECONDS)
+            while self._sent and not self._closed:
+                self._reap_one(self._sent.popleft())
+
+    def _reap_one(self, sent: _Sent) -> None:
+        self._current = sent.label
+        try:
+            self._finish(sent)
+        except (RuntimeError, TimeoutError, ConnectionError) as error:
+            if not self._closed:
+                known = isinstance(error, TimeoutError | ConnectionError)
+                self._failures.add(error if known else classified(error, self._what(sent.label)))
+        self._finished += 1
 
     def _finish(self, sent: _Sent) -> None:
         if sent.copied is not None:
@@ -242,9 +290,10 @@ class PollSender(Sender):
         self._sent: deque[_Sent] = deque()
 
     @override
-    def send(self, tensor: Tensor, label: str) -> None:
+    def send(self, tensor: Tensor, label: object) -> None:
         self.look()
         self._failures.check()
+        tensor = _payload(tensor)
         self._sent.append(_Sent(self._start(tensor, label), tensor, label))
 
     @override

@@ -65,7 +65,7 @@ class ThreadTransport(Transport):
                 self._hub.queues.setdefault((self.replica, key), _Queue())
 
     @override
-    def isend(self, key: ChannelKey, tensor: Tensor, label: str) -> None:
+    def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
         with self._hub.changed:
             queue = self._hub.queues[self.replica, key]
             queue.waiting[queue.sent] = tensor.detach()

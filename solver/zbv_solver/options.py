@@ -64,7 +64,7 @@ class Budget:
 
 BRIEFLY_TUNED, BRIEFLY_ANNEALED, BRIEF_WINDOWS = 3_000, 60_000, 0.05
 BUDGETS: dict[str, Budget] = {
-    "quick": Budget(2_000_000, 0, 0, 0, 0, 0, 0.0, 0, 0.0),
+    "quick": Budget(2_000_000, 0, 0, 2_000_000, 6_000, 0, 0.0, 0, 0.0),
     "standard": Budget(8_000_000, 60_000_000, 8_000, 100_000_000, 60_000, 2_000, 0.2, 200, 0.4),
     "thorough": Budget(40_000_000, 500_000_000, 80_000, 1_500_000_000, 1_000_000, 30_000, 2.0, 800, 8.0),
 }

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from support.problems import limited_problems, problems, uniform
-from support.reference import all_orders_of_one_microbatch
+from support.problems import limited_problems, uniform
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.problem import Problem
@@ -46,14 +45,6 @@ def test_list_scheduling_never_gets_stuck(problem: Problem) -> None:
 @given(limited_problems(max_p=5, max_m=8, kinds=("v", "loop", "single")))
 def test_serial_fits_the_smallest_limit(problem: Problem) -> None:
     verify_orders(problem, serial(problem).orders)
-
-
-@given(problems(max_p=3, max_m=1, objective="makespan"))
-def test_one_microbatch_is_scheduled_nearly_as_well_as_possible(problem: Problem) -> None:
-    """With m = 1 there is little to decide: the portfolio stays within 10 % of the exhaustive best."""
-    best = min(evaluate(problem, o).makespan for o in all_orders_of_one_microbatch(problem))
-    found = min(a.makespan for a in [*get_v_schedule(problem), *priority_schedules(problem)])
-    assert best * (1 - 1e-12) <= found <= best * 1.1 + 1e-9
 
 
 def test_cheap_fused_backwards_are_used() -> None:

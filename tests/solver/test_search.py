@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
-from support.reference import is_monotone
+from support.reference import all_orders_of_one_microbatch, is_monotone
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.improve.exact import objective_of as evaluate_objective
@@ -21,6 +21,7 @@ from zbv_solver.pipeline import Found, Pipeline
 from zbv_solver.problem import Problem
 from zbv_solver.schema import parse_problem
 from zbv_solver.search import STAGES, Progress, SearchOptions, make_plan, search
+from zbv_solver.timing import evaluate
 from zbv_solver.verify import verify
 
 QUICK = SearchOptions(effort="quick")
@@ -60,6 +61,13 @@ def test_zero_bubble_with_the_memory_of_1f1b() -> None:
 def test_small_cases_are_proved_optimal() -> None:
     plan = search(uniform(2, 4, limit=4, p2p=1, objective="makespan"), SearchOptions(effort="thorough"))
     assert plan.metrics.status == "optimal"
+
+
+@given(problems(max_p=3, max_m=1, fused=False, objective="makespan"))
+def test_one_microbatch_is_scheduled_as_well_as_possible(problem: Problem) -> None:
+    """There is little to decide, and even the least effort decides it right."""
+    best = min(evaluate(problem, orders).makespan for orders in all_orders_of_one_microbatch(problem))
+    assert search(problem, QUICK).metrics.makespan == pytest.approx(best)
 
 
 @given(limited_problems(max_p=2, max_m=3))

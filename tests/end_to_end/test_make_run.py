@@ -1,4 +1,4 @@
-"""The whole line as ``make run ARGS=--exit`` shows it, with fewer steps."""
+"""The whole line as ``make run ARGS=--exit`` shows it, with fewer steps of a smaller model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from pathlib import Path
 
 
 def test_profile_plan_train_and_compare(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "zbv_worker.demo", "--exit", "--port", "0", "--steps", "4"]
+    command = [sys.executable, "-m", "zbv_worker.demo", "--exit", "--port", "0"]
+    smaller = ["--steps", "4", "--width", "48", "--effort", "quick"]
     made = subprocess.run(
-        [*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=170, check=False
+        [*command, *smaller, "--folder", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
     )
     assert made.returncode == 0, made.stderr
     for expected in ("zbv", "1F1B", "interleaved 1F1B", "planned", "measured"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 MICROBATCHES = 8
 LAYERS_PER_STAGE = 2
-MODEL_SIZE = {"width": 192, "heads": 6, "length": 128, "sequences": 2}
+WIDTH = 192
+MODEL_SIZE = {"heads": 6, "length": 128, "sequences": 2}
 WARM_UP_STEPS = 2
 LOSS_TOLERANCE = 1e-2
 """Schedules sum gradients in different orders, and training amplifies rounding; more than this is a bug."""
@@ -88,7 +90,17 @@ class Outcome:
 class Demo:
     """Everything between a running service and the table."""
 
-    def __init__(self, client: Client, server: str, folder: Path, ranks: int, steps: int, progress: Progress):
+    def __init__(
+        self,
+        client: Client,
+        server: str,
+        folder: Path,
+        ranks: int,
+        steps: int,
+        width: int,
+        effort: str,
+        progress: Progress,
+    ):
         self._client = client
         self._server = server
         self._folder = folder
@@ -96,7 +108,8 @@ class Demo:
         self._steps = steps
         self._progress = progress
         layers = LAYERS_PER_STAGE * 2 * ranks
-        self._model = ModelSpec("zbv_worker.models.gpt:gpt", {"layers": layers, **MODEL_SIZE})
+        self._effort = effort
+        self._model = ModelSpec("zbv_worker.models.gpt:gpt", {"layers": layers, "width": width, **MODEL_SIZE})
 
     def outcomes(self) -> list[Outcome]:
         """Profile, plan and run: the planner's schedule first, then the baselines."""
@@ -124,7 +137,7 @@ class Demo:
         from zbv_solver.schema import problem_json
 
         task = self._progress.add_task("searching a plan", total=1)
-        search = self._client.submit(problem_json(problem))
+        search = self._client.submit(problem_json(problem), {"effort": self._effort})
 
         def show(seen: Search) -> None:
             gap = "" if seen.gap is None else f", gap {seen.gap:.1%}"
@@ -212,6 +225,7 @@ def rank_count() -> int:
 def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None:
     """Run everything, print the summary, and keep serving unless told to exit."""
     from zbv_service.client import Client
+    from zbv_service.client_token import FILE_VARIABLE, TOKEN_VARIABLE
 
     ranks, folder = rank_count(), options.folder.absolute()
     port = port_or_free(options.port)
@@ -222,15 +236,20 @@ def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None
             f"[yellow]{ranks} ranks, but CPU cores: {len(usable_cores())}. Ranks fill each other's bubbles: "
             f"the measured times say nothing about the schedules."
         )
+    for name in (TOKEN_VARIABLE, FILE_VARIABLE):
+        os.environ.pop(name, None)  # for another service; this one leaves us a token of its own
     with ExitStack() as stack:
         service = stack.enter_context(LocalService(folder, port))
         client = stack.enter_context(Client(service.address))
         err.print(f"Service at {service.address}, state and logs in {folder}")
         with _progress(err) as progress:
-            demo = Demo(client, service.address, folder, ranks, options.steps, progress)
+            sizes = (options.steps, options.width, options.effort)
+            demo = Demo(client, service.address, folder, ranks, *sizes, progress)
             outcomes = demo.outcomes()
         _summary(outcomes, service.address, folder, out)
         if not options.exit:
+            link = f"{client.sign_in_link()}&next=/plans/{outcomes[0].plan_id}"
+            out.print(f"To see it, sign in with this link, which works once: {link}", soft_wrap=True)
             out.print("Serving until Ctrl-C.")
             with suppress(KeyboardInterrupt):  # the way to end it
                 service.wait()
@@ -287,11 +306,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=20, help="training steps per schedule (default 20)")
     parser.add_argument(
+        "--width", type=int, default=WIDTH, help=f"of the model, a multiple of 6 (default {WIDTH})"
+    )
+    parser.add_argument(
+        "--effort",
+        choices=("quick", "standard", "thorough"),
+        default="standard",
+        help="of the search (default standard)",
+    )
+    parser.add_argument(
         "--folder", type=Path, default=Path("build/demo"), help="state, logs and results (default build/demo)"
     )
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps: found {options.steps}; must be at least 1")
+    if options.width < 1 or options.width % MODEL_SIZE["heads"]:
+        parser.error(f"--width: found {options.width}; must be a multiple of {MODEL_SIZE['heads']}")
     from zbv_service.client import ClientError
 
     signal.signal(signal.SIGTERM, _stop)

@@ -8,7 +8,7 @@ ARGS   ?=
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format browser picture openapi freeze clean install
+.PHONY: help run test lint format browser postgres picture openapi freeze clean install
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 run: install ## Plan, train and compare on this machine; ARGS=--exit stops after the summary
 	$(BIN)/python -m zbv_worker.demo $(ARGS)
 
-test: install browser lint ## Run all checks and tests
+test: install browser postgres lint ## Run all checks and tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: install
@@ -45,6 +45,18 @@ browser:
 	  echo "installing chromium"; \
 	  if [ "$$(id -u)" = 0 ]; then SUDO=; else SUDO=sudo; fi; \
 	  $$SUDO apt-get -qq update && $$SUDO apt-get -qq install -y --no-install-recommends chromium >/dev/null; }
+
+# Service tests start a PostgreSQL server of their own; Debian's is installed where there is none, and the cluster
+# that its package would make and start is left out.
+postgres:
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
+	  echo "installing postgresql"; \
+	  if [ "$$(id -u)" = 0 ]; then SUDO=; else SUDO=sudo; fi; \
+	  $$SUDO mkdir -p /etc/postgresql-common/createcluster.d && \
+	  echo 'create_main_cluster = false' | \
+	    $$SUDO tee /etc/postgresql-common/createcluster.d/zbv.conf >/dev/null && \
+	  $$SUDO apt-get -qq update && $$SUDO apt-get -qq install -y --no-install-recommends postgresql >/dev/null && \
+	  $$SUDO rm /etc/postgresql-common/createcluster.d/zbv.conf; }
 
 picture: install ## Draw the README's plan again
 	$(BIN)/zbv plan examples/readme.json -o build/readme.json

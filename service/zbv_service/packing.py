@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import zlib
@@ -29,6 +30,11 @@ def unpack(packed: bytes) -> Any:
     return json.loads(unpack_text(packed))
 
 
+def problem_key(problem: dict[str, Any]) -> str:
+    """Hash of a normalised problem document: equal ones ask for the same plans."""
+    return hashlib.sha256(canonical_json(problem).encode()).hexdigest()
+
+
 def pack_plan(plan: Plan) -> NewPlan:
     """A verified plan, ready to be stored."""
     problem, metrics = plan.problem, plan.metrics
@@ -47,7 +53,8 @@ def pack_plan(plan: Plan) -> NewPlan:
         time_unit=problem.units.time,
         created_at=datetime.now(UTC),
     )
-    return NewPlan(summary, pack(plan_json(plan)))
+    document = plan_json(plan)
+    return NewPlan(summary, pack(document), problem_key(document["problem"]))
 
 
 def incumbent_of(plan: NewPlan) -> Update:

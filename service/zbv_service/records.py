@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 SearchState = Literal["queued", "running", "done", "cancelled", "failed", "infeasible"]
+EventKind = Literal["state", "improvement", "bound", "end"]
 SEARCH_STATES: tuple[str, ...] = get_args(SearchState)
 
 FINISHED: frozenset[str] = frozenset({"done", "cancelled", "failed", "infeasible"})
@@ -27,6 +28,8 @@ class NewSearch:
         The normalised problem document, packed.
     summary
         The few numbers of the problem that lists show.
+    created_by
+        Name of the token that asked for it; None where nobody has to say who they are.
     """
 
     id: str
@@ -35,6 +38,7 @@ class NewSearch:
     summary: dict[str, Any]
     options: dict[str, Any]
     created_at: datetime
+    created_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class SearchRecord:
     started_at: datetime | None
     updated_at: datetime
     finished_at: datetime | None
+    created_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,34 @@ class Update:
 
 
 @dataclass(frozen=True)
+class SearchEvent:
+    """Something that happened to a search; ``number`` counts from 1 within it, perhaps with gaps."""
+
+    search_id: str
+    number: int
+    at: datetime
+    kind: EventKind
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class NamedRequest:
+    """A request that its caller gave a name to (the header Idempotency-Key).
+
+    Attributes
+    ----------
+    key_hash
+        Hash of the caller and the name.
+    fingerprint
+        Hash of the body: the same name must come with the same one.
+    """
+
+    key_hash: str
+    fingerprint: str
+    expires_at: datetime
+
+
+@dataclass(frozen=True)
 class PlanSummary:
     """A plan without its action lists."""
 
@@ -115,7 +148,61 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class NewPlan:
-    """A verified plan to be stored; ``document`` is its whole document, packed."""
+    """A verified plan to be stored.
+
+    Attributes
+    ----------
+    document
+        The whole plan document, packed.
+    problem_key
+        Hash of its problem (:func:`zbv_service.packing.problem_key`): plans of equal keys can be compared.
+    """
 
     summary: PlanSummary
     document: bytes
+    problem_key: str
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in a list that is sorted by creation, the newest first; ``id`` tells equal moments apart."""
+
+    created_at: datetime
+    id: str
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    """Some of a list, the newest first; ``next`` is the position to go on after, None at the list's end."""
+
+    items: tuple[T, ...]
+    next: Position | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What lists of searches and of plans are filtered by; None and nothing let everything through."""
+
+    pp_degree: int | None = None
+    microbatches: int | None = None
+    placement: str | None = None
+    objective: str | None = None
+    created_after: datetime | None = None
+    created_before: datetime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchFilter(Shape):
+    """Which searches a list shows: those of all these ``states``, or of any state when there are none."""
+
+    states: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFilter(Shape):
+    """Which plans a list shows; ``status`` is ``optimal`` or ``feasible``."""
+
+    status: str | None = None

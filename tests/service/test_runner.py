@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ from support.serving import DEADLINE, PROBLEM, Serving
 from zbv_service.database import Database, SearchTable
 from zbv_service.packing import pack
 from zbv_service.records import NewSearch, Update
+from zbv_service.searches.owners import new_owner
 from zbv_service.settings import Settings
 from zbv_solver.schema import parse_problem, problem_json
 
@@ -68,7 +68,7 @@ async def test_a_search_that_always_dies_fails_in_the_end(serving: Serving, dire
     async with serving("dying", max_crashes=2) as service:
         ended = await service.ended((await service.submit()).json()["id"])
         assert (ended["state"], ended["attempts"]) == ("failed", 2)
-        assert ended["error"]["type"] == "urn:zbv:problem:search-crashed"
+        assert ended["error"]["type"] == "/problems/search-crashed"
         assert "died 2 times" in ended["error"]["detail"]
 
 
@@ -157,7 +157,7 @@ async def test_the_leases_of_a_dead_process_of_this_machine_end_at_once(
     await database.migrate()
     table = SearchTable(database)
     await table.add(new_search())
-    claim = await table.claim(f"{socket.gethostname()}:{process.pid}:x", lease_seconds=3600)
+    claim = await table.claim(new_owner(process.pid), lease_seconds=3600)
     await database.close()
     assert claim is not None
     async with serving("immediate") as service:
@@ -171,7 +171,7 @@ async def test_the_leases_of_a_living_process_are_respected(serving: Serving, se
         await database.migrate()
         table = SearchTable(database)
         await table.add(new_search())
-        claim = await table.claim(f"{socket.gethostname()}:{process.pid}:x", lease_seconds=3600)
+        claim = await table.claim(new_owner(process.pid), lease_seconds=3600)
         await database.close()
         assert claim is not None
         async with serving("immediate") as service:
@@ -189,4 +189,4 @@ async def test_readiness_follows_the_runner(serving: Serving) -> None:
         assert (await service.http.get("/readyz")).json() == {"status": "ok"}
         await service.app.state.rooms.runner.stop()
         answer = await service.http.get("/readyz")
-        assert (answer.status_code, answer.json()["type"]) == (503, "urn:zbv:problem:not-ready")
+        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")

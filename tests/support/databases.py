@@ -1,34 +1,110 @@
-"""The databases that tests run on: SQLite, and PostgreSQL where ``ZBV_TEST_POSTGRES`` is a server's URL."""
+"""The databases that tests run on: SQLite, and a PostgreSQL server that the tests start.
+
+``ZBV_TEST_POSTGRES`` may name another server, such as ``postgresql://postgres@127.0.0.1/postgres``; its user
+must be allowed to create databases.
+"""
 
 from __future__ import annotations
 
-import os
+import hashlib
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import Engine, NullPool, create_engine, make_url, text
+from sqlalchemy.exc import IntegrityError, ProgrammingError
+from zbv_service import database
+from zbv_service.database.migrate import upgrade
+from zbv_service.database.url import async_url
 
-SERVER = os.environ.get("ZBV_TEST_POSTGRES", "")
-"""Such as ``postgresql://postgres@127.0.0.1/postgres``; its user may create databases."""
-KINDS: tuple[str, ...] = ("sqlite", "postgresql") if SERVER else ("sqlite",)
+Kind = Literal["sqlite", "postgresql"]
+KINDS: tuple[Kind, ...] = ("sqlite", "postgresql")
+
+MIGRATIONS = Path(database.__file__).parent / "migrations/versions"
+VERSIONS = tuple(sorted(path.stem[1:5] for path in MIGRATIONS.glob("v*.py")))
+"""Every version of the tables, the oldest first."""
 
 
-@contextmanager
-def an_empty_database(kind: str, folder: Path) -> Iterator[str]:
-    """The URL of a database of its own, gone afterwards."""
-    if kind == "sqlite":
-        yield f"sqlite:///{folder}/zbv.db"
-        return
-    name = f"zbv_test_{secrets.token_hex(8)}"
-    server = make_url(SERVER)
-    engine = create_engine(server.set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
-    try:
-        with engine.connect() as connection:
-            connection.execute(text(f"CREATE DATABASE {name}"))
-        yield server.set(database=name).render_as_string(hide_password=False)
-        with engine.connect() as connection:
-            connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
-    finally:
-        engine.dispose()
+def migrate(url: str) -> None:
+    """Create all tables of an empty database."""
+    parsed = async_url(url)
+    is_sqlite = parsed.get_backend_name() == "sqlite"
+    engine = create_engine(parsed.set(drivername="sqlite") if is_sqlite else parsed)
+    with engine.connect() as connection, connection.begin():
+        upgrade(connection)
+    engine.dispose()
+
+
+class SqliteDatabases:
+    """Databases in files; those that need the tables are copies of one that was migrated."""
+
+    def __init__(self, folder: Path):
+        self._template = folder / "migrated.db"
+        migrate(f"sqlite:///{self._template}")
+
+    def migrated(self, folder: Path) -> str:
+        """The URL of a database with all tables, in a folder."""
+        shutil.copyfile(self._template, folder / "zbv.db")
+        return f"sqlite:///{folder}/zbv.db"
+
+
+class PostgresDatabases:
+    """Databases of one server; those that need the tables are copies of one that was migrated."""
+
+    def __init__(self, server: str):
+        self._server = make_url(server)
+
+    @contextmanager
+    def empty(self) -> Iterator[str]:
+        """The URL of a database of its own, gone afterwards."""
+        with self._a_database("template0") as url:
+            yield url
+
+    @contextmanager
+    def migrated(self) -> Iterator[str]:
+        """As :meth:`empty`, with all tables."""
+        with self._a_database(self._template()) as url:
+            yield url
+
+    def _url(self, name: str) -> str:
+        return self._server.set(database=name).render_as_string(hide_password=False)
+
+    def _engine(self) -> Engine:
+        server = self._server.set(drivername="postgresql+psycopg")
+        return create_engine(server, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+
+    @contextmanager
+    def _a_database(self, template: str) -> Iterator[str]:
+        name = f"zbv_test_{secrets.token_hex(8)}"
+        engine = self._engine()
+        try:
+            with engine.connect() as connection:
+                connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+            yield self._url(name)
+            with engine.connect() as connection:
+                connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+        finally:
+            engine.dispose()
+
+    def _template(self) -> str:
+        """A migrated database that is copied and otherwise left alone; made by whoever needs it first."""
+        sources = b"".join(path.read_bytes() for path in sorted(MIGRATIONS.glob("v*.py")))
+        name = f"zbv_template_{hashlib.sha256(sources).hexdigest()[:16]}"
+        engine = self._engine()
+        try:
+            with engine.connect() as connection:
+                known = text(f"SELECT 1 FROM pg_database WHERE datname = '{name}'")
+                if connection.scalar(known) is None:
+                    unfinished = f"zbv_test_{secrets.token_hex(8)}"
+                    connection.execute(text(f"CREATE DATABASE {unfinished} TEMPLATE template0"))
+                    migrate(self._url(unfinished))
+                    try:
+                        connection.execute(text(f"ALTER DATABASE {unfinished} RENAME TO {name}"))
+                    except (ProgrammingError, IntegrityError):  # somebody else was faster
+                        connection.execute(text(f"DROP DATABASE {unfinished}"))
+        finally:
+            engine.dispose()
+        return name

@@ -1,7 +1,7 @@
 """Searches under a test's control; search processes import this module.
 
 Each is a :class:`zbv_service.searches.task.SearchFunction`. The test talks to it by files in the directory
-that ``ZBV_TEST_DIRECTORY`` names: search processes inherit the environment.
+that ``ZBV_TEST_DIRECTORY`` names.
 """
 
 from __future__ import annotations
@@ -134,6 +134,25 @@ def broken(
 ) -> Plan:
     """Fails with an error that is nobody's input."""
     raise ZeroDivisionError("secret detail")
+
+
+@dataclass(frozen=True)
+class InDirectory:
+    """A fake whose directory is told to it, not inherited: for processes that were there before the test."""
+
+    search: SearchFunction
+    directory: Path
+
+    def __call__(
+        self,
+        problem: Problem,
+        options: dict[str, Any],
+        on_progress: Callable[[ProgressLike], None],
+        cancelled: Callable[[], bool],
+        incumbent: Orders | None,
+    ) -> Plan:
+        os.environ["ZBV_TEST_DIRECTORY"] = str(self.directory)
+        return self.search(problem, options, on_progress, cancelled, incumbent)
 
 
 BY_NAME: dict[str, SearchFunction] = {

@@ -7,12 +7,20 @@ Nothing outside sees a table or a session. What leaves are the frozen records of
 from __future__ import annotations
 
 from zbv_service.database.agents import AgentTable
-from zbv_service.database.engine import Database, DatabaseUnusable
+from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
 from zbv_service.database.plans import PlanTable
 from zbv_service.database.run_parts import PartTable
 from zbv_service.database.run_plans import RunPlanTable
-from zbv_service.database.runs import AgentsTaken, RunTable
-from zbv_service.database.searches import SearchTable
+from zbv_service.database.runs import AgentsTaken, RunTable, SearchGone
+from zbv_service.database.search_events import SearchEventTable
+from zbv_service.database.searches import (
+    NameTaken,
+    SearchDiscarded,
+    SearchInUse,
+    SearchTable,
+    TooManySearches,
+)
+from zbv_service.database.tokens import TokenTable
 from zbv_service.records import (
     ANSWERED,
     FINISHED,
@@ -32,7 +40,9 @@ __all__ = [
     "AgentsTaken",
     "Claim",
     "Database",
+    "DatabaseAway",
     "DatabaseUnusable",
+    "NameTaken",
     "NewPlan",
     "NewSearch",
     "PartTable",
@@ -40,8 +50,14 @@ __all__ = [
     "PlanTable",
     "RunPlanTable",
     "RunTable",
+    "SearchDiscarded",
+    "SearchEventTable",
+    "SearchGone",
+    "SearchInUse",
     "SearchRecord",
     "SearchState",
     "SearchTable",
+    "TokenTable",
+    "TooManySearches",
     "Update",
 ]

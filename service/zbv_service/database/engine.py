@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from alembic.util.exc import CommandError
 from sqlalchemy import Connection, event, text
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as NoConnectionFree
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.util import await_only
 
 from zbv_service.database.migrate import upgrade
@@ -21,6 +22,13 @@ from zbv_service.database.url import async_url
 BUSY_SECONDS = 30.0
 """How long a SQLite writer waits for another one before it gives up."""
 
+POOLED, MORE_POOLED = 10, 20
+"""Connections to a PostgreSQL server that are kept, and how many more there may be for a moment."""
+WAIT_SECONDS = 10.0
+"""How long to wait for a free one, and for a new one."""
+STATEMENT_SECONDS = 30.0
+"""How long PostgreSQL works on a statement, and waits for a lock or for the rest of a transaction."""
+
 _RETRY_SECONDS = 0.02
 _MIGRATION_LOCK = 6_451_203
 """Names the lock under which one service at a time migrates a PostgreSQL database; any number would do."""
@@ -28,6 +36,10 @@ _MIGRATION_LOCK = 6_451_203
 
 class DatabaseUnusable(Exception):
     """The database cannot be opened or brought up to date; the message says which, why and what to do."""
+
+
+class DatabaseAway(Exception):
+    """The database does not answer, or not in time; it may be back in a moment, and nothing was stored."""
 
 
 class Database:
@@ -40,7 +52,7 @@ class Database:
             self._engine = create_async_engine(parsed, connect_args={"timeout": BUSY_SECONDS})
             _prepare_sqlite(self._engine)
         else:
-            self._engine = create_async_engine(parsed, pool_pre_ping=True, pool_timeout=BUSY_SECONDS)
+            self._engine = create_async_engine(parsed, **_postgres_options())
 
     async def migrate(self) -> None:
         """Bring the tables to the newest version, from any older one or from nothing.
@@ -57,6 +69,7 @@ class Database:
                 await connection.execution_options(zbv_writes=True, zbv_migrates=True)
                 async with connection.begin():
                     if not self.is_sqlite:  # whose writers wait for each other anyway
+                        await _unhurried(connection)
                         await connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
                     await connection.run_sync(upgrade)
                 if self.is_sqlite:
@@ -71,26 +84,78 @@ class Database:
             ) from error
 
     async def ping(self) -> None:
-        """Raise when the database does not answer."""
-        async with self._engine.connect() as connection:
-            await connection.execute(text("SELECT 1"))
+        """Raise :class:`DatabaseAway` when the database does not answer."""
+        with _away():
+            async with self._engine.connect() as connection:
+                await connection.execute(text("SELECT 1"))
 
     async def close(self) -> None:
         """Close every connection."""
         await self._engine.dispose()
 
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A session that sees one state of the database and changes nothing."""
-        async with AsyncSession(self._engine, expire_on_commit=False) as session:
-            yield session
+    async def reading(self, *, once: bool = False) -> AsyncIterator[AsyncSession]:
+        """A session that sees one state of the database and changes nothing; raises :class:`DatabaseAway`.
+
+        ``once`` is for a single statement, which sees one state anyway: SQLite is spared a transaction.
+        """
+        with _away():
+            async with AsyncSession(self._engine, expire_on_commit=False) as session:
+                if once:
+                    await session.connection(execution_options={"zbv_reads_once": True})
+                yield session
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:
-        """A session that commits when its block ends, and rolls back when it raises."""
-        async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
-            await session.connection(execution_options={"zbv_writes": True})
-            yield session
+        """A session that commits when its block ends, and rolls back when it raises.
+
+        Raises
+        ------
+        DatabaseAway
+            When the database does not answer.
+        """
+        with _away():
+            async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
+                await session.connection(execution_options={"zbv_writes": True})
+                yield session
+
+
+@contextmanager
+def _away() -> Iterator[None]:
+    """Turn a driver's many ways to say that the database is away into one."""
+    try:
+        yield
+    except (OperationalError, InterfaceError) as error:
+        raise DatabaseAway(f"The database does not answer: {error.orig}.") from error
+    except NoConnectionFree as error:
+        raise DatabaseAway(f"No connection to the database came free within {WAIT_SECONDS:g} s.") from error
+
+
+def _postgres_options() -> dict[str, Any]:
+    limit = round(1000 * STATEMENT_SECONDS)
+    names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    return {
+        "pool_size": POOLED,
+        "max_overflow": MORE_POOLED,
+        "pool_timeout": WAIT_SECONDS,
+        # A server that was restarted leaves dead connections behind; they are found before they are used.
+        "pool_pre_ping": True,
+        "connect_args": {
+            "connect_timeout": round(WAIT_SECONDS),
+            "application_name": "zbv-service",
+            "options": " ".join(f"-c {name}={limit}" for name in names),
+            # A server whose machine is gone says nothing; it is noticed within half a minute.
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 4,
+        },
+    }
+
+
+async def _unhurried(connection: AsyncConnection) -> None:
+    """Lift the limits for a transaction: migrating a large database takes as long as it takes."""
+    for name in ("statement_timeout", "lock_timeout"):
+        await connection.execute(text(f"SET LOCAL {name} = 0"))
 
 
 def _open_once(path: str) -> None:
@@ -114,6 +179,8 @@ def _prepare_sqlite(engine: AsyncEngine) -> None:
     @event.listens_for(engine.sync_engine, "begin")
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
+        if options.get("zbv_reads_once", False):
+            return
         if options.get("zbv_migrates", False):
             # SQLite alters a table by copying it, and others refer to the one that goes meanwhile. The
             # switch works only outside of a transaction.

@@ -41,6 +41,7 @@ class PlanRow(Base):
 
     plan_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     document: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
+    problem_key: Mapped[str] = mapped_column(String(64))
     pp_degree: Mapped[int]
     microbatches: Mapped[int]
     placement: Mapped[str] = mapped_column(String(16))
@@ -54,14 +55,19 @@ class PlanRow(Base):
     time_unit: Mapped[str | None] = mapped_column(String(32))
     created_at: Mapped[datetime]
 
-    __table_args__ = (Index("ix_plans_created_at", "created_at", "plan_id"),)
+    __table_args__ = (
+        Index("ix_plans_created_at", "created_at", "plan_id"),
+        Index("ix_plans_shape", "pp_degree", "microbatches", "created_at"),
+        Index("ix_plans_problem_key", "problem_key", "value"),
+    )
 
 
 class SearchRow(Base):
     """A search: the durable truth about it.
 
     ``request_key`` is given up (null) by a search that is cancelled or failed, so that asking again
-    starts a new one.
+    starts a new one. ``problem_objective`` is what is to be minimised, ``objective`` how far that came.
+    ``last_event`` is the number of its newest event; it grows in the transaction that adds one.
     """
 
     __tablename__ = "searches"
@@ -70,6 +76,10 @@ class SearchRow(Base):
     request_key: Mapped[str | None] = mapped_column(String(64), unique=True)
     state: Mapped[str] = mapped_column(String(16))
     summary: Mapped[dict[str, Any]]
+    pp_degree: Mapped[int]
+    microbatches: Mapped[int]
+    placement: Mapped[str] = mapped_column(String(16))
+    problem_objective: Mapped[str] = mapped_column(String(16))
     options: Mapped[dict[str, Any]]
     problem: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
     incumbent: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
@@ -86,11 +96,44 @@ class SearchRow(Base):
     lease_owner: Mapped[str | None] = mapped_column(String(200))
     leased_until: Mapped[datetime | None]
     created_at: Mapped[datetime]
+    created_by: Mapped[str | None] = mapped_column(String(200))
     started_at: Mapped[datetime | None]
     updated_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]
+    last_event: Mapped[int]
 
     __table_args__ = (
         Index("ix_searches_created_at", "created_at", "id"),
         Index("ix_searches_state", "state", "created_at"),
+        Index("ix_searches_queue", "state", "cancel_requested", "created_at"),
+        Index("ix_searches_shape", "pp_degree", "microbatches", "created_at"),
+        Index("ix_searches_created_by", "created_by", "state"),
     )
+
+
+class SearchEventRow(Base):
+    """Something that happened to a search, numbered from 1 within it."""
+
+    __tablename__ = "search_events"
+
+    search_id: Mapped[str] = mapped_column(String(32), ForeignKey("searches.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[datetime]
+    kind: Mapped[str] = mapped_column(String(16))
+    data: Mapped[dict[str, Any]]
+
+
+class IdempotencyRow(Base):
+    """A request that named itself with an Idempotency-Key, and the search that it was answered with.
+
+    ``search_id`` refers to a row that may be gone: the key outlives a search that is discarded.
+    """
+
+    __tablename__ = "idempotency_keys"
+
+    key_hash: Mapped[str] = mapped_column(String(64), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    search_id: Mapped[str] = mapped_column(String(32))
+    expires_at: Mapped[datetime]
+
+    __table_args__ = (Index("ix_idempotency_keys_expires_at", "expires_at"),)

@@ -10,7 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
 from zbv_service.database.models import PlanRow
-from zbv_service.records import NewPlan, PlanSummary
+from zbv_service.database.paging import of_shape, page_after
+from zbv_service.records import NewPlan, Page, PlanFilter, PlanSummary, Position
 
 
 class PlanTable:
@@ -38,17 +39,46 @@ class PlanTable:
 
     async def newest(self, limit: int) -> list[PlanSummary]:
         """The newest plans first."""
-        columns = [getattr(PlanRow, field.name) for field in fields(PlanSummary)]
-        query = select(*columns).order_by(PlanRow.created_at.desc(), PlanRow.plan_id.desc()).limit(limit)
+        return list((await self.page(PlanFilter(), limit)).items)
+
+    async def page(self, wanted: PlanFilter, limit: int, after: Position | None = None) -> Page[PlanSummary]:
+        """Some plans, the newest first, from a position on."""
+        conditions = of_shape(
+            wanted,
+            pp_degree=PlanRow.pp_degree,
+            microbatches=PlanRow.microbatches,
+            placement=PlanRow.placement,
+            objective=PlanRow.objective,
+            created_at=PlanRow.created_at,
+        )
+        if wanted.status is not None:
+            conditions.append(PlanRow.status == wanted.status)
+        query = select(*_SUMMARY).where(*conditions)
         async with self._database.reading() as session:
-            return [PlanSummary(*row) for row in await session.execute(query)]
+            query = page_after(query, PlanRow.created_at, PlanRow.plan_id, limit, after)
+            found = [PlanSummary(*row) for row in await session.execute(query)]
+        last = found[limit - 1] if len(found) > limit else None
+        position = None if last is None else Position(last.created_at, last.plan_id)
+        return Page(tuple(found[:limit]), position)
+
+    async def best(self, problem_key: str) -> PlanSummary | None:
+        """The best plan of a problem; of equally good ones, the oldest."""
+        query = select(*_SUMMARY).where(PlanRow.problem_key == problem_key)
+        query = query.order_by(PlanRow.value, PlanRow.created_at).limit(1)
+        async with self._database.reading() as session:
+            row = (await session.execute(query)).one_or_none()
+            return None if row is None else PlanSummary(*row)
+
+
+_SUMMARY = tuple(getattr(PlanRow, field.name) for field in fields(PlanSummary))
 
 
 async def insert_plan(session: AsyncSession, plan: NewPlan) -> bool:
     """Store a plan in an open transaction; False when it was there already."""
     try:
         async with session.begin_nested():
-            session.add(PlanRow(**asdict(plan.summary), document=plan.document))
+            row = PlanRow(**asdict(plan.summary), document=plan.document, problem_key=plan.problem_key)
+            session.add(row)
     except IntegrityError:
         if await session.get(PlanRow, plan.summary.plan_id) is None:
             raise

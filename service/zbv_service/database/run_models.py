@@ -34,6 +34,7 @@ class RunRow(Base):
     cancel_requested: Mapped[bool]
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     created_at: Mapped[datetime]
+    created_by: Mapped[str | None] = mapped_column(String(200))
     started_at: Mapped[datetime | None]
     updated_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]

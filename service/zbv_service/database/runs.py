@@ -15,6 +15,7 @@ from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
+from zbv_service.database.models import SearchRow
 from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.runs.gang import Offer, Wanted, choose
@@ -28,6 +29,10 @@ class AgentsTaken(Exception):
     """Another service gave the agents away in the meantime; nothing was changed, look again."""
 
 
+class SearchGone(Exception):
+    """There is no such search any more."""
+
+
 class RunTable:
     """The runs of one database."""
 
@@ -35,7 +40,13 @@ class RunTable:
         self._database = database
 
     async def add(self, new: NewRun) -> RunRecord:
-        """Accept a run; it waits for agents, or its plan. One that is there already stays as it is."""
+        """Accept a run; it waits for agents, or its plan. One that is there already stays as it is.
+
+        Raises
+        ------
+        SearchGone
+            When the search that it is to wait for has been discarded meanwhile.
+        """
         row = RunRow(
             **asdict(new),
             state="planning" if new.plan_id is None else "waiting",
@@ -48,6 +59,8 @@ class RunTable:
             known = await session.get(RunRow, new.id)
             if known is not None:
                 return _record(known, await nodes_of(session, known))
+            if new.search_id is not None and not await _held_search(session, new.search_id):
+                raise SearchGone(new.search_id)
             session.add(row)
             await session.flush()
             if new.plan_id is None:
@@ -214,3 +227,9 @@ def _node(row: NodeRow) -> NodeRecord:
 def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunRecord:
     names = [field.name for field in fields(RunRecord) if field.name != "members"]
     return RunRecord(**{name: getattr(row, name) for name in names}, members=tuple(map(_node, nodes)))
+
+
+async def _held_search(session: AsyncSession, search_id: str) -> bool:
+    """Whether there is such a search; if so, nobody discards it before this transaction ends."""
+    query = select(SearchRow.id).where(SearchRow.id == search_id).with_for_update(read=True, key_share=True)
+    return await session.scalar(query) is not None

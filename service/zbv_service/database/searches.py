@@ -1,52 +1,93 @@
-"""Reading and writing searches.
-
-A running search is leased: it has an owner, a time at which the lease ends unless renewed, and a fence
-that grows with every claim. Whoever runs it writes only while its fence is the current one, so an owner
-that was presumed dead and is not can do no harm.
-"""
+"""Searches as those who ask for them see them: accepted, listed, cancelled and discarded."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import fields
-from datetime import UTC, datetime, timedelta
-from typing import Any, cast
+from datetime import UTC, datetime
 
-from sqlalchemy import CursorResult, and_, func, select, update
-from sqlalchemy import Update as UpdateStatement
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.engine import Database
-from zbv_service.database.models import SearchRow
-from zbv_service.database.plans import insert_plan
-from zbv_service.records import Claim, NewPlan, NewSearch, SearchRecord, SearchState, Update
+from zbv_service.database.models import IdempotencyRow, SearchEventRow, SearchRow
+from zbv_service.database.paging import of_shape, page_after
+from zbv_service.database.run_models import RunRow
+from zbv_service.database.search_events import first_event, tell_end, tell_state
+from zbv_service.database.search_leases import SearchLeases
+from zbv_service.records import (
+    FINISHED,
+    NamedRequest,
+    NewSearch,
+    Page,
+    Position,
+    SearchFilter,
+    SearchRecord,
+)
 
 
-class SearchTable:
+class NameTaken(Exception):
+    """The caller gave the same name to a request with another body."""
+
+
+class SearchDiscarded(Exception):
+    """The search that a named request was answered with is gone."""
+
+
+class SearchInUse(Exception):
+    """A run waits for the search; ``run_id`` says which."""
+
+    def __init__(self, run_id: str):
+        super().__init__(run_id)
+        self.run_id = run_id
+
+
+class TooManySearches(Exception):
+    """The caller has as many unfinished searches as it may have."""
+
+
+class SearchTable(SearchLeases):
     """The searches of one database."""
 
-    def __init__(self, database: Database):
-        self._database = database
+    async def add(
+        self, new: NewSearch, named: NamedRequest | None = None, *, most: int | None = None
+    ) -> tuple[SearchRecord, bool]:
+        """Queue a search, or find the one that asks the same; and whether it was added.
 
-    async def add(self, new: NewSearch) -> tuple[SearchRecord, bool]:
-        """Queue a search, or find the one that asks the same; and whether it was added."""
+        Parameters
+        ----------
+        most
+            Unfinished searches that whoever asks for this one may have, None for any number.
+
+        Raises
+        ------
+        NameTaken, SearchDiscarded, TooManySearches
+            See there; nothing is stored then.
+        """
         for _ in range(3):
-            existing = await self.by_request_key(new.request_key)
-            if existing is not None:
+            existing, is_answer = await self._known(new.request_key, named)
+            if existing is not None and is_answer:
                 return existing, False
-            row = _new_row(new)
             try:
                 async with self._database.writing() as session:
+                    if named is not None:
+                        search_id = new.id if existing is None else existing.id
+                        await _remember(session, named, search_id)
+                    if existing is not None:
+                        return existing, False
+                    if most is not None and await _unfinished(session, new.created_by, most) >= most:
+                        raise TooManySearches
+                    row = _new_row(new)
                     session.add(row)
+                    await session.flush()  # the event refers to it
+                    session.add(first_event(row))
             except IntegrityError:
-                continue  # somebody else added it between the look and the insert
+                continue  # somebody else added it, or its name, between the look and the insert
             return _record(row), True
         raise RuntimeError(f"search {new.request_key} is added and given up faster than it can be read.")
 
     async def get(self, search_id: str) -> SearchRecord | None:
         """A search by id."""
-        async with self._database.reading() as session:
+        async with self._database.reading(once=True) as session:
             row = await session.get(SearchRow, search_id)
             return None if row is None else _record(row)
 
@@ -55,17 +96,39 @@ class SearchTable:
         async with self._database.reading() as session:
             return await session.scalar(select(SearchRow.problem).where(SearchRow.id == search_id))
 
-    async def by_request_key(self, request_key: str) -> SearchRecord | None:
-        """The live or answered search of a request."""
-        async with self._database.reading() as session:
-            row = await session.scalar(select(SearchRow).where(SearchRow.request_key == request_key))
-            return None if row is None else _record(row)
+    async def _known(self, request_key: str, named: NamedRequest | None) -> tuple[SearchRecord | None, bool]:
+        """The search that answers a request, if there is one, and whether nothing is left to be stored."""
+        async with self._database.reading(once=named is None) as session:
+            row = None if named is None else await _of_name(session, named)
+            is_answer = named is None or row is not None
+            if row is None:
+                row = await session.scalar(select(SearchRow).where(SearchRow.request_key == request_key))
+            return None if row is None else _record(row), is_answer
 
     async def newest(self, limit: int) -> list[SearchRecord]:
         """The newest searches first."""
-        query = select(SearchRow).order_by(SearchRow.created_at.desc(), SearchRow.id.desc()).limit(limit)
+        return list((await self.page(SearchFilter(), limit)).items)
+
+    async def page(
+        self, wanted: SearchFilter, limit: int, after: Position | None = None
+    ) -> Page[SearchRecord]:
+        """Some searches, the newest first, from a position on."""
+        conditions = of_shape(
+            wanted,
+            pp_degree=SearchRow.pp_degree,
+            microbatches=SearchRow.microbatches,
+            placement=SearchRow.placement,
+            objective=SearchRow.problem_objective,
+            created_at=SearchRow.created_at,
+        )
+        if wanted.states:
+            conditions.append(SearchRow.state.in_(sorted(wanted.states)))
+        query = select(SearchRow).where(*conditions)
         async with self._database.reading() as session:
-            return [_record(row) for row in await session.scalars(query)]
+            query = page_after(query, SearchRow.created_at, SearchRow.id, limit, after)
+            records = [_record(row) for row in await session.scalars(query)]
+        last = records[limit - 1] if len(records) > limit else None
+        return Page(tuple(records[:limit]), None if last is None else Position(last.created_at, last.id))
 
     async def request_cancel(self, search_id: str) -> SearchRecord | None:
         """Cancel a search that nobody runs and that found nothing; mark any other unfinished one.
@@ -73,183 +136,102 @@ class SearchTable:
         A queued search with an incumbent stays queued: it is claimed once more to make a plan of it.
         """
         now = datetime.now(UTC)
-        unfinished = and_(SearchRow.id == search_id, SearchRow.state.in_(["queued", "running"]))
-        untouched = and_(SearchRow.state == "queued", SearchRow.incumbent.is_(None))
         async with self._database.writing() as session:
-            await session.execute(
-                update(SearchRow)
-                .where(unfinished)
-                .values(cancel_requested=True, request_key=None, updated_at=now)
-            )
-            await session.execute(
-                update(SearchRow).where(unfinished, untouched).values(state="cancelled", finished_at=now)
-            )
-        return await self.get(search_id)
-
-    async def claim(self, owner: str, lease_seconds: float) -> Claim | None:
-        """Lease the oldest queued search, if there is one."""
-        now = datetime.now(UTC)
-        queued = select(SearchRow.id).where(SearchRow.state == "queued").limit(1)
-        oldest = queued.order_by(SearchRow.created_at, SearchRow.id).with_for_update(skip_locked=True)
-        async with self._database.reading() as session:
-            # A look costs readers nothing; only a queue with something in it is worth a write lock.
-            if await session.scalar(queued) is None:
+            row = await session.get(SearchRow, search_id, with_for_update=True)
+            if row is None:
                 return None
+            if row.state in FINISHED or row.cancel_requested:
+                return _record(row)
+            row.cancel_requested, row.request_key, row.updated_at = True, None, now
+            if row.state == "queued" and row.objective is None:
+                row.state, row.finished_at = "cancelled", now
+                await tell_end(session, row, now)
+            else:
+                await tell_state(session, row, now, "cancel-requested")
+            record = _record(row)
+        self._tell(search_id)
+        return record
+
+    async def discard(self, search_id: str) -> bool:
+        """Forget a search and its events, whatever its state; False when there is none.
+
+        Its plan stays. A name that a request gave it is remembered, so that the request is not run again.
+
+        Raises
+        ------
+        SearchInUse
+            When a run waits for its plan.
+        """
         async with self._database.writing() as session:
-            search_id = await session.scalar(oldest)
-            if search_id is None:
-                return None
-            await session.execute(
-                update(SearchRow)
-                .where(SearchRow.id == search_id)
-                .values(
-                    state="running",
-                    lease_owner=owner,
-                    leased_until=now + timedelta(seconds=lease_seconds),
-                    fence=SearchRow.fence + 1,
-                    attempts=SearchRow.attempts + 1,
-                    started_at=func.coalesce(SearchRow.started_at, now),
-                    updated_at=now,
-                )
+            row = await session.get(SearchRow, search_id, with_for_update=True)
+            if row is None:
+                return False
+            of_it = RunRow.search_id == search_id
+            waiting = await session.scalar(
+                select(RunRow.id).where(of_it, RunRow.state == "planning").limit(1)
             )
-            columns = [getattr(SearchRow, field.name) for field in fields(Claim)]
-            found = (await session.execute(select(*columns).where(SearchRow.id == search_id))).one()
-            return Claim(*found)
-
-    async def renew(
-        self, owner: str, fences: Mapping[str, int], lease_seconds: float
-    ) -> tuple[set[str], set[str]]:
-        """Renew leases; returns the ids that are still the owner's, and those of them to be cancelled."""
-        kept: set[str] = set()
-        cancelled: set[str] = set()
-        until = datetime.now(UTC) + timedelta(seconds=lease_seconds)
-        async with self._database.writing() as session:
-            for search_id, fence in fences.items():
-                held = _held(search_id, fence)
-                if await _count(
-                    session, held.where(SearchRow.lease_owner == owner).values(leased_until=until)
-                ):
-                    kept.add(search_id)
-            query = select(SearchRow.id).where(SearchRow.id.in_(kept), SearchRow.cancel_requested)
-            cancelled.update(await session.scalars(query))
-        return kept, cancelled
-
-    async def requeue_expired(self) -> int:
-        """Queue every running search whose lease has ended."""
-        now = datetime.now(UTC)
-        async with self._database.writing() as session:
-            return await _count(
-                session,
-                _requeue().where(SearchRow.state == "running", SearchRow.leased_until < now),
-            )
-
-    async def requeue_of(self, owners: Collection[str]) -> int:
-        """Queue every running search of owners that are known to be dead."""
-        async with self._database.writing() as session:
-            return await _count(
-                session,
-                _requeue().where(SearchRow.state == "running", SearchRow.lease_owner.in_(owners)),
-            )
-
-    async def owners(self) -> set[str]:
-        """Owners of running searches."""
-        query = select(SearchRow.lease_owner).where(SearchRow.state == "running").distinct()
-        async with self._database.reading() as session:
-            return {owner for owner in await session.scalars(query) if owner is not None}
-
-    async def progressed(self, search_id: str, fence: int, found: Update) -> bool:
-        """Store a better plan or bound; False when the search is no longer the caller's."""
-        async with self._database.writing() as session:
-            statement = _held(search_id, fence).values(**_columns(found), updated_at=datetime.now(UTC))
-            return bool(await _count(session, statement))
-
-    async def release(self, search_id: str, fence: int, found: Update | None) -> bool:
-        """Queue a search again, with what it has found, for somebody else to finish."""
-        values = {} if found is None else _columns(found)
-        return await self._fenced(search_id, fence, **values, **_UNLEASED, state="queued")
-
-    async def crashed(self, search_id: str, fence: int, max_crashes: int, error: Mapping[str, Any]) -> bool:
-        """Queue a search again whose process died; fail it with ``error`` when that was once too often."""
-        now = datetime.now(UTC)
-        async with self._database.writing() as session:
-            counted = await _count(
-                session, _held(search_id, fence).values(crashes=SearchRow.crashes + 1, updated_at=now)
-            )
-            crashes = await session.scalar(select(SearchRow.crashes).where(SearchRow.id == search_id)) or 0
-            values: dict[str, Any] = {"state": "queued", **_UNLEASED}
-            if crashes >= max_crashes:
-                values |= {"state": "failed", "error": dict(error), "request_key": None, "finished_at": now}
-            await session.execute(_held(search_id, fence).values(**values))
-            return bool(counted)
-
-    async def finished(self, search_id: str, fence: int, plan: NewPlan) -> bool:
-        """Store a search's plan; the search is done, or cancelled when that was asked for before."""
-        async with self._database.writing() as session:
-            await insert_plan(session, plan)
-            now = datetime.now(UTC)
-            summary = plan.summary
-            cancelled = await session.scalar(
-                select(SearchRow.cancel_requested).where(SearchRow.id == search_id)
-            )
-            statement = _held(search_id, fence).values(
-                state="cancelled" if cancelled else "done",
-                objective=summary.value,
-                lower_bound=summary.lower_bound,
-                gap=summary.gap,
-                method=summary.method,
-                plan_id=summary.plan_id,
-                incumbent=None,
-                updated_at=now,
-                finished_at=now,
-                **_UNLEASED,
-            )
-            return bool(await _count(session, statement))
-
-    async def ended(self, search_id: str, fence: int, state: SearchState, error: Mapping[str, Any]) -> bool:
-        """End a search without a plan. A failed one gives up its request key; infeasible is an answer."""
-        now = datetime.now(UTC)
-        values: dict[str, Any] = {"state": state, "error": dict(error), "finished_at": now, "updated_at": now}
-        if state != "infeasible":
-            values["request_key"] = None
-        return await self._fenced(search_id, fence, **values, **_UNLEASED)
-
-    async def _fenced(self, search_id: str, fence: int, **values: Any) -> bool:
-        async with self._database.writing() as session:
-            return bool(await _count(session, _held(search_id, fence).values(**values)))
+            if waiting is not None:
+                raise SearchInUse(waiting)
+            await session.execute(update(RunRow).where(of_it).values(search_id=None))
+            await session.execute(delete(SearchEventRow).where(SearchEventRow.search_id == search_id))
+            await session.delete(row)
+        self._tell(search_id)
+        return True
 
 
-_UNLEASED: dict[str, Any] = {"lease_owner": None, "leased_until": None}
-
-
-def _held(search_id: str, fence: int) -> UpdateStatement:
-    return update(SearchRow).where(
-        SearchRow.id == search_id, SearchRow.fence == fence, SearchRow.state == "running"
+async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> int:
+    """How many unfinished searches a caller has; counting ends at ``most``."""
+    theirs = select(SearchRow.id).where(
+        SearchRow.created_by == caller, SearchRow.state.in_(["queued", "running"])
     )
+    return await session.scalar(select(func.count()).select_from(theirs.limit(most).subquery())) or 0
 
 
-def _requeue() -> UpdateStatement:
-    return update(SearchRow).values(state="queued", updated_at=datetime.now(UTC), **_UNLEASED)
+async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | None:
+    """The search that a request of this name was answered with before, if there was one."""
+    known = await session.get(IdempotencyRow, named.key_hash)
+    if known is None or known.expires_at <= datetime.now(UTC):
+        return None
+    if known.fingerprint != named.fingerprint:
+        raise NameTaken
+    row = await session.get(SearchRow, known.search_id)
+    if row is None:
+        raise SearchDiscarded
+    return row
 
 
-def _columns(found: Update) -> dict[str, Any]:
-    return {field.name: getattr(found, field.name) for field in fields(found)}
+async def _remember(session: AsyncSession, named: NamedRequest, search_id: str) -> None:
+    """Note which search a named request is answered with, and forget names that nobody asks for any more."""
+    expired = IdempotencyRow.expires_at <= datetime.now(UTC)
+    await session.execute(delete(IdempotencyRow).where(expired))
+    session.add(
+        IdempotencyRow(
+            key_hash=named.key_hash,
+            fingerprint=named.fingerprint,
+            search_id=search_id,
+            expires_at=named.expires_at,
+        )
+    )
+    await session.flush()
 
 
 def _new_row(new: NewSearch) -> SearchRow:
+    summary = new.summary
     return SearchRow(
         **{field.name: getattr(new, field.name) for field in fields(new)},
+        pp_degree=summary["pp_degree"],
+        microbatches=summary["microbatches"],
+        placement=summary["placement"],
+        problem_objective=summary["objective"],
         state="queued",
         cancel_requested=False,
         attempts=0,
         crashes=0,
         fence=0,
+        last_event=1,
         updated_at=new.created_at,
     )
 
 
 def _record(row: SearchRow) -> SearchRecord:
     return SearchRecord(**{field.name: getattr(row, field.name) for field in fields(SearchRecord)})
-
-
-async def _count(session: AsyncSession, statement: UpdateStatement) -> int:
-    return cast("CursorResult[Any]", await session.execute(statement)).rowcount

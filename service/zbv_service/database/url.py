@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-_DRIVERS = {"sqlite": ("sqlite+aiosqlite", "aiosqlite"), "postgresql": ("postgresql+psycopg", "psycopg")}
+_DRIVERS = {
+    "sqlite": ("sqlite+aiosqlite", "aiosqlite", "service"),
+    "postgresql": ("postgresql+psycopg", "psycopg", "postgres"),
+}
+"""The driver of a kind of database, its module, and the extra of ours that installs it."""
 
 
 def async_url(text: str) -> URL:
@@ -28,7 +33,19 @@ def async_url(text: str) -> URL:
     backend = url.get_backend_name()
     if backend not in _DRIVERS:
         raise ValueError(f"found {backend!r}; must be a URL of {' or '.join(_DRIVERS)}.")
-    drivername, module = _DRIVERS[backend]
+    drivername, module, extra = _DRIVERS[backend]
     if importlib.util.find_spec(module) is None:
-        raise ValueError(f"found {backend!r}; its driver {module} is not installed. Install {module}.")
+        raise ValueError(f"found {backend!r}; its driver is not installed. Run: pip install 'zbv[{extra}]'.")
     return url.set(drivername=drivername)
+
+
+def shown_url(text: str) -> str:
+    """A database URL for people to read: without its password."""
+    return make_url(text).render_as_string(hide_password=True)
+
+
+def sqlite_file(text: str) -> Path | None:
+    """The file of a SQLite database; None of another, and of one in memory."""
+    url = make_url(text)
+    name = url.database or ":memory:"
+    return Path(name) if url.get_backend_name() == "sqlite" and name != ":memory:" else None

@@ -16,11 +16,15 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
+from multiprocessing import forkserver
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+PRELOADED = "zbv_service.searches.preload"
+NICENESS = 10
+"""Searches take whatever CPU time is left: requests, which take little, are answered meanwhile."""
 ORPHANED = 70
 """Exit status of a process whose service is gone."""
 
@@ -39,6 +43,14 @@ class IsolatedProcesses(Executor):
         self._idle: list[ProcessPoolExecutor] = []
         self._all: dict[ProcessPoolExecutor, Future[int]] = {}
         self._is_shut_down = False
+        # Forked, from a process that has no threads and has loaded the planner: starting another one is a
+        # matter of milliseconds. Never forked from this one, which has threads.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([PRELOADED])
+
+    def prepare(self) -> None:
+        """Start the process from which the others are forked, without waiting for what it loads."""
+        forkserver.ensure_running()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a call in an idle process, or in a new one."""
@@ -74,9 +86,7 @@ class IsolatedProcesses(Executor):
                     os.kill(process_id.result(), signal.SIGKILL)
 
     def _new(self) -> ProcessPoolExecutor:
-        # Spawned, never forked: this process has threads.
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare)
+        pool = ProcessPoolExecutor(1, mp_context=self._context, initializer=_prepare)
         self._all[pool] = pool.submit(os.getpid)
         return pool
 
@@ -96,8 +106,10 @@ class IsolatedProcesses(Executor):
 
 
 def _prepare() -> None:
-    """In the new process: leave Ctrl-C to the service, and follow it when it dies."""
+    """In the new process: leave Ctrl-C to the service, follow it when it dies, and let it go first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError):  # systems that have no priorities, or allow no change
+        os.nice(NICENESS)
     threading.Thread(target=_exit_with_parent, name="zbv-orphan-watch", daemon=True).start()
 
 

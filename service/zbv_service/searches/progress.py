@@ -1,4 +1,4 @@
-"""The service's end of the connections that search tasks open (see :mod:`zbv_service.searches.task`)."""
+"""The service's end of the connections that searches open (see :mod:`zbv_service.searches.connection`)."""
 
 from __future__ import annotations
 

@@ -10,29 +10,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
-import socket
+import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import BrokenExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 from zbv_solver.errors import InfeasibleMemory, ZbvError
 
-from zbv_service.database import SearchTable
+from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.http import problems
+from zbv_service.observability.context import SEARCH_ID
 from zbv_service.packing import incumbent_of
-from zbv_service.records import Claim, NewPlan, Update
-from zbv_service.searches.processes import IsolatedProcesses
-from zbv_service.searches.progress import Line, ProgressServer
-from zbv_service.searches.task import SearchFunction, SearchTask, run_task, solver_search
+from zbv_service.records import FINISHED, Claim, NewPlan, SearchState, Update
+from zbv_service.searches.choice import parse_choice
+from zbv_service.searches.executors import Computation, SearchCrashed, SearchExecutor, SearchLost
+from zbv_service.searches.local import LocalExecutor
+from zbv_service.searches.owners import is_dead, new_owner
+from zbv_service.searches.task import SearchFunction, SearchTask, solver_search
 from zbv_service.settings import Settings
 
-POLL_SECONDS = 1.0
-"""How often the queue is looked at when nobody says that it grew."""
+POLL_SECONDS = 0.25
+"""How often the queue, and requests to stop, are looked for that came in by another service."""
+RETRY_SECONDS = 1.0
+"""How long to wait when the database is away."""
 
 logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Hears of the end of every search that ran here, for metrics."""
+
+    def search_ended(self, state: str, method: str | None, gap: float | None, seconds: float) -> None:
+        """Method and gap are those of its plan, None without one; seconds since it started here."""
 
 
 @dataclass(eq=False)
@@ -40,15 +51,16 @@ class _Run:
     """A search that runs here. ``latest`` is its newest report; ``unsaved`` says that it is not stored."""
 
     claim: Claim
-    line: Line
+    computation: Computation
     latest: Update | None = None
     unsaved: bool = False
     is_lost: bool = False
+    began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class Runner:
-    """Runs searches, at most ``settings.searches`` at a time, between :meth:`start` and :meth:`stop`.
+    """Runs searches, as many at a time as its executor has room for, between :meth:`start` and :meth:`stop`.
 
     Parameters
     ----------
@@ -56,30 +68,38 @@ class Runner:
         What a search process runs; it must be importable from there.
     """
 
-    def __init__(self, table: SearchTable, settings: Settings, search: SearchFunction = solver_search):
+    def __init__(
+        self,
+        table: SearchTable,
+        settings: Settings,
+        search: SearchFunction = solver_search,
+        observer: Observer | None = None,
+    ):
         self._table = table
+        self._observer = observer
         self._settings = settings
         self._search = search
-        self._owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
-        self._executor = IsolatedProcesses()
-        self._progress = ProgressServer()
+        self._owner = new_owner()
+        self._executor = make_executor(settings)
         self._runs: dict[str, _Run] = {}
         self._queue_grew = asyncio.Event()
         self._reported = asyncio.Event()
         self._stopped = asyncio.Event()
         self._is_stopping = False
+        self._maintained = self._watched_since = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Take over what dead services of this machine left behind, and begin."""
-        await self._progress.start()
-        dead = {owner for owner in await self._table.owners() if _is_dead(owner, self._owner)}
+        await self._executor.start()
+        dead = {owner for owner in await self._table.owners() if is_dead(owner, self._owner)}
         if dead:
             count = await self._table.requeue_of(dead)
             logger.info("queued %d searches again that a dead service left behind", count)
         for step, name in (
             (self._dispatch, "dispatch"),
             (self._maintain, "leases"),
+            (self._heed, "requests to stop"),
             (self._save, "progress"),
         ):
             self._loops.append(asyncio.create_task(self._forever(step), name=f"zbv-{name}"))
@@ -95,18 +115,23 @@ class Runner:
             for loop in unfinished:
                 loop.cancel()
         await self._stop_runs()
-        await self._progress.close()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        await self._executor.stop()
 
     def wake(self) -> None:
         """Say that a search was queued."""
-        self._queue_grew.set()
+        if len(self._runs) < self._executor.slots:  # else it waits for a place, whose end wakes, too
+            self._queue_grew.set()
 
     def cancel(self, search_id: str) -> None:
         """Stop a search at once when it runs here; elsewhere its own runner reads it in the database."""
         run = self._runs.get(search_id)
         if run is not None:
-            run.line.stop()
+            run.computation.stop()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no search can be computed now; None when they can."""
+        return self._executor.trouble
 
     @property
     def is_working(self) -> bool:
@@ -115,13 +140,13 @@ class Runner:
 
     async def _stop_runs(self) -> None:
         for run in self._runs.values():
-            run.line.stop()
+            run.computation.stop()
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         if not tasks:
             return
         _, unfinished = await asyncio.wait(tasks, timeout=self._settings.shutdown_seconds)
         if unfinished:
-            logger.warning("%d searches did not stop in time; their processes are ended", len(unfinished))
+            logger.warning("%d searches did not stop in time and are ended", len(unfinished))
             self._executor.kill()
             await asyncio.wait(unfinished, timeout=self._settings.shutdown_seconds)
 
@@ -129,15 +154,21 @@ class Runner:
         while not self._is_stopping:
             try:
                 await step()
+            except DatabaseAway as error:
+                logger.warning("%s It is tried again in %g s.", error, RETRY_SECONDS)
+                await _wait(self._stopped, RETRY_SECONDS)
             except Exception:
-                # A database that is away for a moment must not end the service's work for good.
-                logger.exception("the runner failed; it goes on in %g s", POLL_SECONDS)
-                await _wait(self._stopped, POLL_SECONDS)
+                logger.exception("the runner failed; it goes on in %g s", RETRY_SECONDS)
+                await _wait(self._stopped, RETRY_SECONDS)
 
     async def _dispatch(self) -> None:
         self._queue_grew.clear()
-        while len(self._runs) < self._settings.searches and not self._is_stopping:
-            claim = await self._table.claim(self._owner, self._settings.lease_seconds)
+        slots = self._executor.slots
+        # A cancelled search only has to make a plan of what it found: that need not wait for a free place.
+        while len(self._runs) < 2 * slots and not self._is_stopping:
+            claim = await self._table.claim(
+                self._owner, self._settings.lease_seconds, cancelled_only=len(self._runs) >= slots
+            )
             if claim is None:
                 break
             self._begin(claim)
@@ -146,18 +177,37 @@ class Runner:
     async def _maintain(self) -> None:
         # Renewed before looking for expired ones: a pause of this process must not cost it its own.
         fences = {search_id: run.claim.fence for search_id, run in self._runs.items()}
-        kept, cancelled = await self._table.renew(self._owner, fences, self._settings.lease_seconds)
-        for search_id in fences:
-            run = self._runs.get(search_id)
-            if run is None or run.claim.fence != fences[search_id]:
-                continue
-            run.is_lost = search_id not in kept
-            if run.is_lost or search_id in cancelled:
-                run.line.stop()
-        if await self._table.requeue_expired():
+        kept, _ = await self._table.renew(self._owner, fences, self._settings.lease_seconds)
+        for search_id in fences.keys() - kept:
+            self._lose(search_id, fences[search_id])
+        if self._may_judge() and await self._table.requeue_expired():
             logger.info("queued searches again whose service gave no sign of life")
             self.wake()
         await _wait(self._stopped, self._settings.heartbeat_seconds)
+
+    def _may_judge(self) -> bool:
+        """Whether leases that have ended are their owners' fault.
+
+        When the database was away, nobody could renew: then everybody gets the time to do so.
+        """
+        now, lease = time.monotonic(), self._settings.lease_seconds
+        if self._maintained > float("-inf") and now - self._maintained > lease / 2:
+            self._watched_since = now
+        self._maintained = now
+        return now - self._watched_since >= lease
+
+    async def _heed(self) -> None:
+        """Stop searches that were cancelled or taken away, by whichever service."""
+        fences = {search_id: run.claim.fence for search_id, run in self._runs.items()}
+        for search_id in await self._table.unwanted(fences):
+            self.cancel(search_id)
+        await _wait(self._stopped, POLL_SECONDS)
+
+    def _lose(self, search_id: str, fence: int) -> None:
+        run = self._runs.get(search_id)
+        if run is not None and run.claim.fence == fence:
+            run.is_lost = True
+            run.computation.stop()
 
     async def _save(self) -> None:
         await self._reported.wait()
@@ -165,7 +215,12 @@ class Runner:
         for run in list(self._runs.values()):
             if run.unsaved and run.latest is not None:
                 run.unsaved = False
-                await self._table.progressed(run.claim.id, run.claim.fence, run.latest)
+                try:
+                    await self._table.progressed(run.claim.id, run.claim.fence, run.latest)
+                except Exception:
+                    run.unsaved = True
+                    self._reported.set()
+                    raise
 
     def _begin(self, claim: Claim) -> None:
         def report(update: Update) -> None:
@@ -173,67 +228,85 @@ class Runner:
             run.unsaved = True
             self._reported.set()
 
-        run = _Run(claim, self._progress.expect(report))
+        task = SearchTask(claim.id, claim.problem, claim.options, claim.incumbent)
+        run = _Run(claim, self._executor.expect(task, self._search, report))
         if claim.cancel_requested:
-            run.line.stop()
+            run.computation.stop()
         self._runs[claim.id] = run
         run.task = asyncio.create_task(self._follow(run), name=f"zbv-search-{claim.id}")
 
     async def _follow(self, run: _Run) -> None:
         claim = run.claim
+        SEARCH_ID.set(claim.id)  # this task's own, for its log lines
         logger.info("search %s starts (attempt %d)", claim.id, claim.attempts)
         try:
             await self._settle(run)
+            await self._note_end(run)
         except Exception:
             # Not settled, so its lease ends by itself and it is run again.
             logger.exception("the end of search %s could not be stored", claim.id)
         finally:
-            self._progress.forget(run.line)
             del self._runs[claim.id]
             self.wake()
 
+    async def _note_end(self, run: _Run) -> None:
+        record = None if run.is_lost else await self._table.get(run.claim.id)
+        if self._observer is not None and record is not None and record.state in FINISHED:
+            seconds = time.monotonic() - run.began
+            self._observer.search_ended(record.state, record.method, record.gap, seconds)
+
     async def _settle(self, run: _Run) -> None:
-        """Wait for a search to end, and store what became of it."""
-        claim, table = run.claim, self._table
+        """Wait for a search to end, and store what became of it, however long the database is away."""
+        store = await self._outcome(run)
+        while True:
+            try:
+                await store()
+                return
+            except DatabaseAway as error:
+                if self._is_stopping:
+                    raise  # its lease ends by itself, and it is run again
+                logger.warning("the end of search %s is not stored yet: %s", run.claim.id, error)
+            await _wait(self._stopped, RETRY_SECONDS)
+
+    async def _outcome(self, run: _Run) -> Callable[[], Awaitable[None]]:
+        """Wait for a search to end; returns what stores that."""
+        claim = run.claim
         try:
-            plan = await self._execute(run)
+            plan = await run.computation.plan()
         except InfeasibleMemory as error:
-            await table.ended(claim.id, claim.fence, "infeasible", problems.infeasible(error))
-        except (BrokenExecutor, OSError) as error:
-            await self._settle_crash(run, error)
+            return partial(self._end, run, "infeasible", problems.infeasible(error))
+        except SearchCrashed as error:
+            return partial(self._requeue, run, error, is_crash=not self._is_stopping)
+        except SearchLost as error:
+            return partial(self._requeue, run, error, is_crash=False)
         except Exception as error:
             logger.exception("search %s failed", claim.id)
             # The planner's own errors are meant to be read; others belong into the log.
             detail = str(error) if isinstance(error, ZbvError) else "The search failed; the log says why."
-            await table.ended(claim.id, claim.fence, "failed", problems.document(problems.INTERNAL, detail))
+            return partial(self._end, run, "failed", problems.document(problems.INTERNAL, detail))
+        return partial(self._keep, run, plan)
+
+    async def _end(self, run: _Run, state: SearchState, error: dict[str, Any]) -> None:
+        await self._table.ended(run.claim.id, run.claim.fence, state, error)
+
+    async def _keep(self, run: _Run, plan: NewPlan) -> None:
+        """Store a plan; that of a search which was only stopped with its service is where it goes on."""
+        claim = run.claim
+        if self._is_stopping and not await self._is_cancelled(claim.id):
+            await self._table.release(claim.id, claim.fence, await asyncio.to_thread(incumbent_of, plan))
+            logger.info("search %s is queued again: the service stops", claim.id)
         else:
-            if self._is_stopping and not await self._is_cancelled(claim.id):
-                await table.release(claim.id, claim.fence, await asyncio.to_thread(incumbent_of, plan))
-                logger.info("search %s is queued again: the service stops", claim.id)
-            else:
-                await table.finished(claim.id, claim.fence, plan)
-                logger.info("search %s found plan %s", claim.id, plan.summary.plan_id)
+            await self._table.finished(claim.id, claim.fence, plan)
+            logger.info("search %s found plan %s", claim.id, plan.summary.plan_id)
 
-    async def _execute(self, run: _Run) -> NewPlan:
+    async def _requeue(self, run: _Run, error: Exception, *, is_crash: bool) -> None:
+        """Queue a search again whose process is gone, unless that was once too often and its own fault."""
         claim = run.claim
-        task = SearchTask(
-            search_id=claim.id,
-            problem=claim.problem,
-            options=claim.options,
-            incumbent=claim.incumbent,
-            address=self._progress.address,
-            token=run.line.token,
-        )
-        # Starting a process takes the calling thread some milliseconds, so it is not this one.
-        future = await asyncio.to_thread(self._executor.submit, run_task, task, self._search)
-        return await asyncio.wrap_future(future)
-
-    async def _settle_crash(self, run: _Run, error: Exception) -> None:
-        claim = run.claim
-        if self._is_stopping:
-            await self._table.release(claim.id, claim.fence, run.latest)
+        logger.warning("search %s is queued again: %s", claim.id, error)
+        if not is_crash:
+            reason = "service-stopped" if self._is_stopping else "process-lost"
+            await self._table.release(claim.id, claim.fence, run.latest, reason)
             return
-        logger.warning("the process of search %s died: %s", claim.id, error)
         if run.latest is not None:
             await self._table.progressed(claim.id, claim.fence, run.latest)
         limit = self._settings.max_crashes
@@ -255,19 +328,13 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
-def _is_dead(owner: str, mine: str) -> bool:
-    """Whether an owner is a process of this machine that is no more."""
-    host, _, rest = owner.rpartition(":")[0].rpartition(":")
-    my_host = mine.rpartition(":")[0].rpartition(":")[0]
-    if host != my_host or not rest.isdigit():
-        return False
-    process_id = int(rest)
-    if process_id == os.getpid():
-        return True  # an earlier process had our number: containers give the first one always the same
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+def make_executor(settings: Settings) -> SearchExecutor:
+    """The executor that the settings ask for."""
+    choice = parse_choice(settings.executor)
+    if choice.scheduler is None:
+        return LocalExecutor(choice.processes or settings.searches)
+    from zbv_service.searches.cluster.executor import DaskExecutor  # which not everybody has installed
+
+    most = settings.searches if "searches" in settings.model_fields_set else None
+    # Workers give up before the lease ends: else a search would wait for a place that its own past takes.
+    return DaskExecutor(choice.scheduler, most, patience=settings.lease_seconds / 2)

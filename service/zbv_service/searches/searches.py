@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import logging
+import re
 import uuid
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pydantic import ValidationError
 from zbv_solver import __version__
 from zbv_solver.errors import InvalidInput
+from zbv_solver.options import EFFORTS
 from zbv_solver.problem import Problem
 from zbv_solver.schema import canonical_json, issues_of, problem_json, to_problem
 
-from zbv_service.database import SearchTable
+from zbv_service.database import NameTaken, SearchDiscarded, SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents import OptionsDocument, SearchRequest
-from zbv_service.http.problems import NOT_FOUND, ProblemError
+from zbv_service.http.problems import (
+    IDEMPOTENCY_KEY_IN_USE,
+    IDEMPOTENCY_KEY_REUSED,
+    NOT_FOUND,
+    SEARCH_DISCARDED,
+    SEARCH_IN_USE,
+    TOO_MANY_SEARCHES,
+    ProblemError,
+)
 from zbv_service.packing import pack
-from zbv_service.records import NewSearch, SearchRecord
+from zbv_service.records import NamedRequest, NewSearch, Page, Position, SearchFilter, SearchRecord
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
+
+RETRY_SECONDS = 5
+"""After how long it is worth asking whether a caller may have another search."""
+_ID = re.compile(r"[0-9a-f]{32}")
+
+logger = logging.getLogger(__name__)
 
 
 class Searches:
@@ -30,42 +49,142 @@ class Searches:
         self._table = table
         self._runner = runner
         self._settings = settings
+        self._in_flight: set[str] = set()
 
-    async def submit(self, body: Any) -> SearchRecord:
+    async def submit(
+        self,
+        body: Any,
+        *,
+        key: str | None = None,
+        caller: str | None = None,
+        most: int | None = None,
+        is_small: bool = False,
+    ) -> SearchRecord:
         """Queue the search that a request body asks for, or return the one that already answers it.
+
+        Parameters
+        ----------
+        key
+            The caller's name for the request. For ``settings.idempotency_seconds`` the same name with the
+            same body is answered with the same search, whatever became of it.
+        caller
+            Who asks; names of one caller say nothing about another's.
+        most
+            Unfinished searches that the caller may have, None for any number.
+        is_small
+            Whether reading the body takes less time than handing it to a thread.
 
         Raises
         ------
         InvalidInput
             When the body breaks a rule; nothing is stored then.
+        ProblemError
+            409 while a request of the same name is being answered, 422 when it had another body, 410 when its
+            search was discarded, 429 when the caller has too many searches.
         """
-        new = await asyncio.to_thread(new_search, body, self._settings)
-        record, is_new = await self._table.add(new)
+        if key is None:
+            return await self._submit(await self._prepare(body, caller, is_small), None, most)
+        key_hash = hashlib.sha256(json.dumps([caller, key]).encode()).hexdigest()
+        if key_hash in self._in_flight:
+            raise ProblemError(
+                IDEMPOTENCY_KEY_IN_USE,
+                "The first request with this Idempotency-Key is not answered yet; send it again in a second.",
+                headers={"Retry-After": "1"},
+            )
+        self._in_flight.add(key_hash)
+        try:
+            return await self._submit(await self._prepare(body, caller, is_small), key_hash, most)
+        finally:
+            self._in_flight.discard(key_hash)
+
+    async def _submit(
+        self, asked: tuple[NewSearch, str], key_hash: str | None, most: int | None
+    ) -> SearchRecord:
+        new, fingerprint = asked
+        expires_at = new.created_at + timedelta(seconds=self._settings.idempotency_seconds)
+        named = None if key_hash is None else NamedRequest(key_hash, fingerprint, expires_at)
+        try:
+            record, is_new = await self._table.add(new, named, most=most)
+        except NameTaken:
+            raise ProblemError(
+                IDEMPOTENCY_KEY_REUSED,
+                "This Idempotency-Key came with another body before; a new request needs a new key.",
+            ) from None
+        except SearchDiscarded:
+            raise ProblemError(
+                SEARCH_DISCARDED,
+                "The search of this request was discarded. Send the request with a new Idempotency-Key to "
+                "have it searched anew.",
+            ) from None
+        except TooManySearches:
+            raise ProblemError(
+                TOO_MANY_SEARCHES,
+                f"{most} searches of {f'token {new.created_by}' if new.created_by else 'this service'} are "
+                f"queued or running, as many as may be. Wait for some to end, or cancel some.",
+                headers={"Retry-After": str(RETRY_SECONDS)},
+            ) from None
         if is_new:
+            # The one line with both ids: the request ends here, and the search goes on without it.
+            logger.info("search %s is queued", record.id, extra={"search_id": record.id})
             self._runner.wake()
         return record
 
+    async def _prepare(self, body: Any, caller: str | None, is_small: bool) -> tuple[NewSearch, str]:
+        """The search that a body asks for, and the body's fingerprint."""
+        if is_small:
+            return self._read(body, caller)
+        return await asyncio.to_thread(self._read, body, caller)
+
+    def _read(self, body: Any, caller: str | None) -> tuple[NewSearch, str]:
+        new = replace(new_search(body, self._settings), created_by=caller)
+        return new, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
     async def get(self, search_id: str) -> SearchRecord:
         """A search; raises :class:`ProblemError` 404."""
-        return _found(await self._table.get(search_id), search_id)
+        return _found(await self._table.get(_known(search_id)), search_id)
+
+    async def find(self, search_id: str) -> SearchRecord | None:
+        """A search, or None when it is gone."""
+        return await self._table.get(search_id)
 
     async def problem(self, search_id: str) -> bytes:
         """The normalised problem document of a search, packed; raises :class:`ProblemError` 404."""
         packed = await self._table.problem(search_id)
         if packed is None:
-            raise ProblemError(NOT_FOUND, f"found no search {search_id}; GET /v1/searches lists them.")
+            raise _not_found(search_id)
         return packed
 
     async def newest(self, limit: int) -> list[SearchRecord]:
         """The newest searches first."""
         return await self._table.newest(limit)
 
+    async def page(self, wanted: SearchFilter, limit: int, after: Position | None) -> Page[SearchRecord]:
+        """Some searches, the newest first, from a position on."""
+        return await self._table.page(wanted, limit, after)
+
     async def cancel(self, search_id: str) -> SearchRecord:
         """Ask a search to stop and keep what it found; one that has ended stays as it is."""
-        record = _found(await self._table.request_cancel(search_id), search_id)
+        record = _found(await self._table.request_cancel(_known(search_id)), search_id)
         self._runner.cancel(search_id)
         self._runner.wake()
         return record
+
+    async def discard(self, search_id: str) -> None:
+        """Stop a search and forget it; its plan, if it has one, stays.
+
+        Raises
+        ------
+        ProblemError
+            404 when there is none, 409 when a run waits for it.
+        """
+        try:
+            if not await self._table.discard(_known(search_id)):
+                raise _not_found(search_id)
+        except SearchInUse as error:
+            raise ProblemError(
+                SEARCH_IN_USE, f"run {error.run_id} waits for search {search_id}; cancel the run first."
+            ) from None
+        self._runner.cancel(search_id)
 
 
 def new_search(body: Any, settings: Settings) -> NewSearch:
@@ -99,6 +218,12 @@ def parse_request(body: Any, settings: Settings) -> tuple[Problem, OptionsDocume
             "/options/time_limit",
             f"found {limit:.15g}; this service takes at most {settings.max_time_limit:.15g} seconds.",
         )
+    highest = settings.max_effort
+    if EFFORTS.index(request.options.effort) > EFFORTS.index(highest):
+        raise InvalidInput.at(
+            "/options/effort",
+            f"found {request.options.effort}; this service takes at most {highest}.",
+        )
     return problem, request.options
 
 
@@ -129,7 +254,18 @@ def summary_of(problem: Problem) -> dict[str, Any]:
     }
 
 
+def _known(search_id: str) -> str:
+    """The id, if it can be one: not every text is one that a database takes."""
+    if not _ID.fullmatch(search_id):
+        raise _not_found(search_id)
+    return search_id
+
+
 def _found(record: SearchRecord | None, search_id: str) -> SearchRecord:
     if record is None:
-        raise ProblemError(NOT_FOUND, f"found no search {search_id}; GET /v1/searches lists them.")
+        raise _not_found(search_id)
     return record
+
+
+def _not_found(search_id: str) -> ProblemError:
+    return ProblemError(NOT_FOUND, f"found no search {search_id[:64]!r}; GET /v1/searches lists them.")

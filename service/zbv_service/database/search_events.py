@@ -1,0 +1,113 @@
+"""The events of searches: rows that are written with the change they tell of, and read by whoever follows.
+
+An event's number is taken from its search's row, in the transaction that adds the event. The lock on that
+row orders them: whoever sees an event sees all that came before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from itertools import islice
+from typing import Any
+
+from sqlalchemy import and_, delete, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from zbv_service.database.engine import Database
+from zbv_service.database.models import SearchEventRow, SearchRow
+from zbv_service.records import EventKind, SearchEvent
+
+KEPT_EVENTS = 1000
+"""Of a search's improvements and bounds so many of the newest are kept; a search makes a few per second."""
+PRUNED_EVERY = 100
+_PER_QUERY = 500
+"""Databases bound the number of parameters of a statement."""
+
+
+class SearchEventTable:
+    """The events of one database's searches."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def last_numbers(self, search_ids: Iterable[str]) -> dict[str, int]:
+        """The number of each search's newest event; searches that are gone are left out."""
+        found: dict[str, int] = {}
+        async with self._database.reading() as session:
+            for ids in _portions(search_ids, _PER_QUERY):
+                query = select(SearchRow.id, SearchRow.last_event).where(SearchRow.id.in_(ids))
+                found.update((search_id, number) for search_id, number in await session.execute(query))
+        return found
+
+    async def after(self, positions: Mapping[str, int]) -> list[SearchEvent]:
+        """The events of searches that come after the given numbers, in order within each search."""
+        found: list[SearchEvent] = []
+        row = SearchEventRow
+        async with self._database.reading() as session:
+            for ids in _portions(positions, _PER_QUERY // 2):
+                newer = (and_(row.search_id == key, row.number > positions[key]) for key in ids)
+                query = select(row.search_id, row.number, row.at, row.kind, row.data)
+                query = query.where(or_(*newer)).order_by(row.search_id, row.number)
+                found.extend(SearchEvent(*event) for event in await session.execute(query))
+        return found
+
+
+async def add_event(
+    session: AsyncSession, row: SearchRow, at: datetime, kind: EventKind, data: Mapping[str, Any]
+) -> None:
+    """Tell of a change in its own transaction, which must hold the lock on the search's row."""
+    row.last_event += 1
+    session.add(SearchEventRow(search_id=row.id, number=row.last_event, at=at, kind=kind, data=dict(data)))
+    await session.flush()
+    if row.last_event % PRUNED_EVERY == 0:
+        await session.execute(
+            delete(SearchEventRow).where(
+                SearchEventRow.search_id == row.id,
+                SearchEventRow.number <= row.last_event - KEPT_EVENTS,
+                SearchEventRow.kind.in_(["improvement", "bound"]),
+            )
+        )
+
+
+def first_event(row: SearchRow) -> SearchEventRow:
+    """The event of a search that is being accepted; its row counts it already."""
+    data = _state(row, "submitted")
+    return SearchEventRow(search_id=row.id, number=row.last_event, at=row.created_at, kind="state", data=data)
+
+
+async def tell_state(session: AsyncSession, row: SearchRow, at: datetime, reason: str) -> None:
+    """Tell that a search is queued or runs, or is asked to stop, and why."""
+    await add_event(session, row, at, "state", _state(row, reason))
+
+
+async def tell_found(session: AsyncSession, row: SearchRow, at: datetime, kind: EventKind) -> None:
+    """Tell of a better plan, or of a better bound."""
+    await add_event(session, row, at, kind, {**_found(row), "seconds": _seconds(row, at)})
+
+
+async def tell_end(session: AsyncSession, row: SearchRow, at: datetime) -> None:
+    """Tell what became of a search; nothing comes after it."""
+    data = {"state": row.state, **_found(row), "plan_id": row.plan_id, "error": row.error}
+    await add_event(session, row, at, "end", {**data, "seconds": _seconds(row, at)})
+
+
+def _state(row: SearchRow, reason: str) -> dict[str, Any]:
+    data = {"state": row.state, "reason": reason, "attempts": row.attempts}
+    return {**data, "cancel_requested": row.cancel_requested}
+
+
+def _found(row: SearchRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in ("objective", "lower_bound", "gap", "method")}
+
+
+def _seconds(row: SearchRow, at: datetime) -> float | None:
+    """Since the search was first started."""
+    return None if row.started_at is None else round((at - row.started_at).total_seconds(), 3)
+
+
+def _portions(keys: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
+    """Keys in as many as a statement can hold."""
+    remaining = iter(keys)
+    while portion := tuple(islice(remaining, size)):
+        yield portion

@@ -1,0 +1,238 @@
+"""Searches as those who run them see them: leased, followed and ended.
+
+A running search is leased: it has an owner, a time at which the lease ends unless renewed, and a fence
+that grows with every claim. Whoever runs it writes only while its fence is the current one, so an owner
+that was presumed dead and is not can do no harm. Every change locks the search's row first, and tells of
+itself in an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import undefer
+from zbv_solver.plan import gap_of
+
+from zbv_service.database.engine import Database
+from zbv_service.database.models import SearchRow
+from zbv_service.database.plans import insert_plan
+from zbv_service.database.search_events import tell_end, tell_found, tell_state
+from zbv_service.packing import finite
+from zbv_service.records import Claim, NewPlan, SearchState, Update
+
+
+class SearchLeases:
+    """The searches of one database, for those who run them."""
+
+    def __init__(self, database: Database):
+        self._database = database
+        self._listeners: list[Callable[[str], None]] = []
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Have a search's id told to a listener whenever this object has changed it."""
+        self._listeners.append(listener)
+
+    async def claim(self, owner: str, lease_seconds: float, *, cancelled_only: bool = False) -> Claim | None:
+        """Lease the oldest queued search, if there is one.
+
+        Parameters
+        ----------
+        cancelled_only
+            Only one that was cancelled and has something to make a plan of, which is quickly done.
+        """
+        queued = select(SearchRow).where(SearchRow.state == "queued")
+        if cancelled_only:
+            queued = queued.where(SearchRow.cancel_requested)
+        async with self._database.reading() as session:
+            # A look costs readers nothing; only a queue with something in it is worth a write lock.
+            if await session.scalar(queued.with_only_columns(SearchRow.id).limit(1)) is None:
+                return None
+        oldest = queued.order_by(SearchRow.created_at, SearchRow.id).limit(1)
+        oldest = oldest.options(undefer(SearchRow.problem), undefer(SearchRow.incumbent))
+        now = datetime.now(UTC)
+        async with self._database.writing() as session:
+            row = await session.scalar(oldest.with_for_update(skip_locked=True))
+            if row is None:
+                return None
+            row.state = "running"
+            row.lease_owner, row.leased_until = owner, now + timedelta(seconds=lease_seconds)
+            row.fence += 1
+            row.attempts += 1
+            row.started_at = row.started_at or now
+            row.updated_at = now
+            await tell_state(session, row, now, "started")
+            claim = Claim(**{field.name: getattr(row, field.name) for field in fields(Claim)})
+        self._tell(claim.id)
+        return claim
+
+    async def renew(
+        self, owner: str, fences: Mapping[str, int], lease_seconds: float
+    ) -> tuple[set[str], set[str]]:
+        """Renew leases; returns the ids that are still the owner's, and those of them to be cancelled."""
+        until = datetime.now(UTC) + timedelta(seconds=lease_seconds)
+        async with self._database.writing() as session:
+            query = select(SearchRow).where(SearchRow.id.in_(fences), SearchRow.state == "running")
+            held = await session.scalars(query.where(SearchRow.lease_owner == owner).with_for_update())
+            kept = [row for row in held if row.fence == fences[row.id]]
+            for row in kept:
+                row.leased_until = until
+            return {row.id for row in kept}, {row.id for row in kept if row.cancel_requested}
+
+    async def unwanted(self, fences: Mapping[str, int]) -> set[str]:
+        """Of the running searches with these fences those that should stop: cancelled, discarded or lost."""
+        if not fences:
+            return set()
+        query = select(SearchRow.id, SearchRow.fence).where(SearchRow.id.in_(fences))
+        query = query.where(SearchRow.state == "running", SearchRow.cancel_requested.is_(False))
+        async with self._database.reading() as session:
+            wanted = {
+                search_id for search_id, fence in await session.execute(query) if fence == fences[search_id]
+            }
+        return set(fences) - wanted
+
+    async def requeue_expired(self) -> int:
+        """Queue every running search whose lease has ended."""
+        return await self._requeue(SearchRow.leased_until < datetime.now(UTC))
+
+    async def requeue_of(self, owners: Collection[str]) -> int:
+        """Queue every running search of owners that are known to be dead."""
+        return await self._requeue(SearchRow.lease_owner.in_(owners))
+
+    async def owners(self) -> set[str]:
+        """Owners of running searches."""
+        query = select(SearchRow.lease_owner).where(SearchRow.state == "running").distinct()
+        async with self._database.reading() as session:
+            return {owner for owner in await session.scalars(query) if owner is not None}
+
+    async def progressed(self, search_id: str, fence: int, found: Update) -> bool:
+        """Store a better plan or bound; False when the search is no longer the caller's.
+
+        What is stored never gets worse: an attempt that begins below what the one before it had found
+        changes nothing until it is ahead.
+        """
+
+        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            await _absorb(session, row, now, found)
+
+        return await self._change(search_id, fence, change)
+
+    async def release(
+        self, search_id: str, fence: int, found: Update | None, reason: str = "service-stopped"
+    ) -> bool:
+        """Queue a search again, with what it has found, for somebody else to finish."""
+
+        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            if found is not None:
+                await _absorb(session, row, now, found)
+            await _queue(session, row, now, reason)
+
+        return await self._change(search_id, fence, change)
+
+    async def crashed(self, search_id: str, fence: int, max_crashes: int, error: Mapping[str, Any]) -> bool:
+        """Queue a search again whose process died; fail it with ``error`` when that was once too often."""
+
+        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            row.crashes += 1
+            if row.crashes < max_crashes:
+                await _queue(session, row, now, "process-died")
+                return
+            row.error, row.request_key = dict(error), None
+            await _end(session, row, now, "failed")
+
+        return await self._change(search_id, fence, change)
+
+    async def finished(self, search_id: str, fence: int, plan: NewPlan) -> bool:
+        """Store a search's plan; the search is done, or cancelled when that was asked for before."""
+
+        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            await insert_plan(session, plan)
+            summary = plan.summary
+            is_better = row.objective is None or summary.value < row.objective
+            # A bound that an earlier attempt proved holds, whatever this one got to.
+            bound = summary.lower_bound if row.lower_bound is None else row.lower_bound
+            row.objective, row.method = summary.value, summary.method
+            row.lower_bound = min(max(bound, summary.lower_bound), summary.value)
+            row.gap = finite(gap_of(row.objective, row.lower_bound))
+            row.plan_id, row.incumbent = summary.plan_id, None
+            if is_better:
+                await tell_found(session, row, now, "improvement")
+            await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
+
+        return await self._change(search_id, fence, change)
+
+    async def ended(self, search_id: str, fence: int, state: SearchState, error: Mapping[str, Any]) -> bool:
+        """End a search without a plan. A failed one gives up its request key; infeasible is an answer."""
+
+        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            row.error = dict(error)
+            if state != "infeasible":
+                row.request_key = None
+            await _end(session, row, now, state)
+
+        return await self._change(search_id, fence, change)
+
+    async def _change(self, search_id: str, fence: int, change: _Change) -> bool:
+        """Change a search under its lock; False, and nothing, when it is no longer the caller's."""
+        held = select(SearchRow).where(SearchRow.id == search_id, SearchRow.fence == fence)
+        async with self._database.writing() as session:
+            row = await session.scalar(held.where(SearchRow.state == "running").with_for_update())
+            if row is None:
+                return False
+            now = datetime.now(UTC)
+            row.updated_at = now
+            await change(session, row, now)
+        self._tell(search_id)
+        return True
+
+    async def _requeue(self, lost: ColumnElement[bool]) -> int:
+        condition = (SearchRow.state == "running", lost)
+        async with self._database.reading() as session:
+            if await session.scalar(select(SearchRow.id).where(*condition).limit(1)) is None:
+                return 0
+        now = datetime.now(UTC)
+        async with self._database.writing() as session:
+            query = select(SearchRow).where(*condition).with_for_update(skip_locked=True)
+            rows = list(await session.scalars(query))
+            for row in rows:
+                row.updated_at = now
+                await _queue(session, row, now, "service-lost")
+        for row in rows:
+            self._tell(row.id)
+        return len(rows)
+
+    def _tell(self, search_id: str) -> None:
+        for listener in self._listeners:
+            listener(search_id)
+
+
+_Change = Callable[[AsyncSession, SearchRow, datetime], Awaitable[None]]
+
+
+async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: Update) -> None:
+    """Take over what is better in an update than what is stored."""
+    before, known = row.objective, row.lower_bound
+    if before is None or found.objective < before:
+        row.objective, row.method, row.incumbent = found.objective, found.method, found.incumbent
+    objective = found.objective if row.objective is None else row.objective
+    bound = found.lower_bound if known is None else max(known, found.lower_bound)
+    row.lower_bound = min(bound, objective)  # they may differ by rounding
+    row.gap = finite(gap_of(objective, row.lower_bound))
+    if row.objective != before:
+        await tell_found(session, row, now, "improvement")
+    elif row.lower_bound != known:
+        await tell_found(session, row, now, "bound")
+
+
+async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: str) -> None:
+    row.state, row.lease_owner, row.leased_until = "queued", None, None
+    await tell_state(session, row, now, reason)
+
+
+async def _end(session: AsyncSession, row: SearchRow, now: datetime, state: SearchState) -> None:
+    row.state, row.finished_at, row.lease_owner, row.leased_until = state, now, None, None
+    await tell_end(session, row, now)

@@ -1,0 +1,37 @@
+"""Counting what the database holds, for metrics: by state, over indexes, in one look."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from zbv_service.database.engine import Database
+from zbv_service.database.models import SearchRow
+from zbv_service.database.run_models import AgentRow, RunRow
+from zbv_service.observability.metrics import Tally
+from zbv_service.records import SEARCH_STATES
+from zbv_service.runs.records import AGENT_STATES, RUN_STATES
+
+
+async def tally(database: Database) -> Tally:
+    """Searches, agents and runs by state, states that nothing is in included; and the queue's age."""
+    oldest = select(func.min(SearchRow.created_at)).where(SearchRow.state == "queued")
+    async with database.reading() as session:
+        since = await session.scalar(oldest)
+        return Tally(
+            searches=await _by_state(session, SearchRow, SEARCH_STATES),
+            agents=await _by_state(session, AgentRow, AGENT_STATES),
+            runs=await _by_state(session, RunRow, RUN_STATES),
+            queue_age=0.0 if since is None else max(0.0, (datetime.now(UTC) - since).total_seconds()),
+        )
+
+
+async def _by_state(
+    session: AsyncSession,
+    table: type[SearchRow] | type[AgentRow] | type[RunRow],
+    states: tuple[str, ...],
+) -> dict[str, int]:
+    counted = await session.execute(select(table.state, func.count()).group_by(table.state))
+    return {**dict.fromkeys(states, 0), **{row[0]: row[1] for row in counted}}

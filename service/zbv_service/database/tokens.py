@@ -1,0 +1,115 @@
+"""Reading and writing tokens, browsers' sessions, and links."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from sqlalchemy import ColumnElement, CursorResult, and_, delete, or_, select, update
+from sqlalchemy.orm import aliased
+
+from zbv_service.database.engine import Database
+from zbv_service.database.token_models import TokenRow
+from zbv_service.security.records import NewToken, TokenRecord
+
+
+class NameTaken(Exception):
+    """A token that works has this name."""
+
+
+class TokenTable:
+    """The tokens of one database."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def add(self, new: NewToken) -> TokenRecord:
+        """Store a token, session or link; what has expired of the latter two goes.
+
+        Raises
+        ------
+        NameTaken
+            When a token that works has the name of this one.
+        """
+        values = {field.name: getattr(new, field.name) for field in fields(new)}
+        row = TokenRow(**{**values, "scopes": list(new.scopes)})
+        now = datetime.now(UTC)
+        async with self._database.writing() as session:
+            await session.execute(
+                delete(TokenRow).where(TokenRow.kind != "token", TokenRow.expires_at <= now)
+            )
+            named = select(TokenRow.id).where(TokenRow.kind == "token", TokenRow.name == new.name, _live(now))
+            if new.kind == "token" and await session.scalar(named.limit(1)) is not None:
+                raise NameTaken(new.name)
+            session.add(row)
+            await session.flush()
+        return _record(row)
+
+    async def live(self, token_id: str) -> TokenRecord | None:
+        """A token that works, and whose parent does."""
+        parent = aliased(TokenRow)
+        now = datetime.now(UTC)
+        query = select(TokenRow).outerjoin(parent, TokenRow.parent_id == parent.id)
+        revoked = [parent.revoked_at.is_(None), or_(parent.expires_at.is_(None), parent.expires_at > now)]
+        async with self._database.reading() as session:
+            row = await session.scalar(query.where(TokenRow.id == token_id, _live(now), *revoked))
+            return None if row is None else _record(row)
+
+    async def get(self, token_id: str) -> TokenRecord | None:
+        """A token by id, whether it works or not."""
+        async with self._database.reading() as session:
+            row = await session.get(TokenRow, token_id)
+            return None if row is None else _record(row)
+
+    async def tokens(self) -> list[TokenRecord]:
+        """All tokens that somebody holds or held, the oldest first."""
+        query = select(TokenRow).where(TokenRow.kind == "token").order_by(TokenRow.created_at, TokenRow.id)
+        async with self._database.reading() as session:
+            return [_record(row) for row in await session.scalars(query)]
+
+    async def has_any(self) -> bool:
+        """Whether anybody holds a token that works."""
+        query = select(TokenRow.id).where(TokenRow.kind == "token", _live(datetime.now(UTC))).limit(1)
+        async with self._database.reading() as session:
+            return await session.scalar(query) is not None
+
+    async def revoke(self, name_or_id: str) -> list[TokenRecord]:
+        """End the tokens of this name or id that work, and with them their sessions and links."""
+        now = datetime.now(UTC)
+        either = or_(TokenRow.id == name_or_id, TokenRow.name == name_or_id)
+        query = select(TokenRow).where(TokenRow.kind == "token", either, _live(now))
+        async with self._database.writing() as session:
+            rows = list(await session.scalars(query))
+            for row in rows:
+                row.revoked_at = now
+        return [_record(row) for row in rows]
+
+    async def remove(self, token_id: str) -> None:
+        """Forget a session or link."""
+        statement = delete(TokenRow).where(TokenRow.id == token_id, TokenRow.kind != "token")
+        async with self._database.writing() as session:
+            await session.execute(statement)
+
+    async def redeem(self, link_id: str) -> bool:
+        """Use a link; False when somebody has."""
+        unused = and_(TokenRow.id == link_id, TokenRow.kind == "link", TokenRow.used_at.is_(None))
+        statement = update(TokenRow).where(unused).values(used_at=datetime.now(UTC))
+        async with self._database.writing() as session:
+            return cast("CursorResult[Any]", await session.execute(statement)).rowcount == 1
+
+    async def used(self, token_id: str) -> None:
+        """Note that a token is in use."""
+        statement = update(TokenRow).where(TokenRow.id == token_id).values(used_at=datetime.now(UTC))
+        async with self._database.writing() as session:
+            await session.execute(statement)
+
+
+def _live(now: datetime) -> ColumnElement[bool]:
+    unexpired = or_(TokenRow.expires_at.is_(None), TokenRow.expires_at > now)
+    return and_(TokenRow.revoked_at.is_(None), unexpired)
+
+
+def _record(row: TokenRow) -> TokenRecord:
+    values = {field.name: getattr(row, field.name) for field in fields(TokenRecord)}
+    return TokenRecord(**{**values, "scopes": tuple(row.scopes)})

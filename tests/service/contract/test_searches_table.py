@@ -1,0 +1,144 @@
+"""Searches and plans in every kind of database: whole transactions, leases that fence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+
+import pytest
+from sqlalchemy import text
+from zbv_service.database import Database, PlanTable, SearchTable
+from zbv_service.records import NewPlan, NewSearch, PlanSummary, Update
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+def a_search(name: str, key: str | None = None) -> NewSearch:
+    summary = {"pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span"}
+    return NewSearch(name, key or name, b"problem", summary, {}, datetime.now(UTC))
+
+
+def a_plan(name: str = "p") -> NewPlan:
+    now = datetime.now(UTC)
+    summary = PlanSummary(name, 2, 4, "v", "span", 3.0, 2.0, 0.5, "feasible", 0.1, "fake", "us", now)
+    return NewPlan(summary, b"document", "problem")
+
+
+BETTER = Update(5.0, 4.0, 0.25, "m", b"ranks")
+
+
+async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
+    async def change_and_fail() -> None:
+        async with database.writing() as session:
+            await session.execute(text("UPDATE alembic_version SET version_num = 'x'"))
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        await change_and_fail()
+    async with database.reading() as session:
+        assert (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one() != "x"
+
+
+async def test_many_writers_at_once_all_succeed(database: Database, any_database_url: str) -> None:
+    second = Database(any_database_url)  # as another process has its own connections
+    tables = [SearchTable(database), SearchTable(second)]
+    await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(40)))
+    claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(41)))
+    ids = [claim.id for claim in claims if claim is not None]
+    assert sorted(ids) == sorted(f"s{index}" for index in range(40))
+    await second.close()
+
+
+async def test_searches_are_claimed_oldest_first(database: Database) -> None:
+    table = SearchTable(database)
+    for name in "bac":
+        await table.add(a_search(name))
+    claims = [await table.claim("me", 60) for _ in range(4)]
+    assert [claim and claim.id for claim in claims] == ["b", "a", "c", None]
+
+
+async def test_a_request_is_stored_once_until_it_is_given_up(database: Database) -> None:
+    table = SearchTable(database)
+    _, first_is_new = await table.add(a_search("a", "key"))
+    second, second_is_new = await table.add(a_search("b", "key"))
+    assert (first_is_new, second_is_new, second.id) == (True, False, "a")
+    await table.request_cancel("a")
+    third, third_is_new = await table.add(a_search("c", "key"))
+    assert (third_is_new, third.id) == (True, "c")
+
+
+async def test_only_the_current_owner_writes(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    old = await table.claim("old", 60)
+    assert old is not None
+    assert await table.progressed("a", old.fence, BETTER)
+    assert await table.requeue_of({"old"}) == 1
+    new = await table.claim("new", 60)
+    assert new is not None
+    assert (new.fence, new.attempts, new.incumbent) == (old.fence + 1, 2, b"ranks")
+
+    assert await table.renew("old", {"a": old.fence}, 60) == (set(), set())
+    assert not await table.progressed("a", old.fence, BETTER)
+    assert not await table.release("a", old.fence, None)
+    assert not await table.crashed("a", old.fence, 1, {})
+    assert not await table.ended("a", old.fence, "failed", {})
+    assert not await table.finished("a", old.fence, a_plan())
+    record = await table.get("a")
+    assert record is not None
+    assert (record.state, record.crashes, record.plan_id) == ("running", 0, None)
+
+    assert await table.renew("new", {"a": new.fence}, 60) == ({"a"}, set())
+    assert await table.finished("a", new.fence, a_plan())
+    assert not await table.finished("a", new.fence, a_plan())
+
+
+async def test_a_lease_that_is_renewed_does_not_end(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 0.0)
+    assert claim is not None
+    await table.renew("me", {"a": claim.fence}, 60)
+    assert await table.requeue_expired() == 0
+    await table.renew("me", {"a": claim.fence}, -1.0)
+    assert await table.requeue_expired() == 1
+
+
+async def test_a_renewal_brings_back_what_was_cancelled(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    record = await table.request_cancel("a")
+    assert record is not None
+    assert record.state == "running"
+    assert await table.renew("me", {"a": claim.fence}, 60) == ({"a"}, {"a"})
+    assert await table.finished("a", claim.fence, a_plan())
+    ended = await table.get("a")
+    assert ended is not None
+    assert (ended.state, ended.plan_id) == ("cancelled", "p")
+
+
+async def test_a_plan_is_stored_once(database: Database) -> None:
+    table = PlanTable(database)
+    assert await table.add(a_plan())
+    assert not await table.add(NewPlan(a_plan().summary, b"another document", "problem"))
+    assert await table.document("p") == b"document"
+    assert await table.document("q") is None
+
+
+async def test_moments_come_back_in_utc(database: Database) -> None:
+    table = SearchTable(database)
+    new = a_search("a")
+    await table.add(new)
+    record = await table.get("a")
+    assert record is not None
+    assert (record.created_at, record.created_at.tzinfo) == (new.created_at, UTC)

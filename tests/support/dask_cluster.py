@@ -1,0 +1,62 @@
+"""A real Dask cluster on this machine: a scheduler and workers, each a process that a test may kill."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from support.serving import DEADLINE
+
+
+class DaskCluster:
+    """Starts schedulers and workers; what still runs at the end is killed."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = ExitStack()
+        self._count = 0
+        self.address = ""
+
+    def start_scheduler(self) -> subprocess.Popen[bytes]:
+        """Start a scheduler: at a free port, and later ones where the first was."""
+        port = self.address.rpartition(":")[2] or "0"
+        address = ("--host", "127.0.0.1", "--port", port)
+        process, log = self._start("dask_scheduler", *address, "--no-dashboard", "--no-show")
+        self.address = wait_for_line(process, log, r"Scheduler at:\s+(tcp://\S+)")
+        return process
+
+    def start_worker(self, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Start a worker for one search at a time; nobody waits for it."""
+        options = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--death-timeout", str(DEADLINE))
+        return self._start("dask_worker", self.address, *options, environment=environment)[0]
+
+    def close(self) -> None:
+        """Kill everything."""
+        self._stack.close()
+
+    def _start(
+        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> tuple[subprocess.Popen[bytes], Path]:
+        self._count += 1
+        path = self._folder / f"{module}-{self._count}.log"
+        command = [sys.executable, "-m", f"distributed.cli.{module}", *arguments]
+        with path.open("w") as log:
+            process = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=log, env=environment)
+        self._stack.enter_context(process)
+        self._stack.callback(process.kill)
+        return process, path
+
+
+def wait_for_line(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
+    """The first group of a pattern, once a process has written it into its log."""
+    deadline = time.monotonic() + DEADLINE
+    while (found := re.search(pattern, log.read_text(errors="replace"))) is None:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return found[1]

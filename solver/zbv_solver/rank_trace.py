@@ -19,7 +19,8 @@ from zbv_solver.schema import issues_of
 
 Nanoseconds = Annotated[int, Field(strict=True, ge=-(2**62), le=2**62)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
-Record = tuple[str, Nanoseconds, Nanoseconds, Nanoseconds, Annotated[int, Field(strict=True, ge=0)]]
+Bytes = Annotated[int, Field(strict=True, ge=0, le=2**62)]
+Record = tuple[str, Nanoseconds, Nanoseconds, Nanoseconds, Bytes]
 """Action, wait, start, end, bytes received from another rank."""
 
 WAIT, START, END = range(3)

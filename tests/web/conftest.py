@@ -46,10 +46,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def look(browser: Browser) -> Iterator[Callable[..., Look]]:
-    """Open a fresh profile: ``look(origin, color_scheme="dark", …)``."""
+    """Open a fresh profile and sign in: ``look(origin, color_scheme="dark", …)``."""
     opened: list[Look] = []
 
-    def make(origin: str, **options: Any) -> Look:
+    def make(origin: str, *, is_known: bool = True, **options: Any) -> Look:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         context.set_default_timeout(60_000)
         found = Look(context.new_page(), origin)
@@ -65,6 +65,8 @@ def look(browser: Browser) -> Iterator[Callable[..., Look]]:
         )
         page.on("request", lambda request: found.requests.append(request.url))
         opened.append(found)
+        if is_known and origin.startswith("http"):
+            found.sign_in()
         return found
 
     yield make

@@ -1,9 +1,10 @@
 """The service's HTML pages: pure functions from data to text. They know no HTTP and no database.
 
 Routes serve what these return as ``text/html; charset=utf-8`` with the header
-``Content-Security-Policy:`` :data:`CONTENT_SECURITY_POLICY`, and mount two directories of static files:
-:data:`STATIC` at ``/static`` and, before it, :data:`BOKEH_STATIC` at ``/static/bokeh``. ``root`` is the
-prefix under which a proxy serves the application (ASGI's ``root_path``), without a trailing slash.
+``Content-Security-Policy:`` :data:`CONTENT_SECURITY_POLICY`, or :data:`CHART_POLICY` for a plan, and mount
+two directories of static files: :data:`STATIC` at ``/static`` and, before it, :data:`BOKEH_STATIC` at
+``/static/bokeh``. ``root`` is the prefix under which a proxy serves the application (ASGI's ``root_path``),
+without a trailing slash.
 """
 
 from __future__ import annotations
@@ -26,21 +27,30 @@ from zbv_solver.plan import Plan
 STATIC: Path = report.STATIC
 """Our own style sheet and script; serve at ``/static``."""
 
-CONTENT_SECURITY_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        # BokehJS writes style elements into its shadow roots.
-        "style-src 'self' 'unsafe-inline'",
-        "img-src 'self' data: blob:",
-        "font-src 'self' data:",
-        "connect-src 'self'",
-        "form-action 'self'",
-        "base-uri 'none'",
-        "frame-ancestors 'none'",
+
+def _policy(style: str) -> str:
+    return "; ".join(
+        (
+            "default-src 'none'",
+            "script-src 'self'",
+            f"style-src {style}",
+            "img-src 'self' data: blob:",
+            "font-src 'self' data:",
+            "connect-src 'self'",
+            "form-action 'self'",
+            "base-uri 'none'",
+            "frame-ancestors 'none'",
+        )
     )
-)
-"""What the pages need and no more: no inline script, no eval, nothing from elsewhere."""
+
+
+CONTENT_SECURITY_POLICY = _policy("'self'")
+"""What the pages need and no more: nothing inline, no eval, nothing from elsewhere."""
+
+CHART_POLICY = _policy("'self' 'unsafe-inline'")
+"""That of a page with a chart. BokehJS writes style elements into its shadow roots, and the style of every
+place and size on its elements; it knows no nonces. Scripts stay as strict: a chart's data is in an element
+that is none."""
 
 
 def _bokeh_static() -> Path:
@@ -102,14 +112,28 @@ class PlanRow:
     time_unit: str | None = None
 
 
-def plan_page(plan: Plan, *, root: str = "") -> str:
+def plan_page(plan: Plan, *, root: str = "", account: str | None = None) -> str:
     """The page of one plan: what it achieves, its Gantt chart, the baselines beside it, every action."""
     exports = [
         report.ExportLink(name, f"{root}/v1/plans/{plan.plan_id}/export/{name}", entry.description)
         for name, entry in FORMATS.items()
     ]
     view = report.plan_view(plan, exports=exports, json_url=f"{root}/v1/plans/{plan.plan_id}")
-    return _render("plan.html.j2", root=root, view=view)
+    return _render("plan.html.j2", root=root, account=account, view=view)
+
+
+def search_page(
+    row: SearchRow,
+    *,
+    is_open: bool,
+    lower_bound: float | None,
+    method: str | None,
+    root: str = "",
+    account: str | None = None,
+) -> str:
+    """The page of one search; while it is open, a browser reads it again every other second."""
+    found = {"is_open": is_open, "lower_bound": lower_bound, "method": method}
+    return _render("search.html.j2", root=root, account=account, row=row, **found)
 
 
 def index_page(
@@ -118,12 +142,21 @@ def index_page(
     *,
     root: str = "",
     base_url: str = "http://127.0.0.1:8000",
+    account: str | None = None,
 ) -> str:
     """The front page: latest searches and plans (newest first), and how to submit a problem.
 
     ``base_url`` is the service's own address as the reader would type it; it goes into the examples.
+    ``account`` is who is signed in, None when nobody has to be.
     """
-    return _render("index.html.j2", root=root, searches=searches, plans=plans, base_url=base_url.rstrip("/"))
+    return _render(
+        "index.html.j2",
+        root=root,
+        account=account,
+        searches=searches,
+        plans=plans,
+        base_url=base_url.rstrip("/"),
+    )
 
 
 def problem_page(status: int, title: str, detail: str, *, root: str = "") -> str:
@@ -132,9 +165,55 @@ def problem_page(status: int, title: str, detail: str, *, root: str = "") -> str
     return _render("problem.html.j2", root=root, status=status, title=title, detail=detail, phrase=phrase)
 
 
+def problem_type_page(
+    name: str, status: int, title: str, *, meaning: str, remedy: str, root: str = ""
+) -> str:
+    """What a type of error means, and what to do: the page at the address that is its ``type``."""
+    return _render(
+        "problem_type.html.j2",
+        root=root,
+        name=name,
+        status=status,
+        title=title,
+        meaning=meaning,
+        remedy=remedy,
+    )
+
+
+def sign_in_page(
+    destination: str,
+    complaint: str = "",
+    *,
+    root: str = "",
+    base_url: str = "http://127.0.0.1:8000",
+    asks_again: bool = False,
+) -> str:
+    """The page on which a browser's session begins.
+
+    Parameters
+    ----------
+    destination
+        Path to go to afterwards.
+    complaint
+        What was wrong with the last try.
+    asks_again
+        Have the browser load it once more by itself.
+    """
+    return _render(
+        "sign_in.html.j2",
+        root=root,
+        destination=destination,
+        complaint=complaint,
+        base_url=base_url.rstrip("/"),
+        asks_again=asks_again,
+    )
+
+
 def _render(template: str, *, root: str, **values: Any) -> str:
     versions = {"version": __version__, "bokeh_version": _distribution_version("bokeh")}
-    return _environment().get_template(template).render(root=root, **versions, **values)
+    return (
+        _environment().get_template(template).render(**{"root": root, "account": None, **versions, **values})
+    )
 
 
 def _moment(at: datetime) -> str:

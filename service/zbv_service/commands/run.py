@@ -10,15 +10,18 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from zbv_service.commands.ending import FAILED, WrongInput
+from zbv_service.commands.files import read_json
+from zbv_service.commands.server import add_server
+
 if TYPE_CHECKING:
     from zbv_service.client_runs import Run, RunClient
 
-SUCCEEDED, FAILED, WRONG_INPUT = 0, 1, 2
+SUCCEEDED = 0
 POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 5.0
 AWAY_SECONDS = 300.0
@@ -81,20 +84,8 @@ _OPTIONS = (
 _SUCH_AS = "give a JSON object such as '{\"layers\": 8}'."
 
 
-class WrongInput(Exception):
-    """The command's input is wrong; the message says what to do."""
-
-
-def add_run(commands: Any, server: str, read: Callable[[str], Any]) -> None:
-    """Add the command.
-
-    Parameters
-    ----------
-    server
-        The default address.
-    read
-        Reads a JSON file, and says what is wrong with one.
-    """
+def add_run(commands: Any) -> None:
+    """Add the command."""
     run = commands.add_parser(
         "run",
         help="have a service run a plan on its agents",
@@ -110,12 +101,7 @@ def add_run(commands: Any, server: str, read: Callable[[str], Any]) -> None:
     run.add_argument("--model-seed", type=int, default=0, metavar="N", help="of the model (default 0)")
     run.add_argument("--nodes", type=int, required=True, metavar="N", help="agents to run on")
     run.add_argument("--steps", type=int, required=True, metavar="N", help="steps to train")
-    run.add_argument(
-        "--server",
-        metavar="URL",
-        default=server,
-        help="address of the service (default: $ZBV_SERVER, or %(default)s)",
-    )
+    add_server(run)
     run.add_argument(
         "--cancel-on-interrupt", action="store_true", help="Ctrl-C cancels the run instead of leaving it"
     )
@@ -130,10 +116,10 @@ def add_run(commands: Any, server: str, read: Callable[[str], Any]) -> None:
     search.add_argument("--effort", choices=("quick", "standard", "thorough"))
     search.add_argument("--time-limit", type=float, metavar="SECONDS")
     search.add_argument("--seed", type=int)
-    run.set_defaults(run=lambda parsed: execute(parsed, read))
+    run.set_defaults(run=execute)
 
 
-def execute(parsed: argparse.Namespace, read: Callable[[str], Any]) -> int:
+def execute(parsed: argparse.Namespace) -> int:
     """Submit the run and follow it; returns the exit status.
 
     Raises
@@ -148,7 +134,7 @@ def execute(parsed: argparse.Namespace, read: Callable[[str], Any]) -> int:
     if (parsed.file is None) == (parsed.plan is None):
         found = "neither" if parsed.plan is None else "both"
         raise WrongInput(f"found {found} of a file and --plan; give exactly one.")
-    document = None if parsed.file is None else read(parsed.file)
+    document = None if parsed.file is None else read_json(parsed.file)
     _require_finite([body, document])
     with RunClient(parsed.server) as client:
         try:
@@ -159,7 +145,7 @@ def execute(parsed: argparse.Namespace, read: Callable[[str], Any]) -> int:
         except ClientError as error:
             _say(f"zbv-service: {error}")
             return FAILED
-        print(run.id, flush=True)  # noqa: T201 - the result, for scripts
+        print(run.id, flush=True)  # the result, for scripts
         return _follow_or_leave(client, run, cancels=parsed.cancel_on_interrupt)
 
 
@@ -270,4 +256,4 @@ def progress(run: Run) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,82 @@
+"""``zbv-service bench``: measure the service under load, beside its targets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zbv_service.commands.ending import DONE, FAILED, WRONG_INPUT, Stop
+
+if TYPE_CHECKING:
+    from zbv_service.bench.findings import Finding
+
+NAMES = ("ranks", "queue", "stored", "fuzz", "streams")
+_TITLES = {
+    "ranks": "Rank plans fetched over loopback",
+    "queue": "A queue over SIGKILL",
+    "stored": "An identical problem answered from the store",
+    "fuzz": "Malformed bodies",
+    "streams": "Idle event streams",
+}
+
+
+def add_bench(commands: Any) -> None:
+    """Add the command."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure the service under load",
+        description="Start a service of its own for each measurement, in a folder of its own, load it from "
+        "another process, and print what was measured beside what was asked. Exit status 1 when a target is "
+        "missed.",
+    )
+    bench.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)}, or all (the default)")
+    bench.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="of each measurement (default 10)"
+    )
+    bench.add_argument("--connections", type=int, default=32, metavar="N", help="that fetch (default 32)")
+    bench.add_argument(
+        "--offered", type=float, default=1000.0, metavar="N", help="fetches per second beside a search"
+    )
+    bench.add_argument("--searches", type=int, default=1000, metavar="N", help="that are queued")
+    bench.add_argument("--bodies", type=int, default=10_000, metavar="N", help="that are malformed")
+    bench.add_argument("--streams", type=int, default=1000, metavar="N", help="that are held open")
+    bench.add_argument("--seed", type=int, default=0, help="of the malformed bodies")
+    bench.add_argument("-o", "--output", metavar="FILE", help="write the findings as JSON, too")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    from zbv_service.bench.findings import print_table
+
+    names = NAMES if not parsed.names or parsed.names == ["all"] else tuple(parsed.names)
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise Stop(WRONG_INPUT, f"found {unknown[0]!r}; must be of {', '.join(NAMES)}, or all.")
+    every: dict[str, list[Finding]] = {}
+    for name in names:
+        every[name] = _measure(name, parsed)
+        print_table(_TITLES[name], every[name])
+    if parsed.output is not None:
+        _write(Path(parsed.output), every)
+    return DONE if all(found.is_met for findings in every.values() for found in findings) else FAILED
+
+
+def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
+    from zbv_service.bench import fuzz, queue, ranks, stored, streams
+
+    if name == "ranks":
+        return ranks.measure(parsed.seconds, parsed.connections, parsed.offered)
+    if name == "queue":
+        return queue.measure(parsed.searches)
+    if name == "stored":
+        return stored.measure(parsed.seconds)
+    if name == "fuzz":
+        return fuzz.measure(parsed.bodies, parsed.seed)
+    return streams.measure(parsed.streams, parsed.seconds)
+
+
+def _write(path: Path, every: dict[str, list[Finding]]) -> None:
+    document = {name: [found.document for found in findings] for name, findings in every.items()}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

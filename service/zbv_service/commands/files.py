@@ -1,0 +1,39 @@
+"""Reading and writing the files that commands name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from zbv_service.commands.ending import WRONG_INPUT, Stop
+
+
+def read_json(name: str) -> Any:
+    """The JSON document of a file; ``-`` is standard input."""
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise Stop(WRONG_INPUT, f"cannot read {name}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise Stop(WRONG_INPUT, f"{name} is not UTF-8 text; it must be a JSON document.") from None
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise Stop(WRONG_INPUT, f"{name} is not JSON: {error}.") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}, which JSON does not have")
+
+
+def write_text(name: str, text: str) -> None:
+    """Write a file; ``-`` is standard output."""
+    if name == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Stop(WRONG_INPUT, f"cannot write {name}: {error.strerror}.") from None

@@ -1,0 +1,1 @@
+"""Who may do what: tokens and their scopes, signing in with a browser, and what every answer says to one."""

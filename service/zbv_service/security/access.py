@@ -1,0 +1,131 @@
+"""Deciding about a request: who sent it, and whether they may do what it asks for.
+
+As RFC 6750 (bearer tokens) says: 401 without a token or with a wrong one, 403 with one that lacks the scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import Request
+
+from zbv_service.http.problems import (
+    INSUFFICIENT_SCOPE,
+    OTHER_ORIGIN,
+    TOO_MANY_ATTEMPTS,
+    UNAUTHENTICATED,
+    ProblemError,
+)
+from zbv_service.security.attempts import Attempts
+from zbv_service.security.cookies import session_of
+from zbv_service.security.grants import OPEN, Grant
+from zbv_service.security.origins import SAFE_METHODS, is_same_origin
+from zbv_service.security.scopes import allows
+from zbv_service.security.tokens import Tokens
+
+_REALM = 'Bearer realm="zbv"'
+_HOW = "send it as Authorization: Bearer …; commands take it from ZBV_TOKEN or --token-file"
+
+
+class Unauthenticated(ProblemError):
+    """401: the request says not, or wrongly, who sends it."""
+
+    def __init__(self, detail: str, *, is_wrong: bool):
+        error = ', error="invalid_token"' if is_wrong else ""
+        super().__init__(UNAUTHENTICATED, detail, headers={"WWW-Authenticate": _REALM + error})
+
+
+class InsufficientScope(ProblemError):
+    """403: the token does not allow what the request asks for."""
+
+    def __init__(self, grant: Grant, needed: Sequence[str]):
+        held, wanted = ", ".join(sorted(grant.scopes)), " or ".join(needed)
+        super().__init__(
+            INSUFFICIENT_SCOPE,
+            f"found scope {held} of token {grant.name}; this needs {wanted}. Use another token, or have one "
+            f"made: zbv-service token create --scope {needed[0]} …",
+            headers={"WWW-Authenticate": f'{_REALM}, error="insufficient_scope", scope="{" ".join(needed)}"'},
+        )
+
+
+class Access:
+    """Finds out who sends a request."""
+
+    def __init__(self, tokens: Tokens, *, is_open: bool):
+        self.tokens = tokens
+        self.is_open = is_open
+        self._attempts = Attempts()
+
+    async def require(self, request: Request, needed: Sequence[str]) -> Grant:
+        """The grant of a request that may do what needs one of these scopes.
+
+        Raises
+        ------
+        Unauthenticated, InsufficientScope
+        ProblemError
+            When another site's page sent it, or too many wrong tokens came from there.
+        """
+        grant = await self.identify(request)
+        if not allows(grant.scopes, needed):
+            raise InsufficientScope(grant, needed)
+        return grant
+
+    async def identify(self, request: Request) -> Grant:
+        """Who sends a request, by its Authorization field or else its cookie."""
+        if self.is_open:
+            return OPEN
+        text = _bearer(request)
+        if text is not None:
+            return await self.check(request, text)
+        text = session_of(request)
+        if text is None:
+            raise Unauthenticated(
+                f"This service asks who you are, and no token came; {_HOW}.", is_wrong=False
+            )
+        grant = await self.check(request, text)
+        if request.method not in SAFE_METHODS:
+            require_same_origin(request)
+        return grant
+
+    async def check(self, request: Request, text: str) -> Grant:
+        """The grant of a token or session."""
+        address = "" if request.client is None else request.client.host
+        if not self.tokens.is_known(text):
+            self._require_patience(address)
+        grant = await self.tokens.grant(text)
+        if grant is None:
+            self._attempts.failed(address)
+            raise Unauthenticated(
+                "The token is none of this service's, or it has expired or was revoked. A new one comes from "
+                "zbv-service token create.",
+                is_wrong=True,
+            )
+        return grant
+
+    def _require_patience(self, address: str) -> None:
+        wait = self._attempts.wait_seconds(address)
+        if wait:
+            raise ProblemError(
+                TOO_MANY_ATTEMPTS,
+                f"Too many wrong tokens came from {address}; wait {wait} s before the next one.",
+                headers={"Retry-After": str(wait)},
+            )
+
+
+def require_same_origin(request: Request) -> None:
+    """Refuse what another site's page has a browser send."""
+    if not is_same_origin(request):
+        raise ProblemError(
+            OTHER_ORIGIN,
+            "A browser's session changes things only from this service's own pages, and this request comes "
+            "from elsewhere (Origin or Sec-Fetch-Site). Scripts send a token in Authorization instead.",
+        )
+
+
+def _bearer(request: Request) -> str | None:
+    """The token in the Authorization field; an empty one when there is another kind of credentials."""
+    header = request.headers.get("authorization")
+    if header is None:
+        return None
+    scheme, _, text = header.partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else ""

@@ -1,0 +1,41 @@
+"""The cookie of a browser's session."""
+
+from __future__ import annotations
+
+from fastapi import Request, Response
+
+
+def cookie_name(request: Request) -> str:
+    """Its name. Over TLS one that only this host can set; else the port is in it: cookies know no ports."""
+    if request.url.scheme == "https":
+        return "__Host-zbv-session"
+    return f"zbv-session-{request.url.port or 80}"
+
+
+def session_of(request: Request) -> str | None:
+    """What a browser's cookie holds."""
+    return request.cookies.get(cookie_name(request))
+
+
+def set_session(response: Response, request: Request, text: str, max_age: int) -> None:
+    """Have a browser keep a session: scripts cannot read it, other sites cannot send it."""
+    response.set_cookie(
+        cookie_name(request),
+        text,
+        max_age=max_age,
+        path="/",
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+
+
+def end_session(response: Response, request: Request) -> None:
+    """Have a browser forget its session."""
+    response.delete_cookie(
+        cookie_name(request),
+        path="/",
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )

@@ -1,0 +1,70 @@
+"""How a route says which scope it needs: ``dependencies=[needs("search")]``.
+
+This module does without postponed annotations: the framework reads those of a dependency that is an object,
+and cannot resolve them as text.
+"""
+
+from typing import cast
+
+from fastapi import APIRouter, Depends, Request, Security, params
+from fastapi.openapi.models import HTTPBearer
+from fastapi.routing import APIRoute
+from fastapi.security import SecurityScopes
+from fastapi.security.base import SecurityBase
+
+from zbv_service.security.access import Access
+from zbv_service.security.scopes import SCOPES, Scope
+
+SCHEME = "token"
+
+
+class _TokenScheme(SecurityBase):
+    """Checks each request of a route that declares scopes; one of them suffices."""
+
+    def __init__(self) -> None:
+        self.scheme_name = SCHEME
+        self.model = HTTPBearer(
+            bearerFormat="zbv_<id>_<secret>",
+            description="A token of `zbv-service token create`. A browser's session, in its cookie, will do.",
+        )
+
+    async def __call__(self, request: Request, scopes: SecurityScopes) -> None:
+        """Leave the grant in ``request.state``; raises what :meth:`Access.require` raises."""
+        access: Access = request.app.state.rooms.access
+        request.state.grant = grant = await access.require(request, scopes.scopes)
+        request.state.caller = grant.name
+
+
+_scheme = _TokenScheme()
+
+
+async def _anybody() -> None:
+    """Says of a route that it is for everybody."""
+
+
+def needs(*scopes: Scope) -> params.Security:
+    """A dependency that lets requests pass that have one of these scopes."""
+    return cast("params.Security", Security(_scheme, scopes=list(scopes)))
+
+
+READ = needs("read")
+ANY_TOKEN = needs(*SCOPES)
+ANYBODY = cast("params.Depends", Depends(_anybody))
+"""The declaration of a route that needs no token."""
+
+
+def scopes_of(route: APIRoute) -> list[str] | None:
+    """The scopes of which a route needs one: none when it is for everybody, None when it does not say."""
+    for found in route.dependant.dependencies:
+        if found.call is _scheme:
+            return list(found.own_oauth_scopes or [])
+        if found.call is _anybody:
+            return []
+    return None
+
+
+def require_declared(router: APIRouter) -> None:
+    """Raise RuntimeError when a route says neither which scope it needs nor that it is for everybody."""
+    for route in router.routes:
+        if not isinstance(route, APIRoute) or scopes_of(route) is None:
+            raise RuntimeError(f"{route} declares no scope; give it dependencies=[needs(…)] or [ANYBODY].")

@@ -1,0 +1,23 @@
+"""What a token may do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+Scope = Literal["read", "search", "agent", "launch", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+
+MEANINGS: dict[Scope, str] = {
+    "read": "see searches, plans, runs, agents, traces, logs and metrics",
+    "search": "start, cancel and delete searches; store plans",
+    "agent": "be an agent: offer a node, take its work, send what its ranks measured; fetch plans",
+    "launch": "start, change and cancel runs, which execute code on agents; store plans",
+    "admin": "everything",
+}
+
+
+def allows(granted: Iterable[str], needed: Iterable[str]) -> bool:
+    """Whether scopes suffice where one of several is needed."""
+    held = frozenset(granted)
+    return "admin" in held or not held.isdisjoint(needed)

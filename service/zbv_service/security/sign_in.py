@@ -1,0 +1,73 @@
+"""Signing in with a browser: a link, once, or a token becomes a session."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from zbv_service.database.tokens import TokenTable
+from zbv_service.security.grants import Grant
+from zbv_service.security.records import NewToken, TokenKind
+from zbv_service.security.token_text import TokenText
+from zbv_service.security.tokens import Tokens
+
+LINK_SECONDS = 24 * 3600.0
+
+
+class LinkUnusable(Exception):
+    """A link that begins no session; the message says why."""
+
+
+class SignIn:
+    """Begins and ends sessions."""
+
+    def __init__(self, table: TokenTable, tokens: Tokens, session_seconds: float):
+        self._table = table
+        self._tokens = tokens
+        self.session_seconds = session_seconds
+
+    async def new_link(self, grant: Grant) -> str:
+        """A token that begins one session with the same grant, if it is used within a day."""
+        return await self._add("link", grant, LINK_SECONDS)
+
+    async def follow_link(self, text: str) -> str:
+        """The session that a link begins; raises :class:`LinkUnusable`."""
+        token = TokenText.parse(text)
+        stored = None if token is None else await self._table.get(token.id)
+        is_right = token is not None and stored is not None and token.is_hashed_as(stored.secret_hash)
+        if token is None or stored is None or not is_right or stored.kind != "link":
+            raise LinkUnusable("This link is none of this service's, or too old.")
+        is_live = await self._table.live(token.id) is not None and self._tokens.has_root(stored)
+        if not is_live:
+            raise LinkUnusable("This link is too old, or the token behind it was revoked.")
+        if not await self._table.redeem(token.id):
+            raise LinkUnusable("This link was used before: it works once.")
+        grant = Grant(stored.name, frozenset(stored.scopes), "session", stored.parent_id, stored.max_searches)
+        return await self.begin(grant)
+
+    async def begin(self, grant: Grant) -> str:
+        """A new session with a grant; it ends with the token behind it at the latest."""
+        return await self._add("session", grant, self.session_seconds)
+
+    async def end(self, text: str) -> None:
+        """End a session, at once."""
+        token = TokenText.parse(text)
+        if token is not None:
+            await self._table.remove(token.id)
+            self._tokens.forget(token.id)
+
+    async def _add(self, kind: TokenKind, grant: Grant, seconds: float) -> str:
+        text, now = TokenText.new(), datetime.now(UTC)
+        await self._table.add(
+            NewToken(
+                id=text.id,
+                kind=kind,
+                name=str(grant.name),
+                secret_hash=text.hash,
+                scopes=tuple(sorted(grant.scopes)),
+                created_at=now,
+                parent_id=grant.token_id,
+                max_searches=grant.max_searches,
+                expires_at=now + timedelta(seconds=seconds),
+            )
+        )
+        return str(text)

@@ -1,0 +1,155 @@
+"""Which token may do what, remembered for a moment: thousands of ranks fetch their plans at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from zbv_service.database.tokens import TokenTable
+from zbv_service.security.grants import Grant, Means
+from zbv_service.security.records import TokenRecord
+from zbv_service.security.scopes import SCOPES
+from zbv_service.security.token_text import TokenText
+
+FRESH_SECONDS = 1.0
+"""How long a token is believed to be what it was: the longest that a revoked one still works."""
+STALE_SECONDS = 60.0
+"""How long, when the database does not answer: nobody can revoke a token there either."""
+REMEMBERED = 4096
+USED_SECONDS = 60.0
+"""How often it is noted that a token is in use."""
+LOCAL_NAME = "local"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A token that works, as it was ``at`` some time."""
+
+    hash: str
+    grant: Grant
+    at: float
+
+
+class Tokens:
+    """The tokens that a service accepts.
+
+    Parameters
+    ----------
+    local
+        A token of this process alone, which may do everything; it is in no database.
+    """
+
+    def __init__(
+        self,
+        table: TokenTable,
+        local: TokenText | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._table = table
+        self._local = local
+        self._clock = clock
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._looks: dict[str, asyncio.Task[_Known | None]] = {}
+        self._notes: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Wait for what is still being asked or noted."""
+        await asyncio.gather(*self._looks.values(), *self._notes, return_exceptions=True)
+
+    def is_known(self, text: str) -> bool:
+        """Whether a token worked a short while ago, which is known without asking the database."""
+        token = TokenText.parse(text)
+        if token is None:
+            return False
+        known = self._known.get(token.id)
+        return self._is_local(token) or (known is not None and token.is_hashed_as(known.hash))
+
+    async def grant(self, text: str) -> Grant | None:
+        """What a token may do; None when it is none that works."""
+        token = TokenText.parse(text)
+        if token is None:
+            return None
+        if self._is_local(token):
+            return Grant(LOCAL_NAME, frozenset(SCOPES), "local")
+        known = self._known.get(token.id)
+        if known is None or self._clock() - known.at > FRESH_SECONDS:
+            known = await self._look(token.id)
+        if known is None or not token.is_hashed_as(known.hash):
+            return None
+        return known.grant
+
+    def forget(self, token_id: str) -> None:
+        """Ask the database about a token next time."""
+        self._known.pop(token_id, None)
+
+    def _is_local(self, token: TokenText) -> bool:
+        return self._local is not None and token.id == self._local.id and token.is_hashed_as(self._local.hash)
+
+    async def _look(self, token_id: str) -> _Known | None:
+        """Ask the database, once for all who ask at the same time."""
+        task = self._looks.get(token_id)
+        if task is None:
+            task = self._looks[token_id] = asyncio.create_task(self._ask(token_id))
+            task.add_done_callback(lambda done: self._done(token_id, done))
+        return await asyncio.shield(task)
+
+    def _done(self, token_id: str, task: asyncio.Task[_Known | None]) -> None:
+        self._looks.pop(token_id, None)
+        if not task.cancelled():
+            task.exception()  # whoever asked has it; if they all went away, nobody misses it
+
+    async def _ask(self, token_id: str) -> _Known | None:
+        try:
+            record = await self._table.live(token_id)
+        except SQLAlchemyError:
+            known = self._known.get(token_id)
+            if known is None or self._clock() - known.at > STALE_SECONDS:
+                raise
+            logger.warning("the database does not answer; token %s is believed a little longer", token_id)
+            return known
+        if record is None or record.kind == "link" or not self.has_root(record):
+            self._known.pop(token_id, None)
+            return None
+        self._note_use(record)
+        known = self._known[token_id] = _Known(record.secret_hash, _grant(record), self._clock())
+        self._known.move_to_end(token_id)
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return known
+
+    def has_root(self, record: TokenRecord) -> bool:
+        """Whether what a session or link was made with is accepted here, as far as this process knows.
+
+        One that was made with a local token, whichever, works where there is such a token: on the loopback
+        interface, and nowhere else that the database may move to.
+        """
+        return record.kind == "token" or record.parent_id is not None or self._local is not None
+
+    def _note_use(self, record: TokenRecord) -> None:
+        now = datetime.now(UTC)
+        if record.used_at is not None and now - record.used_at < timedelta(seconds=USED_SECONDS):
+            return
+        task = asyncio.create_task(self._used(record.id))
+        self._notes.add(task)
+        task.add_done_callback(self._notes.discard)
+
+    async def _used(self, token_id: str) -> None:
+        try:
+            await self._table.used(token_id)
+        except SQLAlchemyError as error:
+            logger.warning("could not note that token %s is in use", token_id, exc_info=error)
+
+
+def _grant(record: TokenRecord) -> Grant:
+    means: Means = "session" if record.kind == "session" else "token"
+    token_id = record.parent_id if record.kind == "session" else record.id
+    return Grant(record.name, frozenset(record.scopes), means, token_id, record.max_searches)

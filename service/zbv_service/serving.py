@@ -1,0 +1,143 @@
+"""The server process: its socket, TLS, limits, and what it prints when it is ready."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import ssl
+from contextlib import ExitStack
+
+import uvicorn
+from fastapi import FastAPI
+
+from zbv_service.app import create_app
+from zbv_service.http.patience import impatient
+from zbv_service.security.grants import Grant
+from zbv_service.security.local_token import left_behind
+from zbv_service.security.scopes import SCOPES
+from zbv_service.security.token_text import TokenText
+from zbv_service.security.tokens import LOCAL_NAME
+from zbv_service.settings import Settings
+
+MAX_HEAD_BYTES = 64 * 1024
+BACKLOG = 2048
+MOST_FILES = 65_536
+
+
+class CannotServe(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+
+def serve(settings: Settings) -> bool:
+    """Serve until a signal; False when the start failed, which the log explains.
+
+    Raises
+    ------
+    CannotServe
+        When the address is taken, or certificates cannot be used.
+    """
+    _allow_files()
+    local = TokenText.new() if settings.is_local and settings.auth == "tokens" else None
+    app = create_app(settings, local_token=local)
+    config = _config(app, settings)
+    with ExitStack() as stack:
+        listener = stack.enter_context(_listen(settings.host, settings.port))
+        if local is not None:
+            path = stack.enter_context(left_behind(listener.getsockname()[1], str(local)))
+            if path is None:
+                print("zbv-service: cannot leave a token for commands on this machine; set XDG_STATE_HOME.")
+        server = _Server(config, app, _address(listener, settings), is_local=local is not None)
+        server.run(sockets=[listener])
+    return server.started
+
+
+class _Server(uvicorn.Server):
+    """Says when and where it listens, and lets agents go before it waits for requests to end."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, address: str, *, is_local: bool):
+        super().__init__(config)
+        self._app = app
+        self._address = address
+        self._is_local = is_local
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.started:
+            return
+        print(f"zbv-service: listening on {self._address}", flush=True)
+        if self._is_local:
+            grant = Grant(LOCAL_NAME, frozenset(SCOPES), "local")
+            token = await self._app.state.rooms.sign_in.new_link(grant)
+            print(
+                f"zbv-service: to sign in, open {self._address}/sign-in?token={token}\n"
+                f"zbv-service: (works once; for another link: zbv-service token link)",
+                flush=True,
+            )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Agents wait for work for seconds, and readers of events for hours; the server would wait as long.
+        self._app.state.rooms.dispatcher.hang_up()
+        self._app.state.rooms.events.hang_up()
+        await super().shutdown(sockets)
+
+
+def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=impatient(settings.request_seconds),
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        forwarded_allow_ips=settings.trusted_proxies,
+        server_header=False,
+        log_config=None,
+        access_log=False,  # our own lines say more, and no query, which may hold a token
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_seconds)),
+        lifespan="on",
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        ssl_ca_certs=None if settings.tls_ca is None else str(settings.tls_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if settings.tls_ca is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        paths = (settings.tls_cert, settings.tls_key, settings.tls_ca)
+        names = ", ".join(str(path) for path in paths if path)
+        raise CannotServe(
+            f"cannot use {names} for TLS: {error.strerror or error}. They must be PEM files, and the key "
+            f"that of the certificate, without a passphrase."
+        ) from None
+    return config
+
+
+def _allow_files() -> None:
+    """Take as many files, and so connections, as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            stack.pop_all()  # open from here on
+    except OSError as error:
+        raise CannotServe(
+            f"cannot listen on {host} port {port}: {error.strerror}. Choose others (--port 0)."
+        ) from None
+    return listener
+
+
+def _address(listener: socket.socket, settings: Settings) -> str:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if settings.tls_cert is None else "https"
+    # A certificate holds the name that was asked for, not the number that it stands for.
+    name = settings.host if settings.tls_cert is not None and not settings.host.startswith("0.") else host
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"

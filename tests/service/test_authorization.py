@@ -1,0 +1,223 @@
+"""Who may do what: every route asks, as RFC 6750 says, and what they may do they can."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from support.runs_over_http import MODEL, register
+from support.serving import PROBLEM, Service, Serving
+from support.tokens import add, bearer, kind_of
+from zbv_service.app import create_app
+from zbv_service.security import attempts
+from zbv_service.security.scheme import needs, require_declared, scopes_of
+from zbv_service.security.scopes import SCOPES
+from zbv_service.security.token_text import TokenText
+from zbv_service.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+FOR_EVERYBODY = {
+    ("GET", "/healthz"),
+    ("GET", "/readyz"),
+    ("GET", "/problems/{name}"),
+    ("GET", "/sign-in"),
+    ("POST", "/sign-in"),
+    ("POST", "/sign-out"),
+}
+
+
+@pytest.fixture
+async def service(serving: Serving) -> AsyncIterator[Service]:
+    async with serving("immediate", auth="tokens") as found:
+        yield found
+
+
+def routes(app: FastAPI) -> Iterator[APIRoute]:
+    for entry in app.router.routes:
+        router = getattr(entry, "original_router", None)
+        if router is not None:
+            yield from (route for route in router.routes if isinstance(route, APIRoute))
+
+
+def requests(app: FastAPI) -> Iterator[tuple[str, str, list[str] | None]]:
+    for route in routes(app):
+        for method in route.methods or ():
+            yield method, route.path, scopes_of(route)
+
+
+def address(path: str) -> str:
+    return re.sub(r"\{[^}]*\}", "0", path)
+
+
+async def test_every_route_asks_for_a_token_or_is_for_everybody(service: Service) -> None:
+    asked = 0
+    for method, path, scopes in requests(service.app):
+        answer = await service.http.request(method, address(path))
+        if (method, path) in FOR_EVERYBODY:
+            assert scopes == [], f"{method} {path}"
+            assert answer.status_code != 401, f"{method} {path}"
+            continue
+        asked += 1
+        assert (answer.status_code, kind_of(answer)) == (401, "unauthenticated"), f"{method} {path}"
+        assert answer.headers["www-authenticate"] == 'Bearer realm="zbv"'
+        assert answer.headers["content-type"] == "application/problem+json"
+    assert asked > 30
+
+
+async def test_a_token_without_the_scope_is_refused_everywhere(service: Service) -> None:
+    for scope in SCOPES[:-1]:
+        fields = await add(service, scope, name=scope)
+        for method, path, scopes in requests(service.app):
+            if not scopes or scope in scopes:
+                continue
+            answer = await service.http.request(method, address(path), headers=fields)
+            assert (answer.status_code, kind_of(answer)) == (403, "insufficient-scope"), f"{method} {path}"
+            told = answer.headers["www-authenticate"]
+            assert told == f'Bearer realm="zbv", error="insufficient_scope", scope="{" ".join(scopes)}"'
+
+
+async def test_a_token_with_the_scope_and_one_for_everything_pass(service: Service) -> None:
+    for scope in SCOPES:
+        fields = await add(service, scope, name=scope)
+        for method, path, scopes in requests(service.app):
+            if scopes and (scope in scopes or scope == "admin"):
+                answer = await service.http.request(method, address(path), headers=fields)
+                assert answer.status_code not in (401, 403), f"{scope}: {method} {path}"
+
+
+def test_what_changes_something_never_needs_read_alone() -> None:
+    for method, path, scopes in requests(create_app(Settings(auth="none"))):
+        if scopes and method != "GET" and set(scopes) != set(SCOPES):
+            assert "read" not in scopes, f"{method} {path}"
+        if scopes and method == "GET" and path != "/v1/agents/{agent_id}/work":
+            assert "read" in scopes, f"{method} {path}"
+
+
+def test_a_route_that_forgets_to_say_keeps_the_service_from_being_made() -> None:
+    router = APIRouter()
+    router.add_api_route("/open", lambda: None, dependencies=[needs("read")])
+    require_declared(router)
+    router.add_api_route("/forgotten", lambda: None)
+    with pytest.raises(RuntimeError, match=r"forgotten.* declares no scope"):
+        require_declared(router)
+
+
+async def test_files_of_pages_are_for_everybody_and_unknown_addresses_stay_unknown(service: Service) -> None:
+    assert (await service.http.get("/static/zbv.css")).status_code == 200
+    assert (await service.http.get("/v1/nothing")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "credentials",
+    [f"Bearer {TokenText.new()}", "Bearer", "Bearer x y", "Basic dXNlcjpwYXNz", "bearer zbv_é", ""],
+    ids=["unknown", "none", "two", "basic", "no-ascii", "empty"],
+)
+async def test_wrong_credentials_are_no_credentials(service: Service, credentials: str) -> None:
+    answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == 'Bearer realm="zbv", error="invalid_token"'
+
+
+async def test_the_name_of_the_scheme_may_be_written_in_any_way(service: Service) -> None:
+    token = (await add(service, "read"))["Authorization"].partition(" ")[2]
+    assert (await service.http.get("/v1/searches", headers={"Authorization": f"bEARER {token}"})).is_success
+
+
+async def test_many_wrong_tokens_have_to_wait_and_right_ones_do_not(service: Service) -> None:
+    right = await add(service, "read")
+    assert (await service.http.get("/v1/searches", headers=right)).is_success
+    wrong = bearer(str(TokenText.new()))
+    statuses = [
+        (await service.http.get("/v1/searches", headers=wrong)).status_code
+        for _ in range(attempts.ALLOWED + 1)
+    ]
+    assert statuses == [401] * attempts.ALLOWED + [429]
+    refused = await service.http.get("/v1/searches", headers=wrong)
+    assert kind_of(refused) == "too-many-attempts"
+    assert int(refused.headers["retry-after"]) > 0
+    assert (await service.http.get("/v1/searches", headers=right)).is_success
+
+
+async def test_a_rank_plan_in_memory_is_no_way_round(service: Service) -> None:
+    searcher, reader = await add(service, "search", "read", name="s"), await add(service, "launch", name="l")
+    submitted = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=searcher)
+    until = f"/v1/searches/{submitted.json()['id']}"
+    while (found := (await service.http.get(until, headers=searcher)).json())["state"] != "done":
+        pass
+    rank = f"/v1/plans/{found['plan_id']}/ranks/0"
+    for _ in range(2):  # the second time it is in memory
+        answer = await service.http.get(rank, headers=searcher)
+        assert answer.is_success
+        assert "public" not in answer.headers["cache-control"]
+    assert (await service.http.get(rank)).status_code == 401
+    assert (await service.http.get(rank, headers=reader)).status_code == 403
+    agent = await add(service, "agent", name="a")
+    assert (await service.http.get(rank, headers=agent)).is_success
+
+
+async def test_what_a_token_asks_for_bears_its_name(service: Service) -> None:
+    fields = await add(service, "search", "launch", name="alice")
+    search = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
+    run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 1}
+    launched = await service.http.post("/v1/runs", json=run, headers=fields)
+    assert (search.status_code, launched.status_code) == (202, 202)
+    rooms = service.app.state.rooms
+    assert (await rooms.searches.get(search.json()["id"])).created_by == "alice"
+    assert (await rooms.runs.get(launched.json()["id"])).created_by == "alice"
+
+
+async def test_a_token_has_only_so_many_unfinished_searches(serving: Serving) -> None:
+    async with serving("held", auth="tokens", max_searches_per_token=2) as service:
+
+        async def submit(fields: dict[str, str], microbatches: int) -> httpx.Response:
+            body = {"problem": {**PROBLEM, "microbatches": microbatches}}
+            return await service.http.post("/v1/searches", json=body, headers=fields)
+
+        alice, bob = await add(service, "search", name="alice"), await add(service, "search", name="bob")
+        one = await add(service, "search", name="one", max_searches=1)
+        first = await submit(alice, 2)
+        assert [first.status_code, (await submit(alice, 3)).status_code] == [202, 202]
+        refused = await submit(alice, 4)
+        assert (refused.status_code, kind_of(refused)) == (429, "too-many-searches")
+        assert int(refused.headers["retry-after"]) > 0
+        assert (await submit(alice, 2)).status_code == 202, "what is there already is no further search"
+        assert (await submit(bob, 5)).status_code == 202
+        assert [(await submit(one, m)).status_code for m in (6, 7)] == [202, 429]
+        await service.http.post(f"/v1/searches/{first.json()['id']}/cancel", headers=alice)
+        while (await submit(alice, 4)).status_code == 429:
+            pass
+
+
+async def test_the_operator_limits_effort(serving: Serving) -> None:
+    async with serving("immediate", max_effort="quick") as service:
+        refused = await service.submit(effort="standard")
+        assert (refused.status_code, kind_of(refused)) == (422, "invalid-body")
+        assert refused.json()["errors"] == [
+            {"pointer": "/options/effort", "detail": "found standard; this service takes at most quick."}
+        ]
+        assert (await service.submit(effort="quick")).status_code == 202
+
+
+async def test_a_service_on_this_machine_may_ask_nobody(serving: Serving) -> None:
+    async with serving("immediate", auth="none") as service:
+        assert (await service.http.get("/v1/searches")).is_success
+        await register(service, "a")
+        assert (await service.http.get("/v1/searches", headers=bearer("nonsense"))).is_success
+
+
+def test_the_description_says_which_scope_each_operation_takes() -> None:
+    described = create_app(Settings()).openapi()
+    assert described["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+    paths = described["paths"]
+    assert paths["/v1/searches"]["post"]["security"] == [{"token": ["search"]}]
+    assert paths["/v1/plans"]["post"]["security"] == [{"token": ["search"]}, {"token": ["launch"]}]
+    assert "security" not in paths["/healthz"]["get"]
+    for methods in paths.values():
+        for operation in methods.values():
+            assert ("401" in operation["responses"]) == ("security" in operation)
+            assert ("403" in operation["responses"]) == ("security" in operation)

@@ -1,0 +1,93 @@
+"""Settings are declared once: flags, variables and the page about them follow."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from zbv_service.cli import _parser, main
+from zbv_service.commands.settings import declared, markdown, settings_of
+from zbv_service.settings import Settings
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+REMEDY = "put the output of `zbv-service settings --markdown` between the comments in docs/configuration.md"
+
+
+def test_the_page_has_every_setting_as_the_code_has_it() -> None:
+    found = re.search(r"<!-- settings -->\n(.*)<!-- end of settings -->", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    assert found[1] == markdown(), REMEDY
+    assert [name for name in Settings.model_fields if f"| `{name}` |" not in found[1]] == []
+
+
+def test_every_setting_is_explained() -> None:
+    for setting in declared():
+        assert setting.description.endswith("."), setting.name
+        assert len(setting.description) > 15, setting.name
+
+
+VALUES = {
+    "host": "127.0.0.2",
+    "database": "sqlite:///other.db",
+    "allowed_hosts": "a.example,b.example",
+    "trusted_proxies": "10.0.0.1",
+    "executor": "processes:2",
+    "tls_cert": "c.pem",
+    "tls_key": "k.pem",
+    "tls_ca": "a.pem",
+    "heartbeat_seconds": "1",
+    "agent_heartbeat_seconds": "1",
+}
+TOGETHER = {"tls_cert": ["tls_key"], "tls_key": ["tls_cert"], "tls_ca": ["tls_cert", "tls_key"]}
+
+
+@pytest.mark.parametrize("name", list(Settings.model_fields))
+def test_every_setting_is_a_flag_and_a_variable_and_the_flag_wins(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (setting,) = (setting for setting in declared() if setting.name == name)
+    default = getattr(Settings(), name)
+    value = VALUES.get(name) or (setting.choices[-1] if setting.choices else "77")
+    value = next((choice for choice in setting.choices if choice != default), value)
+    for other in TOGETHER.get(name, []):
+        monkeypatch.setenv(f"ZBV_{other.upper()}", VALUES[other])
+
+    by_flag = settings_of(_parser().parse_args(["serve", setting.flag, value]))
+    monkeypatch.setenv(setting.variable, value)
+    by_variable = settings_of(_parser().parse_args(["serve"]))
+    assert getattr(by_flag, name) == getattr(by_variable, name) != default
+    if default not in (None, ()):
+        flags = ["serve", setting.flag, str(default)]
+        assert getattr(settings_of(_parser().parse_args(flags)), name) == default
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--tls-cert", "x.pem"], "TLS needs both"),
+        (["--tls-ca", "x.pem"], "only with TLS"),
+        (["--host", "0.0.0.0", "--auth", "none"], "found auth none and host 0.0.0.0"),
+        (["--database", "zbv.db"], "must be a database URL"),
+        (["--max-connections", "0"], "max_connections: found 0; "),
+    ],
+)
+def test_wrong_settings_are_said_at_once(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == 2
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert printed.out == ""
+
+
+def test_the_command_shows_what_applies_and_no_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZBV_PORT", "8001")
+    monkeypatch.setenv("ZBV_DATABASE", "postgresql://zbv:hunter2@db/zbv")
+    assert main(["settings"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^ZBV_PORT +8001$", shown, re.MULTILINE)
+    assert "hunter2" not in shown
+    assert shown.count("ZBV_") == len(Settings.model_fields)

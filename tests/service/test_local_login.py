@@ -1,0 +1,271 @@
+"""Signing in with a browser, and the token that a service leaves for commands on its machine."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support import fake_searches
+from support.serving import DEADLINE, PROBLEM, Service
+from support.tokens import add, bearer, kind_of
+from zbv_service import client_token
+from zbv_service.app import create_app
+from zbv_service.client_token import CredentialsUnusable
+from zbv_service.database import TokenTable
+from zbv_service.security.local_token import left_behind
+from zbv_service.security.token_text import TokenText
+from zbv_service.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+LOCAL = TokenText.new()
+PAGE = {"Accept": "text/html,application/xhtml+xml"}
+OURS = {"Sec-Fetch-Site": "same-origin"}
+
+
+@pytest.fixture
+async def service(settings: Settings) -> AsyncIterator[Service]:
+    """Asks for tokens, and has one of its own for this machine."""
+    settings = settings.model_copy(update={"auth": "tokens"})
+    app = create_app(settings, search=fake_searches.immediate, local_token=LOCAL)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://zbv:8000", timeout=DEADLINE) as http,
+    ):
+        yield Service(app, http)
+
+
+async def link(service: Service, fields: dict[str, str] | None = None) -> str:
+    answer = await service.http.post("/v1/sign-in-links", headers=fields or bearer(str(LOCAL)))
+    assert answer.status_code == 201, answer.text
+    url: str = answer.json()["url"]
+    assert url.startswith("http://zbv:8000/sign-in?token=zbv_")
+    return url.removeprefix("http://zbv:8000")
+
+
+async def submit(service: Service, **fields: str) -> httpx.Response:
+    return await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
+
+
+async def test_commands_of_this_machine_may_do_everything(service: Service) -> None:
+    assert (await submit(service, **bearer(str(LOCAL)))).status_code == 202
+    other = TokenText(LOCAL.id, TokenText.new().secret)
+    assert (await submit(service, **bearer(str(other)))).status_code == 401
+
+
+async def test_a_link_becomes_a_session_once(service: Service) -> None:
+    url = await link(service)
+    answer = await service.http.get(url, headers=PAGE)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    cookie = answer.headers["set-cookie"]
+    assert cookie.startswith("zbv-session-8000=")
+    assert {"HttpOnly", "SameSite=strict", "Path=/"} <= {part.strip() for part in cookie.split(";")}
+    page = await service.http.get("/", headers=PAGE)
+    assert page.status_code == 200
+    assert "Signed in as local" in page.text
+
+    leading = await service.http.get(f"{await link(service)}&next=/plans/abc")
+    assert leading.headers["location"] == "/plans/abc"
+
+    service.http.cookies.clear()
+    again = await service.http.get(url, headers=PAGE)
+    assert again.status_code == 401
+    assert "was used before" in again.text
+    assert "zbv-service token link" in again.text
+    assert "set-cookie" not in again.headers
+
+
+async def test_a_wrong_link_begins_nothing(service: Service) -> None:
+    token = (await add(service, "admin"))["Authorization"].removeprefix("Bearer ")
+    for text in (str(TokenText.new()), "nonsense", token):
+        answer = await service.http.get("/sign-in", params={"token": text})
+        assert answer.status_code == 401
+        assert "set-cookie" not in answer.headers
+    url = await link(service)
+    assert (await service.http.get("/", headers=bearer(url.partition("=")[2]))).status_code == 401
+
+
+async def test_whoever_has_to_sign_in_gets_a_page_and_comes_back(service: Service) -> None:
+    refused = await service.http.get("/plans/abc?x=1", headers=PAGE)
+    assert refused.status_code == 401
+    assert 'value="/plans/abc?x=1"' in refused.text
+    assert kind_of(await service.http.get("/v1/searches")) == "unauthenticated"
+
+    form = {"token": (await add(service, "read", name="bob"))["Authorization"].removeprefix("Bearer ")}
+    answer = await service.http.post("/sign-in", data={**form, "next": "/plans/abc?x=1"}, headers=OURS)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/plans/abc?x=1")
+    assert (await service.http.get("/v1/searches")).is_success
+    refused = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=OURS)
+    assert (refused.status_code, kind_of(refused)) == (403, "insufficient-scope"), "the session is no more"
+
+
+@pytest.mark.parametrize(
+    "elsewhere", ["//evil.example", "https://evil.example", "/\\evil.example", "x", "/\n/"]
+)
+async def test_nobody_is_sent_elsewhere(service: Service, elsewhere: str) -> None:
+    data = {"token": str(LOCAL), "next": elsewhere}
+    answer = await service.http.post("/sign-in", data=data, headers=OURS)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+
+
+async def test_a_wrong_token_signs_nobody_in(service: Service) -> None:
+    answer = await service.http.post("/sign-in", data={"token": "<b>wrong</b>"}, headers=OURS)
+    assert answer.status_code == 401
+    assert "none of this service" in answer.text
+    assert "<b>wrong" not in answer.text
+    assert "set-cookie" not in answer.headers
+    statuses = [
+        (await service.http.post("/sign-in", data={"token": str(TokenText.new())}, headers=OURS)).status_code
+        for _ in range(20)
+    ]
+    assert statuses[-1] == 429
+
+
+async def test_other_sites_cannot_use_the_session(service: Service) -> None:
+    await service.http.get(await link(service))
+    for fields in (
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "http://zbv:8001"},
+        {"Origin": "null"},
+        {},
+    ):
+        refused = await submit(service, **fields)
+        assert (refused.status_code, kind_of(refused)) == (403, "other-origin"), fields
+        assert (await service.http.post("/sign-out", headers=fields)).status_code == 403
+        answer = await service.http.post("/sign-in", data={"token": str(LOCAL)}, headers=fields)
+        assert answer.status_code == 403
+    assert (await submit(service, **OURS)).status_code == 202
+    assert (await submit(service, Origin="http://zbv:8000")).status_code in (200, 202)
+
+
+async def test_signing_out_ends_the_session_for_good(service: Service) -> None:
+    await service.http.get(await link(service))
+    kept = dict(service.http.cookies)
+    assert (await service.http.get("/", headers=PAGE)).status_code == 200
+    answer = await service.http.post("/sign-out", headers=OURS)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/sign-in")
+    assert not service.http.cookies
+    service.http.cookies.update(kept)
+    assert (await service.http.get("/", headers=PAGE)).status_code == 401
+
+
+async def test_a_session_ends_with_its_token(service: Service) -> None:
+    fields = await add(service, "read", name="carol")
+    url = await link(service, fields)
+    await service.http.get(await link(service, fields))
+    assert (await service.http.get("/v1/searches")).is_success
+    rooms = service.app.state.rooms
+    await TokenTable(rooms.database).revoke("carol")
+    rooms.access.tokens._known.clear()
+    assert (await service.http.get("/v1/searches")).status_code == 401
+    assert "was revoked" in (await service.http.get(url)).text
+
+
+async def test_sessions_of_this_machine_do_not_work_where_others_come_in(
+    service: Service, settings: Settings
+) -> None:
+    url = await link(service)
+    await service.http.get(await link(service))
+    kept = dict(service.http.cookies)
+    app = create_app(settings.model_copy(update={"auth": "tokens"}), search=fake_searches.immediate)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://zbv:8000", cookies=kept) as http,
+    ):
+        assert (await http.get("/v1/searches")).status_code == 401
+        assert (await http.get(url)).status_code == 401
+
+
+async def test_over_tls_the_cookie_is_for_tls_alone(service: Service) -> None:
+    url = await link(service)
+    answer = await service.http.get(f"https://zbv{url}")
+    cookie = answer.headers["set-cookie"]
+    assert cookie.startswith("__Host-zbv-session=")
+    assert "Secure" in cookie
+
+
+async def test_a_link_on_another_site_leads_in_all_the_same(service: Service) -> None:
+    """The browser keeps a strict cookie back then, and sends it when the page asks again by itself."""
+    foreign = await service.http.get("/", headers={**PAGE, "Sec-Fetch-Site": "cross-site"})
+    own = await service.http.get("/", headers={**PAGE, "Sec-Fetch-Site": "same-origin"})
+    assert ('http-equiv="refresh"' in foreign.text, 'http-equiv="refresh"' in own.text) == (True, False)
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("ZBV_TOKEN", "ZBV_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def test_commands_find_what_a_service_of_their_user_left(runtime: Path) -> None:
+    with left_behind(8123, "zbv_local") as path:
+        assert path == runtime / "zbv" / "token-8123"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        for server in ("http://127.0.0.1:8123", "http://localhost:8123/", "https://[::1]:8123"):
+            assert client_token.find(server) == "zbv_local"
+        assert client_token.find("http://127.0.0.1:8124") is None
+        assert client_token.find("http://planner:8123") is None, "it is nobody else's business"
+    assert client_token.find("http://127.0.0.1:8123") is None
+    assert list(path.parent.iterdir()) == []
+
+
+def test_what_a_killed_service_left_is_replaced_and_a_newer_one_is_kept(runtime: Path) -> None:
+    stale = runtime / "zbv" / "token-8123"
+    stale.parent.mkdir()
+    stale.write_text("zbv_stale\n")
+    stale.chmod(0o644)
+    with left_behind(8123, "zbv_one") as path:
+        assert path == stale
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with left_behind(8123, "zbv_two"):
+            pass
+        assert client_token.find("http://127.0.0.1:8123") is None
+        stale.write_text("zbv_three\n")
+    assert client_token.find("http://127.0.0.1:8123") == "zbv_three"
+
+
+def test_without_a_runtime_directory_it_is_in_the_state_directory(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    runtime.rmdir()
+    with left_behind(8123, "zbv_local") as path:
+        assert path == tmp_path / "state" / "zbv" / "token-8123" or "run/user" in str(path)
+        assert client_token.find("http://127.0.0.1:8123") == "zbv_local"
+
+
+def test_what_is_told_comes_before_what_is_found(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = runtime / "told"
+    told.write_text("zbv_file\n")
+    with left_behind(8123, "zbv_local"):
+        monkeypatch.setenv("ZBV_TOKEN_FILE", str(told))
+        assert client_token.find("http://127.0.0.1:8123") == "zbv_file"
+        monkeypatch.setenv("ZBV_TOKEN", "zbv_told")
+        assert client_token.find("http://127.0.0.1:8123") == "zbv_told"
+
+
+@pytest.mark.parametrize("content", [b"", b"two words", b"zbv_\xff", b"a\nb"])
+def test_a_file_without_a_token_is_said_so(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    path = runtime / "told"
+    path.write_bytes(content)
+    monkeypatch.setenv("ZBV_TOKEN_FILE", str(path))
+    with pytest.raises(CredentialsUnusable, match="told holds no token"):
+        client_token.find("http://127.0.0.1:8123")
+    monkeypatch.setenv("ZBV_TOKEN_FILE", str(runtime / "absent"))
+    with pytest.raises(CredentialsUnusable, match="cannot read the token file"):
+        client_token.find("http://planner")

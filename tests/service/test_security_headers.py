@@ -1,0 +1,87 @@
+"""What every answer tells browsers, and the names that a service answers to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.serving import Serving
+from support.tokens import kind_of
+from zbv_service import pages
+from zbv_service.security.hosts import host_names
+from zbv_service.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+ALWAYS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+async def test_every_answer_carries_them(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving("immediate", auth="tokens") as service:
+
+        async def crash(*_: Any) -> None:
+            raise RuntimeError
+
+        monkeypatch.setattr(service.app.state.rooms.sign_in, "follow_link", crash)
+        for status, path in (
+            (200, "/healthz"),
+            (401, "/v1/searches"),
+            (404, "/nothing"),
+            (200, "/static/zbv.css"),
+            (200, "/sign-in"),
+            (500, "/sign-in?token=x"),
+        ):
+            answer = await service.http.get(path)
+            assert answer.status_code == status
+            assert {name: answer.headers.get(name) for name in ALWAYS} == ALWAYS, path
+            assert answer.headers.get_list("content-security-policy") != [], path
+            assert len(answer.headers.get_list("content-security-policy")) == 1, path
+            assert "strict-transport-security" not in answer.headers
+        secure = await service.http.get("https://zbv/healthz")
+        assert secure.headers["strict-transport-security"] == "max-age=31536000"
+
+
+async def test_pages_may_load_what_is_the_services_own_and_nothing_inline(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        index = await service.http.get("/", headers={"Accept": "text/html"})
+        assert index.headers["content-security-policy"] == pages.CONTENT_SECURITY_POLICY
+        assert "unsafe" not in pages.CONTENT_SECURITY_POLICY
+        document = await service.http.get("/v1/searches")
+        assert document.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
+
+
+def test_a_chart_needs_inline_styles_and_no_inline_scripts() -> None:
+    rules = dict(rule.split(" ", 1) for rule in pages.CHART_POLICY.split("; "))
+    assert rules["script-src"] == "'self'"
+    assert rules["style-src"] == "'self' 'unsafe-inline'"
+    assert (rules["default-src"], rules["base-uri"], rules["frame-ancestors"]) == ("'none'",) * 3
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "zbv.evil:80"]
+)
+async def test_a_service_on_this_machine_answers_to_no_other_name(serving: Serving, host: str) -> None:
+    async with serving("immediate") as service:
+        refused = await service.http.get("/healthz", headers={"Host": host})
+        assert (refused.status_code, kind_of(refused)) == (421, "unknown-host")
+        assert refused.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "LOCALHOST", "[::1]:8000", "zbv"])
+async def test_it_answers_to_its_own_names(serving: Serving, host: str) -> None:
+    async with serving("immediate") as service:
+        assert (await service.http.get("/healthz", headers={"Host": host})).is_success
+
+
+def test_elsewhere_any_name_will_do_unless_the_operator_says_which() -> None:
+    assert host_names(Settings(host="0.0.0.0")) is None
+    assert host_names(Settings(allowed_hosts=("*",))) is None
+    named = host_names(Settings(host="0.0.0.0", allowed_hosts=("Planner.example",)))
+    assert named is not None
+    assert "planner.example" in named
+    assert "evil.example" not in named

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from zbv_service.client import Client, InvalidAnswer, InvalidRequest, _key
+import httpx
 
-_GONE = (404, 410)
+from zbv_service.client import Client, InvalidRequest
+from zbv_service.client.answers import member, read_object
+from zbv_service.client.calls import Call, as_json, below, decoded
+
 _POLL_SECONDS = 0.2
 _COMPRESSION = 3
 """Most of what gzip can do, at a fraction of its time: the ranks use the cores too."""
@@ -136,39 +139,39 @@ class RunClient(Client):
             "steps": steps,
             "options": dict(options or {}),
         }
-        return _run(self._json("POST", "/v1/runs", json=body))
+        return self._call(Call("POST", "/v1/runs", _RUN, json=body))
 
     def run(self, run_id: str) -> Run:
         """The state of a run."""
-        return _run(self._json("GET", f"/v1/runs/{run_id}"))
+        return self._call(Call("GET", below("runs", run_id), _RUN))
 
     def runs(self, limit: int = 100) -> list[Run]:
         """The newest runs first."""
-        answer = self._json("GET", "/v1/runs", params={"limit": limit})
-        return [_run(entry) for entry in _key(answer, "runs")]
+        read = as_json(lambda answer: [_run(entry) for entry in member(answer, "runs")])
+        return self._call(Call("GET", "/v1/runs", read, params={"limit": limit}))
 
     def run_events(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
         """What happened to a run after an event."""
-        answer = self._json("GET", f"/v1/runs/{run_id}/events", params={"after": after})
-        return list(_key(answer, "events"))
+        read = as_json(lambda answer: list(member(answer, "events")))
+        return self._call(Call("GET", below("runs", run_id, "events"), read, params={"after": after}))
 
     def cancel_run(self, run_id: str) -> Run:
         """Stop a run on all of its nodes."""
-        return _run(self._json("POST", f"/v1/runs/{run_id}/cancel"))
+        return self._call(Call("POST", below("runs", run_id, "cancel"), _RUN))
 
     def change_plan(self, run_id: str, plan_id: str) -> Run:
         """Have a run change over to another plan of its shape; raises :class:`InvalidRequest`."""
-        return _run(self._json("POST", f"/v1/runs/{run_id}/plan", json={"plan_id": plan_id}))
+        return self._call(Call("POST", below("runs", run_id, "plan"), _RUN, json={"plan_id": plan_id}))
 
     def run_trace(self, run_id: str, generation: int | None = None) -> dict[str, Any]:
         """The newest common step of all ranks, in the Trace Event Format; raises :class:`NotFound`."""
-        wanted = {} if generation is None else {"generation": generation}
-        return dict(self._json("GET", f"/v1/runs/{run_id}/trace", params=wanted))
+        wanted = {"generation": generation}
+        return self._call(Call("GET", below("runs", run_id, "trace"), as_json(read_object), params=wanted))
 
     def rank_log(self, run_id: str, rank: int, generation: int | None = None) -> str:
         """The end of a rank's log; raises :class:`NotFound`."""
-        wanted = {} if generation is None else {"generation": generation}
-        return self._send("GET", f"/v1/runs/{run_id}/ranks/{rank}/log", params=wanted).text
+        path, wanted = below("runs", run_id, "ranks", str(rank), "log"), {"generation": generation}
+        return self._call(Call("GET", path, lambda response: response.text, params=wanted))
 
     def wait_run(self, run_id: str, timeout: float) -> Run:
         """Wait for a run to end; raises :class:`RunTimeout` when it does not within ``timeout`` seconds."""
@@ -181,23 +184,26 @@ class RunClient(Client):
 
     def agents(self) -> list[dict[str, Any]]:
         """The agents that are there."""
-        return list(_key(self._json("GET", "/v1/agents"), "agents"))
+        read = as_json(lambda answer: list(member(answer, "agents")))
+        return self._call(Call("GET", "/v1/agents", read))
 
     def register_agent(self, agent: Mapping[str, Any]) -> Registration:
         """Offer a node; ``agent`` is as the API documents AgentRequest."""
-        answer = self._json("POST", "/v1/agents", json=dict(agent))
-        return Registration(float(_key(answer, "heartbeat_seconds")), float(_key(answer, "timeout_seconds")))
+        answer = self._call(Call("POST", "/v1/agents", as_json(read_object), json=dict(agent)))
+        return Registration(
+            float(member(answer, "heartbeat_seconds")), float(member(answer, "timeout_seconds"))
+        )
 
     def next_work(self, agent_id: str, wait: float) -> NodeWork | None:
         """Work for an agent, or None when there was none for ``wait`` seconds; raises :class:`AgentGone`."""
-        response = self._of_agent("GET", f"/v1/agents/{agent_id}/work", params={"wait": wait})
-        return None if response is None else _work(response)
+        answer = self._of_agent("GET", below("agents", agent_id, "work"), params={"wait": wait})
+        return None if answer is None else _work(answer)
 
     def heartbeat(self, agent_id: str, body: Mapping[str, Any]) -> Orders:
         """Give a sign of life, and hear what to do. Raises :class:`AgentGone`."""
-        answer = self._of_agent("POST", f"/v1/agents/{agent_id}/heartbeat", json=dict(body))
-        cause, plan_id = _key(answer, "cause"), _key(answer, "plan_id")
-        return Orders(bool(_key(answer, "stop")), cause, str(_key(answer, "reason")), plan_id)
+        answer = self._of_agent("POST", below("agents", agent_id, "heartbeat"), json=dict(body))
+        cause, plan_id = member(answer, "cause"), member(answer, "plan_id")
+        return Orders(bool(member(answer, "stop")), cause, str(member(answer, "reason")), plan_id)
 
     def put_trace(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
         """Send what a rank measured, as the JSON text that it wrote. Raises :class:`AgentGone`."""
@@ -210,52 +216,52 @@ class RunClient(Client):
     def _put_part(
         self, agent_id: str, work: NodeWork, rank: int, kind: str, media_type: str, text: bytes
     ) -> None:
-        path = f"/v1/agents/{agent_id}/runs/{work.run_id}/generations/{work.generation}/ranks/{rank}/{kind}"
+        of_run = ("runs", work.run_id, "generations", str(work.generation), "ranks", str(rank), kind)
+        path = below("agents", agent_id, *of_run)
         headers = {"Content-Type": media_type, "Content-Encoding": "gzip"}
         self._of_agent("PUT", path, content=gzip.compress(text, _COMPRESSION), headers=headers)
 
     def report_end(self, agent_id: str, body: Mapping[str, Any]) -> None:
         """Say how a node ended; saying it twice changes nothing. Raises :class:`AgentGone`."""
-        self._of_agent("POST", f"/v1/agents/{agent_id}/ended", json=dict(body))
+        self._of_agent("POST", below("agents", agent_id, "ended"), json=dict(body))
 
     def drain_agent(self, agent_id: str) -> None:
         """Take no more work. Raises :class:`AgentGone`."""
-        self._of_agent("POST", f"/v1/agents/{agent_id}/drain")
+        self._of_agent("POST", below("agents", agent_id, "drain"))
 
     def remove_agent(self, agent_id: str) -> None:
         """Deregister. Raises :class:`AgentGone`."""
-        self._of_agent("DELETE", f"/v1/agents/{agent_id}")
+        self._of_agent("DELETE", below("agents", agent_id))
 
     def _of_agent(self, method: str, path: str, **arguments: Any) -> Any:
         """The decoded answer, None where there is none."""
-        try:
-            response = self._send(method, path, **arguments)
-        except InvalidRequest as error:
-            if error.status in _GONE:
-                raise AgentGone(error.document) from error
-            raise
-        if response.status_code == 204:
-            return None
-        try:
-            return response.json()
-        except ValueError:
-            raise InvalidAnswer(f"{response.url} answered without JSON; is this a zbv service?") from None
+        return self._call(Call(method, path, _answer_or_none, errors=_GONE, **arguments))
+
+
+_GONE = {404: AgentGone, 410: AgentGone}
+
+
+def _answer_or_none(response: httpx.Response) -> Any:
+    return None if response.status_code == 204 else decoded(response)
 
 
 def _run(answer: Any) -> Run:
-    fields = {name: _key(answer, name) for name in ("id", "state", "plan_id", "error")}
+    fields = {name: member(answer, name) for name in ("id", "state", "plan_id", "error")}
     return Run(**fields, document=dict(answer))
+
+
+_RUN = as_json(_run)
 
 
 def _work(answer: Any) -> NodeWork:
     return NodeWork(
-        run_id=str(_key(answer, "run_id")),
-        generation=int(_key(answer, "generation")),
-        node_rank=int(_key(answer, "node_rank")),
-        nodes=int(_key(answer, "nodes")),
-        ranks_per_node=int(_key(answer, "ranks_per_node")),
-        rendezvous=str(_key(answer, "rendezvous")),
-        plan_id=str(_key(answer, "plan_id")),
-        factory=str(_key(_key(answer, "model"), "factory")),
+        run_id=str(member(answer, "run_id")),
+        generation=int(member(answer, "generation")),
+        node_rank=int(member(answer, "node_rank")),
+        nodes=int(member(answer, "nodes")),
+        ranks_per_node=int(member(answer, "ranks_per_node")),
+        rendezvous=str(member(answer, "rendezvous")),
+        plan_id=str(member(answer, "plan_id")),
+        factory=str(member(member(answer, "model"), "factory")),
         document=dict(answer),
     )

@@ -1,24 +1,34 @@
-"""The thin client: errors that tell cases apart, and bounded repetition."""
+"""The thin client, blocking and asynchronous: errors that tell cases apart, and bounded repetition."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import httpx
 import pytest
-from zbv_service import client as client_module
+from support.clients import AT_ONCE, KINDS, Driver
 from zbv_service.client import (
+    AsyncClient,
     Client,
     ClientError,
     InvalidAnswer,
     InvalidRequest,
     NotFound,
+    Overloaded,
+    Retries,
     SearchEnded,
     SearchTimeout,
     ServiceFailed,
     ServiceUnreachable,
 )
+from zbv_service.client.events import EventReader
+from zbv_service.client.retries import Attempts
 
 SEARCH: dict[str, Any] = {
     "id": "a",
@@ -33,74 +43,140 @@ SEARCH: dict[str, Any] = {
     "options": {},
     "created_at": "2026-01-02T03:04:05Z",
 }
+Given = httpx.Response | Exception
+Answering = Callable[..., tuple[Driver, list[httpx.Request]]]
 
 
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "BACK_OFF_SECONDS", (0.0, 0.0))
-    monkeypatch.setattr(client_module, "POLL_SECONDS", (0.0, 0.0))
+@pytest.fixture(params=KINDS)
+def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Driver]]:
+    """Makes clients of either kind whose requests a function answers."""
+    with asyncio.Runner() as runner:
+
+        def make(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> Driver:
+            kind = Client if request.param == "sync" else AsyncClient
+            options = {"retries": AT_ONCE, "transport": httpx.MockTransport(answer), **options}
+            return Driver(kind("http://zbv", **options), runner)
+
+        yield make
 
 
-def answering(*answers: httpx.Response | Exception) -> tuple[Client, list[httpx.Request]]:
-    """A client whose requests get these answers, and the requests it made."""
-    left: Iterator[httpx.Response | Exception] = iter(answers)
-    requests: list[httpx.Request] = []
+@pytest.fixture
+def answering(connect: Callable[..., Driver]) -> Answering:
+    """A client whose requests get these answers one after the other, and the requests it made."""
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        requests.append(request)
-        given = next(left)
-        if isinstance(given, Exception):
-            raise given
-        return given
+    def make(*answers: Given, **options: Any) -> tuple[Driver, list[httpx.Request]]:
+        left, requests = iter(answers), []
 
-    return Client("http://zbv", transport=httpx.MockTransport(answer), retries=2), requests
+        def answer(request: httpx.Request) -> httpx.Response:
+            requests.append(request)
+            given = next(left)
+            if isinstance(given, Exception):
+                raise given
+            # Anew each time: one that was read is not read again.
+            return httpx.Response(given.status_code, headers=given.headers, content=given.content)
+
+        return connect(answer, **options), requests
+
+    return make
 
 
 def problem(status: int, **more: Any) -> httpx.Response:
     return httpx.Response(status, json={"type": "t", "title": "T", "status": status, "detail": "D", **more})
 
 
+def found(**changes: Any) -> httpx.Response:
+    return httpx.Response(200, json={**SEARCH, **changes})
+
+
+def stream(*events: tuple[str, str, dict[str, Any]], cut: str = "") -> httpx.Response:
+    """An event stream of (id, kind, data); ``cut`` is what there is of one more."""
+    text = "".join(f"id: {id_}\nevent: {kind}\ndata: {json.dumps(data)}\n\n" for id_, kind, data in events)
+    return httpx.Response(200, text=text + cut, headers={"Content-Type": "text/event-stream; charset=utf-8"})
+
+
 @pytest.mark.parametrize(
-    ("answer", "kind"),
-    [
-        (problem(404), NotFound),
-        (problem(422), InvalidRequest),
-        (problem(500), ServiceFailed),
-        (httpx.Response(404, text="nginx"), InvalidAnswer),
-        (httpx.Response(200, text="<html>"), InvalidAnswer),
-        (httpx.Response(200, json=[1]), InvalidAnswer),
-        (httpx.Response(200, json={"id": "a"}), InvalidAnswer),
-    ],
+    ("status", "kind"),
+    [(404, NotFound), (409, InvalidRequest), (422, InvalidRequest), (500, ServiceFailed)],
 )
-def test_each_wrong_answer_is_its_own_error(answer: httpx.Response, kind: type[ClientError]) -> None:
-    client, requests = answering(answer)
-    with pytest.raises(kind):
-        client.search("a")
+def test_each_problem_is_its_own_error(answering: Answering, status: int, kind: type[ClientError]) -> None:
+    client, requests = answering(problem(status, request_id="r"))
+    with pytest.raises(kind) as caught:
+        client.do(lambda made: made.search("a"))
+    assert type(caught.value) is kind
+    assert (caught.value.status, caught.value.request_id) == (status, "r")  # type: ignore[attr-defined]
     assert len(requests) == 1
 
 
-def test_broken_rules_come_with_their_pointers() -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(404, text="nginx"),
+        httpx.Response(200, text="<html>"),
+        httpx.Response(200, json=[1]),
+        httpx.Response(200, json={"id": "a"}),
+        httpx.Response(200, json={**SEARCH, "created_at": "yesterday"}),
+        httpx.Response(304),
+    ],
+)
+def test_an_answer_of_something_else_is_recognised(answering: Answering, answer: httpx.Response) -> None:
+    client, requests = answering(answer)
+    with pytest.raises(InvalidAnswer):
+        client.do(lambda made: made.search("a"))
+    assert len(requests) == 1
+
+
+def test_broken_rules_come_with_their_pointers(answering: Answering) -> None:
     client, _ = answering(problem(422, errors=[{"pointer": "/problem/costs", "detail": "wrong"}]))
     with pytest.raises(InvalidRequest) as caught:
-        client.submit({})
+        client.do(lambda made: made.submit({}))
     assert [str(issue) for issue in caught.value.issues] == ["/problem/costs: wrong"]
 
 
-@pytest.mark.parametrize("trouble", [httpx.ConnectError("refused"), httpx.ReadTimeout("slow"), problem(503)])
-def test_passing_trouble_is_tried_again(trouble: httpx.Response | Exception) -> None:
-    client, requests = answering(trouble, trouble, httpx.Response(200, json=SEARCH))
-    assert client.search("a").state == "queued"
+@pytest.mark.parametrize(
+    "trouble", [httpx.ConnectError("refused"), httpx.ReadTimeout("slow"), problem(503), problem(429)]
+)
+def test_passing_trouble_is_tried_again(answering: Answering, trouble: Given) -> None:
+    client, requests = answering(trouble, trouble, found())
+    assert client.do(lambda made: made.search("a")).state == "queued"
     assert len(requests) == 3
 
 
-def test_lasting_trouble_is_reported_in_the_end() -> None:
+def test_lasting_trouble_is_reported_in_the_end(answering: Answering) -> None:
     client, requests = answering(*[httpx.ConnectError("refused")] * 3)
     with pytest.raises(ServiceUnreachable, match="refused"):
-        client.search("a")
+        client.do(lambda made: made.search("a"))
     assert len(requests) == 3
-    client, _ = answering(*[problem(503)] * 3)
-    with pytest.raises(ServiceFailed):
-        client.search("a")
+    for status, kind in ((503, ServiceFailed), (429, Overloaded)):
+        client, _ = answering(*[problem(status)] * 3)
+        with pytest.raises(kind):
+            client.do(lambda made: made.search("a"))
+
+
+def test_a_repeated_submission_is_one_request(answering: Answering) -> None:
+    client, requests = answering(httpx.ReadError("cut"), found(), found())
+    client.do(lambda made: made.submit({}))
+    client.do(lambda made: made.submit({}))
+    keys = [request.headers["idempotency-key"] for request in requests]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_token_is_sent_with_every_request(answering: Answering) -> None:
+    client, requests = answering(found(), token="secret")
+    client.do(lambda made: made.search("a"))
+    assert requests[0].headers["authorization"] == "Bearer secret"
+    client, requests = answering(found())
+    client.do(lambda made: made.search("a"))
+    assert "authorization" not in requests[0].headers
+
+
+def test_an_id_stays_one_part_of_the_address(answering: Answering) -> None:
+    client, requests = answering(found(), found())
+    client.do(lambda made: made.search("../plans/x?y#z"))
+    client.do(lambda made: made.search(".."))
+    assert [request.url.raw_path for request in requests] == [
+        b"/v1/searches/..%2Fplans%2Fx%3Fy%23z",
+        b"/v1/searches/%2E%2E",
+    ]
 
 
 def test_an_address_that_is_none_is_not_tried_twice() -> None:
@@ -108,33 +184,85 @@ def test_an_address_that_is_none_is_not_tried_twice() -> None:
         Client("nonsense").search("a")
 
 
-def states(*changes: dict[str, Any]) -> tuple[Client, list[httpx.Request]]:
-    return answering(*(httpx.Response(200, json={**SEARCH, **change}) for change in changes))
+def test_all_searches_go_through_every_page(answering: Answering) -> None:
+    first = {"searches": [{**SEARCH, "id": "a"}, {**SEARCH, "id": "b"}], "next": "/v1/searches?after=b"}
+    last = {"searches": [{**SEARCH, "id": "c"}], "next": None}
+    client, requests = answering(httpx.Response(200, json=first), httpx.Response(200, json=last))
+    listed = client.do(lambda made: made.all_searches(2, state="done"))
+    assert [search.id for search in listed] == ["a", "b", "c"]
+    assert [request.url.query for request in requests] == [b"limit=2&state=done", b"after=b"]
 
 
-def test_waiting_shows_every_state_and_ends_with_the_plan() -> None:
-    client, _ = states({}, {"state": "running"}, {"state": "done", "plan_id": "p"})
+def test_events_are_followed_over_a_broken_connection(answering: Answering) -> None:
+    client, requests = answering(
+        stream(("1", "state", {"state": "running"}), cut='id: 2\nevent: bound\ndata: {"lower'),
+        stream(("2", "bound", {"lower_bound": 1.0}), ("3", "end", {"state": "done"})),
+    )
+    events = client.do(lambda made: made.events("a"))
+    assert [(event.id, event.kind) for event in events] == [("1", "state"), ("2", "bound"), ("3", "end")]
+    assert [request.headers.get("last-event-id") for request in requests] == [None, "1"]
+
+
+def test_events_that_cannot_be_had_are_an_error(answering: Answering) -> None:
+    client, _ = answering(*[httpx.ConnectError("refused")] * 3)
+    with pytest.raises(ServiceUnreachable):
+        client.do(lambda made: made.events("a"))
+    client, _ = answering(problem(404))
+    with pytest.raises(NotFound):
+        client.do(lambda made: made.events("a"))
+
+
+def test_waiting_follows_the_events_and_ends_with_the_plan(answering: Answering) -> None:
+    better = {"objective": 9.0, "lower_bound": 4.0, "gap": 1.25}
+    client, requests = answering(
+        found(),
+        stream(("1", "state", {"state": "running"}), ("2", "improvement", better), ("3", "end", {})),
+        found(state="done", plan_id="p", objective=8.0),
+    )
+    seen: list[tuple[str, float | None]] = []
+    ended = client.do(
+        lambda made: made.wait("a", lambda search: seen.append((search.state, search.objective)))
+    )
+    assert (ended.plan_id, ended.objective) == ("p", 8.0)
+    assert seen == [("queued", None), ("running", None), ("running", 9.0), ("done", 8.0)]
+    assert [request.url.path.rpartition("/")[2] for request in requests] == ["a", "events", "a"]
+
+
+def test_waiting_looks_again_and_again_where_there_are_no_events(answering: Answering) -> None:
+    client, _ = answering(found(), problem(406), found(state="running"), found(state="done", plan_id="p"))
     seen: list[str] = []
-    assert client.wait("a", lambda found: seen.append(found.state)).plan_id == "p"
+    assert client.do(lambda made: made.wait("a", lambda search: seen.append(search.state))).plan_id == "p"
     assert seen == ["queued", "running", "done"]
 
 
-def test_a_search_that_ends_without_a_plan_is_an_error_with_the_reason() -> None:
-    client, _ = states({"state": "infeasible", "error": {"detail": "too tight"}})
+def test_a_search_that_ends_without_a_plan_is_an_error_with_the_reason(answering: Answering) -> None:
+    client, _ = answering(found(state="infeasible", error={"detail": "too tight"}))
     with pytest.raises(SearchEnded, match="too tight") as caught:
-        client.wait("a")
+        client.do(lambda made: made.wait("a"))
     assert caught.value.search.state == "infeasible"
 
 
-def test_a_cancelled_search_with_a_plan_is_an_answer() -> None:
-    client, _ = states({"state": "cancelled", "plan_id": "p"})
-    assert client.wait("a").state == "cancelled"
+def test_a_cancelled_search_with_a_plan_is_an_answer(answering: Answering) -> None:
+    client, _ = answering(found(state="cancelled", plan_id="p"))
+    assert client.do(lambda made: made.wait("a")).state == "cancelled"
 
 
-def test_waiting_ends_when_the_caller_says() -> None:
-    client, _ = states({"state": "running"})
+def test_waiting_ends_when_the_caller_says(answering: Answering) -> None:
+    client, _ = answering(found(state="running"))
     with pytest.raises(SearchTimeout, match="running"):
-        client.wait("a", timeout=0.0)
+        client.do(lambda made: made.wait("a", timeout=0.0))
+
+
+def test_waiting_on_a_silent_stream_ends_when_the_caller_says(connect: Callable[..., Driver]) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("/events"):
+            return found(state="running")
+        seconds = request.extensions["timeout"]["read"]
+        time.sleep(seconds)
+        raise httpx.ReadTimeout("silent", request=request)
+
+    with pytest.raises(SearchTimeout):
+        connect(answer).do(lambda made: made.wait("a", timeout=0.05))
 
 
 _RANK: dict[str, Any] = {
@@ -151,6 +279,15 @@ _RANK: dict[str, Any] = {
 }
 
 
+def test_a_rank_that_is_known_is_not_sent_again(answering: Answering) -> None:
+    client, requests = answering(
+        httpx.Response(200, json=_RANK, headers={"ETag": '"p-0"'}), httpx.Response(304)
+    )
+    first = client.do(lambda made: made.rank("p", 0))
+    assert client.do(lambda made: made.rank("p", 0)) == first
+    assert [request.headers.get("if-none-match") for request in requests] == [None, '"p-0"']
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -158,15 +295,77 @@ _RANK: dict[str, Any] = {
         {"channels": [{"peer": 1, "direction": "send", "kind": "rumour", "transfers": []}]},
         {"channels": [{"peer": 1, "direction": "send", "kind": "gradient", "transfers": ["x"]}]},
         {"channels": [{"peer": 1}]},
+        {"rank": "zero"},
     ],
 )
-def test_a_rank_that_cannot_be_read_is_refused(change: dict[str, Any]) -> None:
+def test_a_rank_that_cannot_be_read_is_refused(answering: Answering, change: dict[str, Any]) -> None:
     client, _ = answering(httpx.Response(200, json={**_RANK, **change}))
     with pytest.raises(InvalidAnswer):
-        client.rank("p", 0)
+        client.do(lambda made: made.rank("p", 0))
 
 
-def test_a_plan_that_is_not_the_one_asked_for_is_refused() -> None:
+def test_a_plan_that_is_not_the_one_asked_for_is_refused(answering: Answering) -> None:
     client, _ = answering(httpx.Response(200, json={"problem": {}, "ranks": []}))
     with pytest.raises(InvalidAnswer):
-        client.plan("p")
+        client.do(lambda made: made.plan("p"))
+
+
+def told(value: str) -> httpx.Response:
+    return httpx.Response(503, headers={"Retry-After": value})
+
+
+def test_the_service_says_when_to_come_back_in_seconds_or_as_a_moment() -> None:
+    retries = Retries(count=9, first=0.1, longest=0.2)
+    assert Attempts(retries, "x", True).after_answer(told("7")) == 7
+    moment = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    pause = Attempts(retries, "x", True).after_answer(told(moment))
+    assert pause is not None
+    assert 25 < pause <= 30
+    for nonsense in ("", "soon", "-1", "Sun, 06 Nov 1994 08:49:37 GMT"):
+        pause = Attempts(retries, "x", True).after_answer(told(nonsense))
+        assert pause is not None
+        assert 0.05 <= pause <= 0.1
+    assert Attempts(retries, "x", True).after_answer(told("61")) is None
+
+
+def test_pauses_double_up_to_a_limit_and_are_spread() -> None:
+    pauses = [[0.0] * 4 for _ in range(20)]
+    for row in pauses:
+        attempts = Attempts(Retries(count=4, first=1.0, longest=4.0), "x", True)
+        row[:] = [attempts.after_error(httpx.ReadError("cut")) for _ in row]
+    for index, limit in enumerate((1, 2, 4, 4)):
+        column = [row[index] for row in pauses]
+        assert limit / 2 <= min(column) < max(column) <= limit
+
+
+def test_what_cannot_be_repeated_is_not() -> None:
+    attempts = Attempts(Retries(), "x", is_repeatable=False)
+    assert attempts.after_answer(told("1")) is None
+    with pytest.raises(ServiceUnreachable):
+        attempts.after_error(httpx.ReadError("cut"))
+
+
+def test_retries_are_not_negative() -> None:
+    with pytest.raises(ValueError, match="at least 0"):
+        Client("http://zbv", retries=-1)
+
+
+def test_events_are_read_however_the_bytes_are_cut() -> None:
+    text = (
+        ': awake\r\nid: 1\r\nevent: bound\r\ndata: {"method":\r\ndata: "é\u2028"}\r\n\r\nevent: empty\n\n'
+        'retry: 5\ndata:{"x": 1}\n\n'
+    ).encode()
+    for size in (1, 2, 7, len(text)):
+        reader = EventReader()
+        chunks = [text[at : at + size] for at in range(0, len(text), size)]
+        events = [event for chunk in chunks for event in reader.feed(chunk)]
+        assert [(event.id, event.kind, event.data) for event in events] == [
+            ("1", "bound", {"method": "é\u2028"}),
+            ("1", "message", {"x": 1}),
+        ]
+
+
+@pytest.mark.parametrize("data", ["{", "[1]"])
+def test_an_event_that_cannot_be_read_is_refused(data: str) -> None:
+    with pytest.raises(InvalidAnswer):
+        EventReader().feed(f"data: {data}\n\n".encode())

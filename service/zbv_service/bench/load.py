@@ -1,0 +1,155 @@
+"""A generator of HTTP load that costs less than what it measures: keep-alive sockets and prepared bytes.
+
+It understands only what our service answers: HTTP/1.1 with Content-Length. The test of it is that it is
+as fast as it must be; use a client for everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+DEADLINE = 60.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What came of a load.
+
+    Attributes
+    ----------
+    seconds
+        From the first request to the last answer.
+    latencies
+        Seconds per request; where requests were due at moments, from that moment on, so that a service that
+        stops for a while does not hide it by holding the generator up.
+    """
+
+    seconds: float
+    latencies: list[float]
+    statuses: dict[int, int]
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return len(self.latencies) / self.seconds
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection: a request, its answer, the next request."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._missing = 0
+        self._answer: asyncio.Future[int] | None = None
+        self._status = 0
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error or ConnectionError("the service closed the connection."))
+
+    def ask(self, request: bytes) -> asyncio.Future[int]:
+        """Send a request; its future is the status of the answer."""
+        if self._transport is None:
+            raise ConnectionError("not connected.")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return self._answer
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self._missing:
+            self._missing -= len(data)
+        else:
+            self._buffer += data
+            head, separator, body = self._buffer.partition(b"\r\n\r\n")
+            if not separator:
+                return
+            self._status = int(head[9:12])
+            self._missing = _length(head) - len(body)
+            self._buffer = b""
+        if self._missing == 0 and self._answer is not None:
+            self._answer.set_result(self._status)
+
+
+def _length(head: bytes) -> int:
+    lower = head.lower()
+    at = lower.find(b"\r\ncontent-length:")
+    if at < 0:
+        return 0
+    return int(lower[at + 17 :].partition(b"\r\n")[0])
+
+
+def get(address: str, path: str, token: str | None = None) -> bytes:
+    """The bytes of a GET request."""
+    authorization = f"Authorization: Bearer {token}\r\n" if token else ""
+    return f"GET {path} HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\n{authorization}\r\n".encode()
+
+
+async def saturate(address: str, requests: Sequence[bytes], connections: int, seconds: float) -> Load:
+    """As many requests as there are answers, over so many connections, for a while."""
+    made = await _connect(address, connections)
+    latencies: list[float] = []
+    statuses: dict[int, int] = {}
+    began = time.perf_counter()
+
+    async def drive(connection: _Connection, index: int) -> None:
+        while (sent := time.perf_counter()) - began < seconds:
+            status = await asyncio.wait_for(connection.ask(requests[index % len(requests)]), DEADLINE)
+            latencies.append(time.perf_counter() - sent)
+            statuses[status] = statuses.get(status, 0) + 1
+            index += connections
+
+    await asyncio.gather(*(drive(connection, index) for index, connection in enumerate(made)))
+    took = time.perf_counter() - began
+    for connection in made:
+        connection.close()
+    return Load(took, latencies, statuses)
+
+
+async def offer(
+    address: str, requests: Sequence[bytes], connections: int, seconds: float, rate: float
+) -> Load:
+    """Requests at a fixed rate, whatever the answers do."""
+    made = await _connect(address, connections)
+    latencies: list[float] = []
+    statuses: dict[int, int] = {}
+    began = time.perf_counter()
+
+    async def drive(connection: _Connection, first: int) -> None:
+        for number in range(first, int(rate * seconds), connections):
+            due = began + number / rate
+            wait = due - time.perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            status = await asyncio.wait_for(connection.ask(requests[number % len(requests)]), DEADLINE)
+            latencies.append(time.perf_counter() - due)
+            statuses[status] = statuses.get(status, 0) + 1
+
+    await asyncio.gather(*(drive(connection, index) for index, connection in enumerate(made)))
+    took = time.perf_counter() - began
+    for connection in made:
+        connection.close()
+    return Load(took, latencies, statuses)
+
+
+async def _connect(address: str, count: int) -> list[_Connection]:
+    parts = urlsplit(address)
+    loop = asyncio.get_running_loop()
+    made = []
+    for _ in range(count):
+        opened = loop.create_connection(_Connection, parts.hostname or "127.0.0.1", parts.port or 80)
+        _, connection = await asyncio.wait_for(opened, DEADLINE)
+        made.append(connection)
+    return made

@@ -1,0 +1,259 @@
+"""Malformed bodies: valid ones, broken in many ways, for every address that takes a body.
+
+Pure functions of a random generator, so that a seed names a run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+ID = "0" * 32
+PLAN_ID = "0" * 64
+HUGE = ("1e400", "-1e400", "9" * 400, "9" * 5000, "1e-400", "NaN", "Infinity", "-Infinity", "-0", "01")
+SURROGATES = ("\\ud800", "\\udfff\\ud800", "\\u0000", "\ufeff")
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    1e308,
+    -1e308,
+    2**31,
+    2**63,
+    2**64,
+    "",
+    "x",
+    "1",
+    "\u0000",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": {}},
+    ["0F0"],
+    "../../etc/passwd",
+    "9" * 300,
+    [0] * 100,
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """An address that takes a body, and a body that it takes; ``is_packed`` ones may be gzip."""
+
+    method: str
+    path: str
+    body: Any
+    media_type: str = "application/json"
+    is_packed: bool = False
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A request to be sent."""
+
+    target: Target
+    content: bytes
+    headers: dict[str, str]
+
+
+_PROBLEM: dict[str, Any] = {
+    "pp_degree": 2,
+    "microbatches": 4,
+    "placement": "v",
+    "objective": "span",
+    "costs": {"forward": [1, 1, 1, 1], "backward_input": 1, "backward_weight": 1, "backward": None, "p2p": 0},
+    "memory": {"forward": 1, "backward_input": -0.5, "backward_weight": -0.5, "static": 0, "limit": 8},
+    "units": {"time": "us", "memory": "bytes"},
+}
+_LAYER = {"name": "block", "forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "repeat": 4}
+_LAYERS: dict[str, Any] = {"pp_degree": 2, "microbatches": 4, "layers": [_LAYER], "costs": {"p2p": 0}}
+_OPTIONS = {"effort": "quick", "time_limit": 0.001, "seed": 0}
+_DOWN, _UP = ("0F{j}", "1F{j}", "2F{j}", "3F{j}"), ("3B{j}", "2B{j}", "1B{j}", "0B{j}")
+_RANKS = [
+    [text.format(j=j) for j in range(4) for text in (*_DOWN, *_UP) if text[0] in stages]
+    for stages in ("03", "12")
+]
+PLAN = {"problem": _PROBLEM, "ranks": _RANKS}
+"""A valid plan: one microbatch after the other."""
+RUN: dict[str, Any] = {
+    "id": ID,
+    "plan_id": PLAN_ID,
+    "model": {"factory": "a.b:c", "arguments": {"layers": 1}, "seed": 0},
+    "nodes": 1,
+    "steps": 1,
+    "options": {"backend": "gloo", "timeout": 1.0, "checkpoint": {"directory": "/x", "every": 1}},
+}
+AGENT: dict[str, Any] = {
+    "id": ID,
+    "name": "node",
+    "address": "127.0.0.1",
+    "port": 1,
+    "slots": 2,
+    "devices": ["cpu"],
+    "versions": {"torch": "2"},
+    "allowed_models": ["*"],
+}
+_HEARTBEAT = {"port": 1, "run_id": ID, "ranks": [{"rank": 0, "step": 1, "action": "0F0"}]}
+_END = {
+    "run_id": ID,
+    "generation": 0,
+    "outcome": "failed",
+    "failures": [{"kind": "error", "detail": "x", "rank": 0}],
+}
+_TRACE = {
+    "rank": 0,
+    "pp_rank": 0,
+    "replica": 0,
+    "plan_id": PLAN_ID,
+    "clock_offset_ns": 0,
+    "uncertainty_ns": 0,
+    "steps": [{"step": 0, "loss": 1.0, "seconds": 1.0, "actions": [["0F0", 0, 0, 1, 0]]}],
+}
+_PART = f"/v1/agents/{ID}/runs/{ID}/generations/0/ranks/0"
+
+TARGETS: tuple[Target, ...] = (
+    Target("POST", "/v1/searches", {"problem": _PROBLEM, "options": _OPTIONS}),
+    Target("POST", "/v1/searches", {"problem": _LAYERS, "options": _OPTIONS}),
+    Target("POST", "/v1/compare", {"problem": _PROBLEM}),
+    Target("POST", "/v1/plans", PLAN),
+    Target("POST", "/v1/runs", RUN),
+    Target(
+        "POST",
+        "/v1/runs",
+        {**RUN, "id": None, "plan_id": None, "problem": _PROBLEM, "search_options": _OPTIONS},
+    ),
+    Target("POST", f"/v1/runs/{ID}/plan", {"plan_id": PLAN_ID}),
+    Target("POST", "/v1/agents", AGENT),
+    Target("POST", f"/v1/agents/{ID}/heartbeat", _HEARTBEAT),
+    Target("POST", f"/v1/agents/{ID}/ended", _END),
+    Target("PUT", f"{_PART}/trace", _TRACE, is_packed=True),
+    Target("PUT", f"{_PART}/log", "text", media_type="text/plain", is_packed=True),
+)
+
+
+def malformed(random: Random) -> Malformed:
+    """A request whose body is most probably wrong."""
+    target = random.choice(TARGETS)
+    text = json.dumps(target.body)
+    for _ in range(random.choice((1, 1, 1, 2, 4))):
+        text = random.choice(_OF_TEXT)(random, text) if random.random() < 0.3 else _of_value(random, text)
+    content = text.encode(errors="surrogatepass")
+    for _ in range(random.choice((0, 0, 0, 1, 2))):
+        content = random.choice(_OF_BYTES)(random, content)
+    headers = {"Content-Type": target.media_type}
+    if target.is_packed and random.random() < 0.5:
+        content, headers = (
+            random.choice(_OF_PACKING)(random, content),
+            {**headers, "Content-Encoding": "gzip"},
+        )
+    if random.random() < 0.05:
+        headers["Content-Type"] = random.choice(
+            ("text/html", "", "application/json; charset=utf-16", ";;;", "a/b")
+        )
+    return Malformed(target, content, headers)
+
+
+def _of_value(random: Random, text: str) -> str:
+    """Replace, remove or repeat something inside of the document, where it still is one."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    places = list(_places(document))
+    if not places:
+        return json.dumps(random.choice(VALUES))
+    holder, key = random.choice(places)
+    what = random.randrange(4)
+    if what == 0:
+        del holder[key]
+    elif what == 1 and isinstance(holder, dict):
+        holder[random.choice(("x", "", "__proto__", "pp_degree", "costs"))] = random.choice(VALUES)
+    elif what == 2 and isinstance(holder, list):
+        holder.extend(holder * random.choice((1, 7)))
+    else:
+        holder[key] = random.choice(VALUES)
+    return json.dumps(document)
+
+
+def _places(node: Any) -> list[tuple[Any, Any]]:
+    keys: list[Any] = []
+    if isinstance(node, dict):
+        keys = list(node)
+    elif isinstance(node, list):
+        keys = list(range(len(node)))
+    return [found for key in keys for found in ((node, key), *_places(node[key]))]
+
+
+def _number(random: Random, text: str) -> str:
+    at = [index for index, letter in enumerate(text) if letter.isdigit()]
+    return text if not at else text[: (index := random.choice(at))] + random.choice(HUGE) + text[index + 1 :]
+
+
+def _surrogate(random: Random, text: str) -> str:
+    at = [index for index, letter in enumerate(text) if letter == '"']
+    return (
+        text
+        if not at
+        else text[: (index := random.choice(at)) + 1] + random.choice(SURROGATES) + text[index + 1 :]
+    )
+
+
+def _nested(random: Random, text: str) -> str:
+    depth = random.choice((10, 1000, 20_000))
+    opening, closing = random.choice((("[", "]"), ('{"a":', "}")))
+    end = closing * depth if random.random() < 0.5 else ""
+    return opening * depth + text + end
+
+
+def _twice(random: Random, text: str) -> str:
+    return text.replace("{", '{"problem": 1, "pp_degree": 3, "id": "x", ', 1)
+
+
+def _junk(random: Random, text: str) -> str:
+    at = random.randrange(len(text) + 1)
+    return (
+        text[:at] + random.choice(("}", "]", ",", "//", "'", "\\", "\x00", "\u2028", text[:20])) + text[at:]
+    )
+
+
+def _flipped(random: Random, content: bytes) -> bytes:
+    changed = bytearray(content)
+    for _ in range(random.choice((1, 3, 10))):
+        if changed:
+            changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
+    return bytes(changed)
+
+
+def _truncated(random: Random, content: bytes) -> bytes:
+    return content[: random.randrange(len(content) + 1)]
+
+
+def _noise(random: Random, content: bytes) -> bytes:
+    return random.randbytes(random.choice((0, 1, 16, 1000)))
+
+
+def _packed(random: Random, content: bytes) -> bytes:
+    return gzip.compress(content, 1, mtime=0)
+
+
+def _bomb(random: Random, content: bytes) -> bytes:
+    return gzip.compress(bytes(random.choice((1, 64)) * 1024 * 1024), 9, mtime=0)
+
+
+def _packed_wrong(random: Random, content: bytes) -> bytes:
+    return random.choice((_flipped, _truncated))(random, gzip.compress(content, 1, mtime=0)) + random.choice(
+        (b"", b"x")
+    )
+
+
+_OF_TEXT: tuple[Callable[[Random, str], str], ...] = (_number, _surrogate, _nested, _twice, _junk)
+_OF_BYTES: tuple[Callable[[Random, bytes], bytes], ...] = (_flipped, _truncated, _noise)
+_OF_PACKING: tuple[Callable[[Random, bytes], bytes], ...] = (_packed, _bomb, _packed_wrong)

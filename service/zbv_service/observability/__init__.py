@@ -1,0 +1,1 @@
+"""What the service says about itself: metrics, log lines, and the ids that tie lines together."""

@@ -1,0 +1,88 @@
+"""Log lines: text for people, one JSON object per line for machines; with ids, and without secrets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+from zbv_service.observability.context import REQUEST_ID, SEARCH_ID
+
+LogFormat = Literal["auto", "text", "json"]
+
+_NOISY = ("alembic", "aiosqlite", "asyncio", "httpx", "httpcore")
+_SECRETS = re.compile(r"(?i)(\btoken=|\bbearer\s+|\"authorization\":\s*\"|\bauthorization:\s*)[^\s&\"',;]+")
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+"""What every record has; anything else came in by ``extra``."""
+
+
+def configure(level: str, log_format: LogFormat = "auto", stream: TextIO | None = None) -> None:
+    """Send the log lines of this process to standard error.
+
+    Parameters
+    ----------
+    log_format
+        ``auto`` is ``text`` where a person looks at a terminal, and ``json`` elsewhere.
+    """
+    stream = stream or sys.stderr
+    wants_text = log_format == "text" or (log_format == "auto" and stream.isatty())
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(TextLines() if wants_text else JsonLines())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for noisy in _NOISY:
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def redact(text: str) -> str:
+    """The text without what follows ``token=``, ``Bearer`` or ``Authorization:``."""
+    return _SECRETS.sub(r"\1[redacted]", text)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """``time``, ``level``, ``logger``, ``message``, the ids, what ``extra`` gave, and ``exception``."""
+        line: dict[str, Any] = {
+            "time": _moment(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": redact(record.getMessage()),
+            **_ids(record),
+            **{name: value for name, value in vars(record).items() if name not in _OWN | set(_IDS)},
+        }
+        if record.exc_info:
+            line["exception"] = redact(self.formatException(record.exc_info))
+        if record.stack_info:
+            line["stack"] = record.stack_info
+        return json.dumps(line, default=str)
+
+
+class TextLines(logging.Formatter):
+    """A line for people; the ids stand in brackets at its end."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time, level, logger, message, ids; a traceback on the lines below."""
+        ids = " ".join(f"{name.removesuffix('_id')}={value}" for name, value in _ids(record).items())
+        moment, ending = _moment(record), f" [{ids}]" if ids else ""
+        # One record, one line: a message that quotes what came from outside must not forge another one.
+        message = redact(record.getMessage()).replace("\r", "\\r").replace("\n", "\\n")
+        text = f"{moment} {record.levelname.lower()} {record.name}: {message}{ending}"
+        if record.exc_info:
+            text += "\n" + redact(self.formatException(record.exc_info))
+        return text
+
+
+_IDS = {"request_id": REQUEST_ID, "search_id": SEARCH_ID}
+
+
+def _ids(record: logging.LogRecord) -> dict[str, str]:
+    found = {name: getattr(record, name, None) or variable.get() for name, variable in _IDS.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _moment(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,138 @@
+"""The Prometheus metrics of one application. Their names are a contract: docs/metrics.md lists them."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
+from prometheus_client.metrics import MetricWrapperBase
+from zbv_solver import __version__
+
+_SEARCH_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
+_REQUEST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_GAPS = (0.0, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What the database holds, as it is counted when metrics are asked for.
+
+    Attributes
+    ----------
+    queue_age
+        Seconds since the oldest queued search was accepted; 0 when none is queued.
+    """
+
+    searches: dict[str, int]
+    agents: dict[str, int]
+    runs: dict[str, int]
+    queue_age: float
+
+
+class Metrics:
+    """Counters, gauges and histograms, in a registry of their own: several applications share nothing."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        registry = self.registry
+        build = Gauge(
+            "zbv_build_info", "Always 1; the labels say what runs.", ["version", "python"], registry=registry
+        )
+        build.labels(__version__, platform.python_version()).set(1)
+        self.searches = Gauge("zbv_searches", "Searches in the database.", ["state"], registry=registry)
+        self.queue_age = Gauge(
+            "zbv_search_queue_age_seconds", "Age of the oldest queued search.", registry=registry
+        )
+        self.agents = Gauge("zbv_agents", "Agents in the database.", ["state"], registry=registry)
+        self.runs = Gauge("zbv_runs", "Runs in the database.", ["state"], registry=registry)
+        self.search_seconds = Histogram(
+            "zbv_search_duration_seconds",
+            "Time from its start here to its end, of searches that ended.",
+            ["state", "method"],
+            buckets=_SEARCH_SECONDS,
+            registry=registry,
+        )
+        self.search_gap = Histogram(
+            "zbv_search_gap_ratio",
+            "objective / lower_bound - 1 of plans that searches found.",
+            buckets=_GAPS,
+            registry=registry,
+        )
+        self.plan_fetches = Counter("zbv_plan_fetches", "Plans asked for, 304s included.", registry=registry)
+        self.rank_fetches = Counter(
+            "zbv_rank_fetches", "Parts of plans asked for, 304s included.", registry=registry
+        )
+        self.requests = Counter(
+            "zbv_http_requests", "Requests answered.", ["method", "route", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "zbv_http_request_duration_seconds",
+            "Time until the last byte of an answer was handed over; of a stream, until the first.",
+            ["method", "route"],
+            buckets=_REQUEST_SECONDS,
+            registry=registry,
+        )
+        self.event_streams = Gauge("zbv_event_streams", "Event streams that are open.", registry=registry)
+        self._children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count an answer. Some microseconds: every request passes here."""
+        key = (method, route, status)
+        found = self._children.get(key)
+        if found is None:
+            found = (
+                self.requests.labels(method, route, str(status)),
+                self.request_seconds.labels(method, route),
+            )
+            self._children[key] = found
+        found[0].inc()
+        found[1].observe(seconds)
+
+    def search_ended(self, state: str, method: str | None, gap: float | None, seconds: float) -> None:
+        """Count the end of a search that ran here.
+
+        Parameters
+        ----------
+        method
+            What found its plan; only the first word counts, the rest may be anything. None without a plan.
+        """
+        self.search_seconds.labels(state, family(method)).observe(seconds)
+        if gap is not None:
+            self.search_gap.observe(gap)
+
+    def take(self, tally: Tally) -> None:
+        """Show what the database holds now."""
+        for gauge, counts in (
+            (self.searches, tally.searches),
+            (self.agents, tally.agents),
+            (self.runs, tally.runs),
+        ):
+            for state, count in counts.items():
+                gauge.labels(state).set(count)
+        self.queue_age.set(tally.queue_age)
+
+    def described(self) -> dict[str, str]:
+        """Our metrics by name, with their types."""
+        found: dict[str, str] = {}
+        for value in vars(self).values():
+            if isinstance(value, MetricWrapperBase):
+                for metric in value.describe():
+                    suffix = "_total" if metric.type == "counter" else ""
+                    found[metric.name + suffix] = metric.type
+        return {**found, "zbv_build_info": "gauge"}
+
+
+def family(method: str | None) -> str:
+    """The label of a method: a handful of values, however methods are composed and numbered."""
+    words = (method or "").replace(":", " ").replace("+", " ").split()
+    return words[0].lower()[:40] if words else "none"

@@ -1,0 +1,32 @@
+"""``/problems/{name}``: what a type of error means and what to do; where the ``type`` of errors leads."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from zbv_service import pages
+from zbv_service.http.caching import HOUR
+from zbv_service.http.problem_advice import ADVICE
+from zbv_service.http.problems import NOT_FOUND, ProblemError, kinds
+from zbv_service.security.scheme import ANYBODY
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/problems/{name}", dependencies=[ANYBODY])
+async def get_problem_type(request: Request, name: str) -> HTMLResponse:
+    """The page of one type."""
+    kind = kinds().get(name)
+    if kind is None:
+        raise ProblemError(NOT_FOUND, f"found no type of error {name!r}; there are {', '.join(kinds())}.")
+    root = str(request.scope.get("root_path", "")).rstrip("/")
+    text = pages.problem_type_page(
+        name, kind.status, kind.title, meaning=ADVICE[name].meaning, remedy=ADVICE[name].remedy, root=root
+    )
+    headers = {
+        "Content-Security-Policy": pages.CONTENT_SECURITY_POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": HOUR,
+    }
+    return HTMLResponse(text, headers=headers)

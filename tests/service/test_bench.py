@@ -1,0 +1,81 @@
+"""The load benchmarks: that they count right and judge right. How fast anything is, no test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import fake_searches
+from support.live import Live, listening
+from zbv_service.app import create_app
+from zbv_service.bench.findings import Finding, quantile
+from zbv_service.bench.load import get, offer, saturate
+from zbv_service.cli import main
+from zbv_service.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "at_most", "verdict"),
+    [
+        (1.0, 2.0, True, "met"),
+        (2.0, 2.0, True, "met"),
+        (3.0, 2.0, True, "missed"),
+        (3.0, 2.0, False, "met"),
+        (1.0, 2.0, False, "missed"),
+        (1.0, None, True, ""),
+    ],
+)
+def test_a_finding_is_held_against_its_target(
+    value: float, target: float | None, at_most: bool, verdict: str
+) -> None:
+    found = Finding("x", value, "ms", target, at_most=at_most)
+    assert (found.verdict, found.is_met) == (verdict, verdict != "missed")
+
+
+def test_quantiles_are_values_that_were_measured() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert [quantile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert quantile([7.0], 0.99) == 7.0
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    database = f"sqlite:///{tmp_path_factory.mktemp('bench')}/zbv.db"
+    settings = Settings(auth="none", database=database, searches=1)
+    with listening(create_app(settings, search=fake_searches.immediate)) as found:
+        yield found
+
+
+def test_a_load_counts_every_answer(live: Live) -> None:
+    requests = [get(live.address, path) for path in ("/healthz", "/v1/searches/x", "/static/zbv.css")]
+    load = asyncio.run(saturate(live.address, requests, connections=3, seconds=0.3))
+    assert set(load.statuses) == {200, 404}
+    assert len(load.latencies) == sum(load.statuses.values()) >= 3
+    assert load.rate == len(load.latencies) / load.seconds > 0
+
+
+def test_an_offered_load_has_its_rate_and_counts_from_when_requests_were_due(live: Live) -> None:
+    load = asyncio.run(offer(live.address, [get(live.address, "/healthz")], 4, seconds=0.5, rate=40))
+    assert load.statuses == {200: 20}
+    assert load.seconds >= 19 / 40
+    slow = asyncio.run(offer(live.address, [get(live.address, "/healthz")], 1, seconds=1e-3, rate=50_000))
+    assert max(slow.latencies) >= slow.seconds / 2  # the last one was due at once
+
+
+def test_the_command_measures_a_service_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.json"
+    status = main(["bench", "fuzz", "--bodies", "20", "-o", str(output)])
+    found = json.loads(output.read_text())["fuzz"]
+    assert {row["what"]: row["value"] for row in found}["malformed bodies answered"] == 20
+    assert status == int(any(row["verdict"] == "missed" for row in found)) == 0
+    assert "Malformed bodies" in capsys.readouterr().out
+
+
+def test_a_wrong_name_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "everything"]) == 2
+    assert "streams" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""Log lines: machines can read them, they name requests and searches, and they tell no secrets."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.serving import Serving
+from zbv_service.observability import logs
+from zbv_service.observability.context import request_id_of, working_for
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def log(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
+    """What is logged as JSON while a test runs; the former configuration is put back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []
+    stream = io.StringIO()
+    logs.configure("debug", "json", stream)
+    yield stream
+    root.handlers, root.level = handlers, level
+
+
+def lines(log: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.getvalue().splitlines()]
+
+
+async def test_a_request_has_one_id_everywhere(serving: Serving, log: io.StringIO) -> None:
+    async with serving("broken") as service:
+        answer = await service.http.get("/v1/searches/x", headers={"X-Request-ID": "mine-1"})
+        assert answer.headers["x-request-id"] == answer.json()["request_id"] == "mine-1"
+        made = [(await service.http.get("/healthz")).headers["x-request-id"] for _ in range(2)]
+        assert made[0] != made[1]
+    (line,) = [line for line in lines(log) if line.get("request_id") == "mine-1"]
+    assert (line["message"], line["route"], line["status"]) == (
+        "GET /v1/searches/x 404",
+        "/v1/searches/{search_id}",
+        404,
+    )
+    assert line["milliseconds"] >= 0
+
+
+@pytest.mark.parametrize(
+    "given", ["", "x" * 129, "two words", 'a"b', "<script>", "a,b", "\u00e9"], ids=range(7)
+)
+def test_an_id_that_is_not_sane_is_replaced(given: str) -> None:
+    found = request_id_of([(b"x-request-id", given.encode())])
+    assert re.fullmatch("[0-9a-f]{32}", found)
+    assert request_id_of([(b"host", b"x"), (b"x-request-id", b"A-z0.9:_/+=" + b"x" * 100)])[:5] == "A-z0."
+
+
+async def test_lines_about_a_search_name_it(serving: Serving, log: io.StringIO) -> None:
+    async with serving("broken") as service:
+        answer = await service.submit()
+        search_id, request_id = answer.json()["id"], answer.headers["x-request-id"]
+        await service.ended(search_id)
+    (queued,) = [line for line in lines(log) if line["message"] == f"search {search_id} is queued"]
+    assert queued["request_id"] == request_id
+    about = [line for line in lines(log) if line.get("search_id") == search_id]
+    assert any("starts" in line["message"] for line in about)
+    assert any("ZeroDivisionError" in line.get("exception", "") for line in about)
+
+
+async def test_reads_are_logged_only_when_they_fail(serving: Serving, log: io.StringIO) -> None:
+    logging.getLogger().setLevel("INFO")
+    async with serving("immediate") as service:
+        await service.http.get("/v1/searches")
+        await service.http.get("/v1/searches/x")
+        await service.submit()
+    said = [line["message"] for line in lines(log) if line["logger"].endswith("requests")]
+    assert said[:2] == ["GET /v1/searches/x 404", "POST /v1/searches 202"]
+
+
+async def test_no_secret_is_logged(serving: Serving, log: io.StringIO) -> None:
+    headers = {"Authorization": "Bearer sesame-one"}
+    async with serving("immediate") as service:
+        await service.http.get("/v1/searches?token=sesame-two", headers=headers)
+        await service.http.get("/nothing?token=sesame-two", headers=headers)
+    try:
+        raise ValueError("GET /x?a=1&token=sesame-three&b=2 with Authorization: sesame-four")
+    except ValueError:
+        logging.getLogger("x").exception("asked http://h/?token=sesame-five and bearer sesame-six")
+    text = log.getvalue()
+    assert "sesame" not in text
+    assert "[redacted]&b=2" in text
+
+
+def test_a_line_is_one_json_object_whatever_it_holds() -> None:
+    record = logging.makeLogRecord(
+        {"name": "x", "levelname": "WARNING", "msg": "two\nlines \u2028 \ud800", "size": 3, "what": object()}
+    )
+    text = logs.JsonLines().format(record)
+    assert text.isascii()
+    assert "\n" not in text
+    line = json.loads(text)
+    assert (line["level"], line["logger"], line["size"]) == ("warning", "x", 3)
+    assert line["message"].startswith("two\nlines")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
+
+
+def test_text_is_for_people_and_no_message_forges_a_line() -> None:
+    record = logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": "one\n2026 error x: two"})
+    with working_for(search_id="s", request_id="r"):
+        text = logs.TextLines().format(record)
+    assert text.endswith(r"info x: one\n2026 error x: two [request=r search=s]")
+    assert "\n" not in text
+
+
+def test_the_format_depends_on_who_looks() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        found = []
+        for stream, wanted in ((Terminal(), "auto"), (io.StringIO(), "auto"), (Terminal(), "json")):
+            root.handlers = []
+            logs.configure("info", wanted, stream)  # type: ignore[arg-type]  # the literals above
+            logging.getLogger("x").info("said")
+            found.append(stream.getvalue().startswith("{"))
+    finally:
+        root.handlers, root.level = handlers, level
+    assert found == [False, True, True]

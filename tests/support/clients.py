@@ -1,0 +1,55 @@
+"""Both clients behind one face, so that one test is about both."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import httpx
+from zbv_service.client import AsyncClient, Client, Retries
+
+Kind = Literal["sync", "async"]
+KINDS: tuple[Kind, ...] = ("sync", "async")
+AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
+
+
+class Driver:
+    """A client of either kind: :meth:`do` gives the outcome of a call of it, iterators as lists."""
+
+    def __init__(self, client: Client | AsyncClient, runner: asyncio.Runner):
+        self.client = client
+        self._runner = runner
+
+    def do(self, action: Callable[[Any], Any]) -> Any:
+        async def awaited() -> Any:
+            made = action(self.client)
+            if inspect.isasyncgen(made):
+                return [item async for item in made]
+            return await made if inspect.isawaitable(made) else made
+
+        if isinstance(self.client, AsyncClient):
+            return self._runner.run(awaited())
+        made = action(self.client)
+        return list(made) if inspect.isgenerator(made) else made
+
+
+@contextmanager
+def driving(kind: Kind, address: str, **options: Any) -> Iterator[Driver]:
+    """A client of a kind; ``options`` are those of both."""
+    with asyncio.Runner() as runner:
+        client = Client(address, **options) if kind == "sync" else AsyncClient(address, **options)
+        driver = Driver(client, runner)
+        try:
+            yield driver
+        finally:
+            driver.do(lambda made: made.close())
+
+
+def transport(
+    answer: Callable[[httpx.Request], httpx.Response],
+) -> httpx.MockTransport:
+    """Answers of a service that is not there."""
+    return httpx.MockTransport(answer)

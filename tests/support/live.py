@@ -1,0 +1,47 @@
+"""The real application behind a real socket, in a thread of this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from fastapi import FastAPI
+
+from support.serving import DEADLINE
+
+
+@dataclass(frozen=True)
+class Live:
+    """A service that listens."""
+
+    app: FastAPI
+    address: str
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[Live]:
+    """Serve an application on a free port as long as the block runs."""
+    # Named as TCP, or asyncio does not know to switch off Nagle's algorithm, and every answer waits 40 ms.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],), name="zbv-live", daemon=True)
+        thread.start()
+        until = time.monotonic() + DEADLINE
+        while not server.started:
+            assert thread.is_alive(), "the service did not start; the log says why."
+            assert time.monotonic() < until, "the service did not start in time."
+            time.sleep(0.01)
+        try:
+            yield Live(app, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE)
+            assert not thread.is_alive(), "the service did not stop."

@@ -53,7 +53,7 @@ def test_of_the_service_the_worker_knows_only_the_client() -> None:
         ("zbv_solver.search", ("torch", "fastapi", "ortools", "bokeh")),
         ("zbv_solver.plan", ("numba", "torch", "fastapi")),
         ("zbv_service.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),
-        ("zbv_service.run_cli", ("fastapi", "sqlalchemy", "torch")),
+        ("zbv_service.commands.run", ("fastapi", "sqlalchemy", "torch")),
         ("zbv_service.client", ("fastapi", "sqlalchemy", "numba", "torch")),
         ("zbv_worker.cli", ("torch", "numba", "fastapi")),
     ],

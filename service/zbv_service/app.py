@@ -7,32 +7,52 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
 from zbv_solver import __version__
 
 from zbv_service.database import (
     AgentTable,
     Database,
+    DatabaseAway,
     PartTable,
     PlanTable,
     RunPlanTable,
     RunTable,
+    SearchEventTable,
     SearchTable,
+    TokenTable,
 )
 from zbv_service.http import openapi, problems
+from zbv_service.http.rank_fetches import RankFetches
+from zbv_service.observability.metrics import Metrics
+from zbv_service.observability.requests import Observed
 from zbv_service.plans import Plans
 from zbv_service.routers import agents as agent_routes
-from zbv_service.routers import health, pages
+from zbv_service.routers import compare as compare_routes
+from zbv_service.routers import health, pages, problem_types, sign_in
+from zbv_service.routers import metrics as metric_routes
 from zbv_service.routers import plans as plan_routes
 from zbv_service.routers import runs as run_routes
+from zbv_service.routers import search_events as search_event_routes
 from zbv_service.routers import searches as search_routes
 from zbv_service.runs.agents import Agents
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
+from zbv_service.searches.compare import Comparisons
+from zbv_service.searches.events import SearchEvents
 from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches
 from zbv_service.searches.task import SearchFunction, solver_search
+from zbv_service.security.access import Access
+from zbv_service.security.headers import SecurityHeaders
+from zbv_service.security.hosts import KnownHosts, host_names
+from zbv_service.security.scheme import require_declared, scopes_of
+from zbv_service.security.sign_in import SignIn
+from zbv_service.security.token_text import TokenText
+from zbv_service.security.tokens import Tokens
 from zbv_service.settings import Settings
 
 
@@ -44,30 +64,56 @@ class Rooms:
     database: Database
     runner: Runner
     searches: Searches
+    events: SearchEvents
+    comparisons: Comparisons
     plans: Plans
     dispatcher: Dispatcher
     agents: Agents
     runs: Runs
     parts: RunParts
+    metrics: Metrics
+    access: Access
+    sign_in: SignIn
 
 
-def create_app(settings: Settings | None = None, *, search: SearchFunction = solver_search) -> FastAPI:
+class Application(FastAPI):
+    """The web application inside of what observes it."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """All that answers, around it what protects, and around that what gives ids, counts and logs."""
+        routes = (route for route in plan_routes.router.routes if isinstance(route, APIRoute))
+        route = next(route for route in routes if route.name == "get_rank")
+        served = RankFetches(super().build_middleware_stack(), self, route, scopes_of(route) or ())
+        guarded = KnownHosts(served, host_names(self.state.settings))
+        return Observed(SecurityHeaders(guarded), self.state.metrics)
+
+
+def create_app(
+    settings: Settings | None = None,
+    *,
+    search: SearchFunction = solver_search,
+    local_token: TokenText | None = None,
+) -> FastAPI:
     """The service as an ASGI application. Its lifespan migrates the database and runs the searches.
 
     Parameters
     ----------
     search
         What search processes run; the solver's search unless a test has a better idea.
+    local_token
+        May do everything in this process, and is in no database: for commands on this machine.
     """
     settings = settings or Settings()
+    metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database = Database(settings.database)
         try:
             await database.migrate()
-            app.state.rooms = rooms = _furnish(database, settings, search)
+            app.state.rooms = rooms = _furnish(database, settings, search, metrics, local_token)
             runner, dispatcher = rooms.runner, rooms.dispatcher
+            await rooms.events.start()
             await runner.start()
             await dispatcher.start()
             try:
@@ -75,41 +121,80 @@ def create_app(settings: Settings | None = None, *, search: SearchFunction = sol
             finally:
                 await dispatcher.stop()
                 await runner.stop()
+                await rooms.access.tokens.close()
+                await rooms.events.stop()
+                rooms.comparisons.stop()
         finally:
             await database.close()
 
-    app = FastAPI(
+    app = Application(
         title="zbv",
         version=__version__,
         summary="Plans zero-bubble V schedules for pipeline-parallel training.",
         lifespan=lifespan,
+        openapi_url=None,  # a route of ours, for those who have a token
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
+        # Our own metrics and logs say it; looking for providers costs every request more than they do.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
+    app.state.metrics = metrics
+    app.state.settings = settings
     problems.install(app)
-    for routes in (search_routes, plan_routes, run_routes, agent_routes, health, pages):
+    app.add_exception_handler(DatabaseAway, problems.on_database_away)
+    sign_in.install(app)
+    for routes in (
+        search_routes,
+        search_event_routes,
+        compare_routes,
+        plan_routes,
+        run_routes,
+        agent_routes,
+        health,
+        metric_routes,
+        problem_types,
+        pages,
+        sign_in,
+    ):
+        require_declared(routes.router)
         app.include_router(routes.router)
     pages.mount_static(app)
     openapi.install(app)
     return app
 
 
-def _furnish(database: Database, settings: Settings, search: SearchFunction) -> Rooms:
+def _furnish(
+    database: Database,
+    settings: Settings,
+    search: SearchFunction,
+    metrics: Metrics,
+    local_token: TokenText | None,
+) -> Rooms:
     """The rooms on an open database."""
     agents, runs, run_plans = AgentTable(database), RunTable(database), RunPlanTable(database)
     searches_table, plan_table, parts = SearchTable(database), PlanTable(database), PartTable(database)
-    runner = Runner(searches_table, settings, search)
+    events = SearchEvents(SearchEventTable(database))
+    searches_table.listen(events.changed)
+    runner = Runner(searches_table, settings, search, metrics)
     searches, plans = Searches(searches_table, runner, settings), Plans(plan_table, settings)
     replanner = Replanner(runs, run_plans, parts, plans, searches)
     dispatcher = Dispatcher(agents, runs, run_plans, replanner, settings)
+    token_table = TokenTable(database)
+    tokens = Tokens(token_table, local_token)
     return Rooms(
         settings=settings,
         database=database,
         runner=runner,
         searches=searches,
+        events=events,
+        comparisons=Comparisons(plan_table, settings),
         plans=plans,
         dispatcher=dispatcher,
         agents=Agents(agents, runs, dispatcher),
         runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher),
         parts=RunParts(parts),
+        metrics=metrics,
+        access=Access(tokens, is_open=settings.auth == "none"),
+        sign_in=SignIn(token_table, tokens, 3600 * settings.session_hours),
     )

@@ -31,6 +31,14 @@ class Cache(Generic[T]):
             self._values.move_to_end(key)
         return await asyncio.shield(future)
 
+    def known(self, key: str) -> T | None:
+        """The value of a key, where it is made already."""
+        future = self._values.get(key)
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        self._values.move_to_end(key)
+        return future.result()
+
     def _drop_failure(self, key: str, done: asyncio.Future[T]) -> None:
         failed = done.cancelled() or done.exception() is not None
         if failed and self._values.get(key) is done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from zbv_solver.problem import Objective
 from zbv_solver.schema import Number, ProblemDocument
 
 from zbv_service.http.problems import ProblemDetails
-from zbv_service.records import SearchRecord, SearchState
+from zbv_service.records import PlanSummary, SearchRecord, SearchState
 
 MAX_SEED = 2**31 - 1
 
@@ -96,16 +97,74 @@ class SearchDocument(BaseModel):
 
     def json_bytes(self) -> bytes:
         """The document as UTF-8 JSON."""
+        return _dump(self._json())
+
+    def _json(self) -> dict[str, Any]:
         document: dict[str, Any] = self.model_dump(mode="json")
         if self.error is not None:
             document["error"] = self.error.model_dump(mode="json", exclude_none=True)
-        return _dump(document)
+        return document
+
+
+_NEXT = Field(None, description="Address of the page after this one; null on the last.")
 
 
 class SearchList(BaseModel):
-    """Searches, the newest first."""
+    """Some of the searches, the newest first."""
 
     searches: list[SearchDocument]
+    next: str | None = _NEXT
+
+    def json_bytes(self) -> bytes:
+        """The document as UTF-8 JSON."""
+        return _dump({"searches": [search._json() for search in self.searches], "next": self.next})
+
+
+class PlanSummaryDocument(BaseModel):
+    """A stored plan without its actions."""
+
+    plan_id: str
+    pp_degree: int
+    microbatches: int
+    placement: str
+    objective: Objective
+    value: float = Field(description="Of the objective, in the problem's time unit.")
+    lower_bound: float
+    gap: float | None
+    status: Literal["optimal", "feasible"]
+    bubble_rate: float
+    method: str
+    time_unit: str | None
+    created_at: datetime
+
+    @classmethod
+    def of(cls, summary: PlanSummary) -> PlanSummaryDocument:
+        """The document of a stored plan."""
+        return cls.model_validate(asdict(summary))
+
+
+class PlanList(BaseModel):
+    """Some of the plans, the newest first."""
+
+    plans: list[PlanSummaryDocument]
+    next: str | None = _NEXT
+
+
+class CompareRequest(_Request):
+    """A problem to see the classical schedules of."""
+
+    problem: ProblemDocument
+
+
+class Comparison(BaseModel):
+    """What the classical schedules achieve on a problem's model. Nothing is searched or stored."""
+
+    problem_summary: ProblemSummary
+    lower_bound: float = Field(description="No plan of the problem has a smaller objective.")
+    baselines: list[BaselineDocument] = Field(description="As in a plan; fits judges the memory limit.")
+    best: PlanSummaryDocument | None = Field(
+        description="The best stored plan of this problem, if there is one."
+    )
 
 
 class PlanDocument(BaseModel):

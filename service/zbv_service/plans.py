@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zbv_solver.channels import Channel, channels
@@ -13,13 +15,38 @@ from zbv_solver.schema import canonical_json
 
 from zbv_service.cache import Cache
 from zbv_service.database import PlanTable
+from zbv_service.http.caching import IMMUTABLE
 from zbv_service.http.problems import NOT_FOUND, ProblemError
 from zbv_service.packing import pack_plan, unpack_text
-from zbv_service.records import NewPlan, PlanSummary
+from zbv_service.records import NewPlan, Page, PlanFilter, PlanSummary, Position
 from zbv_service.searches.searches import require_size
 from zbv_service.settings import Settings
 
 CACHED_PLANS = 16
+_ID = re.compile(r"[0-9a-z]{1,64}")
+
+
+@dataclass(frozen=True)
+class RankAnswer:
+    """The whole answer to a fetch of a rank's part, made once: it never changes."""
+
+    body: bytes
+    headers: list[tuple[bytes, bytes]]
+
+    @classmethod
+    def of(cls, plan_id: str, rank: int, body: bytes) -> RankAnswer:
+        """The answer for a rank."""
+        fields = {
+            "content-length": str(len(body)),
+            "content-type": "application/json",
+            "etag": f'"{plan_id}-{rank}"',
+            "cache-control": IMMUTABLE,
+        }
+        return cls(body, [(name.encode(), value.encode()) for name, value in fields.items()])
+
+    def is_conditional(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a request asks for more than the answer as it is."""
+        return any(name == b"if-none-match" for name, _ in headers)
 
 
 class Plans:
@@ -30,19 +57,24 @@ class Plans:
         self._settings = settings
         self._texts: Cache[bytes] = Cache(CACHED_PLANS)
         self._plans: Cache[Plan] = Cache(CACHED_PLANS)
-        self._ranks: Cache[list[bytes]] = Cache(CACHED_PLANS)
+        self._ranks: Cache[list[RankAnswer]] = Cache(CACHED_PLANS)
 
     async def newest(self, limit: int) -> list[PlanSummary]:
         """The newest plans first."""
         return await self._table.newest(limit)
 
+    async def page(self, wanted: PlanFilter, limit: int, after: Position | None) -> Page[PlanSummary]:
+        """Some plans, the newest first, from a position on."""
+        return await self._table.page(wanted, limit, after)
+
     async def text(self, plan_id: str) -> bytes:
         """A plan's document as JSON text; raises :class:`ProblemError` 404."""
 
         async def load() -> bytes:
-            packed = await self._table.document(plan_id)
+            # Not every text is one that a database takes.
+            packed = await self._table.document(plan_id) if _ID.fullmatch(plan_id) else None
             if packed is None:
-                raise ProblemError(NOT_FOUND, f"found no plan {plan_id}; GET / lists the newest.")
+                raise ProblemError(NOT_FOUND, f"found no plan {plan_id[:64]!r}; GET /v1/plans lists them.")
             return await asyncio.to_thread(unpack_text, packed)
 
         return await self._texts.get(plan_id, load)
@@ -59,16 +91,22 @@ class Plans:
     async def rank(self, plan_id: str, rank: int) -> bytes:
         """What one rank executes, as JSON text; raises :class:`ProblemError` 404."""
 
-        async def load() -> list[bytes]:
+        async def load() -> list[RankAnswer]:
             plan = await self.plan(plan_id)
-            return await asyncio.to_thread(rank_texts, plan)
+            texts = await asyncio.to_thread(rank_texts, plan)
+            return [RankAnswer.of(plan_id, number, text) for number, text in enumerate(texts)]
 
-        texts = await self._ranks.get(plan_id, load)
-        if not 0 <= rank < len(texts):
+        answers = await self._ranks.get(plan_id, load)
+        if not 0 <= rank < len(answers):
             raise ProblemError(
-                NOT_FOUND, f"found no rank {rank}; plan {plan_id} has ranks 0 to {len(texts) - 1}."
+                NOT_FOUND, f"found no rank {rank}; plan {plan_id} has ranks 0 to {len(answers) - 1}."
             )
-        return texts[rank]
+        return answers[rank].body
+
+    def known_rank(self, plan_id: str, rank: int) -> RankAnswer | None:
+        """The answer for a rank, where it is in memory; nothing is waited for."""
+        answers = self._ranks.known(plan_id)
+        return answers[rank] if answers is not None and 0 <= rank < len(answers) else None
 
     async def add(self, body: Any) -> tuple[PlanSummary, bool]:
         """Verify a plan made elsewhere, compute its metrics and store it; and whether it is new.

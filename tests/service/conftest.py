@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 from support import fake_searches
-from support.databases import KINDS, an_empty_database
+from support.databases import KINDS, Kind, PostgresDatabases, SqliteDatabases
+from support.postgres import SharedServer
 from support.serving import DEADLINE, Service, Serving
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
@@ -28,16 +30,58 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def sqlite_databases(tmp_path_factory: pytest.TempPathFactory) -> SqliteDatabases:
+    return SqliteDatabases(tmp_path_factory.mktemp("sqlite"))
+
+
+@pytest.fixture
+def database_url(sqlite_databases: SqliteDatabases, tmp_path: Path) -> str:
+    """A SQLite database with all tables and nothing in them. What databases must do alike is in contract/."""
+    return sqlite_databases.migrated(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresDatabases]:
+    """A real PostgreSQL server, one for all processes of the session."""
+    if url := os.environ.get("ZBV_TEST_POSTGRES"):
+        yield PostgresDatabases(url)
+        return
+    place = tmp_path_factory.getbasetemp()
+    shared = SharedServer(place.parent if "PYTEST_XDIST_WORKER" in os.environ else place)
+    yield PostgresDatabases(shared.url)
+    shared.close()
+
+
 @pytest.fixture(params=KINDS)
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """An empty database, of every kind in turn."""
-    with an_empty_database(request.param, tmp_path) as url:
+def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database of every kind in turn, with all tables and nothing in them."""
+    kind: Kind = request.param
+    if kind == "sqlite":
+        sqlite: SqliteDatabases = request.getfixturevalue("sqlite_databases")
+        yield sqlite.migrated(tmp_path)
+        return
+    postgres: PostgresDatabases = request.getfixturevalue("postgres")
+    with postgres.migrated() as url:
+        yield url
+
+
+@pytest.fixture(params=KINDS)
+def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database of every kind in turn, without tables."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path}/zbv.db"
+        return
+    postgres: PostgresDatabases = request.getfixturevalue("postgres")
+    with postgres.empty() as url:
         yield url
 
 
 @pytest.fixture
 def settings(directory: Path, database_url: str) -> Settings:
     return Settings(
+        auth="none",
+        allowed_hosts=("zbv",),
         database=database_url,
         searches=2,
         heartbeat_seconds=0.2,
@@ -48,12 +92,13 @@ def settings(directory: Path, database_url: str) -> Settings:
 
 
 @pytest.fixture
-def serving(settings: Settings) -> Serving:
+def serving(settings: Settings, directory: Path) -> Serving:
     """Starts applications on the test's database."""
 
     @asynccontextmanager
     async def start(search: str, **changes: Any) -> AsyncIterator[Service]:
-        app = create_app(settings.model_copy(update=changes), search=fake_searches.BY_NAME[search])
+        fake = fake_searches.InDirectory(fake_searches.BY_NAME[search], directory)
+        app = create_app(settings.model_copy(update=changes), search=fake)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from support.serving import Serving
 from zbv_service.app import create_app
+from zbv_service.http.openapi_extras import EXAMPLES, TAGS
 from zbv_service.settings import Settings
 
 COMMITTED = Path(__file__).parents[2] / "service" / "openapi.json"
@@ -17,6 +20,10 @@ OPERATIONS = {
     "list_searches": ("get", "/v1/searches"),
     "get_search": ("get", "/v1/searches/{search_id}"),
     "cancel_search": ("post", "/v1/searches/{search_id}/cancel"),
+    "discard_search": ("delete", "/v1/searches/{search_id}"),
+    "follow_search": ("get", "/v1/searches/{search_id}/events"),
+    "compare": ("post", "/v1/compare"),
+    "list_plans": ("get", "/v1/plans"),
     "import_plan": ("post", "/v1/plans"),
     "get_plan": ("get", "/v1/plans/{plan_id}"),
     "get_rank": ("get", "/v1/plans/{plan_id}/ranks/{rank}"),
@@ -45,8 +52,10 @@ OPERATIONS = {
     ),
     "drain_agent": ("post", "/v1/agents/{agent_id}/drain"),
     "remove_agent": ("delete", "/v1/agents/{agent_id}"),
+    "create_sign_in_link": ("post", "/v1/sign-in-links"),
     "get_health": ("get", "/healthz"),
     "get_readiness": ("get", "/readyz"),
+    "get_metrics": ("get", "/metrics"),
 }
 
 
@@ -70,6 +79,51 @@ def test_the_committed_document_is_the_current_one(document: dict[str, Any]) -> 
 
 def test_it_is_openapi_3_1(document: dict[str, Any]) -> None:
     assert document["openapi"].startswith("3.1")
+    OpenAPIV31SpecValidator(document).validate()
+
+
+def test_every_tag_is_described(document: dict[str, Any]) -> None:
+    used = {tag for _, _, operation in operations(document) for tag in operation["tags"]}
+    assert {tag["name"] for tag in document["tags"]} == used == set(TAGS)
+
+
+def test_every_json_body_has_an_example(document: dict[str, Any]) -> None:
+    bodies = {
+        operation["operationId"]
+        for _, _, operation in operations(document)
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
+    }
+    assert set(EXAMPLES) == bodies - {"put_trace"}  # which no person writes
+
+
+def test_links_lead_to_parameters_that_exist(document: dict[str, Any]) -> None:
+    parameters = {
+        operation["operationId"]: {parameter["name"] for parameter in operation["parameters"]}
+        for _, _, operation in operations(document)
+        if "parameters" in operation
+    }
+    links = [
+        link
+        for _, _, operation in operations(document)
+        for answer in operation["responses"].values()
+        for link in answer.get("links", {}).values()
+    ]
+    assert links
+    for link in links:
+        assert set(link["parameters"]) <= parameters[link["operationId"]]
+
+
+@pytest.mark.anyio
+async def test_the_examples_are_accepted(serving: Serving) -> None:
+    paths = {name: path for name, (_, path) in OPERATIONS.items()}
+    async with serving("immediate") as service:
+        assert EXAMPLES["compare"]["problem"] == EXAMPLES["submit_search"]["problem"]
+        for name in ("submit_search", "import_plan", "submit_run", "register_agent"):
+            answer = await service.http.post(paths[name], json=EXAMPLES[name])
+            assert answer.is_success, (name, answer.text)
+        beat = paths["beat"].replace("{agent_id}", EXAMPLES["register_agent"]["id"])
+        answer = await service.http.post(beat, json=EXAMPLES["beat"])
+        assert answer.is_success, answer.text
 
 
 def test_operation_ids_are_stable(document: dict[str, Any]) -> None:
@@ -113,6 +167,7 @@ def test_every_body_is_documented(document: dict[str, Any]) -> None:
             bodies[operation["operationId"]] = content["schema"].get("$ref", media_type)
     assert bodies == {
         "submit_search": "#/components/schemas/SearchRequest",
+        "compare": "#/components/schemas/CompareRequest",
         "import_plan": "#/components/schemas/PlanDocument",
         "submit_run": "#/components/schemas/RunRequest",
         "change_plan": "#/components/schemas/PlanChange",

@@ -77,7 +77,7 @@ async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: l
             answer = await service.http.post("/v1/plans", json={"problem": PROBLEM, "ranks": ranks, **change})
             body = answer.json()
             assert answer.status_code == 422, (name, body)
-            assert body["type"] in ("urn:zbv:problem:invalid-plan", "urn:zbv:problem:invalid-body"), name
+            assert body["type"] in ("/problems/invalid-plan", "/problems/invalid-body"), name
             assert body["errors"], name
         assert await service.app.state.rooms.plans.newest(10) == []
 

@@ -14,9 +14,10 @@ import httpx
 import pytest
 from support.orders import random_orders
 from support.problems import uniform, uniform_document
-from zbv_service import client_runs, run_cli
+from zbv_service import client_runs
 from zbv_service.cli import main
 from zbv_service.client_runs import RunClient
+from zbv_service.commands import run as run_command
 from zbv_solver.plan import plan_json
 from zbv_solver.search import make_plan
 
@@ -80,7 +81,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
             super().__init__(address, transport=httpx.MockTransport(found), retries=0)
 
     monkeypatch.setattr(client_runs, "RunClient", Connected)
-    monkeypatch.setattr(run_cli, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(run_command, "POLL_SECONDS", 0.0)
     return found
 
 
@@ -226,7 +227,7 @@ def test_and_not_for_ever(
         raise httpx.ConnectError("refused")
 
     service.on_look = away
-    monkeypatch.setattr(run_cli, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(run_command, "AWAY_SECONDS", 0.0)
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
     assert "no answer from" in capsys.readouterr().err
 
@@ -236,8 +237,8 @@ def test_progress_is_that_of_the_slowest_rank_that_has_begun() -> None:
         ranks = [{"rank": rank, "step": step} for rank, step in enumerate(steps)]
         return client_runs.Run("r", "running", None, None, {"members": [{"ranks": ranks}], "steps": 9})
 
-    assert run_cli.progress(run(4, 3, None)) == "step 3 of 9"
-    assert run_cli.progress(run(None)) == run_cli.progress(run()) == ""
+    assert run_command.progress(run(4, 3, None)) == "step 3 of 9"
+    assert run_command.progress(run(None)) == run_command.progress(run()) == ""
 
 
 def test_the_command_needs_no_web_framework() -> None:

@@ -75,7 +75,7 @@ async def test_a_failure_stops_the_others_and_the_cause_speaks_for_the_run(servi
         await end(service, second, run_id, "failed", {"kind": "killed", "rank": 1, "detail": "SIGKILL"})
         found = await run_of(service, run_id)
         assert (found["state"], found["error"]["detail"]) == ("failed", "SIGKILL")
-        assert found["error"]["type"] == "urn:zbv:problem:run-failed"
+        assert found["error"]["type"] == "/problems/run-failed"
         assert [failure["agent"] for failure in found["error"]["failures"]] == ["host-b", "host-a"]
         assert [failure["peer"] for failure in found["error"]["failures"]] == [None, 1]
 
@@ -111,7 +111,7 @@ async def test_silent_agents_are_lost_and_named_and_the_others_are_not(serving: 
         assert found["state"] == "failed"
         assert found["error"]["detail"].startswith("agent host-b (10.0.0.1, node 1) gave no sign of life")
         gone = await service.http.post(f"/v1/agents/{second}/heartbeat", json={})
-        assert (gone.status_code, gone.json()["type"]) == (410, "urn:zbv:problem:agent-gone")
+        assert (gone.status_code, gone.json()["type"]) == (410, "/problems/agent-gone")
         listed = (await service.http.get("/v1/agents")).json()["agents"]
         assert [agent["name"] for agent in listed] == ["host-a"]
 
@@ -188,4 +188,4 @@ async def test_arguments_that_are_no_json_are_refused(serving: Serving) -> None:
 async def test_unknown_ids_are_not_found(serving: Serving, address: str) -> None:
     async with serving("immediate") as service:
         answer = await service.http.get(address)
-        assert (answer.status_code, answer.json()["type"]) == (404, "urn:zbv:problem:not-found")
+        assert (answer.status_code, answer.json()["type"]) == (404, "/problems/not-found")

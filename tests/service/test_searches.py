@@ -134,7 +134,7 @@ async def test_an_infeasible_memory_limit_is_an_answer(serving: Serving) -> None
         ended = await service.ended(search_id)
         assert (ended["state"], ended["plan_id"]) == ("infeasible", None)
         error = ended["error"]
-        assert error["type"] == "urn:zbv:problem:infeasible-memory"
+        assert error["type"] == "/problems/infeasible-memory"
         assert error["smallest_limit"] == [2, 3]
         assert [entry["pointer"] for entry in error["errors"]] == ["/problem/memory/limit"]
         assert "rank 1" in error["detail"]
@@ -147,7 +147,7 @@ async def test_a_search_that_fails_says_so_and_can_be_asked_again(serving: Servi
         search_id = (await service.submit()).json()["id"]
         ended = await service.ended(search_id)
         assert ended["state"] == "failed"
-        assert ended["error"]["type"] == "urn:zbv:problem:internal-error"
+        assert ended["error"]["type"] == "/problems/internal-error"
         assert "secret" not in str(ended)
         again = await service.submit()
         assert again.json()["id"] != search_id

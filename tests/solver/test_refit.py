@@ -200,6 +200,7 @@ Change = Callable[[dict[str, Any]], object]
     ("change", "pointer"),
     [
         (lambda d: d.pop("plan_id"), "/plan_id"),
+        (lambda d: d["steps"][0]["actions"][0].__setitem__(4, 2**64), "/steps/0/actions/0/4"),
         (lambda d: d.update(steps=[d["steps"][0], d["steps"][0]]), "/steps/1/step"),
         (lambda d: d["steps"][0]["actions"][2].__setitem__(0, "0X0"), "/steps/0/actions/2/0"),
         (lambda d: d["steps"][0]["actions"][2].__setitem__(3, -5), "/steps/0/actions/2"),

@@ -54,5 +54,13 @@ class Service:
         return await self.until(search_id, lambda found: found["state"] not in ("queued", "running"))
 
 
+async def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for something that happens in this process."""
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        await asyncio.sleep(0.01)
+
+
 Serving = Callable[..., AbstractAsyncContextManager[Service]]
 """``async with serving("held", searches=1) as service``: a fake search's name, and changed settings."""

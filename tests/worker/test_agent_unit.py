@@ -7,6 +7,7 @@ import configparser
 import shlex
 from pathlib import Path
 
+from zbv_service.client_token import FILE_VARIABLE
 from zbv_worker.agent.cli import add_agent
 
 UNIT = Path(__file__).parents[2] / "deploy" / "zbv-agent.service"
@@ -23,5 +24,8 @@ def test_the_unit_runs_the_agent_and_stops_it_gently() -> None:
     add_agent(parser.add_subparsers())
     parsed = parser.parse_args(arguments)
     assert parsed.drain_seconds < float(service["TimeoutStopSec"])
+    # The agent alone can read its token, and finds it.
+    name, _, _ = service["LoadCredential"].partition(":")
+    assert service["Environment"] == f"{FILE_VARIABLE}=%d/{name}"
     # With the default, every rank would get the SIGTERM that is meant for the agent.
     assert service["KillMode"] == "mixed"

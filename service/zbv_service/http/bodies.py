@@ -15,10 +15,18 @@ from typing import Any, NoReturn
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from zbv_service.http.problems import BODY_TOO_LARGE, MALFORMED_JSON, UNSUPPORTED_MEDIA_TYPE, ProblemError
+from zbv_service.http.problems import (
+    BODY_TOO_LARGE,
+    BODY_TOO_SLOW,
+    MALFORMED_JSON,
+    UNSUPPORTED_MEDIA_TYPE,
+    ProblemError,
+)
 
 SMALL = 64 * 1024
 """Bodies up to this many bytes are decoded in less time than handing them over takes."""
+SLOWEST = 16 * 1024
+"""Bytes per second: a body that comes more slowly than this, after a while, is not waited for."""
 
 
 async def read_json(request: Request, limit: int) -> Any:
@@ -51,6 +59,22 @@ async def read_packed(request: Request, limit: int) -> bytes:
         )
     body = await _read(request, limit)
     return body if encoding == "identity" else await asyncio.to_thread(_decompress, body, limit)
+
+
+async def read_form(request: Request, limit: int) -> str:
+    """The body of a form that a browser sends, still encoded, at most ``limit`` bytes of it.
+
+    Raises
+    ------
+    ProblemError
+        413 when it is larger, 415 when it is no such form.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/x-www-form-urlencoded":
+        raise ProblemError(
+            UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does."
+        )
+    return (await _read(request, limit)).decode("latin-1")
 
 
 def _decompress(body: bytes, limit: int) -> bytes:
@@ -96,16 +120,29 @@ async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
-    parts, size = [], 0
+    parts, size, loop = [], 0, asyncio.get_running_loop()
+    until = loop.time() + request.app.state.settings.request_seconds
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise _too_large(limit)
-            parts.append(part)
+        async with asyncio.timeout_at(until) as patience:
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
+                patience.reschedule(until + size / SLOWEST)
+    except TimeoutError:
+        raise _too_slow(size) from None
     except ClientDisconnect:
         raise _malformed("it ends before its declared length") from None
     return b"".join(parts)
+
+
+def _too_slow(size: int) -> ProblemError:
+    return ProblemError(
+        BODY_TOO_SLOW,
+        f"Of the body {size} bytes came, and then no more for too long; send it again, faster.",
+        headers={"Connection": "close"},
+    )
 
 
 def _too_large(limit: int) -> ProblemError:

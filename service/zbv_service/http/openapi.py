@@ -9,14 +9,17 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from zbv_solver.rank_trace import RankTraceDocument
 
-from zbv_service.documents import PlanDocument, RankDocument, SearchRequest
+from zbv_service.documents import CompareRequest, PlanDocument, RankDocument, SearchRequest
+from zbv_service.http.openapi_extras import enrich
 from zbv_service.http.problems import ProblemDetails
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, NodeEnd
 from zbv_service.runs.documents import PlanChange, RunRequest
+from zbv_service.security.described import describe
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (
     SearchRequest,
+    CompareRequest,
     PlanDocument,
     RunRequest,
     PlanChange,
@@ -45,6 +48,8 @@ def document(app: FastAPI) -> dict[str, Any]:
         for name, schema in ours["$defs"].items():
             schemas.setdefault(name, schema)
         _drop_framework_errors(made)
+        describe(made)
+        enrich(made)
         made["components"]["schemas"] = dict(sorted(schemas.items()))
         app.openapi_schema = made
     return app.openapi_schema

@@ -16,19 +16,23 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
 
+from zbv_service.observability.context import REQUEST_ID
+
 MEDIA_TYPE = "application/problem+json"
-_PREFIX = "urn:zbv:problem:"
+_PREFIX = "/problems/"
 
 logger = logging.getLogger(__name__)
 
 
 class ErrorItem(BaseModel):
-    """One broken rule of a body (``pointer``) or of the address (``parameter``)."""
+    """One broken rule of a body (``pointer``) or of the address (``parameter``), or a failed ``check``."""
 
     pointer: str | None = Field(None, description="RFC 6901 JSON pointer into the body.")
     parameter: str | None = Field(None, description="Name of a path or query parameter.")
+    check: str | None = Field(None, description="Name of a check of readiness that failed.")
     detail: str
 
 
@@ -37,11 +41,14 @@ class ProblemDetails(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field(description="A stable URN that names the kind of error.")
+    type: str = Field(description="Names the kind of error, for good; the address of a page about it.")
     title: str
     status: int
     detail: str = Field(description="What was found, what the rule is, and what to do.")
     errors: list[ErrorItem] | None = Field(None, description="One entry per broken rule.")
+    request_id: str | None = Field(
+        None, description="Names the request in the service's log; also in X-Request-ID."
+    )
 
 
 @dataclass(frozen=True)
@@ -54,21 +61,42 @@ class Kind:
 
 
 MALFORMED_JSON = Kind("malformed-json", 400, "The body is not JSON")
+INVALID_IDEMPOTENCY_KEY = Kind("invalid-idempotency-key", 400, "The Idempotency-Key breaks a rule")
+UNAUTHENTICATED = Kind("unauthenticated", 401, "The request does not say who sends it")
+INSUFFICIENT_SCOPE = Kind("insufficient-scope", 403, "The token does not allow this")
+OTHER_ORIGIN = Kind("other-origin", 403, "Another site's page sent the request")
 NOT_FOUND = Kind("not-found", 404, "There is no such thing")
 METHOD_NOT_ALLOWED = Kind("method-not-allowed", 405, "This address does not take this method")
+BODY_TOO_SLOW = Kind("body-too-slow", 408, "The body took too long to arrive")
 RUN_STATE = Kind("run-state", 409, "The run is in no state for this")
+SEARCH_IN_USE = Kind("search-in-use", 409, "A run waits for the search")
+IDEMPOTENCY_KEY_IN_USE = Kind(
+    "idempotency-key-in-use", 409, "A request with this Idempotency-Key is being answered"
+)
+SEARCH_DISCARDED = Kind("search-discarded", 410, "The search that this Idempotency-Key named was discarded")
 AGENT_GONE = Kind("agent-gone", 410, "The agent is lost or has left")
+ADDRESS_TOO_LONG = Kind("address-too-long", 414, "The address is too long")
+HEADERS_TOO_LARGE = Kind("headers-too-large", 431, "The header fields are too large")
 BODY_TOO_LARGE = Kind("body-too-large", 413, "The body is too large")
 UNSUPPORTED_MEDIA_TYPE = Kind("unsupported-media-type", 415, "The body has the wrong content type")
 INVALID_BODY = Kind("invalid-body", 422, "The body breaks a rule")
 INVALID_PARAMETER = Kind("invalid-parameter", 422, "A parameter of the address breaks a rule")
+IDEMPOTENCY_KEY_REUSED = Kind("idempotency-key-reused", 422, "The Idempotency-Key belongs to another request")
 INVALID_PLAN = Kind("invalid-plan", 422, "The plan cannot be executed as its problem demands")
 INFEASIBLE_MEMORY = Kind("infeasible-memory", 422, "No plan fits the memory limit")
+UNKNOWN_HOST = Kind("unknown-host", 421, "The service has no such name")
+TOO_MANY_SEARCHES = Kind("too-many-searches", 429, "The token has too many unfinished searches")
+TOO_MANY_ATTEMPTS = Kind("too-many-attempts", 429, "Too many wrong tokens came from this address")
 INTERNAL = Kind("internal-error", 500, "The service failed")
 SEARCH_CRASHED = Kind("search-crashed", 500, "The search process died")
 RUN_FAILED = Kind("run-failed", 500, "The run failed")
 NOT_IMPLEMENTED = Kind("missing-dependency", 501, "This part of the service is not installed")
 NOT_READY = Kind("not-ready", 503, "The service cannot work now")
+
+
+def kinds() -> dict[str, Kind]:
+    """Every kind of error by its name."""
+    return {value.name: value for value in globals().values() if isinstance(value, Kind)}
 
 
 class ProblemError(Exception):
@@ -110,6 +138,9 @@ def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
 
 def response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     """An answer that carries a problem document."""
+    request_id = REQUEST_ID.get()
+    if request_id is not None:
+        content = {**content, "request_id": request_id}
     # ASCII, because what we quote from a body may hold half a surrogate pair, which is no UTF-8.
     return Response(json.dumps(content), content["status"], headers, MEDIA_TYPE)
 
@@ -128,7 +159,7 @@ def install(app: FastAPI) -> None:
 def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
     """The ``responses`` of a route that can answer with these kinds of errors."""
     answers: dict[int | str, dict[str, Any]] = {}
-    for kind in (*kinds, INTERNAL):
+    for kind in (*kinds, INTERNAL, NOT_READY):
         schema = {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}
         known = answers.setdefault(kind.status, {"description": kind.title, "content": {MEDIA_TYPE: schema}})
         if kind.title not in known["description"]:
@@ -174,12 +205,39 @@ async def _on_http(request: Request, error: Exception) -> Response:
         detail = f"found no {request.url.path} here; the addresses are in /openapi.json."
         return response(document(NOT_FOUND, detail), headers)
     if error.status_code == 405:
-        allowed = headers.get("Allow", "another method")
+        headers["Allow"] = allowed = ", ".join(_allowed(request))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
         detail = f"found {request.method}; {request.url.path} takes {allowed}."
         return response(document(METHOD_NOT_ALLOWED, detail), headers)
+    known = {413: BODY_TOO_LARGE}.get(error.status_code)
+    if known is not None:
+        return response(document(known, str(error.detail)), headers)
+    # RFC 9457: a problem that means no more than its status.
     phrase = HTTPStatus(error.status_code).phrase
-    kind = Kind(phrase.lower().replace(" ", "-"), error.status_code, phrase)
-    return response(document(kind, str(error.detail)), headers)
+    plain = {"type": "about:blank", "title": phrase, "status": error.status_code}
+    return response({**plain, "detail": str(error.detail)}, headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that an address takes; every route has its own, so all are asked."""
+    found = [
+        method
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.router.routes
+        )
+    ]
+    found = found or ["GET"]  # inside a mounted folder of files, where our routes do not match
+    return [*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"]
+
+
+async def on_database_away(request: Request, error: Exception) -> Response:
+    """The answer to a request that needed the database when it was away."""
+    logger.warning("%s %s was not answered: %s", request.method, request.url.path, error)
+    detail = "The database does not answer now; nothing was changed. Ask again in a moment."
+    return response(document(NOT_READY, detail), {"Retry-After": "1"})
 
 
 async def _on_crash(request: Request, error: Exception) -> Response:

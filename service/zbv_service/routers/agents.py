@@ -31,9 +31,13 @@ from zbv_service.runs.agent_documents import (
     WorkDocument,
 )
 from zbv_service.runs.parts import MAX_LOG_BYTES
+from zbv_service.security.scheme import READ, needs
 
 MAX_WAIT = 60.0
 _BODY = (MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY)
+
+AGENT = needs("agent")
+READ_OR_AGENT = needs("read", "agent")
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 
@@ -41,6 +45,7 @@ router = APIRouter(prefix="/v1/agents", tags=["agents"])
 @router.post(
     "",
     operation_id="register_agent",
+    dependencies=[AGENT],
     summary="Offer a node",
     status_code=201,
     response_model=RegisteredAgent,
@@ -67,6 +72,7 @@ async def register_agent(request: Request) -> Response:
 @router.get(
     "",
     operation_id="list_agents",
+    dependencies=[READ],
     summary="The agents that are there",
     responses=documented(INVALID_PARAMETER),
 )
@@ -76,7 +82,13 @@ async def list_agents(request: Request, limit: Annotated[int, Query(ge=1, le=10_
     return AgentList(agents=[AgentDocument.of(record) for record in records])
 
 
-@router.get("/{agent_id}", operation_id="get_agent", summary="An agent", responses=documented(NOT_FOUND))
+@router.get(
+    "/{agent_id}",
+    operation_id="get_agent",
+    dependencies=[READ_OR_AGENT],
+    summary="An agent",
+    responses=documented(NOT_FOUND),
+)
 async def get_agent(request: Request, agent_id: str) -> AgentDocument:
     """Also one that left or was lost."""
     return AgentDocument.of(await rooms(request).agents.get(agent_id))
@@ -85,6 +97,7 @@ async def get_agent(request: Request, agent_id: str) -> AgentDocument:
 @router.get(
     "/{agent_id}/work",
     operation_id="get_work",
+    dependencies=[AGENT],
     summary="An agent's work, waited for",
     response_model=WorkDocument,
     response_description="Its node of a run; the same until its end is reported.",
@@ -109,6 +122,7 @@ async def get_work(
 @router.post(
     "/{agent_id}/heartbeat",
     operation_id="beat",
+    dependencies=[AGENT],
     summary="A sign of life, and where the ranks are",
     response_model=HeartbeatAnswer,
     openapi_extra=body_of(Heartbeat),
@@ -123,6 +137,7 @@ async def beat(request: Request, agent_id: str) -> HeartbeatAnswer:
 @router.post(
     "/{agent_id}/ended",
     operation_id="report_end",
+    dependencies=[AGENT],
     summary="How the node of a run ended",
     status_code=204,
     openapi_extra=body_of(NodeEnd),
@@ -142,6 +157,7 @@ Index = Annotated[int, Path(ge=0, le=2**31 - 1)]
 @router.put(
     _PART + "/trace",
     operation_id="put_trace",
+    dependencies=[AGENT],
     summary="What a rank measured",
     status_code=204,
     openapi_extra=body_of(RankTraceDocument),
@@ -160,6 +176,7 @@ async def put_trace(request: Request, agent_id: str, run_id: str, generation: In
 @router.put(
     _PART + "/log",
     operation_id="put_log",
+    dependencies=[AGENT],
     summary="The end of a rank's log",
     status_code=204,
     openapi_extra=text_body(),
@@ -179,6 +196,7 @@ async def put_log(request: Request, agent_id: str, run_id: str, generation: Inde
 @router.post(
     "/{agent_id}/drain",
     operation_id="drain_agent",
+    dependencies=[AGENT],
     summary="Give an agent no more work",
     responses=documented(NOT_FOUND, AGENT_GONE),
 )
@@ -190,6 +208,7 @@ async def drain_agent(request: Request, agent_id: str) -> AgentDocument:
 @router.delete(
     "/{agent_id}",
     operation_id="remove_agent",
+    dependencies=[AGENT],
     summary="Deregister an agent",
     status_code=204,
     responses=documented(NOT_FOUND),

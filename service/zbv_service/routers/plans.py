@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
-from zbv_service.documents import ImportedPlan, PlanDocument, RankDocument
+from zbv_service.documents import ImportedPlan, PlanDocument, PlanList, PlanSummaryDocument, RankDocument
 from zbv_service.http.bodies import read_json
+from zbv_service.http.cursors import next_page, position_of
+from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of, content_of
 from zbv_service.http.problems import (
     BODY_TOO_LARGE,
@@ -20,7 +22,12 @@ from zbv_service.http.problems import (
     UNSUPPORTED_MEDIA_TYPE,
     documented,
 )
-from zbv_service.routers.rooms import immutable, rooms
+from zbv_service.routers.listing import PlanListQuery, page_at
+from zbv_service.routers.rooms import SEE_PAGE, immutable, rooms
+from zbv_service.security.scheme import READ, needs
+
+STORE = needs("search", "launch")
+FETCH = needs("read", "agent")
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])
 
@@ -30,6 +37,7 @@ _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "The call
 @router.post(
     "",
     operation_id="import_plan",
+    dependencies=[STORE],
     summary="Store a plan made elsewhere",
     status_code=201,
     response_model=ImportedPlan,
@@ -56,26 +64,52 @@ async def import_plan(request: Request) -> Response:
 
 
 @router.get(
+    "",
+    operation_id="list_plans",
+    dependencies=[FETCH],
+    summary="Plans, the newest first",
+    response_model=PlanList,
+    responses={**SEE_PAGE, **documented(INVALID_PARAMETER)},
+)
+async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()]) -> Response:
+    """By pages: ``next``, and the field Link, lead to older ones. Plans that come in do not shift them."""
+    if wants_page(request):
+        return page_at(request, "/")
+    page = await rooms(request).plans.page(query.filter, query.limit, position_of(query.cursor))
+    address, link = next_page(request, page.next)
+    listed = PlanList(plans=[PlanSummaryDocument.of(summary) for summary in page.items], next=address)
+    headers = {**VARY, **link, "Cache-Control": "no-store"}
+    return Response(listed.model_dump_json(), headers=headers, media_type="application/json")
+
+
+@router.get(
     "/{plan_id}",
     operation_id="get_plan",
+    dependencies=[FETCH],
     summary="A plan",
     response_class=Response,
     responses={
         200: content_of(PlanDocument, "The plan; it never changes."),
+        **SEE_PAGE,
         **_NOT_MODIFIED,
         **documented(NOT_FOUND),
     },
 )
 async def get_plan(request: Request, plan_id: str) -> Response:
     """The whole plan, with every rank's actions."""
-    text = await rooms(request).plans.text(plan_id)
-    headers, known = immutable(request, plan_id)
+    if wants_page(request):
+        return page_at(request, f"/plans/{plan_id}")
+    found = rooms(request)
+    text = await found.plans.text(plan_id)
+    found.metrics.plan_fetches.inc()
+    headers, known = immutable(request, plan_id, VARY)
     return known or Response(text, headers=headers, media_type="application/json")
 
 
 @router.get(
     "/{plan_id}/ranks/{rank}",
     operation_id="get_rank",
+    dependencies=[FETCH],
     summary="One rank's part of a plan",
     response_class=Response,
     responses={
@@ -86,7 +120,9 @@ async def get_plan(request: Request, plan_id: str) -> Response:
 )
 async def get_rank(request: Request, plan_id: str, rank: int) -> Response:
     """Its actions, and what it exchanges with which peers in which order."""
-    text = await rooms(request).plans.rank(plan_id, rank)
+    found = rooms(request)
+    text = await found.plans.rank(plan_id, rank)
+    found.metrics.rank_fetches.inc()
     headers, known = immutable(request, f"{plan_id}-{rank}")
     return known or Response(text, headers=headers, media_type="application/json")
 
@@ -94,6 +130,7 @@ async def get_rank(request: Request, plan_id: str, rank: int) -> Response:
 @router.get(
     "/{plan_id}/export/{format_name}",
     operation_id="export_plan",
+    dependencies=[READ],
     summary="A plan in another format",
     response_class=Response,
     responses={

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
+
+from zbv_service.http.caching import IMMUTABLE
+from zbv_service.security.grants import grant_of
 
 if TYPE_CHECKING:
     from zbv_service.app import Rooms
 
-IMMUTABLE = "public, max-age=31536000, immutable"
-"""Caching of what is named by its hash."""
+SEE_PAGE: dict[int | str, dict[str, Any]] = {
+    303: {"description": "Of a caller who would rather have text/html: its page."}
+}
+"""The ``responses`` entry of what has a page, too."""
 
 
 def rooms(request: Request) -> Rooms:
@@ -18,10 +24,23 @@ def rooms(request: Request) -> Rooms:
     return cast("Rooms", request.app.state.rooms)
 
 
-def immutable(request: Request, etag: str) -> tuple[dict[str, str], Response | None]:
-    """Headers of an answer that never changes, and the 304 when the caller has it already."""
+def caller_of(request: Request) -> str | None:
+    """The name of the token that a request came with; None where nobody has to say who they are."""
+    return grant_of(request).name
+
+
+def most_searches(request: Request) -> int:
+    """How many unfinished searches may be the caller's."""
+    own = grant_of(request).max_searches
+    return rooms(request).settings.max_searches_per_token if own is None else own
+
+
+def immutable(
+    request: Request, etag: str, more: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], Response | None]:
+    """Headers of an answer that never changes, and ``more``; and the 304 when the caller has it already."""
     quoted = f'"{etag}"'
-    headers = {"ETag": quoted, "Cache-Control": IMMUTABLE}
+    headers = {"ETag": quoted, "Cache-Control": IMMUTABLE, **(more or {})}
     asked = request.headers.get("if-none-match", "")
     known = {tag.strip().removeprefix("W/") for tag in asked.split(",")}
     if quoted in known or "*" in known:

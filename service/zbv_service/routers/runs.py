@@ -20,7 +20,7 @@ from zbv_service.http.problems import (
     UNSUPPORTED_MEDIA_TYPE,
     documented,
 )
-from zbv_service.routers.rooms import rooms
+from zbv_service.routers.rooms import caller_of, most_searches, rooms
 from zbv_service.runs.documents import (
     EventDocument,
     EventList,
@@ -30,11 +30,16 @@ from zbv_service.runs.documents import (
     RunRequest,
 )
 from zbv_service.runs.records import RUN_ENDED, RunRecord
+from zbv_service.security.scheme import READ, needs
 
 RETRY_SECONDS = 1
 _MAX_EVENT = 2**31 - 1
+_MAX_RANK = 2**31 - 1
 
 Generation = Annotated[int | None, Query(ge=0, le=_MAX_EVENT)]
+Rank = Annotated[int, Path(ge=0, le=_MAX_RANK)]
+
+LAUNCH = needs("launch")
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -42,6 +47,7 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 @router.post(
     "",
     operation_id="submit_run",
+    dependencies=[LAUNCH],
     summary="Run a plan, or a problem's plan, on agents",
     status_code=202,
     response_model=RunDocument,
@@ -53,12 +59,14 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 async def submit_run(request: Request) -> Response:
     """It gets all its agents at once, or none."""
     found = rooms(request)
-    return _answer(await found.runs.submit(await read_json(request, found.settings.max_body_bytes)), 202)
+    body = await read_json(request, found.settings.max_body_bytes)
+    return _answer(await found.runs.submit(body, caller_of(request), most_searches(request)), 202)
 
 
 @router.get(
     "",
     operation_id="list_runs",
+    dependencies=[READ],
     summary="The newest runs",
     response_model=RunList,
     responses=documented(INVALID_PARAMETER),
@@ -72,6 +80,7 @@ async def list_runs(request: Request, limit: Annotated[int, Query(ge=1, le=1000)
 @router.get(
     "/{run_id}",
     operation_id="get_run",
+    dependencies=[READ],
     summary="A run",
     response_model=RunDocument,
     responses=documented(NOT_FOUND),
@@ -84,6 +93,7 @@ async def get_run(request: Request, run_id: str) -> Response:
 @router.get(
     "/{run_id}/events",
     operation_id="list_run_events",
+    dependencies=[READ],
     summary="What happened to a run",
     responses=documented(NOT_FOUND, INVALID_PARAMETER),
 )
@@ -101,6 +111,7 @@ async def list_run_events(
 @router.post(
     "/{run_id}/cancel",
     operation_id="cancel_run",
+    dependencies=[LAUNCH],
     summary="Stop a run",
     status_code=202,
     response_model=RunDocument,
@@ -116,6 +127,7 @@ async def cancel_run(request: Request, run_id: str) -> Response:
 @router.post(
     "/{run_id}/plan",
     operation_id="change_plan",
+    dependencies=[LAUNCH],
     summary="Change a run over to another plan",
     status_code=202,
     response_model=RunDocument,
@@ -135,6 +147,7 @@ async def change_plan(request: Request, run_id: str) -> Response:
 @router.get(
     "/{run_id}/trace",
     operation_id="get_run_trace",
+    dependencies=[READ],
     summary="What the ranks measured, on one clock",
     response_class=Response,
     responses={
@@ -155,12 +168,16 @@ async def get_run_trace(request: Request, run_id: str, generation: Generation = 
 @router.get(
     "/{run_id}/ranks/{rank}/log",
     operation_id="get_rank_log",
+    dependencies=[READ],
     summary="The end of a rank's log",
     response_class=PlainTextResponse,
     responses=documented(NOT_FOUND, INVALID_PARAMETER),
 )
 async def get_rank_log(
-    request: Request, run_id: str, rank: Annotated[int, Path(ge=0)], generation: Generation = None
+    request: Request,
+    run_id: str,
+    rank: Annotated[int, Path(ge=0, le=_MAX_RANK)],
+    generation: Generation = None,
 ) -> PlainTextResponse:
     """Sent when a generation has ended; of the newest that has one, unless told."""
     found = rooms(request)

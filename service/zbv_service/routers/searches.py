@@ -2,76 +2,128 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.documents import SearchDocument, SearchList, SearchRequest
 from zbv_service.http.bodies import read_json
+from zbv_service.http.cursors import next_page, position_of
+from zbv_service.http.idempotency import HEADER, MAX_LENGTH, idempotency_key
+from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of
 from zbv_service.http.problems import (
     BODY_TOO_LARGE,
+    IDEMPOTENCY_KEY_IN_USE,
+    IDEMPOTENCY_KEY_REUSED,
     INVALID_BODY,
+    INVALID_IDEMPOTENCY_KEY,
     INVALID_PARAMETER,
     MALFORMED_JSON,
     NOT_FOUND,
+    SEARCH_DISCARDED,
+    SEARCH_IN_USE,
     UNSUPPORTED_MEDIA_TYPE,
     documented,
 )
 from zbv_service.records import FINISHED, SearchRecord
-from zbv_service.routers.rooms import rooms
+from zbv_service.routers.listing import SearchListQuery, page_at
+from zbv_service.routers.rooms import SEE_PAGE, caller_of, most_searches, rooms
+from zbv_service.security.scheme import READ, needs
 
 RETRY_SECONDS = 1
+SMALL_BYTES = 8192
+"""Problems up to this size are read within a millisecond."""
+SEARCH = needs("search")
 
 router = APIRouter(prefix="/v1/searches", tags=["searches"])
+
+_KEY = {
+    "name": HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Names the request, so that sending it twice does it once. Remembered for a day, unless "
+    "the operator says otherwise; until then even a search that was cancelled since is the answer.",
+    "schema": {"type": "string", "maxLength": MAX_LENGTH + 2},
+}
 
 
 @router.post(
     "",
+    dependencies=[SEARCH],
     operation_id="submit_search",
     summary="Search a plan for a problem",
     status_code=202,
     response_model=SearchDocument,
     response_description="Accepted, or already accepted before: follow the Location.",
-    openapi_extra=body_of(SearchRequest),
+    openapi_extra={**body_of(SearchRequest), "parameters": [_KEY]},
     responses={
         200: {"model": SearchDocument, "description": "Answered before: the same problem and options."},
-        **documented(MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY),
+        **documented(
+            MALFORMED_JSON,
+            INVALID_IDEMPOTENCY_KEY,
+            IDEMPOTENCY_KEY_IN_USE,
+            SEARCH_DISCARDED,
+            BODY_TOO_LARGE,
+            UNSUPPORTED_MEDIA_TYPE,
+            INVALID_BODY,
+            IDEMPOTENCY_KEY_REUSED,
+        ),
     },
 )
 async def submit_search(request: Request) -> Response:
-    """Equal problems with equal options share one search."""
+    """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
     found = rooms(request)
+    key = idempotency_key(request)
     body = await read_json(request, found.settings.max_body_bytes)
-    return _answer(await found.searches.submit(body))
+    record = await found.searches.submit(
+        body,
+        key=key,
+        caller=caller_of(request),
+        most=most_searches(request),
+        is_small=_length(request) <= SMALL_BYTES,
+    )
+    return _answer(record)
 
 
 @router.get(
     "",
+    dependencies=[READ],
     operation_id="list_searches",
-    summary="The newest searches",
-    responses=documented(INVALID_PARAMETER),
+    summary="Searches, the newest first",
+    response_model=SearchList,
+    responses={**SEE_PAGE, **documented(INVALID_PARAMETER)},
 )
-async def list_searches(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> SearchList:
-    """The newest first."""
-    records = await rooms(request).searches.newest(limit)
-    return SearchList(searches=[SearchDocument.of(record) for record in records])
+async def list_searches(request: Request, query: Annotated[SearchListQuery, Query()]) -> Response:
+    """By pages: ``next``, and the field Link, lead to older ones. Searches that come in do not shift them."""
+    if wants_page(request):
+        return page_at(request, "/")
+    page = await rooms(request).searches.page(query.filter, query.limit, position_of(query.cursor))
+    address, link = next_page(request, page.next)
+    listed = SearchList(searches=[SearchDocument.of(record) for record in page.items], next=address)
+    headers = {**VARY, **link, "Cache-Control": "no-store"}
+    return Response(listed.json_bytes(), headers=headers, media_type="application/json")
 
 
 @router.get(
     "/{search_id}",
+    dependencies=[READ],
     operation_id="get_search",
     summary="A search",
     response_model=SearchDocument,
-    responses=documented(NOT_FOUND),
+    responses={**SEE_PAGE, **documented(NOT_FOUND)},
 )
 async def get_search(request: Request, search_id: str) -> Response:
     """Its state, and the best plan known so far."""
+    if wants_page(request):
+        return page_at(request, f"/searches/{search_id}")
     return _body(await rooms(request).searches.get(search_id), 200)
 
 
 @router.post(
     "/{search_id}/cancel",
+    dependencies=[SEARCH],
     operation_id="cancel_search",
     summary="Stop a search",
     status_code=202,
@@ -87,12 +139,33 @@ async def cancel_search(request: Request, search_id: str) -> Response:
     return _answer(await rooms(request).searches.cancel(search_id))
 
 
+@router.delete(
+    "/{search_id}",
+    dependencies=[SEARCH],
+    operation_id="discard_search",
+    summary="Stop a search and forget it",
+    status_code=204,
+    response_description="It is gone, with its events. Whoever shared it finds nothing any more.",
+    responses=documented(NOT_FOUND, SEARCH_IN_USE),
+)
+async def discard_search(request: Request, search_id: str) -> Response:
+    """A plan that it found stays: plans never change, and others may use it."""
+    await rooms(request).searches.discard(search_id)
+    return Response(status_code=204)
+
+
+def _length(request: Request) -> float:
+    """The declared length of a request's body; infinite when it declares none."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdigit() else inf
+
+
 def _answer(record: SearchRecord) -> Response:
     return _body(record, 200 if record.state in FINISHED else 202)
 
 
 def _body(record: SearchRecord, status: int) -> Response:
-    headers = {"Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
+    headers = {**VARY, "Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
     if record.state not in FINISHED:
         headers["Retry-After"] = str(RETRY_SECONDS)
     return Response(SearchDocument.of(record).json_bytes(), status, headers, "application/json")

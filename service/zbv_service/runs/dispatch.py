@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
-from zbv_service.database import AgentsTaken, AgentTable, RunPlanTable, RunTable
+from zbv_service.database import AgentsTaken, AgentTable, DatabaseAway, RunPlanTable, RunTable
 from zbv_service.runs.replanner import Replanner
 from zbv_service.settings import Settings
 
@@ -101,8 +101,10 @@ class Dispatcher:
         while not self.is_stopping:
             try:
                 await step()
+            except DatabaseAway as error:
+                logger.warning("%s It is tried again in %g s.", error, POLL_SECONDS)
+                await _wait(self._stopped, POLL_SECONDS)
             except Exception:
-                # A database that is away for a moment must not end the service's work for good.
                 logger.exception("dispatching failed; it goes on in %g s", POLL_SECONDS)
                 await _wait(self._stopped, POLL_SECONDS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, get_args
 
@@ -11,6 +11,8 @@ RunState = Literal["planning", "waiting", "starting", "running", "succeeded", "f
 NodeState = Literal["assigned", "running", "ended"]
 NodeOutcome = Literal["succeeded", "failed", "stopped"]
 FailureKind = Literal["refused", "invalid", "agent-lost", "killed", "error", "launch", "peer"]
+AGENT_STATES: tuple[str, ...] = get_args(AgentState)
+RUN_STATES: tuple[str, ...] = get_args(RunState)
 
 RUN_ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 """States that never change again."""
@@ -80,6 +82,8 @@ class NewRun:
         Their product is the number of ranks of all replicas.
     options
         As :class:`zbv_service.runs.options.RunOptionsDocument` has them.
+    created_by
+        Name of the token that asked for it; None where nobody has to say who they are.
     """
 
     id: str
@@ -92,6 +96,7 @@ class NewRun:
     steps: int
     options: dict[str, Any]
     created_at: datetime
+    created_by: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

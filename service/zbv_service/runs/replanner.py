@@ -131,7 +131,7 @@ class Replanner:
         if not traces:
             return
         searched = known.search_id
-        before = plan.problem if searched is None else await self._problem(searched)
+        before = plan.problem if searched is None else await self._problem(searched, plan)
         found = await asyncio.to_thread(measure, plan, before, traces)
         looked = replace(known, generation=run.generation, step=max(traces[0].numbers))
         if found.change > run.options["replan_threshold"]:
@@ -163,14 +163,15 @@ class Replanner:
 
     async def _judge(self, run: RunRecord, known: Replanning, search_id: str) -> None:
         """Offer what a search has found, once it has ended, if it is better."""
-        search = await self._searches.get(search_id)
-        if search.state not in FINISHED:
+        search = await self._searches.find(search_id)
+        if search is not None and search.state not in FINISHED:
             return
         closed = replace(known, is_open=False)
-        if search.plan_id is None or search.plan_id == known.plan_id:
+        # A search that was discarded has as much to offer as one that found nothing.
+        if search is None or search.plan_id is None or search.plan_id == known.plan_id:
             await self._run_plans.remember(run.id, known, closed)
             return
-        problem = await self._problem(search_id)
+        problem = await self._problem(search_id, await self._plans.plan(search.plan_id))
         running, found = await self._plans.plan(known.plan_id), await self._plans.plan(search.plan_id)
         now = await asyncio.to_thread(objective_of, problem, running)
         then = found.objective
@@ -181,6 +182,9 @@ class Replanner:
         take = run.options["replan"] == "auto"
         await self._run_plans.offer(run.id, known, closed, offer, take=take)
 
-    async def _problem(self, search_id: str) -> Problem:
+    async def _problem(self, search_id: str, plan: Plan) -> Problem:
+        """The problem of a search; of one that was discarded, that of a plan."""
+        if await self._searches.find(search_id) is None:
+            return plan.problem
         packed = await self._searches.problem(search_id)
         return await asyncio.to_thread(lambda: parse_problem(unpack(packed)))

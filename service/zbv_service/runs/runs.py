@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plan import Plan
 
-from zbv_service.database import PlanTable, RunPlanTable, RunTable
+from zbv_service.database import PlanTable, RunPlanTable, RunTable, SearchGone
 from zbv_service.http.problems import NOT_FOUND, RUN_STATE, ProblemError
 from zbv_service.plans import Plans
 from zbv_service.records import SearchRecord
@@ -40,8 +41,23 @@ class Runs:
         self._searches = searches
         self._dispatcher = dispatcher
 
-    async def submit(self, body: Any) -> RunRecord:
-        """Accept the run that a request body asks for, or find it; raises :class:`InvalidInput`."""
+    async def submit(self, body: Any, caller: str | None = None, most: int | None = None) -> RunRecord:
+        """Accept the run that a request body asks for, or find it.
+
+        Parameters
+        ----------
+        caller
+            Who asks.
+        most
+            Unfinished searches that the caller may have, None for any number.
+
+        Raises
+        ------
+        InvalidInput
+            When the body breaks a rule.
+        ProblemError
+            429 when a search is needed and the caller has too many.
+        """
         request = parse_body(RunRequest, body)
         _require_one_plan(request)
         _require_json(request.model.arguments)
@@ -50,12 +66,11 @@ class Runs:
             return known
         ranks_per_node = _spread(request, await self._pp_degree(request))
         now = datetime.now(UTC)
-        search = None if request.plan_id is not None else await self._search(body)
         chosen = request.search_options
         new = NewRun(
             id=request.id or uuid.uuid4().hex,
             plan_id=request.plan_id,
-            search_id=None if search is None else search.id,
+            search_id=None,
             search_options=None if chosen is None else chosen.model_dump(),
             model=request.model.model_dump(),
             nodes=request.nodes,
@@ -63,10 +78,22 @@ class Runs:
             steps=request.steps,
             options=request.options.model_dump(),
             created_at=now,
+            created_by=caller,
         )
-        record = await self._runs.add(new)
+        record = await self._accepted(new, body, caller, most)
         self._dispatcher.wake()
         return record
+
+    async def _accepted(self, new: NewRun, body: Any, caller: str | None, most: int | None) -> RunRecord:
+        """The stored run; one without a plan waits for a search, which exists then."""
+        if new.plan_id is not None:
+            return await self._runs.add(new)
+        while True:
+            search = await self._search(body, caller, most)
+            try:
+                return await self._runs.add(replace(new, search_id=search.id))
+            except SearchGone:
+                continue  # somebody discarded the search of the same problem just now: ask for another
 
     async def get(self, run_id: str) -> RunRecord:
         """A run; raises :class:`ProblemError` 404."""
@@ -121,11 +148,13 @@ class Runs:
             )
         return found
 
-    async def _search(self, body: Any) -> SearchRecord:
+    async def _search(self, body: Any, caller: str | None, most: int | None) -> SearchRecord:
         """The search for a run's problem; its errors point into the run's body."""
         try:
             return await self._searches.submit(
-                {"problem": body["problem"], "options": body.get("search_options") or {}}
+                {"problem": body["problem"], "options": body.get("search_options") or {}},
+                caller=caller,
+                most=most,
             )
         except InvalidInput as error:
             raise InvalidInput([_of_run(issue) for issue in error.issues]) from None

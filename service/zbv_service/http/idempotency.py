@@ -1,0 +1,49 @@
+"""The header ``Idempotency-Key``: a caller's name for a request, so that sending it twice does it once.
+
+After the draft "The Idempotency-Key HTTP Header Field" of the IETF's HTTPAPI group. There the value is a
+structured string in double quotes (RFC 9651); most clients leave the quotes out, so both are taken.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fastapi import Request
+
+from zbv_service.http.problems import INVALID_IDEMPOTENCY_KEY, ProblemError
+
+HEADER = "Idempotency-Key"
+MAX_LENGTH = 255
+_QUOTED = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
+_ESCAPED = re.compile(r'\\(["\\])')
+_BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]+")
+
+
+def idempotency_key(request: Request) -> str | None:
+    """The key of a request, None when it has none.
+
+    Raises
+    ------
+    ProblemError
+        400 when there are several, or it is empty, too long, or of other characters than it may be.
+    """
+    values = request.headers.getlist(HEADER)
+    if not values:
+        return None
+    if len(values) > 1:
+        raise _wrong(f"found {len(values)} of them; send one.")
+    value = values[0].strip()
+    quoted = _QUOTED.fullmatch(value)
+    key = _ESCAPED.sub(r"\1", quoted[1]) if quoted else value
+    if not (quoted or _BARE.fullmatch(value)):
+        raise _wrong(
+            "it must be visible ASCII characters in double quotes; without quotes also no comma, semicolon, "
+            "backslash or space. Send a UUID."
+        )
+    if not 1 <= len(key) <= MAX_LENGTH:
+        raise _wrong(f"found {len(key)} characters; it must have 1 to {MAX_LENGTH}. Send a UUID.")
+    return key
+
+
+def _wrong(why: str) -> ProblemError:
+    return ProblemError(INVALID_IDEMPOTENCY_KEY, f"{HEADER}: {why}")

@@ -1,0 +1,111 @@
+"""What the OpenAPI document says beyond what follows from the routes: tags, examples, and links.
+
+A link says which value of an answer another operation takes: it makes the API walkable without prose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TAGS = {
+    "searches": "Searches for plans: durable, resumable, followed by events or by polling.",
+    "plans": "Plans, immutable under the hash of problem and orders; whole, by rank, or as other formats.",
+    "runs": "Plans run on agents: started at once, begun anew after failures, replanned from measured costs.",
+    "agents": "Nodes that offer to run ranks; the calls of `zbv-worker agent`.",
+    "access": "Signing in.",
+    "health": "Signs of life, and metrics.",
+}
+
+PROBLEM: dict[str, Any] = {
+    "pp_degree": 4,
+    "microbatches": 16,
+    "placement": "v",
+    "objective": "span",
+    "costs": {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50},
+    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "static": 0, "limit": 16},
+    "units": {"time": "us", "memory": "bytes"},
+}
+_AGENT = "5f0c4a1e9d2b4c7a8e3f6b1d0c9a8e7f"
+_RUN = "0d6f2b8a4c1e4f7b9a3d5e8c7f1b2a6d"
+_PLAN = "3b9ac9ff" * 8
+EXAMPLES: dict[str, Any] = {
+    "submit_search": {"problem": PROBLEM, "options": {"effort": "quick", "time_limit": 10, "seed": 0}},
+    "compare": {"problem": PROBLEM},
+    "import_plan": {
+        "problem": {"pp_degree": 1, "microbatches": 1, "costs": PROBLEM["costs"]},
+        "ranks": [["0F0", "1F0", "1B0", "0B0"]],
+    },
+    "submit_run": {
+        "problem": PROBLEM,
+        "model": {"factory": "mypackage.models:gpt", "arguments": {"layers": 8}, "seed": 0},
+        "nodes": 2,
+        "steps": 1000,
+        "options": {"backend": "nccl", "checkpoint": {"directory": "/shared/run", "every": 100}},
+    },
+    "change_plan": {"plan_id": _PLAN},
+    "register_agent": {
+        "id": _AGENT,
+        "name": "node-1",
+        "address": "10.0.0.1",
+        "port": 29500,
+        "slots": 2,
+        "devices": ["cuda:0", "cuda:1"],
+        "allowed_models": ["mypackage.models.*"],
+    },
+    "beat": {"run_id": _RUN, "ranks": [{"rank": 0, "step": 12, "action": "7I3"}]},
+    "report_end": {"run_id": _RUN, "generation": 0, "outcome": "succeeded"},
+}
+"""A body for each operation that takes one."""
+
+_OF_SEARCH = (
+    ("get_search", "search_id", "$response.body#/id"),
+    ("follow_search", "search_id", "$response.body#/id"),
+    ("cancel_search", "search_id", "$response.body#/id"),
+    ("get_plan", "plan_id", "$response.body#/plan_id"),
+)
+_OF_RUN = (
+    ("get_run", "run_id", "$response.body#/id"),
+    ("list_run_events", "run_id", "$response.body#/id"),
+    ("cancel_run", "run_id", "$response.body#/id"),
+)
+_OF_PLAN = (
+    ("get_plan", "plan_id", "$response.body#/plan_id"),
+    ("export_plan", "plan_id", "$response.body#/plan_id"),
+    ("get_rank", "plan_id", "$response.body#/plan_id"),
+)
+_OF_AGENT = (
+    ("get_work", "agent_id", "$response.body#/agent/id"),
+    ("beat", "agent_id", "$response.body#/agent/id"),
+    ("remove_agent", "agent_id", "$response.body#/agent/id"),
+)
+LINKS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "submit_search": _OF_SEARCH,
+    "get_search": _OF_SEARCH[1:],
+    "cancel_search": _OF_SEARCH,
+    "import_plan": _OF_PLAN,
+    "get_plan": _OF_PLAN[1:],
+    "submit_run": _OF_RUN,
+    "register_agent": _OF_AGENT,
+}
+"""By operation: the operations that its answer leads to, the parameter they take, and where it is."""
+
+
+def enrich(document: dict[str, Any]) -> None:
+    """Add them to a document."""
+    used = {tag for operation in _operations(document) for tag in operation.get("tags", ())}
+    document["tags"] = [{"name": name, "description": text} for name, text in TAGS.items() if name in used]
+    for operation in _operations(document):
+        name = operation["operationId"]
+        for content in operation.get("requestBody", {}).get("content", {}).values():
+            if name in EXAMPLES:
+                content["example"] = EXAMPLES[name]
+        for status, answer in operation["responses"].items():
+            if name in LINKS and status.startswith("2"):
+                answer["links"] = {
+                    target: {"operationId": target, "parameters": {parameter: place}}
+                    for target, parameter, place in LINKS[name]
+                }
+
+
+def _operations(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [operation for methods in document["paths"].values() for operation in methods.values()]

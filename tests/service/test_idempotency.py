@@ -1,0 +1,123 @@
+"""The header Idempotency-Key: a request that is sent twice is done once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.serving import PROBLEM, Service, Serving
+
+pytestmark = pytest.mark.anyio
+
+KEY = "8e03978e-40d5-43dd-bc93-6894a57f9324"
+
+
+async def submit(service: Service, *keys: str, **options: Any) -> httpx.Response:
+    headers = [("Idempotency-Key", key) for key in keys]
+    body = {"problem": PROBLEM, "options": options}
+    return await service.http.post("/v1/searches", json=body, headers=headers)
+
+
+def kind(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["type"].rpartition("/")[2]
+
+
+async def test_a_repeated_request_is_answered_with_the_same_search_whatever_became_of_it(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("held") as service:
+        first = await submit(service, KEY)
+        assert first.status_code == 202
+        search_id = first.json()["id"]
+        again = await submit(service, KEY)
+        assert (again.status_code, again.json()["id"]) == (202, search_id)
+        await service.http.post(f"/v1/searches/{search_id}/cancel")
+        await service.ended(search_id)
+        cancelled = await submit(service, f'"{KEY}"')  # as the draft spells it
+        assert (cancelled.status_code, cancelled.json()["id"]) == (200, search_id)
+        assert cancelled.json()["state"] == "cancelled"
+        # Without the key it is a new request, and the old search has given up its own.
+        (directory / "release").touch()
+        anew = (await service.submit()).json()
+        assert anew["id"] != search_id
+        await service.http.delete(f"/v1/searches/{search_id}")
+        assert kind(await submit(service, KEY)) == (410, "search-discarded")
+
+
+async def test_the_key_outlives_the_service(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        search_id = (await submit(service, KEY)).json()["id"]
+        await service.ended(search_id)
+    async with serving("immediate") as service:
+        assert (await submit(service, KEY)).json()["id"] == search_id
+
+
+async def test_the_same_key_with_another_body_is_refused(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        search_id = (await submit(service, KEY)).json()["id"]
+        assert kind(await submit(service, KEY, seed=1)) == (422, "idempotency-key-reused")
+        # Of other spelling only: it is the same JSON.
+        headers = {"Idempotency-Key": KEY, "content-type": "application/json"}
+        spelled = httpx.Request("POST", "http://zbv", json={"options": {}, "problem": PROBLEM}).content
+        same = await service.http.post("/v1/searches", content=spelled.replace(b":", b" : "), headers=headers)
+        assert same.json()["id"] == search_id
+        listed = (await service.http.get("/v1/searches")).json()["searches"]
+        assert [entry["id"] for entry in listed] == [search_id]
+
+
+async def test_a_request_that_was_refused_leaves_its_key_free(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        assert kind(await submit(service, KEY, effort="none")) == (422, "invalid-body")
+        assert (await submit(service, KEY)).status_code == 202
+
+
+async def test_a_key_that_is_being_answered_is_a_conflict(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        searches = service.app.state.rooms.searches
+        answers = await asyncio.gather(*(submit(service, KEY) for _ in range(10)))
+        accepted = [answer for answer in answers if answer.is_success]
+        assert len({answer.json()["id"] for answer in accepted}) == 1
+        # The others came in while the first was being read.
+        assert {kind(answer) for answer in answers if answer.is_error} == {(409, "idempotency-key-in-use")}
+        assert all(int(answer.headers["retry-after"]) > 0 for answer in answers if answer.is_error)
+        assert (await submit(service, KEY)).json()["id"] == accepted[0].json()["id"]
+        assert searches._in_flight == set()
+
+
+@pytest.mark.parametrize(
+    ("keys", "accepted"),
+    [
+        (["a"], True),
+        (["a" * 255], True),
+        (['"with space, comma; and \\" quote"'], True),
+        (["a" * 256], False),
+        ([""], False),
+        (['""'], False),
+        (["two words"], False),
+        (["a, b"], False),
+        (["half\\"], False),
+        (['"open'], False),
+        (['"a";v=1'], False),
+        (["a", "a"], False),
+    ],
+)
+async def test_a_key_is_visible_text_of_up_to_255_characters(
+    serving: Serving, keys: list[str], accepted: bool
+) -> None:
+    async with serving("immediate") as service:
+        answer = await submit(service, *keys)
+        if accepted:
+            assert answer.status_code == 202
+        else:
+            assert kind(answer) == (400, "invalid-idempotency-key")
+            assert "UUID" in answer.json()["detail"] or "send one" in answer.json()["detail"]
+
+
+async def test_a_quoted_key_is_the_bare_one(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        bare = await submit(service, "a-b")
+        assert kind(await submit(service, '"a-b"', seed=1)) == (422, "idempotency-key-reused")
+        assert (await submit(service, '"a-b"')).json()["id"] == bare.json()["id"]

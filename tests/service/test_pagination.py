@@ -1,0 +1,125 @@
+"""Lists over HTTP: filtered, and gone through page by page."""
+
+from __future__ import annotations
+
+import base64
+import re
+
+import httpx
+import pytest
+from support.serving import PROBLEM, Service, Serving
+
+pytestmark = pytest.mark.anyio
+
+
+async def pages(service: Service, address: str) -> list[httpx.Response]:
+    """Every page from an address on, as the bodies lead to them."""
+    found = []
+    following: str | None = address
+    while following is not None:
+        answer = await service.http.get(following)
+        assert answer.status_code == 200, answer.text
+        found.append(answer)
+        following = answer.json()["next"]
+    return found
+
+
+async def test_pages_lead_through_all_searches(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(5)]
+        found = await pages(service, "/v1/searches?limit=2&pp_degree=2")
+        assert [len(page.json()["searches"]) for page in found] == [2, 2, 1]
+        assert [entry["id"] for page in found for entry in page.json()["searches"]] == ids[::-1]
+        for page in found[:-1]:
+            # The same as the field that every kind of service has (RFC 8288); filters go along.
+            assert page.headers["link"] == f'<{page.json()["next"]}>; rel="next"'
+            assert "pp_degree=2" in page.json()["next"]
+        assert "link" not in found[-1].headers
+
+
+async def test_pages_of_a_service_under_a_prefix_are_linked_under_it(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        for seed in range(2):
+            await service.submit(seed=seed)
+        transport = httpx.ASGITransport(service.app, root_path="/planner")
+        async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:
+            page = await http.get("/planner/v1/searches?limit=1")
+            assert page.json()["next"].startswith("/v1/searches?")
+            assert page.headers["link"].startswith("</planner/v1/searches?")
+
+
+async def test_searches_are_filtered(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        first = (await service.submit()).json()
+        wide = (await service.submit({**PROBLEM, "microbatches": 6, "objective": "makespan"})).json()
+        for search in (first, wide):
+            await service.ended(search["id"])
+
+        async def listed(**params: object) -> list[str]:
+            answer = await service.http.get("/v1/searches", params=httpx.QueryParams(params))  # type: ignore[arg-type]
+            assert answer.status_code == 200, answer.text
+            return [entry["id"] for entry in answer.json()["searches"]]
+
+        both = [wide["id"], first["id"]]
+        assert await listed(state="done") == both
+        assert await listed(state=["failed", "done"]) == both
+        assert await listed(state="failed") == []
+        assert await listed(microbatches=6) == both[:1]
+        assert await listed(objective="span") == both[1:]
+        assert await listed(placement="loop") == []
+        assert await listed(created_after=first["created_at"]) == both[:1]
+        assert await listed(created_before=wide["created_at"]) == both[1:]
+
+
+async def test_plans_are_listed_alike(serving: Serving) -> None:
+    async with serving("honest") as service:
+        for microbatches in (2, 3, 4):
+            ended = (await service.submit({**PROBLEM, "microbatches": microbatches})).json()
+            await service.ended(ended["id"])
+        found = await pages(service, "/v1/plans?limit=2")
+        entries = [entry for page in found for entry in page.json()["plans"]]
+        assert [entry["microbatches"] for entry in entries] == [4, 3, 2]
+        assert found[0].headers["link"] == f'<{found[0].json()["next"]}>; rel="next"'
+        plan = (await service.http.get(f"/v1/plans/{entries[0]['plan_id']}")).json()
+        assert entries[0]["value"] == plan["metrics"]["span"]
+        one = (await service.http.get("/v1/plans?microbatches=3&status=feasible")).json()["plans"]
+        assert [entry["microbatches"] for entry in one] == [3]
+        assert (await service.http.get("/v1/plans?status=optimal")).json()["plans"] == []
+
+
+def encoded(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "limit=0",
+        "limit=1001",
+        "state=asleep",
+        "pp_degree=0",
+        "pp_degree=99999999999999999999",
+        "microbatches=x",
+        "placement=w",
+        "objective=time",
+        "created_after=yesterday",
+        "created_after=2030-01-01T00:00:00",
+        "created_before=0001-01-01T00:00:00%2B10:00",
+        "sort=oldest",
+        "cursor=x",
+        "cursor=%00",
+        "cursor=" + "A" * 201,
+        "cursor=" + encoded("2030-01-01T00:00:00+00:00 '; DROP TABLE searches"),
+        "cursor=" + encoded("2030-99-01T00:00:00+00:00 abc"),
+    ],
+)
+async def test_a_wrong_parameter_is_named(serving: Serving, query: str) -> None:
+    async with serving("immediate") as service:
+        for path in ("/v1/searches", "/v1/plans"):
+            if path == "/v1/plans" and query.startswith("state"):
+                continue
+            answer = await service.http.get(f"{path}?{query}")
+            assert answer.status_code == 422, query
+            assert answer.json()["type"] == "/problems/invalid-parameter"
+            (error,) = answer.json()["errors"]
+            assert re.fullmatch(rf"{query.partition('=')[0]}(\.0)?", error["parameter"]), error

@@ -1,0 +1,68 @@
+"""A service process whose searches are fakes: ``python -m support.fake_service SEARCH DIRECTORY``.
+
+Its database is in the directory. It prints its address once it listens.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from zbv_service.app import create_app
+from zbv_service.settings import Settings
+
+from support.fake_searches import BY_NAME, InDirectory
+
+TESTS = Path(__file__).parents[1]
+BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class FakeService:
+    """A running process."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+
+@contextmanager
+def fake_service(search: str, directory: Path) -> Iterator[FakeService]:
+    """Runs as long as the block, if nobody kills it before."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    command = [sys.executable, "-m", "support.fake_service", search, str(directory)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            assert address, "the service did not start."
+            yield FakeService(process, address)
+        finally:
+            process.kill()
+
+
+def _serve(search: str, directory: Path) -> None:
+    settings = Settings(auth="none", database=f"sqlite:///{directory}/zbv.db", searches=2)
+    app = create_app(settings, search=InDirectory(BY_NAME[search], directory))
+
+    class AnnouncedServer(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            sys.stdout.write(f"http://127.0.0.1:{listener.getsockname()[1]}\n")
+            sys.stdout.flush()
+
+    # Of the protocol by name: the event loop switches delays off for those sockets only.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(BACKLOG)
+        AnnouncedServer(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], Path(sys.argv[2]))

@@ -8,7 +8,7 @@ ARGS   ?=
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format browser postgres picture openapi freeze clean install
+.PHONY: help run test suite lint style types format browser postgres picture openapi freeze clean install
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -27,12 +27,20 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 run: install ## Plan, train and compare on this machine; ARGS=--exit stops after the summary
 	$(BIN)/python -m zbv_worker.demo $(ARGS)
 
-test: install browser postgres lint ## Run all checks and tests
+# Types are checked beside the tests, which often wait: together they take little longer than the tests alone.
+test: install browser postgres style ## Run all checks and tests; ARGS go to pytest
+	@$(MAKE) --no-print-directory --jobs 2 types suite
+
+suite: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: install
+lint: style types ## Check style and types only
+
+style: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: install
 	$(BIN)/mypy
 
 format: install ## Rewrite the code in the project's format

@@ -19,8 +19,8 @@ from support.serving import DEADLINE, PROBLEM, until
 
 pytestmark = pytest.mark.anyio
 
-SEARCHES = 300
-STREAMS = 300
+SEARCHES = 120
+STREAMS = 100
 CONNECTIONS = 8
 
 

@@ -13,9 +13,13 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+# Most services of the tests search nothing; those that do can wait for the planner to be loaded.
+os.environ.setdefault("ZBV_PRELOAD", "at-first-search")
+
 LONGEST_FIRST = (
     "worker/test_agent.py",
     "end_to_end/test_make_run.py",
+    "service/test_scale_out.py",
     "service/test_processes.py",
     "solver/test_search.py",
     "solver/test_exact.py",

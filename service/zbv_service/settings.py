@@ -61,6 +61,11 @@ class Settings(BaseSettings):
         "processes",
         description="Where searches are computed: processes, processes:N, dask://HOST:PORT or tls://HOST:PORT.",
     )
+    preload: Literal["at-start", "at-first-search"] = Field(
+        "at-start",
+        description="When the planner is loaded for search processes of this machine: at the start, or by "
+        "the first search, which then begins a second or two later.",
+    )
     max_body_bytes: int = Field(8 * MEBIBYTE, ge=1, description="Largest request body, plans aside.")
     max_plan_bytes: int = Field(128 * MEBIBYTE, ge=1, description="Largest body of a plan to import.")
     max_trace_bytes: int = Field(

@@ -304,6 +304,23 @@ def test_agents_find_the_service_and_have_the_time_to_drain() -> None:
     assert agents["shareProcessNamespace"] is True
 
 
+def test_the_service_starts_with_a_token_and_agents_have_one_of_their_own() -> None:
+    found = documents("kubernetes-agents.yaml")
+    (making,) = found["Deployment", "zbv-service"]["spec"]["template"]["spec"]["initContainers"]
+    made = service_parser().parse_args(making["args"])
+    assert (made.scope, made.if_missing) == (["admin"], True)
+
+    agents = found["DaemonSet", "zbv-agent"]["spec"]["template"]["spec"]
+    (agent,) = agents["containers"]
+    variables = {entry["name"]: entry.get("value") for entry in agent["env"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in agent["volumeMounts"]}
+    folder, _, _ = variables["ZBV_TOKEN_FILE"].rpartition("/")
+    (volume,) = (volume for volume in agents["volumes"] if volume["name"] == mounts[folder])
+    assert volume["secret"]["defaultMode"] == 0o440
+    commands = (ROOT / "examples" / "kubernetes-agents.yaml").read_text().partition("kind:")[0]
+    assert volume["secret"]["secretName"] in commands
+
+
 def test_the_page_explains_every_setting_of_the_script() -> None:
     page = (ROOT / "docs" / "clusters.md").read_text()
     names = set(re.findall(r"ZBV_\w+", SCRIPT.read_text()))

@@ -44,7 +44,7 @@ def value_of(problem: Problem, orders: object) -> float:
 
 
 @given(problems(max_p=3, max_m=1))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_proves_the_optimum_of_exhaustive_search(problem: Problem) -> None:
     best = min(value_of(problem, orders) for orders in all_orders_of_one_microbatch(problem))
     start = serial(problem).orders
@@ -76,13 +76,13 @@ def test_proves_the_optimum_of_a_plain_model(problem: Problem) -> None:
 
 
 @given(limited_problems(max_p=3, max_m=2, kinds=KINDS))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_proves_the_optimum_of_a_plain_model_on_more_ranks(problem: Problem) -> None:
     assert_proves_plain_optimum(problem)
 
 
 @given(limited_problems(max_p=2, max_m=3), st.lists(st.integers(0, 3), min_size=3, max_size=3))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_proves_the_optimum_of_a_plain_model_where_stages_are_alike(
     problem: Problem, costs: list[int]
 ) -> None:
@@ -109,7 +109,7 @@ def test_proves_a_larger_problem_with_tight_memory_optimal() -> None:
 
 
 @given(limited_problems(max_p=3, max_m=4))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_reports_ever_better_orders_and_bounds(problem: Problem) -> None:
     start = serial(problem).orders
     values: list[float] = []
@@ -132,7 +132,7 @@ def test_reports_ever_better_orders_and_bounds(problem: Problem) -> None:
 
 
 @given(limited_problems(max_p=3, max_m=3))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_orders_found_are_valid_and_never_worse(problem: Problem) -> None:
     start = next(priority_schedules(problem)).orders
     result = refine(problem, start, lower_bound=0.0, effort=0.3)

@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from zbv_service import client_flags
+from zbv_service.client_token import CredentialsUnusable
 from zbv_solver import __version__
 
 from zbv_worker.agent.cli import add_agent
@@ -34,6 +36,7 @@ _EXIT_WRONG_INPUT = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0 done, 1 failed, 2 the input is wrong."""
     parsed = _parser().parse_args(arguments)
+    client_flags.use(parsed)
     from zbv_worker.errors import WorkerError, said
     from zbv_worker.launch import LaunchError
 
@@ -47,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_WRONG_INPUT if error.status == _EXIT_WRONG_INPUT else status
     except WorkerError as error:
         return said(error)
+    except CredentialsUnusable as error:
+        print(f"zbv-worker: {error}", file=sys.stderr)
+        return _EXIT_WRONG_INPUT
 
 
 def _parser() -> argparse.ArgumentParser:

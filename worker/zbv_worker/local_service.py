@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -56,7 +57,9 @@ class LocalService:
         self._folder.mkdir(parents=True, exist_ok=True)
         database = f"sqlite:///{self._folder / 'zbv.db'}"
         command = [_executable(), "serve", "--port", str(self._port), "--database", database]
-        with self._log.open("wb") as log:
+        self._log.unlink(missing_ok=True)
+        # Only for its user: it shows the link that signs a browser in.
+        with os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )

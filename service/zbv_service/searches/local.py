@@ -22,17 +22,21 @@ class LocalExecutor:
     ----------
     slots
         How many at the same time.
+    preload
+        Whether to have processes ready to be forked before the first search comes.
     """
 
-    def __init__(self, slots: int):
+    def __init__(self, slots: int, *, preload: bool = True):
         self._slots = slots
+        self._preload = preload
         self._processes = IsolatedProcesses()
         self._progress = ProgressServer()
 
     async def start(self) -> None:
-        """Listen for the reports of searches, and have processes ready to be forked."""
+        """Listen for the reports of searches, and make ready for them."""
         await self._progress.start()
-        await asyncio.to_thread(self._processes.prepare)
+        if self._preload:
+            await asyncio.to_thread(self._processes.prepare)
 
     async def stop(self) -> None:
         """Hang up, and end the processes once their tasks have ended."""

@@ -332,7 +332,7 @@ def make_executor(settings: Settings) -> SearchExecutor:
     """The executor that the settings ask for."""
     choice = parse_choice(settings.executor)
     if choice.scheduler is None:
-        return LocalExecutor(choice.processes or settings.searches)
+        return LocalExecutor(choice.processes or settings.searches, preload=settings.preload == "at-start")
     from zbv_service.searches.cluster.executor import DaskExecutor  # which not everybody has installed
 
     most = settings.searches if "searches" in settings.model_fields_set else None

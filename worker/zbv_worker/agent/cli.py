@@ -6,8 +6,11 @@ import argparse
 import logging
 import os
 import socket
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from zbv_service.client_flags import add_credentials
 
 from zbv_worker.arguments import positive, positive_number
 
@@ -38,6 +41,7 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=os.environ.get("ZBV_SERVER"),
         help="address of the service (default: $ZBV_SERVER)",
     )
+    add_credentials(agent)
     agent.add_argument(
         "--allow-model",
         metavar="PATTERN",
@@ -78,6 +82,11 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="N",
         help="how long the folders of ended runs stay in the state directory (default 7)",
     )
+    agent.add_argument(
+        "--check",
+        action="store_true",
+        help="say whether the agent with this state directory is at work, and end: status 0 when it is",
+    )
 
 
 def _require_address(server: str | None) -> None:
@@ -93,6 +102,11 @@ def _require_address(server: str | None) -> None:
 
 def execute(parsed: argparse.Namespace) -> int:
     """Be an agent until told to end; returns the exit status."""
+    if parsed.check:
+        from zbv_worker.agent.sign_of_life import check
+
+        print(check(parsed.state_dir.resolve(), time.time()))
+        return 0
     _require_address(parsed.server)
     from zbv_worker.agent import inventory
     from zbv_worker.agent.daemon import Agent, AgentOptions

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zbv_service.client import ClientError, InvalidRequest
+from zbv_service.client import ClientError, InvalidRequest, Overloaded
 from zbv_service.client_runs import AgentGone, NodeWork, RunClient, is_allowed
 
 from zbv_worker.agent import inventory
 from zbv_worker.agent.courier import Courier
 from zbv_worker.agent.generation import Generation, GenerationEnd
+from zbv_worker.agent.sign_of_life import SignOfLife
 from zbv_worker.errors import InvalidRun
 from zbv_worker.state_files import remove_old
 
@@ -114,6 +115,7 @@ class Agent:
         self._pause = _BACK_OFF_SECONDS[0]
         self._next_sweep = 0.0
         self._ending = _Ending(options.drain_seconds)
+        self._sign_of_life = SignOfLife(options.state_dir, options.name, options.server)
         self._client = self._connect()
         self._waiting_client = RunClient(options.server, timeout=_WAIT_SECONDS + _REQUEST_SECONDS, retries=0)
 
@@ -280,9 +282,9 @@ class Agent:
         except AgentGone:
             raise
         except ClientError as error:
-            logger.warning("%s", error)
+            self._no_answer(error)
             return False
-        self._pause = _BACK_OFF_SECONDS[0]
+        self._answered()
         return True
 
     def _ask(self, call: Callable[[], T]) -> T | None:
@@ -297,14 +299,26 @@ class Agent:
             answer = call()
         except AgentGone:
             raise
+        except Overloaded as error:
+            self._no_answer(error)
+            self._back_off()
+            return None
         except InvalidRequest as error:
             raise InvalidRun(f"{self._options.server} refused this agent: {error}") from error
         except ClientError as error:
-            logger.warning("%s", error)
+            self._no_answer(error)
             self._back_off()
             return None
-        self._pause = _BACK_OFF_SECONDS[0]
+        self._answered()
         return answer
+
+    def _answered(self) -> None:
+        self._pause = _BACK_OFF_SECONDS[0]
+        self._sign_of_life.give(answered=True)
+
+    def _no_answer(self, error: ClientError) -> None:
+        logger.warning("%s", error)
+        self._sign_of_life.give(answered=False)
 
     def _back_off(self) -> None:
         time.sleep(self._pause)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from zbv_service.client_flags import add_credentials
+
 from zbv_worker.arguments import positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
@@ -49,6 +51,7 @@ def add_rehearse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     rehearse.add_argument("--server", metavar="URL", help="address of the service")
+    add_credentials(rehearse)
     rehearse.add_argument("--plan", metavar="ID", help="the plan's id there")
     rehearse.add_argument(
         "--plan-file", metavar="FILE", type=Path, help="a plan file, with no service at all"

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zbv_service.client_flags import add_credentials
+
 from zbv_worker.arguments import add_model, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
@@ -97,6 +99,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_credentials(run)
     source = run.add_argument_group("the plan, from a service or a file")
     source.add_argument("--server", metavar="URL", help="address of the service")
     source.add_argument("--plan", metavar="ID", action="append", default=[], help="the plan's id there")

@@ -1,0 +1,215 @@
+"""The images' commands work where nothing but the wheel is installed, far from the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from support.containers import ROOT, Container, Dockerfile, compose, containers
+from zbv_solver import __version__
+from zbv_worker.launch import free_port
+
+PACKAGES = [ROOT / "solver" / "zbv_solver", ROOT / "service" / "zbv_service", ROOT / "worker" / "zbv_worker"]
+DEADLINE = 120.0
+STACK = containers(compose("compose.yaml"))
+
+
+@dataclass
+class Installed:
+    """An environment with the wheel in it, and what is started from it in a folder that was empty."""
+
+    commands: Path
+    folder: Path
+    wheel: Path
+
+    def environment(self, **values: object) -> dict[str, str]:
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(("ZBV_", "PYTHON"))
+        }
+        here = {"PATH": f"{self.commands}{os.pathsep}{inherited['PATH']}", "HOME": str(self.folder)}
+        # Kernels are compiled anew for every place, which takes twenty seconds; without, they are slow.
+        return {**inherited, **here, "NUMBA_DISABLE_JIT": "1", **{k: str(v) for k, v in values.items()}}
+
+    def run(self, *words: str, **values: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words,
+            cwd=self.folder,
+            env=self.environment(**values),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+
+    def say(self, *words: str, **values: object) -> str:
+        ran = self.run(*words, **values)
+        assert ran.returncode == 0, f"{words}: {ran.stderr}"
+        return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    place = tmp_path_factory.mktemp("clean")
+    offline = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip"]
+
+    def call(*words: str) -> None:
+        subprocess.run(words, check=True, timeout=DEADLINE)
+
+    call(*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(place), str(ROOT))
+    (wheel,) = place.glob("zbv-*.whl")
+    call(sys.executable, "-m", "venv", "--without-pip", str(place / "venv"))
+    call(*pip, "--python", str(place / "venv"), "install", *offline, str(wheel))
+    # The packages that ours needs are those of these tests; ours itself, which is there as a link to the
+    # repository, is not, as links of links are not followed.
+    site = next((place / "venv").glob("lib/python*/site-packages"))
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    folder = place / "empty"
+    folder.mkdir()
+    return Installed(place / "venv" / "bin", folder, wheel)
+
+
+def test_the_wheel_has_every_file_of_the_packages(installed: Installed) -> None:
+    packed = set(zipfile.ZipFile(installed.wheel).namelist())
+    files = {
+        str(path.relative_to(package.parent))
+        for package in PACKAGES
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".nbi", ".nbc")
+    }
+    assert any(name.endswith(".j2") for name in files)
+    assert files <= packed
+
+
+def test_code_comes_from_the_wheel(installed: Installed) -> None:
+    modules = "zbv_solver, zbv_service, zbv_worker"
+    found = installed.say(
+        "python", "-c", f"import {modules}; print(*(m.__file__ for m in ({modules})))"
+    ).split()
+    assert len(found) == 3
+    assert all(Path(path).is_relative_to(installed.commands.parent) for path in found)
+
+
+def test_commands_say_who_they_are(installed: Installed) -> None:
+    assert installed.say("zbv-service", "--version").split() == ["zbv-service", __version__]
+    assert "agent" in installed.say("zbv-worker", "--help")
+    document = json.loads((ROOT / "service" / "openapi.json").read_text())
+    assert json.loads(installed.say("zbv-service", "openapi")) == document
+
+
+def test_an_example_is_planned(installed: Installed) -> None:
+    example = str(ROOT / "examples" / "tight-memory.json")
+    installed.say("zbv", "plan", example, "--effort", "quick", "--time-limit", "1", "-o", "plan.json")
+    assert len(json.loads((installed.folder / "plan.json").read_text())["plan_id"]) == 64
+
+
+# --- what the compose file starts, as processes
+
+
+@dataclass
+class Started:
+    """A service and an agent, with the words of the compose file and addresses of this machine."""
+
+    installed: Installed
+    port: int
+    token: str
+    node: Container
+    processes: dict[str, subprocess.Popen[bytes]]
+
+    def healthy(self, words: list[str]) -> bool:
+        here = [word.replace(":8000/", f":{self.port}/") for word in words]
+        return self.installed.run(*here).returncode == 0
+
+    def get(self, path: str, accept: str = "text/html") -> httpx.Response:
+        fields = {"Authorization": f"Bearer {self.token}", "Accept": accept}
+        return httpx.get(f"http://127.0.0.1:{self.port}{path}", headers=fields, timeout=DEADLINE)
+
+
+def until(holds: Callable[[], bool], processes: dict[str, subprocess.Popen[bytes]], logs: Path) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        for name, process in processes.items():
+            assert process.poll() is None, (logs / f"{name}.log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def started(installed: Installed) -> Iterator[Started]:
+    port, folder = free_port(), installed.folder
+    database = {"ZBV_DATABASE": f"sqlite:///{folder / 'zbv.db'}"}
+    token = folder / "token"
+    making = [str(token) if word.startswith("/run/zbv/") else word for word in STACK["admin-token"].words]
+    installed.say(*making, **database)
+    # Searches wait for a cluster that does not come: how they are computed is not the question here.
+    serve = [word.replace("dask-scheduler:8786", "127.0.0.1:1") for word in STACK["service"].words]
+    there = f"--server=http://127.0.0.1:{port}"
+    offer = [there if word.startswith("--server=") else word for word in STACK["node-1"].words]
+    commands: list[tuple[str, list[str], dict[str, object]]] = [
+        ("service", serve, {**database, "ZBV_PORT": port}),
+        ("agent", offer, {"ZBV_TOKEN_FILE": token}),
+    ]
+    with ExitStack() as stack:
+        processes: dict[str, subprocess.Popen[bytes]] = {}
+        for name, words, values in commands:
+            log = stack.enter_context((folder / f"{name}.log").open("wb"))
+            environment = installed.environment(**values)
+            process = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log)
+            processes[name] = stack.enter_context(process)
+            stack.callback(process.kill)
+        running = Started(installed, port, token.read_text().strip(), STACK["node-1"], processes)
+        until(lambda: answers(port), processes, folder)
+        yield running
+
+
+def answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_the_images_health_check_tells_a_service_that_answers_from_none(started: Started) -> None:
+    check = Dockerfile.read("Dockerfile.service").last("HEALTHCHECK").words
+    assert started.healthy(check)
+    nobody = Started(started.installed, free_port(), "", started.node, {})
+    assert not nobody.healthy(check)
+
+
+def test_pages_and_what_they_load_are_served(started: Started) -> None:
+    page = started.get("/")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "/static/zbv.css" in page.text
+    assert started.get("/static/zbv.css").status_code == 200
+    assert started.get("/metrics").status_code == 200
+
+
+def test_the_nodes_health_check_is_content_with_an_agent_that_is_at_work(started: Started) -> None:
+    check = started.node.health
+    assert check is not None
+    until(lambda: started.healthy(check), started.processes, started.installed.folder)
+    until(
+        lambda: len(started.get("/v1/agents").json()["agents"]) == 1,
+        started.processes,
+        started.installed.folder,
+    )
+    assert not [word for word in check if "--state-dir" in word], "asked where the image's agent writes"
+
+
+def test_a_node_and_a_service_end_when_they_are_told_to(started: Started) -> None:
+    for name in ("agent", "service"):
+        process = started.processes.pop(name)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE) == 0, (started.installed.folder / f"{name}.log").read_text()

@@ -176,6 +176,17 @@ def _prepare_sqlite(engine: AsyncEngine) -> None:
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
+    dialect = engine.dialect
+    rollback = dialect.do_rollback
+
+    def roll_back_what_was_begun(connection: Any) -> None:
+        # Everything asked of a connection is a hand-over to its thread and back; after a read without a
+        # transaction there would be two that change nothing.
+        if connection.driver_connection.in_transaction:
+            rollback(connection)
+
+    dialect.do_rollback = roll_back_what_was_begun  # type: ignore[assignment, method-assign]
+
     @event.listens_for(engine.sync_engine, "begin")
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()

@@ -70,7 +70,7 @@ KINDS = ("v", "loop", "single")
 
 
 @given(limited_problems(max_p=2, max_m=3, kinds=KINDS))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_proves_the_optimum_of_a_plain_model(problem: Problem) -> None:
     assert_proves_plain_optimum(problem)
 
@@ -109,7 +109,7 @@ def test_proves_a_larger_problem_with_tight_memory_optimal() -> None:
 
 
 @given(limited_problems(max_p=3, max_m=4))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_reports_ever_better_orders_and_bounds(problem: Problem) -> None:
     start = serial(problem).orders
     values: list[float] = []

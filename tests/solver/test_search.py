@@ -71,7 +71,7 @@ def test_one_microbatch_is_scheduled_as_well_as_possible(problem: Problem) -> No
 
 
 @given(limited_problems(max_p=2, max_m=3))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_tiny_problems_end_at_the_optimum_of_a_plain_model(problem: Problem) -> None:
     plan = search(problem)
     assert plan.metrics.status == "optimal"

@@ -25,7 +25,7 @@ SETTINGS = {
     "listen_addresses": "''",
     "fsync": "off",
     "full_page_writes": "off",
-    "synchronous_commit": "off",
+    "synchronous_commit": "on",  # tests stop it without a warning, and what it accepted must be there
     "max_connections": "200",
     "shared_buffers": "32MB",
     "autovacuum": "off",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda
 from torch import Tensor
+from zbv_worker.transport import sends
 from zbv_worker.transport.sends import PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
 
@@ -43,13 +44,15 @@ class FakeWire:
 
     def __init__(self) -> None:
         self.works: list[FakeWork] = []
-        self.contents: list[list[float]] = []
+        self.contents: list[object] = []
+        self.plain: list[bool] = []
         self.broken = False
 
     def send(self, tensor: Tensor) -> FakeWork:
         if self.broken:
             raise RuntimeError("Connection closed by peer")
         self.contents.append(tensor.tolist())
+        self.plain.append(tensor.is_contiguous() and not tensor.requires_grad)
         self.works.append(FakeWork())
         return self.works[-1]
 
@@ -89,6 +92,37 @@ def test_a_tensor_is_kept_alive_until_it_was_taken_and_no_longer(
     wire.works[1].taken.set()
     assert eventually(lambda: gone(1))
     sender.flush(time.monotonic() + 20)
+    sender.close()
+
+
+def test_memory_worth_it_is_given_back_at_once_and_a_flush_does_not_wait_for_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sends, "_LOOK_SECONDS", 3600.0)
+    wire = FakeWire()
+    sender = ThreadSender(3, wire, SendFailures())
+    large = torch.zeros(sends._WORTH_A_WAKE_BYTES // 4)
+    alive = weakref.ref(large)
+    sender.send(large, "0F0")
+    del large
+    wire.works[0].taken.set()
+    assert eventually(lambda: alive() is None)
+    sender.send(torch.zeros(1), "0F1")
+    wire.works[1].taken.set()
+    sender.flush(time.monotonic() + 20)
+    sender.close()
+
+
+@either
+def test_what_is_sent_is_memory_in_order_without_a_graph(
+    make: Callable[[FakeWire, SendFailures], Sender],
+) -> None:
+    wire = FakeWire()
+    sender = make(wire, SendFailures())
+    sender.send(torch.arange(6.0, requires_grad=True).reshape(2, 3).t(), "0F0")
+    assert wire.contents == [[[0, 3], [1, 4], [2, 5]]]
+    assert wire.plain == [True]
+    wire.works[0].taken.set()
     sender.close()
 
 

@@ -165,3 +165,16 @@ def test_stages_that_break_the_protocol_are_refused() -> None:
         middle(Pair()).forward(0, data(), split=True)
     with pytest.raises(ModelError, match="takes the loss"):
         Stage(1, 2, nn.Identity(), microbatches=1)
+
+
+def test_gradients_follow_the_loss_scale_from_step_to_step() -> None:
+    linear = nn.Linear(2, 1, bias=False)
+    stage = Stage(0, 1, linear, 1, lambda output, target: (output - target).sum())
+    for scale in (1.0, 8.0, 0.5):
+        stage.loss_scale = scale
+        linear.weight.grad = None
+        stage.forward(0, torch.ones(1, 2), torch.zeros(1, 1), split=True)
+        stage.backward_input(0, None)
+        stage.backward_weight(0)
+        assert linear.weight.grad is not None
+        assert linear.weight.grad.tolist() == [[scale, scale]]

@@ -172,7 +172,7 @@ def test_gradients_follow_the_loss_scale_from_step_to_step() -> None:
     stage = Stage(0, 1, linear, 1, lambda output, target: (output - target).sum())
     for scale in (1.0, 8.0, 0.5):
         stage.loss_scale = scale
-        linear.weight.grad = None
+        linear.zero_grad()
         stage.forward(0, torch.ones(1, 2), torch.zeros(1, 1), split=True)
         stage.backward_input(0, None)
         stage.backward_weight(0)

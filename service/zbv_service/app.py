@@ -144,21 +144,21 @@ def create_app(
     problems.install(app)
     app.add_exception_handler(DatabaseAway, problems.on_database_away)
     sign_in.install(app)
-    for routes in (
-        search_routes,
-        search_event_routes,
-        compare_routes,
-        plan_routes,
-        run_routes,
-        agent_routes,
-        health,
-        metric_routes,
-        problem_types,
-        pages,
-        sign_in,
+    for router in (
+        search_routes.router,
+        search_event_routes.router,
+        compare_routes.router,
+        plan_routes.router,
+        run_routes.router,
+        agent_routes.router,
+        health.router,
+        metric_routes.router,
+        problem_types.router,
+        *pages.ROUTERS,
+        sign_in.router,
     ):
-        require_declared(routes.router)
-        app.include_router(routes.router)
+        require_declared(router)
+        app.include_router(router)
     pages.mount_static(app)
     openapi.install(app)
     return app

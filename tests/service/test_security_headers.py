@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.serving import Serving
 from support.tokens import kind_of
-from zbv_service import pages
+from zbv_service.pages import shell
 from zbv_service.security.hosts import host_names
 from zbv_service.settings import Settings
 
@@ -49,14 +49,14 @@ async def test_every_answer_carries_them(serving: Serving, monkeypatch: pytest.M
 async def test_pages_may_load_what_is_the_services_own_and_nothing_inline(serving: Serving) -> None:
     async with serving("immediate") as service:
         index = await service.http.get("/", headers={"Accept": "text/html"})
-        assert index.headers["content-security-policy"] == pages.CONTENT_SECURITY_POLICY
-        assert "unsafe" not in pages.CONTENT_SECURITY_POLICY
+        assert index.headers["content-security-policy"] == shell.CONTENT_SECURITY_POLICY
+        assert "unsafe" not in shell.CONTENT_SECURITY_POLICY
         document = await service.http.get("/v1/searches")
         assert document.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
 
 
 def test_a_chart_needs_inline_styles_and_no_inline_scripts() -> None:
-    rules = dict(rule.split(" ", 1) for rule in pages.CHART_POLICY.split("; "))
+    rules = dict(rule.split(" ", 1) for rule in shell.CHART_POLICY.split("; "))
     assert rules["script-src"] == "'self'"
     assert rules["style-src"] == "'self' 'unsafe-inline'"
     assert (rules["default-src"], rules["base-uri"], rules["frame-ancestors"]) == ("'none'",) * 3

@@ -5,10 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from zbv_service import pages
 from zbv_service.http.caching import HOUR
 from zbv_service.http.problem_advice import ADVICE
 from zbv_service.http.problems import NOT_FOUND, ProblemError, kinds
+from zbv_service.pages.problem import problem_type_page
+from zbv_service.routers.answers import page, shell_of
 from zbv_service.security.scheme import ANYBODY
 
 router = APIRouter(include_in_schema=False)
@@ -20,13 +21,8 @@ async def get_problem_type(request: Request, name: str) -> HTMLResponse:
     kind = kinds().get(name)
     if kind is None:
         raise ProblemError(NOT_FOUND, f"found no type of error {name!r}; there are {', '.join(kinds())}.")
-    root = str(request.scope.get("root_path", "")).rstrip("/")
-    text = pages.problem_type_page(
-        name, kind.status, kind.title, meaning=ADVICE[name].meaning, remedy=ADVICE[name].remedy, root=root
+    advice = ADVICE[name]
+    text = problem_type_page(
+        name, kind.status, kind.title, shell_of(request), meaning=advice.meaning, remedy=advice.remedy
     )
-    headers = {
-        "Content-Security-Policy": pages.CONTENT_SECURITY_POLICY,
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": HOUR,
-    }
-    return HTMLResponse(text, headers=headers)
+    return page(text, headers={"X-Content-Type-Options": "nosniff", "Cache-Control": HOUR})

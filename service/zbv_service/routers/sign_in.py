@@ -9,11 +9,11 @@ from urllib.parse import parse_qs, quote
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from zbv_service import pages
 from zbv_service.http import problems
 from zbv_service.http.bodies import read_form
 from zbv_service.http.problems import OTHER_ORIGIN, TOO_MANY_ATTEMPTS, ProblemError
-from zbv_service.routers.answers import page
+from zbv_service.pages.sign_in import sign_in_page
+from zbv_service.routers.answers import page, problem_answer, root_of, shell_of
 from zbv_service.routers.rooms import rooms
 from zbv_service.security.access import InsufficientScope, Unauthenticated, require_same_origin
 from zbv_service.security.cookies import end_session, session_of, set_session
@@ -114,21 +114,19 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
     if request.method != "GET" or not wants_page:
         return problems.response(problems.document(kind, error.detail, error.errors), error.headers)
     if isinstance(error, InsufficientScope):
-        text = pages.problem_page(kind.status, kind.title, error.detail, root=_root(request))
-        return page(text, kind.status, error.headers)
+        return problem_answer(error, request, error.headers)
     query = f"?{request.url.query}" if request.url.query else ""
-    path = request.url.path.removeprefix(_root(request))
+    path = request.url.path.removeprefix(root_of(request))
     answer = _sign_in_page(request, path + query, 401)
     answer.headers.update(error.headers)
     return answer
 
 
 def _sign_in_page(request: Request, destination: str, status: int, complaint: str = "") -> HTMLResponse:
-    text = pages.sign_in_page(
+    text = sign_in_page(
         _inside(destination),
+        shell_of(request),
         complaint,
-        root=_root(request),
-        base_url=str(request.base_url),
         # The cookie comes along when the browser asks again by itself.
         asks_again=request.method == "GET" and came_from_elsewhere(request),
     )
@@ -143,14 +141,10 @@ def _begin(request: Request, session: str, destination: str) -> Response:
 
 def _see_other(request: Request, destination: str) -> RedirectResponse:
     headers = {"Cache-Control": "no-store"}
-    return RedirectResponse(_root(request) + quote(_inside(destination), safe="/?&=%"), 303, headers)
+    return RedirectResponse(root_of(request) + quote(_inside(destination), safe="/?&=%"), 303, headers)
 
 
 def _inside(destination: str) -> str:
     """A path of this service: nobody is sent elsewhere after signing in."""
     is_path = destination.startswith("/") and not destination.startswith(("//", "/\\"))
     return destination if is_path and destination.isprintable() else "/"
-
-
-def _root(request: Request) -> str:
-    return str(request.scope.get("root_path", "")).rstrip("/")

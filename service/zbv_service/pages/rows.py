@@ -1,0 +1,54 @@
+"""Rows of lists, as pages show them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True)
+class SearchRow:
+    """A search as the list shows it.
+
+    Attributes
+    ----------
+    state
+        queued, running, done, cancelled, failed or infeasible.
+    value
+        The incumbent's objective, in ``time_unit``; None while there is none.
+    gap
+        value / lower bound - 1; None when not known.
+    plan_id
+        The plan found; None while there is none.
+    error
+        Why it failed or is infeasible.
+    """
+
+    id: str
+    state: str
+    pp_degree: int
+    microbatches: int
+    objective: str
+    created_at: datetime
+    value: float | None = None
+    gap: float | None = None
+    plan_id: str | None = None
+    error: str | None = None
+    time_unit: str | None = None
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A stored plan as the list shows it; ``value`` is its objective, in ``time_unit``."""
+
+    plan_id: str
+    pp_degree: int
+    microbatches: int
+    objective: str
+    value: float
+    bubble_rate: float
+    gap: float | None
+    status: str
+    created_at: datetime
+    method: str = ""
+    time_unit: str | None = None

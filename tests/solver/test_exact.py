@@ -70,19 +70,19 @@ KINDS = ("v", "loop", "single")
 
 
 @given(limited_problems(max_p=2, max_m=3, kinds=KINDS))
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_proves_the_optimum_of_a_plain_model(problem: Problem) -> None:
     assert_proves_plain_optimum(problem)
 
 
 @given(limited_problems(max_p=3, max_m=2, kinds=KINDS))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_proves_the_optimum_of_a_plain_model_on_more_ranks(problem: Problem) -> None:
     assert_proves_plain_optimum(problem)
 
 
 @given(limited_problems(max_p=2, max_m=3), st.lists(st.integers(0, 3), min_size=3, max_size=3))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_proves_the_optimum_of_a_plain_model_where_stages_are_alike(
     problem: Problem, costs: list[int]
 ) -> None:
@@ -132,7 +132,7 @@ def test_reports_ever_better_orders_and_bounds(problem: Problem) -> None:
 
 
 @given(limited_problems(max_p=3, max_m=3))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_orders_found_are_valid_and_never_worse(problem: Problem) -> None:
     start = next(priority_schedules(problem)).orders
     result = refine(problem, start, lower_bound=0.0, effort=0.3)
@@ -143,7 +143,7 @@ def test_orders_found_are_valid_and_never_worse(problem: Problem) -> None:
 
 
 @given(limited_problems(max_p=2, max_m=3))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_repeats_itself(problem: Problem) -> None:
     start = next(priority_schedules(problem)).orders
     results = [refine(problem, start, lower_bound=0.0, effort=0.2, seed=7) for _ in range(2)]

@@ -12,13 +12,13 @@ from zbv_worker.models.gpt import GPT
 PAUSE_SECONDS = 0.02
 
 
-def gpt(**arguments: Any) -> GPT:
+def gpt(*, pause: float = PAUSE_SECONDS, **arguments: Any) -> GPT:
     """A GPT that takes its time over every microbatch."""
     model = hurried.gpt(**arguments)
     microbatch = model.microbatch
 
     def unhurried(step: int, index: int) -> tuple[Tensor, Tensor]:
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(pause)
         return microbatch(step, index)
 
     model.microbatch = unhurried  # type: ignore[method-assign]  # of this one model

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+
+async def wait_a_while(futures: Collection[asyncio.Future[Any]], seconds: float) -> None:
+    """Until all are done, or the time is over: those that are not go on, and nobody hears of their failure.
+
+    For what is made by a :class:`Cache`: whoever asks again gets it, or the failure of making it anew.
+    """
+    if not futures:
+        return
+    _, unfinished = await asyncio.wait(futures, timeout=seconds)
+    for future in unfinished:
+        future.add_done_callback(_heard)
+
+
+def _heard(done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()
 
 
 class Cache(Generic[T]):

@@ -116,6 +116,31 @@ async def test_a_slow_reader_neither_holds_up_others_nor_costs_memory(
     assert len(late) >= 10
 
 
+async def test_a_reader_that_comes_as_the_last_one_goes_misses_nothing(
+    events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = await claimed(table, "a")
+    first, second = (cast("Any", events.follow("a", 0)) for _ in range(2))
+    assert len(await anext(first)) == 2
+    read, was_read, goes_on = SearchEventTable.after, asyncio.Event(), asyncio.Event()
+
+    async def slowly(self: SearchEventTable, positions: Any) -> list[SearchEvent]:
+        found = await read(self, positions)
+        was_read.set()
+        await goes_on.wait()
+        return found
+
+    monkeypatch.setattr(SearchEventTable, "after", slowly)
+    await table.progressed("a", claim.fence, better(9))
+    await was_read.wait()
+    await first.aclose()
+    told = asyncio.create_task(anext(second))
+    await asyncio.sleep(0.01)
+    goes_on.set()
+    assert [found.number for found in await asyncio.wait_for(told, 30)] == [1, 2, 3]
+    await second.aclose()
+
+
 async def test_silence_is_broken_now_and_then(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,11 @@ async def appeared(directory: Path, pattern: str, count: int = 1) -> Path:
     return files()[0]
 
 
+def started_in(directory: Path) -> list[int]:
+    """Ids of the processes that began with a search."""
+    return [int(path.name.removeprefix("started-")) for path in directory.glob("started-*")]
+
+
 def is_alive(process_id: int) -> bool:
     return Path(f"/proc/{process_id}").exists()
 
@@ -146,6 +151,35 @@ async def test_a_lease_that_ends_gives_the_search_to_somebody_else(
     assert not await table.release(lost.id, lost.fence, update)
     assert (await table.get(lost.id)) is not None
     await database.close()
+
+
+async def test_a_search_that_is_taken_away_and_comes_back_is_run_once(
+    serving: Serving, settings: Settings, directory: Path
+) -> None:
+    """Its first attempt may still be about to stop when the same service claims it again."""
+    table = SearchTable(Database(settings.database))
+    async with serving("deaf", searches=2) as service:
+        search_id = (await service.submit()).json()["id"]
+        await service.until(search_id, lambda found: found["objective"] is not None)
+        assert await table.requeue_of(await table.owners()) == 1
+        await appeared(directory, "started-*", 2)
+        other = (await service.submit(seed=1)).json()["id"]  # for which there is no place
+        (directory / "release").touch()
+        ended = [await service.ended(each) for each in (search_id, other)]
+        assert [(found["state"], found["attempts"]) for found in ended] == [("done", 2), ("done", 1)]
+        runner = service.app.state.rooms.runner
+        await until(lambda: not runner._attempts, "the end of every attempt")
+    await table._database.close()
+
+
+async def test_a_search_that_neither_ends_in_time_nor_stops_is_ended(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("deaf", stop_seconds=0.2, max_crashes=2) as service:
+        ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
+        assert (ended["state"], ended["attempts"], ended["objective"]) == ("failed", 2, 9)
+        assert "did not stop when it was told to" in ended["error"]["detail"]
+    await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
 
 
 async def test_the_leases_of_a_dead_process_of_this_machine_end_at_once(

@@ -10,8 +10,12 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 from support.event_streams import Told, events_of
-from support.serving import PROBLEM, Service, Serving
+from support.serving import PROBLEM, Service, Serving, until
+from support.tokens import add
+from zbv_service.database import TokenTable
+from zbv_service.searches import events as hub
 from zbv_service.searches.event_documents import SearchEventDocument, SearchEventList
+from zbv_service.security import tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -117,6 +121,37 @@ async def test_a_search_that_is_discarded_ends_its_streams(serving: Serving, dir
         assert kinds(told)[-1] == ("end", "discarded")
         TypeAdapter(SearchEventDocument).validate_python(told[-1].data)
         assert (await following(service, search_id)).status_code == 404
+
+
+@pytest.mark.parametrize("asked_with", ["token", "session"])
+async def test_a_stream_ends_with_the_token_that_asked_for_it(
+    serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch, asked_with: str
+) -> None:
+    monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(tokens, "FRESH_SECONDS", 0.0)
+    async with serving("held", auth="tokens") as service:
+        owner = await add(service, "search", "read", name="owner")
+        submitted = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=owner)
+        search_id = submitted.json()["id"]
+        fields = await add(service, "read", name="reader")
+        if asked_with == "session":
+            await service.http.post(
+                "/sign-in",
+                data={"token": fields["Authorization"].split()[1]},
+                headers={"Sec-Fetch-Site": "same-origin"},
+            )
+            fields = {}
+        stream, other = following(service, search_id, **fields), following(service, search_id, **owner)
+        await until(lambda: service.app.state.rooms.events.readers == 2, "both follow")
+        await asyncio.sleep(0.2)
+        assert not stream.done()
+        await TokenTable(service.app.state.rooms.database).revoke("reader")
+        answer = await stream
+        assert (answer.status_code, [event.kind for event in events_of(answer.text)][-1:]) != (200, ["end"])
+        assert (await following(service, search_id, **fields)).status_code == 401
+        assert not other.done()
+        (directory / "release").touch()
+        assert events_of((await other).text)[-1].kind == "end"
 
 
 async def test_why_a_search_waits_again_is_told(serving: Serving, directory: Path) -> None:

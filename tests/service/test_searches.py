@@ -152,3 +152,13 @@ async def test_a_search_that_fails_says_so_and_can_be_asked_again(serving: Servi
         again = await service.submit()
         assert again.json()["id"] != search_id
         await service.ended(again.json()["id"])
+
+
+async def test_a_queued_search_says_how_many_come_before_it(serving: Serving, directory: Path) -> None:
+    async with serving("held", searches=1) as service:
+        ids = [(await service.submit({**PROBLEM, "microbatches": m})).json()["id"] for m in (2, 3, 4)]
+        await service.until(ids[0], lambda found: found["state"] == "running")
+        assert [(await service.search(each))["queued_before"] for each in ids] == [None, 0, 1]
+        (directory / "release").touch()
+        for each in ids:
+            assert (await service.ended(each))["queued_before"] is None

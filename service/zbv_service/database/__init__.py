@@ -9,6 +9,7 @@ from __future__ import annotations
 from zbv_service.database.agents import AgentTable
 from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
 from zbv_service.database.plans import PlanTable
+from zbv_service.database.retention import Retention
 from zbv_service.database.run_parts import PartTable
 from zbv_service.database.run_plans import RunPlanTable
 from zbv_service.database.runs import AgentsTaken, RunTable, SearchGone
@@ -21,43 +22,24 @@ from zbv_service.database.searches import (
     TooManySearches,
 )
 from zbv_service.database.tokens import TokenTable
-from zbv_service.records import (
-    ANSWERED,
-    FINISHED,
-    Claim,
-    NewPlan,
-    NewSearch,
-    PlanSummary,
-    SearchRecord,
-    SearchState,
-    Update,
-)
 
 __all__ = [
-    "ANSWERED",
-    "FINISHED",
     "AgentTable",
     "AgentsTaken",
-    "Claim",
     "Database",
     "DatabaseAway",
     "DatabaseUnusable",
     "NameTaken",
-    "NewPlan",
-    "NewSearch",
     "PartTable",
-    "PlanSummary",
     "PlanTable",
+    "Retention",
     "RunPlanTable",
     "RunTable",
     "SearchDiscarded",
     "SearchEventTable",
     "SearchGone",
     "SearchInUse",
-    "SearchRecord",
-    "SearchState",
     "SearchTable",
     "TokenTable",
     "TooManySearches",
-    "Update",
 ]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Update as UpdateStatement
-from sqlalchemy import select, update
+from sqlalchemy import or_, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
+from zbv_service.database.paging import begins, page_after, page_of
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, nodes_of
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
-from zbv_service.runs.records import AgentRecord, AgentState, NewAgent
+from zbv_service.records import Page, Position
+from zbv_service.runs.records import AGENT_PRESENT, AgentFilter, AgentRecord, AgentState, NewAgent
 
-_PRESENT: tuple[str, ...] = ("live", "draining")
+_PRESENT = tuple(sorted(AGENT_PRESENT))
 _TRIES = 3
 
 
@@ -29,13 +31,17 @@ class AgentTable:
     async def add(self, new: NewAgent) -> tuple[AgentRecord, bool]:
         """Register an agent; the same one again is not added. And whether it was added."""
         now = datetime.now(UTC)
-        async with self._database.writing() as session:
-            row = await session.get(AgentRow, new.id)
-            is_new = row is None
-            if row is None:
+        try:
+            async with self._database.writing() as session:
+                known = await session.get(AgentRow, new.id)
+                if known is not None:
+                    return _record(known), False
                 row = AgentRow(**asdict(new), state="live", run_id=None, created_at=now, seen_at=now)
                 session.add(row)
-        return _record(row), is_new
+        except IntegrityError:  # the same request came twice at once; agents are never deleted
+            async with self._database.reading() as session:
+                return _record(await session.get_one(AgentRow, new.id)), False
+        return _record(row), True
 
     async def get(self, agent_id: str) -> AgentRecord | None:
         """An agent by id."""
@@ -43,12 +49,22 @@ class AgentTable:
             row = await session.get(AgentRow, agent_id)
             return None if row is None else _record(row)
 
-    async def newest(self, limit: int, states: Collection[str] = _PRESENT) -> list[AgentRecord]:
-        """The newest agents in these states first."""
-        query = select(AgentRow).where(AgentRow.state.in_(states))
-        query = query.order_by(AgentRow.created_at.desc(), AgentRow.id.desc()).limit(limit)
+    async def newest(self, limit: int) -> list[AgentRecord]:
+        """The agents that are there, the newest first."""
+        return list((await self.page(AgentFilter(), limit)).items)
+
+    async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
+        """Some agents, the newest first, from a position on."""
+        query = select(AgentRow).where(AgentRow.state.in_(sorted(wanted.states)))
+        if wanted.text:
+            named = (
+                column.icontains(wanted.text, autoescape=True) for column in (AgentRow.name, AgentRow.address)
+            )
+            query = query.where(or_(*named, *begins(wanted.text, AgentRow.id, AgentRow.run_id)))
+        query = page_after(query, AgentRow.created_at, AgentRow.id, limit, after)
         async with self._database.reading() as session:
-            return [_record(row) for row in await session.scalars(query)]
+            records = [_record(row) for row in await session.scalars(query)]
+        return page_of(records, limit, after, lambda agent: (agent.created_at, agent.id))
 
     async def seen(self, agent_id: str, port: int | None = None) -> AgentRecord | None:
         """Note a sign of life, of an agent that is not lost, and the port that is free there now."""
@@ -84,23 +100,27 @@ class AgentTable:
             async with self._database.writing() as session:
                 row = await session.get(AgentRow, agent_id)
                 if row is None or row.seen_at >= before:
-                    continue  # it came back between the look and the lock
+                    continue  # it came back
                 reason = f"gave no sign of life for {timeout_seconds:g} s"
-                if await _remove(session, agent_id, "lost", reason):
+                if await _remove(session, agent_id, "lost", reason, before):
                     lost.append(_record(row))
         return lost
 
 
-async def _remove(session: AsyncSession, agent_id: str, state: AgentState, reason: str) -> bool:
-    """Take an agent out of the pool, and end the node that it had.
+async def _remove(
+    session: AsyncSession, agent_id: str, state: AgentState, reason: str, before: datetime | None = None
+) -> bool:
+    """Take an agent out of the pool, if it was not seen since ``before``, and end the node that it had.
 
-    False when it was not there, or was given to a run, or back, in the meantime.
+    False when it was not there, was seen, or was given to a run, or back, in the meantime.
     """
     row = await session.get(AgentRow, agent_id)
     run = None if row is None or row.run_id is None else await lock_run(session, row.run_id)
     if row is None:
         return False
     unchanged = _present(agent_id).where(AgentRow.run_id == row.run_id)
+    if before is not None:
+        unchanged = unchanged.where(AgentRow.seen_at < before)
     if not await changed(session, unchanged.values(state=state)):
         return False
     if run is not None:

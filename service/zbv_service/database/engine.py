@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from alembic.util.exc import CommandError
-from sqlalchemy import Connection, event, text
+from sqlalchemy import URL, Connection, Row, Select, create_engine, event, text
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.util import await_only
 
 from zbv_service.database.migrate import upgrade
-from zbv_service.database.url import async_url
+from zbv_service.database.url import async_url, sqlite_file
 
 BUSY_SECONDS = 30.0
 """How long a SQLite writer waits for another one before it gives up."""
@@ -29,7 +30,12 @@ WAIT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
 """How long PostgreSQL works on a statement, and waits for a lock or for the rest of a transaction."""
 
+QUICK_READERS = 2
+"""Threads that read a SQLite file for a single query each: none takes a millisecond."""
+
 _RETRY_SECONDS = 0.02
+_ONE_STATE = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+"""Else every statement of a PostgreSQL transaction sees what was committed before that statement."""
 _MIGRATION_LOCK = 6_451_203
 """Names the lock under which one service at a time migrates a PostgreSQL database; any number would do."""
 
@@ -53,6 +59,7 @@ class Database:
             _prepare_sqlite(self._engine)
         else:
             self._engine = create_async_engine(parsed, **_postgres_options())
+        self._quick = _QuickReader(parsed) if self.is_sqlite and sqlite_file(url) is not None else None
 
     async def migrate(self) -> None:
         """Bring the tables to the newest version, from any older one or from nothing.
@@ -91,18 +98,30 @@ class Database:
 
     async def close(self) -> None:
         """Close every connection."""
+        if self._quick is not None:
+            self._quick.close()
         await self._engine.dispose()
 
-    @asynccontextmanager
-    async def reading(self, *, once: bool = False) -> AsyncIterator[AsyncSession]:
-        """A session that sees one state of the database and changes nothing; raises :class:`DatabaseAway`.
+    async def rows(self, query: Select[Any], **values: Any) -> Sequence[Row[Any]]:
+        """What one query finds, with values for its parameters; raises :class:`DatabaseAway`.
 
-        ``once`` is for a single statement, which sees one state anyway: SQLite is spared a transaction.
+        One statement sees one state anyway, so it is spared a transaction.
         """
         with _away():
+            if self._quick is not None:
+                return await self._quick.rows(query, values)
+            async with self._engine.connect() as connection:
+                await connection.execution_options(isolation_level="AUTOCOMMIT")
+                found: Sequence[Row[Any]] = (await connection.execute(query, values)).all()
+                return found
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncSession]:
+        """A session that sees one state of the database and changes nothing; raises :class:`DatabaseAway`."""
+        with _away():
             async with AsyncSession(self._engine, expire_on_commit=False) as session:
-                if once:
-                    await session.connection(execution_options={"zbv_reads_once": True})
+                if not self.is_sqlite:  # of which a transaction has this anyway
+                    await session.connection(execution_options=_ONE_STATE)
                 yield session
 
     @asynccontextmanager
@@ -118,6 +137,32 @@ class Database:
             async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
                 await session.connection(execution_options={"zbv_writes": True})
                 yield session
+
+
+class _QuickReader:
+    """Reads of a SQLite file in one hand-over to a thread; the asynchronous driver makes one per step."""
+
+    def __init__(self, url: URL):
+        self._engine = create_engine(url.set(drivername="sqlite"), connect_args={"timeout": BUSY_SECONDS})
+        event.listen(self._engine, "connect", _without_transactions)
+        self._threads = ThreadPoolExecutor(QUICK_READERS, thread_name_prefix="zbv-sqlite")
+
+    async def rows(self, query: Select[Any], values: dict[str, Any]) -> Sequence[Row[Any]]:
+        """What a query finds."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, query, values)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._threads.shutdown()
+        self._engine.dispose()
+
+    def _read(self, query: Select[Any], values: dict[str, Any]) -> Sequence[Row[Any]]:
+        with self._engine.connect() as connection:
+            return connection.execute(query, values).all()
+
+
+def _without_transactions(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None
 
 
 @contextmanager
@@ -190,8 +235,6 @@ def _prepare_sqlite(engine: AsyncEngine) -> None:
     @event.listens_for(engine.sync_engine, "begin")
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
-        if options.get("zbv_reads_once", False):
-            return
         if options.get("zbv_migrates", False):
             # SQLite alters a table by copying it, and others refer to the one that goes meanwhile. The
             # switch works only outside of a transaction.

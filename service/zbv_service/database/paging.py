@@ -6,13 +6,16 @@ meanwhile neither repeat nor hide one, and a late page costs no more than the fi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Select, tuple_
+from sqlalchemy import ColumnElement, Select, or_, tuple_
 from sqlalchemy.orm import InstrumentedAttribute
 
-from zbv_service.records import Position, Shape
+from zbv_service.records import Page, Position, Shape
+
+T = TypeVar("T")
 
 
 def page_after(
@@ -22,10 +25,36 @@ def page_after(
     limit: int,
     after: Position | None,
 ) -> Select[Any]:
-    """The query for one page, and one row more: whether there is a next page."""
+    """The query for one page, and one row more: whether there is another page. Rows come nearest first."""
     if after is not None:
-        query = query.where(tuple_(created_at, key) < tuple_(after.created_at, after.id))
+        here, there = tuple_(created_at, key), tuple_(after.created_at, after.id)
+        query = query.where(here > there if after.is_newer else here < there)
+        if after.is_newer:
+            return query.order_by(created_at, key).limit(limit + 1)
     return query.order_by(created_at.desc(), key.desc()).limit(limit + 1)
+
+
+def page_of(
+    found: Sequence[T], limit: int, after: Position | None, place: Callable[[T], tuple[datetime, str]]
+) -> Page[T]:
+    """The page that rows of :func:`page_after` make; ``place`` is a row's moment and key."""
+    is_newer = after is not None and after.is_newer
+    items = found[:limit][::-1] if is_newer else found[:limit]
+    if not items:
+        return Page((), None)
+    has_more, has_before = len(found) > limit, after is not None
+    return Page(
+        tuple(items),
+        next=Position(*place(items[-1])) if has_more or is_newer else None,
+        previous=Position(*place(items[0]), True) if (has_more if is_newer else has_before) else None,
+    )
+
+
+def begins(text: str | None, *columns: InstrumentedAttribute[Any]) -> list[ColumnElement[bool]]:
+    """The condition that one of these ids begins with a text; none when there is no text."""
+    if not text:
+        return []
+    return [or_(*(column.startswith(text.lower(), autoescape=True) for column in columns))]
 
 
 def of_shape(

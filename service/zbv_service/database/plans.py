@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, fields
 
 from sqlalchemy import select
@@ -10,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
 from zbv_service.database.models import PlanRow
-from zbv_service.database.paging import of_shape, page_after
+from zbv_service.database.paging import begins, of_shape, page_after, page_of
 from zbv_service.records import NewPlan, Page, PlanFilter, PlanSummary, Position
 
 
@@ -27,15 +28,13 @@ class PlanTable:
 
     async def document(self, plan_id: str) -> bytes | None:
         """A plan's whole document, packed."""
-        query = select(PlanRow.document).where(PlanRow.plan_id == plan_id)
-        async with self._database.reading() as session:
-            return await session.scalar(query)
+        found = await self._database.rows(select(PlanRow.document).where(PlanRow.plan_id == plan_id))
+        return found[0].document if found else None
 
     async def pp_degree(self, plan_id: str) -> int | None:
         """How many ranks a plan has."""
-        query = select(PlanRow.pp_degree).where(PlanRow.plan_id == plan_id)
-        async with self._database.reading() as session:
-            return await session.scalar(query)
+        found = await self._database.rows(select(PlanRow.pp_degree).where(PlanRow.plan_id == plan_id))
+        return found[0].pp_degree if found else None
 
     async def newest(self, limit: int) -> list[PlanSummary]:
         """The newest plans first."""
@@ -53,13 +52,12 @@ class PlanTable:
         )
         if wanted.status is not None:
             conditions.append(PlanRow.status == wanted.status)
+        conditions += begins(wanted.text, PlanRow.plan_id)
         query = select(*_SUMMARY).where(*conditions)
         async with self._database.reading() as session:
             query = page_after(query, PlanRow.created_at, PlanRow.plan_id, limit, after)
             found = [PlanSummary(*row) for row in await session.execute(query)]
-        last = found[limit - 1] if len(found) > limit else None
-        position = None if last is None else Position(last.created_at, last.plan_id)
-        return Page(tuple(found[:limit]), position)
+        return page_of(found, limit, after, lambda plan: (plan.created_at, plan.plan_id))
 
     async def best(self, problem_key: str) -> PlanSummary | None:
         """The best plan of a problem; of equally good ones, the oldest."""
@@ -68,6 +66,15 @@ class PlanTable:
         async with self._database.reading() as session:
             row = (await session.execute(query)).one_or_none()
             return None if row is None else PlanSummary(*row)
+
+    async def best_of(self, problem_keys: Collection[str]) -> dict[str, PlanSummary]:
+        """The best plan of each of these problems that has one, by the problem's key."""
+        query = select(PlanRow.problem_key, *_SUMMARY).where(PlanRow.problem_key.in_(problem_keys))
+        best: dict[str, PlanSummary] = {}
+        async with self._database.reading() as session:
+            for key, *row in await session.execute(query.order_by(PlanRow.value, PlanRow.created_at)):
+                best.setdefault(key, PlanSummary(*row))
+        return best
 
 
 _SUMMARY = tuple(getattr(PlanRow, field.name) for field in fields(PlanSummary))

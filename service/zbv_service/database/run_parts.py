@@ -12,7 +12,7 @@ from sqlalchemy.orm import undefer
 from zbv_service.database.engine import Database
 from zbv_service.database.run_end import change_plan, lock_run
 from zbv_service.database.run_models import NodeRow, PartRow, RunRow
-from zbv_service.runs.records import RUN_ENDED, NewPart, PartKind
+from zbv_service.runs.records import RUN_ENDED, NewPart, PartInfo, PartKind
 
 
 class PartTable:
@@ -74,6 +74,14 @@ class PartTable:
             query = query.where(PartRow.rank.in_(ranks))
         async with self._database.reading() as session:
             return [_part(row) for row in await session.scalars(query)]
+
+    async def index(self, run_id: str) -> list[PartInfo]:
+        """What there is of a run, of all generations: a look that reads no part."""
+        columns = [getattr(PartRow, field.name) for field in fields(PartInfo)]
+        query = select(*columns).where(PartRow.run_id == run_id)
+        async with self._database.reading() as session:
+            found = await session.execute(query.order_by(PartRow.generation, PartRow.rank))
+            return [PartInfo(*row) for row in found]
 
     async def first_replica(self, run_id: str, generation: int, plan_id: str) -> dict[int, tuple[int, int]]:
         """Of the first replica's traces of a plan, by rank of the pipeline: the rank, and its newest step.

@@ -11,15 +11,27 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import ColumnElement, or_, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
+from zbv_service.database.paging import begins, page_after, page_of
 from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
+from zbv_service.records import Page, Position
 from zbv_service.runs.gang import Offer, Wanted, choose
-from zbv_service.runs.records import RUN_ENDED, EventRecord, NewRun, NodeRecord, NodeReport, RunRecord, Work
+from zbv_service.runs.records import (
+    RUN_ENDED,
+    EventRecord,
+    NewRun,
+    NodeRecord,
+    NodeReport,
+    RunFilter,
+    RunRecord,
+    Work,
+)
 
 _CONSIDERED = 200
 """Waiting runs that are looked at in one go."""
@@ -55,18 +67,24 @@ class RunTable:
             cancel_requested=False,
             updated_at=new.created_at,
         )
-        async with self._database.writing() as session:
-            known = await session.get(RunRow, new.id)
-            if known is not None:
-                return _record(known, await nodes_of(session, known))
-            if new.search_id is not None and not await _held_search(session, new.search_id):
-                raise SearchGone(new.search_id)
-            session.add(row)
-            await session.flush()
-            if new.plan_id is None:
-                add_event(session, row.id, "planning", f"search {new.search_id}")
-            else:
-                add_event(session, row.id, "waiting", f"for {new.nodes} agents")
+        try:
+            async with self._database.writing() as session:
+                known = await session.get(RunRow, new.id)
+                if known is not None:
+                    return _record(known, await nodes_of(session, known))
+                if new.search_id is not None and not await _held_search(session, new.search_id):
+                    raise SearchGone(new.search_id)
+                session.add(row)
+                await session.flush()
+                if new.plan_id is None:
+                    add_event(session, row.id, "planning", f"search {new.search_id}")
+                else:
+                    add_event(session, row.id, "waiting", f"for {new.nodes} agents")
+        except IntegrityError:
+            found = await self.get(new.id)
+            if found is None:
+                raise
+            return found  # the same request came twice at once
         return _record(row, ())
 
     async def get(self, run_id: str) -> RunRecord | None:
@@ -77,13 +95,19 @@ class RunTable:
 
     async def newest(self, limit: int) -> list[RunRecord]:
         """The newest runs first."""
-        query = select(RunRow).order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(limit)
+        return list((await self.page(RunFilter(), limit)).items)
+
+    async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
+        """Some runs, the newest first, from a position on."""
+        query = select(RunRow).where(*_conditions(wanted))
+        query = page_after(query, RunRow.created_at, RunRow.id, limit, after)
         async with self._database.reading() as session:
             rows = list(await session.scalars(query))
             ids = [row.id for row in rows]
             found = select(NodeRow).where(NodeRow.run_id.in_(ids)).order_by(NodeRow.node_rank)
             nodes = list(await session.scalars(found))
-        return [_record(row, (n for n in nodes if _is_of(n, row))) for row in rows]
+        records = [_record(row, (n for n in nodes if _is_of(n, row))) for row in rows]
+        return page_of(records, limit, after, lambda run: (run.created_at, run.id))
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
         """What happened to a run after an event, the oldest first."""
@@ -163,6 +187,21 @@ class RunTable:
                 if node.agent_id == agent_id and node.generation == report.generation:
                     await end_node(session, run, node, report.outcome, report.failures)
         return await self.get(report.run_id)
+
+
+def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
+    found: list[ColumnElement[bool]] = []
+    if wanted.states:
+        found.append(RunRow.state.in_(sorted(wanted.states)))
+    if wanted.text:
+        factory = RunRow.model["factory"].as_string()
+        ids = begins(wanted.text, RunRow.id, RunRow.plan_id, RunRow.search_id)
+        found.append(or_(*ids, factory.icontains(wanted.text, autoescape=True)))
+    if wanted.created_after is not None:
+        found.append(RunRow.created_at > wanted.created_after)
+    if wanted.created_before is not None:
+        found.append(RunRow.created_at < wanted.created_before)
+    return found
 
 
 async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> None:

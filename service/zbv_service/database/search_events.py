@@ -11,7 +11,7 @@ from datetime import datetime
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import and_, delete, or_, select
+from sqlalchemy import and_, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
@@ -90,6 +90,19 @@ async def tell_end(session: AsyncSession, row: SearchRow, at: datetime) -> None:
     """Tell what became of a search; nothing comes after it."""
     data = {"state": row.state, **_found(row), "plan_id": row.plan_id, "error": row.error}
     await add_event(session, row, at, "end", {**data, "seconds": _seconds(row, at)})
+
+
+async def times_since_found(session: AsyncSession, row: SearchRow, reason: str) -> int:
+    """How often a search was told to be queued for a reason since its last better plan or bound."""
+    of_it = SearchEventRow.search_id == row.id
+    found = select(func.max(SearchEventRow.number)).where(
+        of_it, SearchEventRow.kind.in_(["improvement", "bound"])
+    )
+    last = await session.scalar(found) or 0
+    query = select(SearchEventRow.data).where(
+        of_it, SearchEventRow.kind == "state", SearchEventRow.number > last
+    )
+    return sum(data["reason"] == reason for data in await session.scalars(query))
 
 
 def _state(row: SearchRow, reason: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from zbv_solver.plan import gap_of
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.database.plans import insert_plan
-from zbv_service.database.search_events import tell_end, tell_found, tell_state
+from zbv_service.database.search_events import tell_end, tell_found, tell_state, times_since_found
 from zbv_service.packing import finite
 from zbv_service.records import Claim, NewPlan, SearchState, Update
 
@@ -54,11 +54,11 @@ class SearchLeases:
                 return None
         oldest = queued.order_by(SearchRow.created_at, SearchRow.id).limit(1)
         oldest = oldest.options(undefer(SearchRow.problem), undefer(SearchRow.incumbent))
-        now = datetime.now(UTC)
         async with self._database.writing() as session:
             row = await session.scalar(oldest.with_for_update(skip_locked=True))
             if row is None:
                 return None
+            now = datetime.now(UTC)  # once the transaction has had its turn: a lease begins here
             row.state = "running"
             row.lease_owner, row.leased_until = owner, now + timedelta(seconds=lease_seconds)
             row.fence += 1
@@ -70,18 +70,18 @@ class SearchLeases:
         self._tell(claim.id)
         return claim
 
-    async def renew(
-        self, owner: str, fences: Mapping[str, int], lease_seconds: float
-    ) -> tuple[set[str], set[str]]:
-        """Renew leases; returns the ids that are still the owner's, and those of them to be cancelled."""
-        until = datetime.now(UTC) + timedelta(seconds=lease_seconds)
+    async def renew(self, owner: str, fences: Mapping[str, int], lease_seconds: float) -> set[str]:
+        """Renew leases; returns the ids of those that are still the owner's."""
+        if not fences:
+            return set()
         async with self._database.writing() as session:
             query = select(SearchRow).where(SearchRow.id.in_(fences), SearchRow.state == "running")
             held = await session.scalars(query.where(SearchRow.lease_owner == owner).with_for_update())
             kept = [row for row in held if row.fence == fences[row.id]]
+            until = datetime.now(UTC) + timedelta(seconds=lease_seconds)
             for row in kept:
                 row.leased_until = until
-            return {row.id for row in kept}, {row.id for row in kept if row.cancel_requested}
+            return {row.id for row in kept}
 
     async def unwanted(self, fences: Mapping[str, int]) -> set[str]:
         """Of the running searches with these fences those that should stop: cancelled, discarded or lost."""
@@ -133,16 +133,32 @@ class SearchLeases:
 
         return await self._change(search_id, fence, change)
 
-    async def crashed(self, search_id: str, fence: int, max_crashes: int, error: Mapping[str, Any]) -> bool:
-        """Queue a search again whose process died; fail it with ``error`` when that was once too often."""
+    async def crashed(
+        self, search_id: str, fence: int, found: Update | None, most: int, error: Mapping[str, Any]
+    ) -> bool:
+        """Queue a search again whose process died; fail it with ``error`` when that was for the last time."""
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            if found is not None:
+                await _absorb(session, row, now, found)
             row.crashes += 1
-            if row.crashes < max_crashes:
-                await _queue(session, row, now, "process-died")
-                return
-            row.error, row.request_key = dict(error), None
-            await _end(session, row, now, "failed")
+            await _queue_or_fail(session, row, now, "process-died", row.crashes < most, error)
+
+        return await self._change(search_id, fence, change)
+
+    async def evicted(
+        self, search_id: str, fence: int, found: Update | None, most: int, error: Mapping[str, Any]
+    ) -> bool:
+        """Queue a search again whose worker was told to end; fail it when that came ``most`` times in a row.
+
+        In a row: since it last got any further.
+        """
+
+        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            if found is not None:
+                await _absorb(session, row, now, found)
+            times = 1 + await times_since_found(session, row, "worker-ended")
+            await _queue_or_fail(session, row, now, "worker-ended", times < most, error)
 
         return await self._change(search_id, fence, change)
 
@@ -194,10 +210,9 @@ class SearchLeases:
         async with self._database.reading() as session:
             if await session.scalar(select(SearchRow.id).where(*condition).limit(1)) is None:
                 return 0
-        now = datetime.now(UTC)
         async with self._database.writing() as session:
             query = select(SearchRow).where(*condition).with_for_update(skip_locked=True)
-            rows = list(await session.scalars(query))
+            rows, now = list(await session.scalars(query)), datetime.now(UTC)
             for row in rows:
                 row.updated_at = now
                 await _queue(session, row, now, "service-lost")
@@ -231,6 +246,21 @@ async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: U
 async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: str) -> None:
     row.state, row.lease_owner, row.leased_until = "queued", None, None
     await tell_state(session, row, now, reason)
+
+
+async def _queue_or_fail(
+    session: AsyncSession,
+    row: SearchRow,
+    now: datetime,
+    reason: str,
+    goes_on: bool,
+    error: Mapping[str, Any],
+) -> None:
+    if goes_on:
+        await _queue(session, row, now, reason)
+        return
+    row.error, row.request_key = dict(error), None
+    await _end(session, row, now, "failed")
 
 
 async def _end(session: AsyncSession, row: SearchRow, now: datetime, state: SearchState) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
+from typing import Any
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import Row, and_, bindparam, delete, func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.models import IdempotencyRow, SearchEventRow, SearchRow
-from zbv_service.database.paging import of_shape, page_after
+from zbv_service.database.models import IdempotencyRow, SearchRow
+from zbv_service.database.paging import begins, of_shape, page_after, page_of
+from zbv_service.database.retention import remove_searches
 from zbv_service.database.run_models import RunRow
 from zbv_service.database.search_events import first_event, tell_end, tell_state
 from zbv_service.database.search_leases import SearchLeases
@@ -87,23 +90,38 @@ class SearchTable(SearchLeases):
 
     async def get(self, search_id: str) -> SearchRecord | None:
         """A search by id."""
-        async with self._database.reading(once=True) as session:
-            row = await session.get(SearchRow, search_id)
-            return None if row is None else _record(row)
+        return _only(await self._database.rows(_BY_ID, id=search_id))
+
+    async def of_requests(self, request_keys: Collection[str]) -> dict[str, SearchRecord]:
+        """The searches that answer these requests, by request key; those without one are left out."""
+        query = select(SearchRow).where(SearchRow.request_key.in_(request_keys))
+        async with self._database.reading() as session:
+            return {str(row.request_key): _record(row) for row in await session.scalars(query)}
+
+    async def queued_before(self, record: SearchRecord) -> int:
+        """How many queued searches come before a queued one."""
+        row = SearchRow
+        earlier = or_(
+            row.created_at < record.created_at,
+            and_(row.created_at == record.created_at, row.id < record.id),
+        )
+        query = select(func.count()).select_from(row).where(row.state == "queued", earlier)
+        async with self._database.reading() as session:
+            return await session.scalar(query) or 0
 
     async def problem(self, search_id: str) -> bytes | None:
         """The packed problem document of a search."""
-        async with self._database.reading() as session:
-            return await session.scalar(select(SearchRow.problem).where(SearchRow.id == search_id))
+        found = await self._database.rows(select(SearchRow.problem).where(SearchRow.id == search_id))
+        return found[0].problem if found else None
 
     async def _known(self, request_key: str, named: NamedRequest | None) -> tuple[SearchRecord | None, bool]:
         """The search that answers a request, if there is one, and whether nothing is left to be stored."""
-        async with self._database.reading(once=named is None) as session:
-            row = None if named is None else await _of_name(session, named)
-            is_answer = named is None or row is not None
-            if row is None:
-                row = await session.scalar(select(SearchRow).where(SearchRow.request_key == request_key))
-            return None if row is None else _record(row), is_answer
+        if named is not None:
+            async with self._database.reading() as session:
+                row = await _of_name(session, named)
+            if row is not None:
+                return _record(row), True
+        return _only(await self._database.rows(_BY_REQUEST, key=request_key)), named is None
 
     async def newest(self, limit: int) -> list[SearchRecord]:
         """The newest searches first."""
@@ -123,12 +141,12 @@ class SearchTable(SearchLeases):
         )
         if wanted.states:
             conditions.append(SearchRow.state.in_(sorted(wanted.states)))
+        conditions += begins(wanted.text, SearchRow.id, SearchRow.plan_id)
         query = select(SearchRow).where(*conditions)
         async with self._database.reading() as session:
             query = page_after(query, SearchRow.created_at, SearchRow.id, limit, after)
             records = [_record(row) for row in await session.scalars(query)]
-        last = records[limit - 1] if len(records) > limit else None
-        return Page(tuple(records[:limit]), None if last is None else Position(last.created_at, last.id))
+        return page_of(records, limit, after, lambda record: (record.created_at, record.id))
 
     async def request_cancel(self, search_id: str) -> SearchRecord | None:
         """Cancel a search that nobody runs and that found nothing; mark any other unfinished one.
@@ -172,9 +190,7 @@ class SearchTable(SearchLeases):
             )
             if waiting is not None:
                 raise SearchInUse(waiting)
-            await session.execute(update(RunRow).where(of_it).values(search_id=None))
-            await session.execute(delete(SearchEventRow).where(SearchEventRow.search_id == search_id))
-            await session.delete(row)
+            await remove_searches(session, [search_id])
         self._tell(search_id)
         return True
 
@@ -201,9 +217,9 @@ async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | No
 
 
 async def _remember(session: AsyncSession, named: NamedRequest, search_id: str) -> None:
-    """Note which search a named request is answered with, and forget names that nobody asks for any more."""
-    expired = IdempotencyRow.expires_at <= datetime.now(UTC)
-    await session.execute(delete(IdempotencyRow).where(expired))
+    """Note which search a named request is answered with; an expired name can be given again."""
+    same, expired = IdempotencyRow.key_hash == named.key_hash, IdempotencyRow.expires_at <= datetime.now(UTC)
+    await session.execute(delete(IdempotencyRow).where(same, expired))
     session.add(
         IdempotencyRow(
             key_hash=named.key_hash,
@@ -213,6 +229,16 @@ async def _remember(session: AsyncSession, named: NamedRequest, search_id: str) 
         )
     )
     await session.flush()
+
+
+# Made once: what SQLAlchemy derives from a query takes longer than carrying it out, and is kept with it.
+_RECORDS = select(*(getattr(SearchRow, field.name) for field in fields(SearchRecord)))
+_BY_ID = _RECORDS.where(SearchRow.id == bindparam("id"))
+_BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))
+
+
+def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
+    return SearchRecord(**rows[0]._mapping) if rows else None
 
 
 def _new_row(new: NewSearch) -> SearchRow:

@@ -30,6 +30,7 @@ class StateEvent(_Event):
         "service-lost",
         "process-died",
         "process-lost",
+        "worker-ended",
         "upgraded",
     ]
     attempts: int = Field(description="How often the search was started so far.")

@@ -19,6 +19,7 @@ from typing import Any
 
 from zbv_service.database import DatabaseAway, SearchEventTable
 from zbv_service.records import SearchEvent
+from zbv_service.waiting import happened
 
 POLL_SECONDS = 0.5
 """How often the events of other services are looked for."""
@@ -127,7 +128,7 @@ class SearchEvents:
                     yield events
                 elif channel.is_over:
                     return
-                elif not await _happened(grew, KEEP_ALIVE_SECONDS):
+                elif not await happened(grew, KEEP_ALIVE_SECONDS):
                     yield ()
         finally:
             channel.readers -= 1
@@ -138,7 +139,7 @@ class SearchEvents:
         while True:
             try:
                 # While nobody follows anything, nothing is looked for.
-                await _happened(self._woken, POLL_SECONDS if self._channels else None)
+                await happened(self._woken, POLL_SECONDS if self._channels else None)
                 await self._look()
             except DatabaseAway as error:
                 logger.warning("%s The events of searches wait for it.", error)
@@ -152,8 +153,7 @@ class SearchEvents:
         """Read what is new, and pass it on."""
         self._woken.clear()
         now = asyncio.get_running_loop().time()
-        changed = {key for key in self._changed if key in self._channels}
-        self._changed.clear()
+        changed, self._changed = self._changed, set()
         try:
             if now >= self._next_poll:
                 changed |= await self._changed_elsewhere()
@@ -165,16 +165,16 @@ class SearchEvents:
 
     async def _pass_on(self, changed: set[str]) -> None:
         """Give readers what is new of these searches."""
-        found: dict[str, list[SearchEvent]] = {key: [] for key in changed}
-        for event in await self._table.after({key: self._channels[key].newest for key in changed}):
+        # A channel's readers may leave at any moment, and others open another one for the same search.
+        channels = {key: self._channels[key] for key in changed if key in self._channels}
+        found: dict[str, list[SearchEvent]] = {key: [] for key in channels}
+        for event in await self._table.after({key: channel.newest for key, channel in channels.items()}):
             found[event.search_id].append(event)
         silent = [key for key, events in found.items() if not events]
         present = await self._table.last_numbers(silent) if silent else {}
-        for key, events in found.items():
-            channel = self._channels.get(key)  # its readers may have left meanwhile
-            if channel is not None:
-                is_gone = not events and key not in present
-                channel.extend([_discarded(channel)] if is_gone else events)
+        for key, channel in channels.items():
+            is_gone = not found[key] and key not in present
+            channel.extend([_discarded(channel)] if is_gone else found[key])
 
     async def _changed_elsewhere(self) -> set[str]:
         """Of the searches that are followed, those with events that are not here yet, or that are gone."""
@@ -194,13 +194,3 @@ def _discarded(channel: _Channel) -> SearchEvent:
     names = ("objective", "lower_bound", "gap", "method", "plan_id", "error", "seconds")
     data = {"state": "discarded", **dict.fromkeys(names)}
     return SearchEvent(channel.search_id, channel.newest + 1, datetime.now(UTC), "end", data)
-
-
-async def _happened(event: asyncio.Event, seconds: float | None) -> bool:
-    """Wait for an event; False when it does not happen in time."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

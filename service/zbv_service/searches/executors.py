@@ -14,11 +14,15 @@ from zbv_service.searches.task import SearchFunction, SearchTask
 
 
 class SearchCrashed(Exception):
-    """The process of a search died, and the search may be why."""
+    """The process of a search died, and the search may be why; the message says how: ``its worker died``."""
 
 
 class SearchLost(Exception):
     """The process of a search is gone or out of reach, and the search is not why."""
+
+
+class SearchEvicted(SearchLost):
+    """The process of a search was told to end. The search is why only when that happens over and over."""
 
 
 class Computation(Protocol):
@@ -26,6 +30,13 @@ class Computation(Protocol):
 
     def stop(self) -> None:
         """Ask it to return what it has, now or as soon as it begins."""
+
+    def kill(self) -> None:
+        """End it: it does not stop. Where that is not possible, give it up; then its process goes on."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its process has begun with it."""
 
     async def plan(self) -> NewPlan:
         """Have it computed, and wait for it; called once.

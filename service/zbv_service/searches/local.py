@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, Future
 from functools import partial
 
 from zbv_service.records import NewPlan, Update
@@ -80,19 +80,35 @@ class LocalComputation:
         self._task = task
         self._search = search
         self._line = progress.expect(on_update)
+        self._future: Future[NewPlan] | None = None
+        self._was_killed = False
 
     def stop(self) -> None:
         """Ask the search to return what it has, now or as soon as it begins."""
         self._line.stop()
+
+    def kill(self) -> None:
+        """End its process."""
+        if self._future is not None:
+            self._was_killed = True
+            self._processes.kill_process_of(self._future)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its process has called."""
+        return self._line.writer is not None
 
     async def plan(self) -> NewPlan:
         """Compute it; raises :class:`SearchCrashed`, or what the search raised."""
         run = partial(run_connected, self._task, self._search, self._progress.address, self._line.token)
         try:
             # Starting a process takes the calling thread some milliseconds, so it is not this one.
-            future = await asyncio.to_thread(lambda: self._processes.submit(run))
-            return await asyncio.wrap_future(future)
-        except (BrokenExecutor, OSError) as error:
-            raise SearchCrashed(f"its process died: {error}") from error
+            self._future = await asyncio.to_thread(lambda: self._processes.submit(run))
+            return await asyncio.wrap_future(self._future)
+        except BrokenExecutor as error:
+            how = "did not stop when it was told to, and was killed" if self._was_killed else "just died"
+            raise SearchCrashed(f"it {how}") from error
+        except OSError as error:
+            raise SearchCrashed(f"it was refused something by its machine ({error})") from error
         finally:
             self._progress.forget(self._line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from pathlib import Path
 
 
 def new_owner(process_id: int | None = None) -> str:
@@ -29,12 +30,16 @@ def is_dead(owner: str, mine: str) -> bool:
 
 
 def _machine() -> str:
-    """Names the space in which process ids mean something: containers may share the name of their host."""
+    """Names the space in which process ids mean something.
+
+    Containers may share the name of their host, and machines that were cloned may share theirs.
+    """
     try:
         space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        space = ""
-    return f"{socket.gethostname()}/{space}"
+        space = boot = ""
+    return f"{socket.gethostname()[:100]}/{boot}/{space}"
 
 
 def _parts(owner: str) -> tuple[str, str]:

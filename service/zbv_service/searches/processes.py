@@ -42,6 +42,7 @@ class IsolatedProcesses(Executor):
         self._lock = threading.Lock()
         self._idle: list[ProcessPoolExecutor] = []
         self._all: dict[ProcessPoolExecutor, Future[int]] = {}
+        self._working: dict[Future[Any], ProcessPoolExecutor] = {}
         self._is_shut_down = False
         # Forked, from a process that has no threads and has loaded the planner: starting another one is a
         # matter of milliseconds. Never forked from this one, which has threads.
@@ -64,6 +65,8 @@ class IsolatedProcesses(Executor):
             except BrokenExecutor:
                 self._discard(pool)  # it died while idle
                 continue
+            with self._lock:
+                self._working[future] = pool
             future.add_done_callback(partial(self._returned, pool))
             return future
 
@@ -81,9 +84,15 @@ class IsolatedProcesses(Executor):
             self._is_shut_down = True
             started = [process_id for process_id in self._all.values() if process_id.done()]
         for process_id in started:
-            if process_id.exception() is None:
-                with suppress(ProcessLookupError):
-                    os.kill(process_id.result(), signal.SIGKILL)
+            _kill(process_id)
+
+    def kill_process_of(self, future: Future[Any]) -> None:
+        """End the process that works on a call; one that has ended, or not begun, is left alone."""
+        with self._lock:
+            pool = self._working.get(future)
+            process_id = None if pool is None else self._all.get(pool)
+        if process_id is not None and process_id.done():
+            _kill(process_id)
 
     def _new(self) -> ProcessPoolExecutor:
         pool = ProcessPoolExecutor(1, mp_context=self._context, initializer=_prepare)
@@ -91,6 +100,8 @@ class IsolatedProcesses(Executor):
         return pool
 
     def _returned(self, pool: ProcessPoolExecutor, future: Future[Any]) -> None:
+        with self._lock:
+            self._working.pop(future, None)
         if not future.cancelled() and isinstance(future.exception(), BrokenExecutor):
             self._discard(pool)
             return
@@ -99,10 +110,18 @@ class IsolatedProcesses(Executor):
                 self._idle.append(pool)
 
     def _discard(self, pool: ProcessPoolExecutor) -> None:
-        logger.warning("a search process died; it is replaced when the next search starts")
         with self._lock:
             self._all.pop(pool, None)
+            is_surprise = not self._is_shut_down
+        if is_surprise:
+            logger.warning("a search process died; it is replaced when the next search starts")
         pool.shutdown(wait=False)
+
+
+def _kill(process_id: Future[int]) -> None:
+    if process_id.exception() is None:
+        with suppress(ProcessLookupError):
+            os.kill(process_id.result(), signal.SIGKILL)
 
 
 def _prepare() -> None:

@@ -14,6 +14,8 @@ from zbv_service.records import Update
 TOKEN_BYTES = 32
 HELLO_SECONDS = 10.0
 HANG_UP_SECONDS = 2.0
+LATE_SECONDS = 60.0
+"""So long after a task's end its connection may still come in: a short one ends before it is accepted."""
 MAX_RANKS_BYTES = 256 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ class Line:
         self.token = secrets.token_hex(TOKEN_BYTES)
         self.on_update = on_update
         self.is_stopped = False
+        self.is_over = False
         self.writer: asyncio.StreamWriter | None = None
 
     def stop(self) -> None:
@@ -72,9 +75,12 @@ class ProgressServer:
 
     def forget(self, line: Line) -> None:
         """The task has ended."""
-        self._lines.pop(line.token, None)
+        line.is_over = True
         if line.writer is not None:
             line.writer.close()
+            del self._lines[line.token]
+        else:
+            asyncio.get_running_loop().call_later(LATE_SECONDS, self._lines.pop, line.token, None)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
@@ -89,6 +95,8 @@ class ProgressServer:
             line = self._lines.get(token)
             if line is None:
                 logger.warning("a connection that belongs to no search was refused")
+                return
+            if line.is_over:
                 return
             line.writer = writer
             if line.is_stopped:

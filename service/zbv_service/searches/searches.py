@@ -12,15 +12,14 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from pydantic import ValidationError
 from zbv_solver import __version__
 from zbv_solver.errors import InvalidInput
 from zbv_solver.options import EFFORTS
 from zbv_solver.problem import Problem
-from zbv_solver.schema import canonical_json, issues_of, problem_json, to_problem
+from zbv_solver.schema import ProblemDocument, canonical_json, parse_problem, problem_json, to_problem
 
 from zbv_service.database import NameTaken, SearchDiscarded, SearchInUse, SearchTable, TooManySearches
-from zbv_service.documents import OptionsDocument, SearchRequest
+from zbv_service.documents import OptionsDocument, SearchRequest, parse_body
 from zbv_service.http.problems import (
     IDEMPOTENCY_KEY_IN_USE,
     IDEMPOTENCY_KEY_REUSED,
@@ -30,7 +29,7 @@ from zbv_service.http.problems import (
     TOO_MANY_SEARCHES,
     ProblemError,
 )
-from zbv_service.packing import pack
+from zbv_service.packing import pack, unpack
 from zbv_service.records import NamedRequest, NewSearch, Page, Position, SearchFilter, SearchRecord
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
@@ -147,12 +146,20 @@ class Searches:
         """A search, or None when it is gone."""
         return await self._table.get(search_id)
 
-    async def problem(self, search_id: str) -> bytes:
-        """The normalised problem document of a search, packed; raises :class:`ProblemError` 404."""
-        packed = await self._table.problem(search_id)
+    async def queued_before(self, record: SearchRecord) -> int | None:
+        """How many searches come before one that is queued; None of one that is not."""
+        return await self._table.queued_before(record) if record.state == "queued" else None
+
+    async def asked(self, search_id: str) -> tuple[SearchRecord, Problem]:
+        """A search and its problem; raises :class:`ProblemError` 404."""
+        record, packed = await self.get(search_id), await self._table.problem(search_id)
         if packed is None:
             raise _not_found(search_id)
-        return packed
+        return record, await asyncio.to_thread(lambda: parse_problem(unpack(packed)))
+
+    async def problem(self, search_id: str) -> bytes | None:
+        """The normalised problem document of a search, packed, or None when it is gone."""
+        return await self._table.problem(search_id)
 
     async def newest(self, limit: int) -> list[SearchRecord]:
         """The newest searches first."""
@@ -203,15 +210,8 @@ def new_search(body: Any, settings: Settings) -> NewSearch:
 
 def parse_request(body: Any, settings: Settings) -> tuple[Problem, OptionsDocument]:
     """The problem and options of a request body; raises :class:`InvalidInput`."""
-    try:
-        request = SearchRequest.model_validate(body)
-    except ValidationError as error:
-        raise InvalidInput(issues_of(error, body)) from None
-    try:
-        problem = to_problem(request.problem)
-    except InvalidInput as error:
-        raise error.below("/problem") from None
-    require_size(problem.pp_degree, problem.microbatches, settings.max_cells)
+    request = parse_body(SearchRequest, body)
+    problem = read_problem(request.problem, settings.max_cells)
     limit = request.options.time_limit
     if limit is not None and limit > settings.max_time_limit:
         raise InvalidInput.at(
@@ -225,6 +225,16 @@ def parse_request(body: Any, settings: Settings) -> tuple[Problem, OptionsDocume
             f"found {request.options.effort}; this service takes at most {highest}.",
         )
     return problem, request.options
+
+
+def read_problem(document: ProblemDocument, max_cells: int) -> Problem:
+    """The problem of a request body, not larger than is accepted; raises :class:`InvalidInput`."""
+    try:
+        problem = to_problem(document)
+    except InvalidInput as error:
+        raise error.below("/problem") from None
+    require_size(problem.pp_degree, problem.microbatches, max_cells)
+    return problem
 
 
 def require_size(pp_degree: int, microbatches: int, max_cells: int) -> None:

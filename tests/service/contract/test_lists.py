@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from support.stored import a_plan, a_search
-from zbv_service.database import Database, PlanTable, SearchTable
-from zbv_service.records import PlanFilter, Position, SearchFilter
+from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
+from zbv_service.records import Page, PlanFilter, Position, SearchFilter, SearchRecord
+from zbv_service.runs.records import AgentFilter, NewAgent, NewRun, RunFilter
 
 pytestmark = pytest.mark.anyio
 
@@ -52,6 +53,33 @@ async def test_a_full_last_page_has_no_next(database: Database) -> None:
     assert (await table.page(SearchFilter(), 1)).next is not None
 
 
+async def test_pages_lead_back_the_way_they_came(database: Database) -> None:
+    table = SearchTable(database)
+    for index in range(7):
+        await table.add(a_search(f"s{index}", created_at=NOON + timedelta(microseconds=index // 3)))
+
+    def ids(page: Page[SearchRecord]) -> str:
+        return "".join(record.id[1] for record in page.items)
+
+    first = await table.page(SearchFilter(), 3)
+    second = await table.page(SearchFilter(), 3, first.next)
+    third = await table.page(SearchFilter(), 3, second.next)
+    assert (ids(first), ids(second), ids(third)) == ("654", "321", "0")
+    assert (first.previous, third.next) == (None, None)
+    back = await table.page(SearchFilter(), 3, third.previous)
+    assert ids(back) == "321"
+    assert (back.next, back.previous) == (second.next, second.previous)
+    top = await table.page(SearchFilter(), 3, back.previous)
+    assert (ids(top), top.previous, top.next) == ("654", None, first.next)
+    # Newer ones that came in meanwhile are a page of their own.
+    await table.add(a_search("s7", created_at=NOON + timedelta(seconds=1)))
+    top = await table.page(SearchFilter(), 3, back.previous)
+    assert ids(top) == "654"
+    assert top.previous is not None
+    assert ids(await table.page(SearchFilter(), 3, top.previous)) == "7"
+    assert ids(await table.page(SearchFilter(), 3, Position(NOON + timedelta(days=1), "x", True))) == ""
+
+
 async def test_searches_are_filtered_by_what_they_are(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("old", created_at=NOON))
@@ -87,6 +115,68 @@ async def test_plans_are_filtered_and_paged_alike(database: Database) -> None:
     assert rest.next is None
     assert [plan.plan_id for plan in (await table.page(PlanFilter(status="optimal"), 9)).items] == ["p3"]
     assert [plan.plan_id for plan in (await table.page(PlanFilter(pp_degree=3), 9)).items] == ["p3", "p1"]
+
+
+async def test_a_text_finds_ids_that_begin_with_it(database: Database) -> None:
+    searches, plans = SearchTable(database), PlanTable(database)
+    for name in ("abc1", "abc2", "xabc"):
+        await searches.add(a_search(name))
+        await plans.add(a_plan(name))
+    for text, expected in (("abc", {"abc1", "abc2"}), ("ABC1", {"abc1"}), ("bc", set()), ("%", set())):
+        assert set(await listed(searches, SearchFilter(text=text))) == expected, text
+        found = await plans.page(PlanFilter(text=text), 9)
+        assert {plan.plan_id for plan in found.items} == expected, text
+
+
+async def test_runs_are_filtered_and_paged_alike(database: Database) -> None:
+    await PlanTable(database).add(a_plan("plan"))
+    table = RunTable(database)
+    for index in range(5):
+        model = {"factory": f"package.models:{'GPT' if index % 2 else 'llama'}", "arguments": {}, "seed": 0}
+        run = NewRun(f"r{index}", "plan", None, None, model, 1, 1, 5, {}, NOON + timedelta(seconds=index))
+        await table.add(run)
+    await table.request_cancel("r1")
+
+    async def names(wanted: RunFilter, limit: int = 9, after: Position | None = None) -> list[str]:
+        return [run.id for run in (await table.page(wanted, limit, after)).items]
+
+    first = await table.page(RunFilter(), 3)
+    assert [run.id for run in first.items] == ["r4", "r3", "r2"]
+    assert await names(RunFilter(), 3, first.next) == ["r1", "r0"]
+    for wanted, expected in (
+        (RunFilter(states=frozenset({"cancelled"})), ["r1"]),
+        (RunFilter(text="r3"), ["r3"]),
+        (RunFilter(text="plan"), ["r4", "r3", "r2", "r1", "r0"]),
+        (RunFilter(text="models:gpt"), ["r3", "r1"]),
+        (RunFilter(text="gpt", states=frozenset({"waiting"})), ["r3"]),
+        (RunFilter(text="m_dels"), []),
+        (RunFilter(created_after=NOON + timedelta(seconds=2)), ["r4", "r3"]),
+        (RunFilter(created_before=NOON + timedelta(seconds=2)), ["r1", "r0"]),
+    ):
+        assert await names(wanted) == expected, wanted
+
+
+async def test_agents_are_listed_while_they_are_there_and_later_when_asked_for(database: Database) -> None:
+    table = AgentTable(database)
+    for name in ("Gpu-1", "gpu-2", "cpu"):
+        await table.add(NewAgent(name.lower(), name, f"{name}.cluster", 1000, 1, [], {}, ["*"]))
+    await table.leave("cpu")
+    await table.drain("gpu-2")
+
+    async def names(wanted: AgentFilter) -> list[str]:
+        return [agent.name for agent in (await table.page(wanted, 9)).items]
+
+    for wanted, expected in (
+        (AgentFilter(), ["gpu-2", "Gpu-1"]),
+        (AgentFilter(states=frozenset({"draining"})), ["gpu-2"]),
+        (AgentFilter(states=frozenset({"left", "live"})), ["cpu", "Gpu-1"]),
+        (AgentFilter(text="GPU"), ["gpu-2", "Gpu-1"]),
+        (AgentFilter(text="-1.clu"), ["Gpu-1"]),
+        (AgentFilter(text="cpu"), []),
+    ):
+        assert await names(wanted) == expected, wanted
+    one = await table.page(AgentFilter(), 1)
+    assert [agent.name for agent in (await table.page(AgentFilter(), 1, one.next)).items] == ["Gpu-1"]
 
 
 async def test_the_best_plan_of_a_problem_is_found_by_its_key(database: Database) -> None:

@@ -20,6 +20,7 @@ from zbv_service.database import (
     SearchInUse,
     SearchTable,
 )
+from zbv_service.database.run_models import AgentRow
 from zbv_service.records import NewPlan, PlanSummary
 from zbv_service.runs.records import NewAgent, NewRun, NodeOutcome, NodeReport
 
@@ -142,3 +143,35 @@ async def test_a_run_waits_only_for_a_search_that_is_there(any_database_url: str
 
 
 OUTCOMES: tuple[NodeOutcome, ...] = ("succeeded", "failed", "stopped")
+
+
+async def test_what_is_registered_or_submitted_twice_at_once_is_there_once(any_database_url: str) -> None:
+    databases = [Database(any_database_url) for _ in range(2)]
+    await PlanTable(databases[0]).add(a_plan())
+    both = databases * 8
+    agents = await asyncio.gather(*(AgentTable(each).add(new_agent("same")) for each in both))
+    assert sorted(is_new for _, is_new in agents) == [False] * 15 + [True]
+    runs = await asyncio.gather(*(RunTable(each).add(new_run("same", 1)) for each in both))
+    assert {run.id for run in runs} == {"same"}
+    assert len(await RunTable(databases[0]).events("same", 0, 9)) == 1
+    for database in databases:
+        await database.close()
+
+
+async def test_an_agent_that_gives_a_sign_of_life_just_now_is_not_lost(any_database_url: str) -> None:
+    """Its sign comes between the look and the loss: it holds the row, and the loss waits for it."""
+    database, other = Database(any_database_url), Database(any_database_url)
+    agents = AgentTable(database)
+    await agents.add(new_agent("quiet"))
+    before = datetime.now(UTC)
+    async with other.writing() as session:
+        row = await session.get_one(AgentRow, "quiet", with_for_update=True)
+        losing = asyncio.create_task(agents.lose(1.0, before))
+        await asyncio.sleep(0.3)
+        row.seen_at = datetime.now(UTC)
+    assert await losing == []
+    record = await agents.get("quiet")
+    assert record is not None
+    assert record.state == "live"
+    for each in (database, other):
+        await each.close()

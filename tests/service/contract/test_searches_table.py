@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import func, select, text
 from zbv_service.database import Database, PlanTable, SearchTable
+from zbv_service.database.models import SearchRow
 from zbv_service.records import NewPlan, NewSearch, PlanSummary, Update
 
 pytestmark = pytest.mark.anyio
@@ -86,17 +87,19 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert new is not None
     assert (new.fence, new.attempts, new.incumbent) == (old.fence + 1, 2, b"ranks")
 
-    assert await table.renew("old", {"a": old.fence}, 60) == (set(), set())
+    assert await table.renew("old", {"a": old.fence}, 60) == set()
     assert not await table.progressed("a", old.fence, BETTER)
     assert not await table.release("a", old.fence, None)
-    assert not await table.crashed("a", old.fence, 1, {})
+    assert not await table.crashed("a", old.fence, None, 1, {})
+    assert not await table.evicted("a", old.fence, None, 1, {})
     assert not await table.ended("a", old.fence, "failed", {})
     assert not await table.finished("a", old.fence, a_plan())
     record = await table.get("a")
     assert record is not None
     assert (record.state, record.crashes, record.plan_id) == ("running", 0, None)
 
-    assert await table.renew("new", {"a": new.fence}, 60) == ({"a"}, set())
+    assert await table.renew("new", {"a": new.fence}, 60) == {"a"}
+    assert await table.renew("new", {"a": old.fence}, 60) == set(), "of an attempt of its own before"
     assert await table.finished("a", new.fence, a_plan())
     assert not await table.finished("a", new.fence, a_plan())
 
@@ -112,7 +115,7 @@ async def test_a_lease_that_is_renewed_does_not_end(database: Database) -> None:
     assert await table.requeue_expired() == 1
 
 
-async def test_a_renewal_brings_back_what_was_cancelled(database: Database) -> None:
+async def test_a_search_that_is_cancelled_stays_its_owners_until_it_ends(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
@@ -120,11 +123,59 @@ async def test_a_renewal_brings_back_what_was_cancelled(database: Database) -> N
     record = await table.request_cancel("a")
     assert record is not None
     assert record.state == "running"
-    assert await table.renew("me", {"a": claim.fence}, 60) == ({"a"}, {"a"})
+    assert await table.renew("me", {"a": claim.fence}, 60) == {"a"}
     assert await table.finished("a", claim.fence, a_plan())
     ended = await table.get("a")
     assert ended is not None
     assert (ended.state, ended.plan_id) == ("cancelled", "p")
+
+
+async def test_a_search_fails_when_its_process_dies_once_too_often(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a", "key"))
+    for death in range(3):
+        claim = await table.claim("me", 60)
+        assert claim is not None
+        assert claim.incumbent == (None if death == 0 else b"ranks")
+        assert await table.crashed("a", claim.fence, BETTER, 3, {"detail": "why"})
+    record = await table.get("a")
+    assert record is not None
+    assert (record.state, record.crashes, record.error, record.objective) == (
+        "failed",
+        3,
+        {"detail": "why"},
+        5,
+    )
+    assert (await table.add(a_search("b", "key")))[1], "it can be asked for again"
+
+
+async def test_a_search_fails_when_its_worker_is_told_to_end_over_and_over(database: Database) -> None:
+    """Unless it gets further in between."""
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    ended = None
+    states = []
+    for value in (None, None, 9.0, None, None, None):
+        claim = await table.claim("me", 60)
+        assert claim is not None
+        found = None if value is None else Update(value, 4.0, 1.0, "m", b"ranks")
+        assert await table.evicted("a", claim.fence, found, 4, {"detail": "why"})
+        ended = await table.get("a")
+        states.append(ended and ended.state)
+    assert states == ["queued"] * 5 + ["failed"]
+    assert ended is not None
+    assert (ended.crashes, ended.error) == (0, {"detail": "why"})
+
+
+async def test_a_session_that_reads_sees_one_state(database: Database, any_database_url: str) -> None:
+    writer = Database(any_database_url)
+    count = select(func.count()).select_from(SearchRow)
+    async with database.reading() as session:
+        before = await session.scalar(count)
+        await SearchTable(writer).add(a_search("a"))
+        assert await session.scalar(count) == before
+    assert (await database.rows(count))[0][0] == 1
+    await writer.close()
 
 
 async def test_a_plan_is_stored_once(database: Database) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from distributed.scheduler import KilledWorker
 
 from zbv_service.records import NewPlan, Update
-from zbv_service.searches.cluster.worker import Abandoned, Found, Wanted
-from zbv_service.searches.executors import SearchCrashed, SearchLost
+from zbv_service.searches.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
+from zbv_service.searches.executors import SearchCrashed, SearchEvicted, SearchLost
 from zbv_service.searches.task import SearchFunction, SearchTask
 
 
@@ -57,6 +57,15 @@ class DaskComputation:
         self._is_stopped = True
         self._look_now()
 
+    def kill(self) -> None:
+        """Give it up: a thread cannot be ended. Its place is taken until the search stops, or its worker."""
+        self.fail(SearchCrashed("it did not stop when it was told to, and was given up"))
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a worker has said that it has it."""
+        return self.place is not None
+
     async def plan(self) -> NewPlan:
         """Compute it; raises :class:`SearchCrashed`, :class:`SearchLost`, or what the search raised."""
         return await self._compute(self)
@@ -69,7 +78,8 @@ class DaskComputation:
     def found(self, place: str, found: Found) -> None:
         """Its worker's answer."""
         self.place = place
-        if found.update is not None and found.number > self._seen:
+        # Dask may have given it to another process meanwhile, which counts from the beginning.
+        if found.update is not None and found.number != self._seen:
             self._seen = found.number
             self._on_update(found.update)
 
@@ -88,7 +98,11 @@ class DaskComputation:
             if not self.outcome.done():
                 self.outcome.set_result(submitted.result())
         elif isinstance(error, KilledWorker):
-            self.fail(SearchCrashed("every worker that had it died."))
+            self.fail(SearchCrashed("every worker that had it died"))
+        elif isinstance(error, OutOfMemory):
+            self.fail(SearchCrashed("its worker ran out of memory"))
+        elif isinstance(error, Evicted):
+            self.fail(SearchEvicted(str(error)))
         elif isinstance(error, Abandoned):
             self.fail(SearchLost(str(error)))
         else:

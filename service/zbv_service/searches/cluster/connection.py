@@ -16,7 +16,7 @@ from distributed import Client
 from zbv_service.records import NewPlan
 from zbv_service.searches.cluster.computation import DaskComputation
 from zbv_service.searches.cluster.worker import describe, exchange, run_on_worker, welcome
-from zbv_service.searches.executors import SearchCrashed, SearchLost
+from zbv_service.searches.executors import SearchCrashed, SearchEvicted, SearchLost
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class Cluster:
         if self._client.status != "running":
             raise OSError(f"the connection is {self._client.status}")
         info = await self._call(lambda: self._scheduler.identity(n_workers=-1))
-        workers = {worker["id"]: (address, worker) for address, worker in info["workers"].items()}
+        workers = {_place(address, worker): (address, worker) for address, worker in info["workers"].items()}
         gone = self._threads.keys() - workers.keys()
         self._threads = {place: int(worker["nthreads"]) for place, (_, worker) in workers.items()}
         former, self._addresses = self._addresses, {place: address for place, (address, _) in workers.items()}
@@ -133,7 +133,9 @@ class Cluster:
         """What keeps a worker from being used: other versions than this service's own."""
         try:
             found = await self._on_worker(address, welcome)
-        except (ImportError, AttributeError) as error:
+        except (OSError, TimeoutError, RuntimeError):
+            raise
+        except Exception as error:  # an import that fails, most often; whatever it is, it is said once
             difference = f"it cannot load zbv: {error}"
         else:
             different = [name for name, value in self._mine.items() if found.get(name) != value]
@@ -149,12 +151,13 @@ class Cluster:
         if not computations:
             return
         events = await self._call(lambda: self._scheduler.events(topic=address))
+        logger.warning("the Dask worker %s is gone, with %d searches", address, len(computations))
         was_closed = any(event.get("status") in _CLOSING for _, event in events or ())
         for computation in computations:
             if was_closed:
-                computation.fail(SearchLost(f"its worker {address} was closed."))
+                computation.fail(SearchEvicted(f"its worker {address} was closed."))
             else:
-                computation.fail(SearchCrashed(f"its worker {address} died."))
+                computation.fail(SearchCrashed("its worker died"))
 
     @property
     def _scheduler(self) -> Any:
@@ -214,3 +217,8 @@ class Cluster:
             if task is not None and task.cancelling():
                 raise
             raise OSError("the connection was closed") from None
+
+
+def _place(address: str, worker: Mapping[str, Any]) -> str:
+    """Names a process: one that takes another's name and address after it has a scratch folder of its own."""
+    return f"{address} {worker['local_directory']}"

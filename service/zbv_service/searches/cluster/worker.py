@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 import zbv_solver
-from distributed import get_worker
+from distributed import Worker, get_worker
 from distributed.core import Status
 
 from zbv_service.records import NewPlan, Update
@@ -46,11 +46,24 @@ LEAVE_SECONDS = 1.0
 """How long a worker that was told to end lets its searches say so."""
 _PAUSE_SECONDS = 0.5
 
+_FULL = 0.85
+"""A worker that is told to end while so much of its memory is in use is told so because of that: its nanny
+does so at 0.95, and cannot say why."""
+
 _leaving = threading.Event()
+_is_full = threading.Event()
 
 
 class Abandoned(Exception):
-    """A search stopped because nobody asked for it any more, or because its worker ends."""
+    """A search stopped because what it returned would reach nobody."""
+
+
+class Evicted(Abandoned):
+    """A search stopped because its worker was told to end."""
+
+
+class OutOfMemory(Abandoned):
+    """A search stopped because its worker was told to end when it had no memory left."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,7 @@ class Mailbox:
         self._latest: ProgressLike | None = None
         self._number = 0
         self._stopped = threading.Event()
+        self._has_given_up = threading.Event()
         self._heard = time.monotonic()
 
     def report(self, progress: ProgressLike) -> None:
@@ -122,13 +136,21 @@ class Mailbox:
 
     def is_stopped(self) -> bool:
         """Whether the search should return what it has."""
-        return self._stopped.is_set() or self.is_abandoned
+        if self.is_abandoned:
+            # For good: a service that is heard of again must not take what was cut short for the answer.
+            self._has_given_up.set()
+        return self._stopped.is_set() or self._has_given_up.is_set()
 
     @property
     def is_abandoned(self) -> bool:
         """Whether what the search returns would reach nobody."""
-        is_ending = _leaving.is_set() or self._worker.status not in (Status.running, Status.paused)
-        return is_ending or time.monotonic() - self._heard > self._patience
+        is_silent = time.monotonic() - self._heard > self._patience
+        return self._has_given_up.is_set() or self.is_worker_ending or is_silent
+
+    @property
+    def is_worker_ending(self) -> bool:
+        """Whether its worker was told to end, or ends."""
+        return _leaving.is_set() or self._worker.status not in (Status.running, Status.paused)
 
     def hear(self, wanted: Wanted) -> None:
         """The service was here."""
@@ -144,7 +166,7 @@ class Mailbox:
         """The newest report, if the service has not seen it."""
         with self._lock:
             latest, number = self._latest, self._number
-        is_new = latest is not None and number > seen
+        is_new = latest is not None and number != seen
         return Found(number, update_of(latest) if is_new and latest is not None else None)
 
 
@@ -161,16 +183,20 @@ def run_on_worker(
     InfeasibleMemory
         When no plan fits.
     Abandoned
-        When its result would reach nobody.
+        When its result would reach nobody: see there for its kinds.
     """
     if _leaving.is_set():
         time.sleep(_PAUSE_SECONDS)  # until everybody knows: else it would be sent here again at once
-        raise Abandoned("its worker was told to end.")
+        raise Abandoned("its worker was about to end.")
     mailbox = _mailboxes[token] = Mailbox(service, patience)
     try:
         plan = compute(task, search, mailbox)
+        if _is_full.is_set():
+            raise OutOfMemory
+        if mailbox.is_worker_ending:
+            raise Evicted("its worker was told to end.")
         if mailbox.is_abandoned:
-            raise Abandoned("its worker was told to end, or its service was silent for too long.")
+            raise Abandoned("its service was silent for too long.")
         return plan
     finally:
         del _mailboxes[token]
@@ -191,8 +217,8 @@ async def exchange(service: str, wanted: Mapping[str, Wanted]) -> Held:
     return Held(searches, len(here) - len(mine), _leaving.is_set())
 
 
-def welcome() -> dict[str, str]:
-    """Have this worker say when it is told to end, and what it is: see :func:`describe`.
+def welcome(dask_worker: Worker) -> dict[str, str]:
+    """Have this worker, given by Dask, say when it is told to end, and what it is: see :func:`describe`.
 
     ``dask worker`` just goes when it is told to, as if it had died, which is put down to what it computed. So
     it is held back for a moment, in which its searches are given up.
@@ -203,11 +229,19 @@ def welcome() -> dict[str, str]:
         loop = asyncio.get_running_loop()
 
         def leave(number: int, frame: FrameType | None) -> None:
+            if _memory_in_use(dask_worker) > _FULL:
+                _is_full.set()
             _leaving.set()
             loop.call_soon_threadsafe(loop.call_later, LEAVE_SECONDS, original, number, frame)
 
         signal.signal(signal.SIGTERM, leave)
     return describe()
+
+
+def _memory_in_use(worker: Worker) -> float:
+    """The share of its memory that a worker uses; 0 where it is not limited."""
+    limit = worker.memory_manager.memory_limit
+    return 0.0 if not limit else worker.monitor.get_process_memory() / limit
 
 
 def describe() -> dict[str, str]:

@@ -1,0 +1,167 @@
+"""A search that is computed here under one lease, and what becomes of it.
+
+The attempt ends with its computation; what came of that is stored, however long the database is away, unless
+somebody else has the search by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from zbv_solver.errors import InfeasibleMemory, ZbvError
+
+from zbv_service.database import DatabaseAway, SearchTable
+from zbv_service.http import problems
+from zbv_service.packing import incumbent_of
+from zbv_service.records import Claim, NewPlan, Update
+from zbv_service.searches.executors import Computation, SearchCrashed, SearchEvicted, SearchLost
+from zbv_service.waiting import happened
+
+RETRY_SECONDS = 1.0
+"""How long to wait when the database is away."""
+MOST_EVICTIONS = 20
+"""A search whose worker is told to end so often before it gets any further is not given to another one."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """A search that is computed here.
+
+    Attributes
+    ----------
+    latest
+        Its newest report.
+    is_unsaved
+        Whether that is not stored yet.
+    started_at
+        When it was seen to be computed, on the monotonic clock; it may wait for a place on a cluster before.
+    stopped_at
+        When it was told to stop; None while it is to go on.
+    """
+
+    claim: Claim
+    computation: Computation
+    latest: Update | None = None
+    is_unsaved: bool = False
+    made_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    stopped_at: float | None = None
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def stop(self) -> None:
+        """Ask it to return what it has, and remember when it was asked first."""
+        if self.stopped_at is None:
+            self.stopped_at = time.monotonic()
+        self.computation.stop()
+
+    def hurry(self, patience: float) -> None:
+        """Stop it when its time limit is long over, and end it when it does not stop."""
+        now = time.monotonic()
+        if self.started_at is None and self.computation.is_under_way:
+            self.started_at = now
+        limit = self.claim.options.get("time_limit")
+        if self.stopped_at is not None:
+            if now - self.stopped_at > patience:
+                self.computation.kill()
+        elif limit is not None and self.started_at is not None and now - self.started_at > limit + patience:
+            logger.warning("search %s goes on after its time limit and is told to stop", self.claim.id)
+            self.stop()
+
+
+class Endings:
+    """Stores what becomes of attempts.
+
+    Parameters
+    ----------
+    stopping
+        Set once the service stops: then attempts end because of it, and the database may stay away.
+    """
+
+    def __init__(self, table: SearchTable, max_crashes: int, stopping: asyncio.Event):
+        self._table = table
+        self._max_crashes = max_crashes
+        self._stopping = stopping
+
+    async def settle(self, attempt: Attempt) -> bool:
+        """Wait for the end of an attempt and store it; False when the search is somebody else's by then.
+
+        Raises
+        ------
+        DatabaseAway
+            When the service stops before the database is back: the lease ends by itself then.
+        """
+        store = await self._outcome(attempt)
+        while True:
+            try:
+                return await store()
+            except DatabaseAway as error:
+                if self._stopping.is_set():
+                    raise
+                logger.warning("the end of search %s is not stored yet: %s", attempt.claim.id, error)
+            except Exception:
+                # Run again, it would come to the same; so it counts as a death, and there is an end to it.
+                logger.exception("the end of search %s cannot be stored", attempt.claim.id)
+                return await self._requeue(attempt, SearchCrashed("what came of it could not be stored"))
+            await happened(self._stopping, RETRY_SECONDS)
+
+    async def _outcome(self, attempt: Attempt) -> Callable[[], Awaitable[bool]]:
+        """Wait for a computation to end; returns what stores that."""
+        claim, table = attempt.claim, self._table
+        try:
+            plan = await attempt.computation.plan()
+        except InfeasibleMemory as error:
+            return partial(table.ended, claim.id, claim.fence, "infeasible", problems.infeasible(error))
+        except (SearchCrashed, SearchLost) as error:
+            logger.warning("search %s lost its process: %s", claim.id, error)
+            return partial(self._requeue, attempt, error)
+        except Exception as error:
+            logger.exception("search %s failed", claim.id)
+            # The planner's own errors are meant to be read; others belong into the log.
+            detail = str(error) if isinstance(error, ZbvError) else "The search failed; the log says why."
+            document = problems.document(problems.INTERNAL, detail)
+            return partial(table.ended, claim.id, claim.fence, "failed", document)
+        return partial(self._keep, attempt, plan)
+
+    async def _keep(self, attempt: Attempt, plan: NewPlan) -> bool:
+        """Store a plan; that of a search which was only stopped with its service is where it goes on."""
+        claim = attempt.claim
+        if self._stopping.is_set() and not await self._is_cancelled(claim.id):
+            found = await asyncio.to_thread(incumbent_of, plan)
+            is_ours, end = await self._table.release(claim.id, claim.fence, found), "is queued again"
+        else:
+            is_ours = await self._table.finished(claim.id, claim.fence, plan)
+            end = f"found plan {plan.summary.plan_id}"
+        logger.info("search %s %s", claim.id, end if is_ours else "is not ours any more")
+        return is_ours
+
+    async def _requeue(self, attempt: Attempt, error: SearchCrashed | SearchLost) -> bool:
+        """Queue a search again whose process is gone, unless that was once too often and its own fault."""
+        claim, found, most = attempt.claim, attempt.latest, self._max_crashes
+        if self._stopping.is_set():
+            return await self._table.release(claim.id, claim.fence, found)
+        if isinstance(error, SearchCrashed):
+            detail = (
+                f"The process of this search died {most} times, so it is not started again. The last time "
+                f"{error}. Most often memory ran out: try fewer microbatches or less effort."
+            )
+            document = problems.document(problems.SEARCH_CRASHED, detail)
+            return await self._table.crashed(claim.id, claim.fence, found, most, document)
+        if isinstance(error, SearchEvicted):
+            detail = (
+                f"{MOST_EVICTIONS} workers in a row were told to end before this search got any further, so "
+                f"it is not started again. Most often memory ran out: try fewer microbatches or less effort."
+            )
+            document = problems.document(problems.SEARCH_CRASHED, detail)
+            return await self._table.evicted(claim.id, claim.fence, found, MOST_EVICTIONS, document)
+        return await self._table.release(claim.id, claim.fence, found, "process-lost")
+
+    async def _is_cancelled(self, search_id: str) -> bool:
+        record = await self._table.get(search_id)
+        return record is not None and record.cancel_requested

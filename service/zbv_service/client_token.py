@@ -7,6 +7,7 @@ that commands need no configuration there. This module knows where, for both sid
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -73,13 +74,16 @@ def local_files(port: int) -> Iterator[Path]:
     """Where a service on a port of this machine leaves its token, the best place first.
 
     The runtime directory is gone after a reboot, as such a token is; the state directory is for machines
-    without one. A command that was started without the session's variables looks there, too.
+    without one. Several machines may share that, so its files name theirs. A command that was started without
+    the session's variables looks there, too.
     """
     runtime = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}"]
     state = [os.environ.get("XDG_STATE_HOME"), os.path.expanduser("~/.local/state")]
-    for folder in dict.fromkeys(filter(None, runtime + state)):
-        if folder in state or os.path.isdir(folder):  # a runtime directory is the system's to make
+    for folder in dict.fromkeys(filter(None, runtime)):
+        if os.path.isdir(folder):  # it is the system's to make
             yield Path(folder) / "zbv" / f"token-{port}"
+    for folder in dict.fromkeys(filter(None, state)):
+        yield Path(folder) / "zbv" / f"token-{platform.node()}-{port}"
 
 
 def _left_behind(port: int) -> str | None:

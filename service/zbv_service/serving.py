@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from zbv_service.app import create_app
-from zbv_service.http.patience import impatient
+from zbv_service.http.connections import ConnectionLimits, limited
 from zbv_service.security.grants import Grant
 from zbv_service.security.local_token import left_behind
 from zbv_service.security.scopes import SCOPES
@@ -39,7 +39,7 @@ def serve(settings: Settings) -> bool:
     _allow_files()
     local = TokenText.new() if settings.is_local and settings.auth == "tokens" else None
     app = create_app(settings, local_token=local)
-    config = _config(app, settings)
+    config = config_of(app, settings)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(settings.host, settings.port))
         if local is not None:
@@ -81,12 +81,12 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+def config_of(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """How the server serves an application; raises :class:`CannotServe`."""
     config = uvicorn.Config(
         app,
-        http=impatient(settings.request_seconds),
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        limit_concurrency=settings.max_connections,
+        http=limited(ConnectionLimits(settings.request_seconds, MAX_HEAD_BYTES, settings.max_connections)),
+        ws="none",
         timeout_keep_alive=settings.keep_alive_seconds,
         forwarded_allow_ips=settings.trusted_proxies,
         server_header=False,

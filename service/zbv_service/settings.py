@@ -16,6 +16,9 @@ from zbv_service.database.url import async_url
 from zbv_service.searches.choice import parse_choice
 
 MEBIBYTE = 1024 * 1024
+DAY = 86_400.0
+YEAR = 366 * DAY
+"""Longer times than these are mistakes, and moments after them may be none."""
 
 
 def _cores() -> int:
@@ -47,7 +50,7 @@ class Settings(BaseSettings):
     tls_ca: Path | None = Field(
         None, description="Certificate authorities (PEM): every client must show a certificate of theirs."
     )
-    session_hours: float = Field(168.0, gt=0, description="How long a browser stays signed in.")
+    session_hours: float = Field(168.0, gt=0, le=400 * 24, description="How long a browser stays signed in.")
     database: str = Field("sqlite:///zbv.db", description="URL of the database that holds all state.")
     searches: int = Field(
         default_factory=_cores,
@@ -63,8 +66,8 @@ class Settings(BaseSettings):
     )
     preload: Literal["at-start", "at-first-search"] = Field(
         "at-start",
-        description="When the planner is loaded for search processes of this machine: at the start, or by "
-        "the first search, which then begins a second or two later.",
+        description="When the planner is loaded for search processes of this machine, and what draws for the "
+        "pages: at the start, or by the first search or page, which then takes a second or two longer.",
     )
     max_body_bytes: int = Field(8 * MEBIBYTE, ge=1, description="Largest request body, plans aside.")
     max_plan_bytes: int = Field(128 * MEBIBYTE, ge=1, description="Largest body of a plan to import.")
@@ -76,7 +79,9 @@ class Settings(BaseSettings):
         ge=1,
         description="Largest pp_degree times microbatches accepted, for searches and imports.",
     )
-    max_time_limit: float = Field(86_400.0, gt=0, description="Largest time_limit of a search, in seconds.")
+    max_time_limit: float = Field(
+        DAY, gt=0, le=YEAR, description="Largest time_limit of a search, in seconds."
+    )
     max_effort: Effort = Field("thorough", description="Highest effort of a search accepted.")
     max_searches_per_token: int = Field(
         2000, ge=1, description="Unfinished searches that a token may have, unless it says otherwise itself."
@@ -84,31 +89,50 @@ class Settings(BaseSettings):
     max_connections: int = Field(
         4096, ge=1, description="Connections at the same time; more are answered 503."
     )
-    keep_alive_seconds: int = Field(5, ge=1, description="How long an idle connection is kept.")
+    keep_alive_seconds: int = Field(5, ge=1, le=86_400, description="How long an idle connection is kept.")
     request_seconds: float = Field(
-        20.0, gt=0, description="How long the head of a request may take to arrive, and a pause in its body."
+        20.0,
+        gt=0,
+        le=DAY,
+        description="How long the head of a request may take to arrive, and a pause in its body.",
     )
     lease_seconds: float = Field(
-        10.0, gt=0, description="How long a running search belongs to a service that gives no sign of life."
+        10.0,
+        gt=0,
+        le=DAY,
+        description="How long a running search belongs to a service that gives no sign of life.",
     )
-    heartbeat_seconds: float = Field(2.0, gt=0, description="How often a service renews its leases.")
+    heartbeat_seconds: float = Field(2.0, gt=0, le=DAY, description="How often a service renews its leases.")
     max_crashes: int = Field(
         3, ge=1, description="A search whose process dies this often is failed instead of started again."
     )
-    idempotency_seconds: float = Field(
-        86_400.0,
+    stop_seconds: float = Field(
+        300.0,
         gt=0,
-        le=366 * 86_400,
+        description="A search that does not stop for so long after it should, be it cancelled or past its "
+        "time limit, is ended with its process.",
+    )
+    idempotency_seconds: float = Field(
+        DAY,
+        gt=0,
+        le=YEAR,
         description="How long the Idempotency-Key of a request is remembered.",
     )
+    keep_days: float | None = Field(
+        None,
+        gt=0,
+        le=36_500,
+        description="Days after which searches that have ended are removed with their events, and traces and "
+        "logs of runs that have; plans stay. By default all is kept.",
+    )
     shutdown_seconds: float = Field(
-        5.0, gt=0, description="How long running searches and requests get to stop on SIGTERM."
+        5.0, gt=0, le=DAY, description="How long running searches and requests get to stop on SIGTERM."
     )
     agent_heartbeat_seconds: float = Field(
-        2.0, gt=0, description="How often agents should give a sign of life."
+        2.0, gt=0, le=DAY, description="How often agents should give a sign of life."
     )
     agent_timeout_seconds: float = Field(
-        15.0, gt=0, description="An agent that is silent for this long is lost, and its run fails."
+        15.0, gt=0, le=DAY, description="An agent that is silent for this long is lost, and its run fails."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe log lines shown."

@@ -20,6 +20,7 @@ import yaml
 from support.agents import MODEL, a_plan
 from support.trained import train_in_threads
 from zbv_service.cli import _parser as service_parser
+from zbv_solver import __version__
 from zbv_solver.plan import plan_json
 from zbv_worker.cli import _parser as worker_parser
 from zbv_worker.launch import free_port
@@ -270,6 +271,8 @@ def test_containers_are_limited_and_without_privileges_and_have_their_volumes(na
     for pod in pod_specs(name):
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False, "ZBV_… of a Service would be taken for settings"
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         wanted = {
             volume["persistentVolumeClaim"]["claimName"]
@@ -277,8 +280,10 @@ def test_containers_are_limited_and_without_privileges_and_have_their_volumes(na
             if "persistentVolumeClaim" in volume
         }
         assert wanted <= claims
-        for container in pod["containers"]:
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            assert container["image"].rpartition(":")[2] == __version__, "latest is another one tomorrow"
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             assert "memory" in container["resources"]["limits"]
             assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
 
@@ -302,6 +307,16 @@ def test_agents_find_the_service_and_have_the_time_to_drain() -> None:
     assert options.allow_model
     assert str(options.state_dir) in [mount["mountPath"] for mount in agent["volumeMounts"]]
     assert agents["shareProcessNamespace"] is True
+    for probe in ("startupProbe", "livenessProbe"):
+        command, *words = agent[probe]["exec"]["command"]
+        asked = worker_parser().parse_args(words)
+        assert (command, asked.check, asked.state_dir) == ("zbv-worker", True, options.state_dir)
+    written = {mount["mountPath"] for container in (serving, agent) for mount in container["volumeMounts"]}
+    assert {"/tmp", "/var/lib/zbv"} <= written
+    (kernels,) = (entry["value"] for entry in serving["env"] if entry["name"] == "NUMBA_CACHE_DIR")
+    assert str(Path(kernels).parent) in written
+    for container in (serving, agent):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
 def test_the_service_starts_with_a_token_and_agents_have_one_of_their_own() -> None:

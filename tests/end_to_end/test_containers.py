@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
@@ -21,6 +22,7 @@ from support.containers import DOCKER, ROOT, Container, Dockerfile, compose, con
 from zbv_service.cli import _parser as service_parser
 from zbv_service.client_token import FILE_VARIABLE
 from zbv_service.commands.settings import settings_of
+from zbv_service.http import problems
 from zbv_service.routers.agents import MAX_WAIT
 from zbv_service.searches.events import KEEP_ALIVE_SECONDS
 from zbv_service.settings import Settings
@@ -361,6 +363,20 @@ def test_the_balancer_waits_longer_than_services_are_silent() -> None:
     assert waits.keys() == {"client", "server"}
     assert min(waits.values()) > max(MAX_WAIT, KEEP_ALIVE_SECONDS)
     assert "uri /healthz " in text
+
+
+def test_the_balancer_passes_on_nothing_that_clients_say_of_where_they_come_from() -> None:
+    """Services believe whatever reaches them: everybody could have any address, and try tokens from each."""
+    assert STACK["service"].variables["ZBV_TRUSTED_PROXIES"] == "*"
+    lines = [line.strip() for line in (DOCKER / "haproxy.cfg").read_text().splitlines()]
+    assert {"http-request del-header X-Forwarded- -m beg", "http-request del-header Forwarded"} <= {*lines}
+
+
+def test_the_balancer_says_that_no_service_is_alive_as_a_service_would() -> None:
+    (text,) = re.findall(r"http-error status 503 .* string '(.*)'", (DOCKER / "haproxy.cfg").read_text())
+    body, kind = json.loads(text), problems.NOT_READY
+    expected = problems.document(kind, body["detail"])
+    assert body == expected
 
 
 def test_each_node_has_a_gpu_of_its_own_and_a_slot_for_it() -> None:

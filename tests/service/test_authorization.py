@@ -114,13 +114,26 @@ async def test_files_of_pages_are_for_everybody_and_unknown_addresses_stay_unkno
 
 @pytest.mark.parametrize(
     "credentials",
-    [f"Bearer {TokenText.new()}", "Bearer", "Bearer x y", "Basic dXNlcjpwYXNz", "bearer zbv_é", ""],
-    ids=["unknown", "none", "two", "basic", "no-ascii", "empty"],
+    [f"Bearer {TokenText.new()}", "Bearer", "Bearer x y", "bearer zbv_é"],
+    ids=["unknown", "none", "two", "no-ascii"],
 )
 async def test_wrong_credentials_are_no_credentials(service: Service, credentials: str) -> None:
     answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == 'Bearer realm="zbv", error="invalid_token"'
+
+
+@pytest.mark.parametrize(
+    "credentials", ["Basic dXNlcjpwYXNz", "", str(TokenText.new())], ids=["basic", "nothing", "no scheme"]
+)
+async def test_credentials_of_another_kind_are_none_and_may_be_a_proxys(
+    service: Service, credentials: str
+) -> None:
+    for _ in range(attempts.ALLOWED + 1):  # they are no wrong tokens either
+        answer = await service.http.get("/v1/searches", headers={"Authorization": credentials})
+        assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == 'Bearer realm="zbv"'
+    assert "Authorization: Bearer" in answer.json()["detail"]
 
 
 async def test_the_name_of_the_scheme_may_be_written_in_any_way(service: Service) -> None:
@@ -208,6 +221,21 @@ async def test_a_service_on_this_machine_may_ask_nobody(serving: Serving) -> Non
         assert (await service.http.get("/v1/searches")).is_success
         await register(service, "a")
         assert (await service.http.get("/v1/searches", headers=bearer("nonsense"))).is_success
+        elsewhere = (
+            {"Sec-Fetch-Site": "cross-site"},
+            {"Sec-Fetch-Site": "same-site"},
+            {"Origin": "http://evil.example"},
+            {"Origin": "null"},
+        )
+        for fields in elsewhere:  # a page of another site in a browser on this machine
+            refused = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
+            assert (refused.status_code, kind_of(refused)) == (403, "other-origin"), fields
+            assert (await service.http.get("/v1/searches", headers=fields)).is_success, (
+                "as a link leads there"
+            )
+        for fields in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Origin": "http://zbv"}):
+            sent = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
+            assert sent.is_success, fields
 
 
 def test_the_description_says_which_scope_each_operation_takes() -> None:

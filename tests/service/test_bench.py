@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pytest
 from support import fake_searches
 from support.live import Live, listening
 from zbv_service.app import create_app
+from zbv_service.bench import served
 from zbv_service.bench.findings import Finding, quantile
+from zbv_service.bench.fuzz import is_unshaped
 from zbv_service.bench.load import get, offer, saturate
 from zbv_service.cli import main
 from zbv_service.settings import Settings
@@ -66,14 +70,43 @@ def test_an_offered_load_has_its_rate_and_counts_from_when_requests_were_due(liv
 
 
 def test_the_command_measures_a_service_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ZBV_DATABASE", f"sqlite:///{tmp_path}/mine.db")
+    monkeypatch.setenv("ZBV_TOKEN", "of-another-service")
     output = tmp_path / "found.json"
     status = main(["bench", "fuzz", "--bodies", "20", "-o", str(output)])
     found = json.loads(output.read_text())["fuzz"]
     assert {row["what"]: row["value"] for row in found}["malformed bodies answered"] == 20
     assert status == int(any(row["verdict"] == "missed" for row in found)) == 0
     assert "Malformed bodies" in capsys.readouterr().out
+    assert not (tmp_path / "mine.db").exists()
+    assert os.environ["ZBV_TOKEN"] == "of-another-service"
+
+
+@pytest.mark.parametrize(
+    "flags", [["--connections", "0"], ["--seconds", "nan"], ["--searches", "-1"], ["--offered", "x"]]
+)
+def test_wrong_numbers_are_said(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "ranks", *flags])
+    assert f"found '{flags[1]}'" in capsys.readouterr().err
+
+
+def test_an_error_without_the_one_shape_is_counted() -> None:
+    document = {"type": "t", "title": "T", "status": 422, "detail": "D"}
+    assert not is_unshaped((422, json.dumps(document)))
+    assert not is_unshaped((200, "whatever"))
+    assert is_unshaped((422, json.dumps({**document, "type": None} | {"title": "T"}).replace("detail", "d")))
+    assert is_unshaped((400, "Invalid HTTP request received."))
+
+
+def test_a_service_that_does_not_start_is_said_with_its_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no reason')"))
+    assert main(["bench", "stored"]) == 1
+    assert "the service did not start; its log:\nno reason" in capsys.readouterr().err
 
 
 def test_a_wrong_name_is_said(capsys: pytest.CaptureFixture[str]) -> None:

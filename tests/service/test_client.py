@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from functools import partial
 from typing import Any
 
 import httpx
@@ -26,6 +28,8 @@ from zbv_service.client import (
     SearchTimeout,
     ServiceFailed,
     ServiceUnreachable,
+    known,
+    streams,
 )
 from zbv_service.client.events import EventReader
 from zbv_service.client.retries import Attempts
@@ -43,6 +47,7 @@ SEARCH: dict[str, Any] = {
     "options": {},
     "created_at": "2026-01-02T03:04:05Z",
 }
+SOON = Retries(count=2, first=0.0, longest=0.0, longest_told=1.0)
 Given = httpx.Response | Exception
 Answering = Callable[..., tuple[Driver, list[httpx.Request]]]
 
@@ -133,12 +138,36 @@ def test_broken_rules_come_with_their_pointers(answering: Answering) -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble", [httpx.ConnectError("refused"), httpx.ReadTimeout("slow"), problem(503), problem(429)]
+    "trouble",
+    [
+        httpx.ConnectError("refused"),
+        httpx.ReadTimeout("slow"),
+        problem(503),
+        problem(429),
+        httpx.Response(502, text="a proxy's"),
+        httpx.Response(504, text="a proxy's"),
+    ],
 )
 def test_passing_trouble_is_tried_again(answering: Answering, trouble: Given) -> None:
     client, requests = answering(trouble, trouble, found())
     assert client.do(lambda made: made.search("a")).state == "queued"
     assert len(requests) == 3
+
+
+def test_a_request_that_is_still_being_answered_is_asked_again(answering: Answering) -> None:
+    """The first try got no answer, and the service has not finished with it."""
+    kind = {"type": "/problems/idempotency-key-in-use"}
+    in_use = httpx.Response(409, json={**problem(409).json(), **kind}, headers={"Retry-After": "0.0"})
+    later = httpx.Response(409, json=problem(409).json(), headers={"Retry-After": "1"})
+    client, requests = answering(httpx.ReadTimeout("slow"), later, found(), retries=SOON)
+    assert client.do(lambda made: made.submit({})).id == "a"
+    assert len({request.headers["idempotency-key"] for request in requests}) == 1
+    assert len(requests) == 3
+    for final in (in_use, problem(409)):  # nothing says when to come back
+        client, requests = answering(final)
+        with pytest.raises(InvalidRequest):
+            client.do(lambda made: made.submit({}))
+        assert len(requests) == 1
 
 
 def test_lasting_trouble_is_reported_in_the_end(answering: Answering) -> None:
@@ -179,6 +208,45 @@ def test_an_id_stays_one_part_of_the_address(answering: Answering) -> None:
     ]
 
 
+@pytest.mark.parametrize("following", ["https://evil.example/v1/", "//evil.example", 7, "v1/searches"])
+def test_no_next_page_leads_elsewhere(answering: Answering, following: Any) -> None:
+    """The token would go along."""
+    client, requests = answering(httpx.Response(200, json={"searches": [], "next": following}))
+    with pytest.raises(InvalidAnswer):
+        client.do(lambda made: made.all_searches())
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"status": "abc"},
+        {"errors": "x"},
+        {"errors": [7, {"pointer": None}]},
+        {"request_id": 7, "type": None, "title": None},
+    ],
+)
+def test_a_problem_document_of_odd_members_is_an_error_as_any(
+    answering: Answering, odd: dict[str, Any]
+) -> None:
+    client, _ = answering(httpx.Response(422, json={"detail": "D", **odd}))
+    with pytest.raises(InvalidRequest) as caught:
+        client.do(lambda made: made.search("a"))
+    assert caught.value.status == 422
+    assert all(isinstance(str(issue), str) for issue in caught.value.issues)
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    def calls(kind: type) -> dict[str, list[str]]:
+        members = {name: made for name, made in vars(kind).items() if not name.startswith("_")}
+        return {
+            name: [*inspect.signature(made).parameters] if callable(made) else []
+            for name, made in members.items()
+        }
+
+    assert calls(Client) == calls(AsyncClient)
+
+
 def test_an_address_that_is_none_is_not_tried_twice() -> None:
     with pytest.raises(ServiceUnreachable, match="http://127"):
         Client("nonsense").search("a")
@@ -201,6 +269,32 @@ def test_events_are_followed_over_a_broken_connection(answering: Answering) -> N
     events = client.do(lambda made: made.events("a"))
     assert [(event.id, event.kind) for event in events] == [("1", "state"), ("2", "bound"), ("3", "end")]
     assert [request.headers.get("last-event-id") for request in requests] == [None, "1"]
+
+
+def test_a_service_that_says_to_come_back_is_asked_for_events_again(answering: Answering) -> None:
+    client, requests = answering(
+        stream(("1", "state", {"state": "running"})), problem(503), stream(("2", "end", {"state": "done"}))
+    )
+    assert [event.id for event in client.do(lambda made: made.events("a"))] == ["1", "2"]
+    assert [request.headers.get("last-event-id") for request in requests] == [None, "1", "1"]
+    client, requests = answering(*[problem(503)] * 3)
+    with pytest.raises(ServiceFailed):
+        client.do(lambda made: made.events("a"))
+    assert len(requests) == 3
+
+
+def test_connections_that_lasted_do_not_count_against_a_stream(
+    answering: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search may be silent for hours, and something between may cut every connection after a minute."""
+    silence = httpx.Response(200, text=": still here\n\n", headers={"Content-Type": "text/event-stream"})
+    cut = [silence] * 5
+    client, _ = answering(*cut, stream(("1", "end", {"state": "done"})))
+    with pytest.raises(ServiceUnreachable, match="ended before"):
+        client.do(lambda made: made.events("a"))
+    monkeypatch.setattr(streams, "STEADY_SECONDS", -1.0)
+    client, _ = answering(*cut, stream(("1", "end", {"state": "done"})))
+    assert [event.kind for event in client.do(lambda made: made.events("a"))] == ["end"]
 
 
 def test_events_that_cannot_be_had_are_an_error(answering: Answering) -> None:
@@ -226,6 +320,22 @@ def test_waiting_follows_the_events_and_ends_with_the_plan(answering: Answering)
     assert (ended.plan_id, ended.objective) == ("p", 8.0)
     assert seen == [("queued", None), ("running", None), ("running", 9.0), ("done", 8.0)]
     assert [request.url.path.rpartition("/")[2] for request in requests] == ["a", "events", "a"]
+
+
+def test_what_is_known_already_is_not_told_again_as_if_it_were_new(answering: Answering) -> None:
+    client, _ = answering(
+        found(state="running", attempts=1),
+        stream(
+            ("1", "state", {"state": "queued", "attempts": 0}),
+            ("2", "state", {"state": "running", "attempts": 1}),
+            ("3", "state", {"state": "queued", "attempts": 1}),
+            ("4", "end", {}),
+        ),
+        found(state="done", plan_id="p", attempts=1),
+    )
+    seen: list[str] = []
+    client.do(lambda made: made.wait("a", lambda search: seen.append(search.state)))
+    assert seen == ["running", "queued", "done"], "its process died, and it waits again"
 
 
 def test_waiting_looks_again_and_again_where_there_are_no_events(answering: Answering) -> None:
@@ -288,6 +398,19 @@ def test_a_rank_that_is_known_is_not_sent_again(answering: Answering) -> None:
     assert [request.headers.get("if-none-match") for request in requests] == [None, '"p-0"']
 
 
+def _fetch_rank(rank: int, client: Client | AsyncClient) -> Any:
+    return client.rank("p", rank)
+
+
+def test_only_so_many_ranks_are_known(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "KEPT", 2)
+    answers = [httpx.Response(200, json=_RANK, headers={"ETag": '"p"'})] * 4
+    client, requests = answering(*answers)
+    for rank in (0, 1, 2, 0):
+        client.do(partial(_fetch_rank, rank))
+    assert [request.headers.get("if-none-match") for request in requests] == [None] * 4
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -316,33 +439,28 @@ def told(value: str) -> httpx.Response:
 
 def test_the_service_says_when_to_come_back_in_seconds_or_as_a_moment() -> None:
     retries = Retries(count=9, first=0.1, longest=0.2)
-    assert Attempts(retries, "x", True).after_answer(told("7")) == 7
+    pauses = {Attempts(retries, "x").after_answer(told("7")) for _ in range(9)}
+    assert all(pause is not None and 7 < pause <= 7.1 for pause in pauses)
+    assert len(pauses) > 1, "they were told together, and do not come back together"
     moment = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    pause = Attempts(retries, "x", True).after_answer(told(moment))
+    pause = Attempts(retries, "x").after_answer(told(moment))
     assert pause is not None
-    assert 25 < pause <= 30
+    assert 25 < pause <= 30.1
     for nonsense in ("", "soon", "-1", "Sun, 06 Nov 1994 08:49:37 GMT"):
-        pause = Attempts(retries, "x", True).after_answer(told(nonsense))
+        pause = Attempts(retries, "x").after_answer(told(nonsense))
         assert pause is not None
         assert 0.05 <= pause <= 0.1
-    assert Attempts(retries, "x", True).after_answer(told("61")) is None
+    assert Attempts(retries, "x").after_answer(told("61")) is None
 
 
 def test_pauses_double_up_to_a_limit_and_are_spread() -> None:
     pauses = [[0.0] * 4 for _ in range(20)]
     for row in pauses:
-        attempts = Attempts(Retries(count=4, first=1.0, longest=4.0), "x", True)
+        attempts = Attempts(Retries(count=4, first=1.0, longest=4.0), "x")
         row[:] = [attempts.after_error(httpx.ReadError("cut")) for _ in row]
     for index, limit in enumerate((1, 2, 4, 4)):
         column = [row[index] for row in pauses]
         assert limit / 2 <= min(column) < max(column) <= limit
-
-
-def test_what_cannot_be_repeated_is_not() -> None:
-    attempts = Attempts(Retries(), "x", is_repeatable=False)
-    assert attempts.after_answer(told("1")) is None
-    with pytest.raises(ServiceUnreachable):
-        attempts.after_error(httpx.ReadError("cut"))
 
 
 def test_retries_are_not_negative() -> None:

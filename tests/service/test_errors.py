@@ -12,6 +12,7 @@ from zbv_service.http.problems import document, kinds
 pytestmark = pytest.mark.anyio
 
 TYPES = {
+    "malformed-request": (400, "The request is not HTTP"),
     "malformed-json": (400, "The body is not JSON"),
     "invalid-idempotency-key": (400, "The Idempotency-Key breaks a rule"),
     "unauthenticated": (401, "The request does not say who sends it"),
@@ -42,6 +43,7 @@ TYPES = {
     "run-failed": (500, "The run failed"),
     "missing-dependency": (501, "This part of the service is not installed"),
     "not-ready": (503, "The service cannot work now"),
+    "too-many-connections": (503, "The service has too many connections"),
 }
 
 

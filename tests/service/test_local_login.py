@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from zbv_service import client_token
 from zbv_service.app import create_app
 from zbv_service.client_token import CredentialsUnusable
 from zbv_service.database import TokenTable
+from zbv_service.security import attempts
 from zbv_service.security.local_token import left_behind
 from zbv_service.security.token_text import TokenText
 from zbv_service.settings import Settings
@@ -123,6 +127,31 @@ async def test_a_wrong_token_signs_nobody_in(service: Service) -> None:
         for _ in range(20)
     ]
     assert statuses[-1] == 429
+
+
+async def test_a_proxys_own_credentials_do_not_hide_the_session(service: Service) -> None:
+    await service.http.get(await link(service))
+    assert (await service.http.get("/v1/searches", auth=("user", "of the proxy"))).is_success
+
+
+async def test_links_cannot_be_tried_out(service: Service) -> None:
+    right = await link(service)
+    tried = [
+        (await service.http.get("/sign-in", params={"token": str(TokenText.new())})).status_code
+        for _ in range(attempts.ALLOWED + 1)
+    ]
+    assert tried == [401] * attempts.ALLOWED + [429]
+    refused = await service.http.get(right)
+    assert (refused.status_code, "set-cookie" in refused.headers) == (429, False)
+    assert int(refused.headers["retry-after"]) > 0
+    assert "Too many wrong tokens" in refused.text
+
+
+async def test_a_session_does_not_make_others(service: Service) -> None:
+    """It would outlive its own end."""
+    await service.http.get(await link(service))
+    refused = await service.http.post("/v1/sign-in-links", headers=OURS)
+    assert (refused.status_code, kind_of(refused)) == (403, "insufficient-scope")
 
 
 async def test_other_sites_cannot_use_the_session(service: Service) -> None:
@@ -237,13 +266,39 @@ def test_what_a_killed_service_left_is_replaced_and_a_newer_one_is_kept(runtime:
     assert client_token.find("http://127.0.0.1:8123") == "zbv_three"
 
 
+def test_what_killed_services_left_is_swept_and_that_of_living_ones_stays(runtime: Path) -> None:
+    folder = runtime / "zbv"
+    script = (
+        "import time; from zbv_service.security.local_token import left_behind\n"
+        "with left_behind(8124, 'zbv_other'): print('left', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "left\n"
+            (folder / "token-8125").write_text("zbv_stale\n")
+            (folder / "token-of-something-else").write_text("x")
+            with left_behind(8123, "zbv_own"):
+                names = {path.name for path in folder.iterdir()}
+                assert names == {"token-8123", "token-8124", "token-of-something-else"}
+        finally:
+            other.kill()
+    assert (folder / "token-8124").exists(), "it had no time to clean up"
+    with left_behind(8123, "zbv_own"):
+        assert not (folder / "token-8124").exists()
+
+
 def test_without_a_runtime_directory_it_is_in_the_state_directory(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     runtime.rmdir()
     with left_behind(8123, "zbv_local") as path:
-        assert path == tmp_path / "state" / "zbv" / "token-8123" or "run/user" in str(path)
+        assert path is not None
+        in_state = (
+            tmp_path / "state" / "zbv" / f"token-{platform.node()}-8123"
+        )  # a home may be several machines'
+        assert path == in_state or "run/user" in str(path)
         assert client_token.find("http://127.0.0.1:8123") == "zbv_local"
 
 

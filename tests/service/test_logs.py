@@ -13,6 +13,7 @@ import pytest
 from support.serving import Serving
 from zbv_service.observability import logs
 from zbv_service.observability.context import request_id_of, working_for
+from zbv_service.security.token_text import TokenText
 
 pytestmark = pytest.mark.anyio
 
@@ -88,7 +89,11 @@ async def test_no_secret_is_logged(serving: Serving, log: io.StringIO) -> None:
         raise ValueError("GET /x?a=1&token=sesame-three&b=2 with Authorization: sesame-four")
     except ValueError:
         logging.getLogger("x").exception("asked http://h/?token=sesame-five and bearer sesame-six")
+    token = TokenText.new()
+    logging.getLogger("x").warning("found %s in %r", token, {"where": [str(token)]})
     text = log.getvalue()
+    assert token.secret not in text
+    assert f"zbv_{token.id}_[redacted]" in text, "which one it was may be known"
     assert "sesame" not in text
     assert "[redacted]&b=2" in text
 
@@ -107,11 +112,12 @@ def test_a_line_is_one_json_object_whatever_it_holds() -> None:
 
 
 def test_text_is_for_people_and_no_message_forges_a_line() -> None:
-    record = logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": "one\n2026 error x: two"})
+    message = "one\n2026 error x: two\x1b[2J\r\u2028\x9b"
+    record = logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": message})
     with working_for(search_id="s", request_id="r"):
         text = logs.TextLines().format(record)
-    assert text.endswith(r"info x: one\n2026 error x: two [request=r search=s]")
-    assert "\n" not in text
+    assert text.endswith(r"info x: one\n2026 error x: two\x1b[2J\r\u2028\x9b [request=r search=s]")
+    assert text.isprintable()
 
 
 def test_the_format_depends_on_who_looks() -> None:

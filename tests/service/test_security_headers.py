@@ -34,6 +34,7 @@ async def test_every_answer_carries_them(serving: Serving, monkeypatch: pytest.M
             (404, "/nothing"),
             (200, "/static/zbv.css"),
             (200, "/sign-in"),
+            (414, f"/healthz?{'x' * 10_000}"),
             (500, "/sign-in?token=x"),
         ):
             answer = await service.http.get(path)
@@ -44,6 +45,23 @@ async def test_every_answer_carries_them(serving: Serving, monkeypatch: pytest.M
             assert "strict-transport-security" not in answer.headers
         secure = await service.http.get("https://zbv/healthz")
         assert secure.headers["strict-transport-security"] == "max-age=31536000"
+
+
+async def test_no_answer_leaves_caches_to_guess(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        for path, kept in (
+            ("/", "no-store"),
+            ("/v1/agents", "no-store"),
+            ("/v1/searches/x", "no-store"),
+            ("/nothing", "no-store"),
+            ("/healthz", "no-store"),
+            ("/static/zbv.css", "no-cache"),
+            ("/problems/not-found", "public, max-age=3600"),
+        ):
+            answer = await service.http.get(path)
+            assert answer.headers.get_list("cache-control") == [kept], path
+            again = await service.http.get(path, headers={"If-None-Match": answer.headers.get("etag", "x")})
+            assert again.headers.get_list("cache-control") == [kept], path
 
 
 async def test_pages_may_load_what_is_the_services_own_and_nothing_inline(serving: Serving) -> None:

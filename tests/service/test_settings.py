@@ -37,6 +37,10 @@ def test_every_setting_says_what_it_is_for(name: str) -> None:
         ("LEASE_SECONDS", "0"),
         ("LOG_LEVEL", "loud"),
         ("MAX_CELLS", "nan"),
+        ("SESSION_HOURS", "1e9"),
+        ("SHUTDOWN_SECONDS", "inf"),
+        ("LEASE_SECONDS", "1e300"),
+        ("REQUEST_SECONDS", "nan"),
     ],
 )
 def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

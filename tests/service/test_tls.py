@@ -125,7 +125,8 @@ def test_commands_take_certificates_by_flags(
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ZBV_CLIENT")}
     refused = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, env=environment)
     assert refused.returncode == 1
-    assert "certificate" in refused.stderr
+    assert "CERTIFICATE_VERIFY_FAILED" in refused.stderr
+    assert "--tls-ca" in refused.stderr
     subprocess.run([*command, *flags], check=True, timeout=START_SECONDS, env=environment)
     assert json.loads(plan.read_text())["objective"] == "span"
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, text
-from sqlalchemy.exc import OperationalError
 from support.tokens import add_token
 from zbv_service.cli import main
-from zbv_service.database import Database, TokenTable
+from zbv_service.database import Database, DatabaseAway, TokenTable
 from zbv_service.database.tokens import NameTaken
 from zbv_service.security import attempts
 from zbv_service.security import tokens as tokens_module
@@ -154,15 +153,15 @@ async def test_while_the_database_is_away_known_tokens_go_on_working(
     await tokens.close()
 
     async def away(_: str) -> None:
-        raise OperationalError("SELECT", {}, Exception("away"))
+        raise DatabaseAway("away")
 
     monkeypatch.setattr(table, "live", away)
     clock.now += STALE_SECONDS - 1
     assert await tokens.grant(text) is not None
     clock.now += 2
-    with pytest.raises(OperationalError):
+    with pytest.raises(DatabaseAway):
         await tokens.grant(text)
-    with pytest.raises(OperationalError):
+    with pytest.raises(DatabaseAway):
         await tokens.grant(str(TokenText.new()))
 
 
@@ -201,6 +200,20 @@ def test_an_address_with_many_wrong_tokens_has_to_wait() -> None:
     assert tried.wait_seconds("10.0.0.2") == 0
     clock.now += attempts.WINDOW_SECONDS + 1
     assert tried.wait_seconds("10.0.0.1") == 0
+
+
+def test_of_too_many_addresses_the_one_that_was_quiet_the_longest_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts, "REMEMBERED", 2)
+    tried = Attempts(Clock())
+    for address in ("10.0.0.1", "10.0.0.2"):
+        for _ in range(attempts.ALLOWED):
+            tried.failed(address)
+    tried.failed("10.0.0.1")
+    tried.failed("10.0.0.3")
+    assert tried.wait_seconds("10.0.0.1") > 0
+    assert tried.wait_seconds("10.0.0.2") == 0
 
 
 def test_a_network_of_addresses_is_one_address() -> None:

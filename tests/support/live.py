@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import uvicorn
 from fastapi import FastAPI
+from zbv_service.serving import config_of
 
 from support.serving import DEADLINE
 
@@ -30,8 +31,7 @@ def listening(app: FastAPI) -> Iterator[Live]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(config_of(app, app.state.settings))
         thread = threading.Thread(target=server.run, args=([listener],), name="zbv-live", daemon=True)
         thread.start()
         until = time.monotonic() + DEADLINE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from random import Random
@@ -17,6 +18,9 @@ from zbv_service.client.credentials import Bearer
 AT_ONCE = 8
 TIMEOUT = 60.0
 SHOWN = 5
+NO_ANSWER = 599
+CLOSED = 0
+"""For a status: the connection was closed while a body that is not wanted was still being sent."""
 WORK_SECONDS = 30.0
 
 
@@ -33,7 +37,7 @@ def measure(count: int, seed: int) -> list[Finding]:
         Finding("  with 5xx", len(crashes), "", 0),
         Finding(
             "  with an error that is no problem document",
-            sum(_is_unshaped(answer) for answer in answers),
+            sum(is_unshaped(answer) for answer in answers),
             "",
             0,
         ),
@@ -62,7 +66,7 @@ async def prepare(http: httpx.AsyncClient) -> None:
 
 
 async def send(http: httpx.AsyncClient, request: Malformed) -> tuple[int, str]:
-    """The status and the text of an answer; 599 when there was none."""
+    """The status and the text of an answer; :data:`NO_ANSWER` when there was none."""
     target = request.target
     try:
         answer = await http.request(
@@ -70,7 +74,7 @@ async def send(http: httpx.AsyncClient, request: Malformed) -> tuple[int, str]:
         )
     except httpx.TransportError as error:
         # The service may close a connection whose body it does not want to read to its end.
-        return (413, f"{error!r}") if len(request.content) > 2**20 else (599, f"{target}: {error!r}")
+        return (CLOSED, f"{error!r}") if len(request.content) > 2**20 else (NO_ANSWER, f"{target}: {error!r}")
     return answer.status_code, answer.text
 
 
@@ -89,6 +93,13 @@ async def _send(address: str, made: Iterable[Malformed]) -> list[tuple[int, str]
     return answers
 
 
-def _is_unshaped(answer: tuple[int, str]) -> bool:
+def is_unshaped(answer: tuple[int, str]) -> bool:
+    """Whether an error is no problem document."""
     status, text = answer
-    return 400 <= status < 599 and '"type":' not in text.replace('"type" :', '"type":')
+    if not 400 <= status < NO_ANSWER:
+        return False
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return True
+    return not isinstance(document, dict) or not {"type", "title", "status", "detail"} <= document.keys()

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 DEADLINE = 60.0
+
+Turns = Callable[[int, float], Iterator[tuple[int, float]]]
+"""From a connection's first request and the beginning: the numbers of its requests, each with its moment."""
 
 
 @dataclass(frozen=True)
@@ -99,49 +103,48 @@ def get(address: str, path: str, token: str | None = None) -> bytes:
 
 async def saturate(address: str, requests: Sequence[bytes], connections: int, seconds: float) -> Load:
     """As many requests as there are answers, over so many connections, for a while."""
-    made = await _connect(address, connections)
-    latencies: list[float] = []
-    statuses: dict[int, int] = {}
-    began = time.perf_counter()
 
-    async def drive(connection: _Connection, index: int) -> None:
-        while (sent := time.perf_counter()) - began < seconds:
-            status = await asyncio.wait_for(connection.ask(requests[index % len(requests)]), DEADLINE)
-            latencies.append(time.perf_counter() - sent)
-            statuses[status] = statuses.get(status, 0) + 1
-            index += connections
+    def turns(first: int, began: float) -> Iterator[tuple[int, float]]:
+        number = first
+        while (now := time.perf_counter()) - began < seconds:
+            yield number, now
+            number += connections
 
-    await asyncio.gather(*(drive(connection, index) for index, connection in enumerate(made)))
-    took = time.perf_counter() - began
-    for connection in made:
-        connection.close()
-    return Load(took, latencies, statuses)
+    return await _load(address, requests, connections, turns)
 
 
 async def offer(
     address: str, requests: Sequence[bytes], connections: int, seconds: float, rate: float
 ) -> Load:
     """Requests at a fixed rate, whatever the answers do."""
+
+    def turns(first: int, began: float) -> Iterator[tuple[int, float]]:
+        return ((number, began + number / rate) for number in range(first, int(rate * seconds), connections))
+
+    return await _load(address, requests, connections, turns)
+
+
+async def _load(address: str, requests: Sequence[bytes], connections: int, turns: Turns) -> Load:
+    """Each connection takes its turns: the number of a request, and when it is due."""
     made = await _connect(address, connections)
     latencies: list[float] = []
-    statuses: dict[int, int] = {}
+    statuses: Counter[int] = Counter()
     began = time.perf_counter()
 
     async def drive(connection: _Connection, first: int) -> None:
-        for number in range(first, int(rate * seconds), connections):
-            due = began + number / rate
+        for number, due in turns(first, began):
             wait = due - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
             status = await asyncio.wait_for(connection.ask(requests[number % len(requests)]), DEADLINE)
             latencies.append(time.perf_counter() - due)
-            statuses[status] = statuses.get(status, 0) + 1
+            statuses[status] += 1
 
     await asyncio.gather(*(drive(connection, index) for index, connection in enumerate(made)))
     took = time.perf_counter() - began
     for connection in made:
         connection.close()
-    return Load(took, latencies, statuses)
+    return Load(took, latencies, dict(statuses))
 
 
 async def _connect(address: str, count: int) -> list[_Connection]:

@@ -123,6 +123,8 @@ TARGETS: tuple[Target, ...] = (
     Target("POST", "/v1/searches", {"problem": _PROBLEM, "options": _OPTIONS}),
     Target("POST", "/v1/searches", {"problem": _LAYERS, "options": _OPTIONS}),
     Target("POST", "/v1/compare", {"problem": _PROBLEM}),
+    Target("POST", "/v1/problems/check", {"problem": _PROBLEM}),
+    Target("POST", "/v1/problems/estimate", {"problem": _PROBLEM}),
     Target("POST", "/v1/plans", PLAN),
     Target("POST", "/v1/runs", RUN),
     Target(

@@ -94,6 +94,18 @@ class Served:
 
 
 @contextmanager
+def _without_our_variables() -> Iterator[None]:
+    """The caller's settings and token are for another service: its database must not be loaded and killed."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith("ZBV_")}
+    for name in kept:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+@contextmanager
 def serving(*options: str, **variables: str) -> Iterator[Served]:
     """A service that runs as long as the block.
 
@@ -102,7 +114,10 @@ def serving(*options: str, **variables: str) -> Iterator[Served]:
     options, variables
         Flags of ``zbv-service serve``, and variables of its environment.
     """
-    with tempfile.TemporaryDirectory(prefix="zbv-bench-", ignore_cleanup_errors=True) as folder:
+    with (
+        _without_our_variables(),
+        tempfile.TemporaryDirectory(prefix="zbv-bench-", ignore_cleanup_errors=True) as folder,
+    ):
         served = Served(Path(folder), options, variables)
         try:
             served.start()

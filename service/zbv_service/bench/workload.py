@@ -36,3 +36,20 @@ def plan_to_serve(pp_degree: int = 32, microbatches: int = 64) -> dict[str, Any]
     problem = parse_problem({"pp_degree": pp_degree, "microbatches": microbatches, "costs": costs})
     plan: Plan = baseline_plan("1f1b", problem)
     return plan_json(plan)
+
+
+def plan_to_see(pp_degree: int, microbatches: int) -> dict[str, Any]:
+    """The document of a plan as a search finds it, with stages that differ: what people look at."""
+    from zbv_solver.search import SearchOptions, search
+
+    stages = range(2 * pp_degree)
+    problem = parse_problem(
+        {
+            "pp_degree": pp_degree,
+            "microbatches": microbatches,
+            "costs": {**LONG["costs"], "forward": [1000 + 37 * (s % 5) for s in stages]},
+            "memory": {**LONG["memory"], "limit": 4 * pp_degree},
+            "units": {"time": "us"},
+        }
+    )
+    return plan_json(search(problem, SearchOptions(effort="quick")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -137,8 +136,13 @@ def read_search(answer: Any) -> Search:
 
 def read_search_page(answer: Any) -> SearchPage:
     """A page of searches."""
-    after = answer.get("next") if isinstance(answer, Mapping) else None
-    return SearchPage(tuple(map(read_search, member(answer, "searches"))), after)
+    searches, after = member(answer, "searches"), member(answer, "next")
+    if not isinstance(searches, list):
+        raise InvalidAnswer(f"found {type(searches).__name__} for searches; it must be a list.")
+    # An address elsewhere would be sent the token.
+    if not (after is None or (isinstance(after, str) and after.startswith("/v1/"))):
+        raise InvalidAnswer(f"found {after!r} for the next page; it must be an address of this service.")
+    return SearchPage(tuple(map(read_search, searches)), after)
 
 
 def read_plan(plan_id: str, answer: Any) -> Plan:

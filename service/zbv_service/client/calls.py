@@ -38,14 +38,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """A request, and how to read its answer.
+    """A request, which may be sent several times to be done once, and how to read its answer.
 
     Attributes
     ----------
     read
         Makes the result of a successful answer.
-    is_repeatable
-        Whether sending it twice does no more than sending it once.
     errors
         Statuses that mean something special here.
     is_immutable
@@ -55,7 +53,6 @@ class Call(Generic[T]):
     method: str
     path: str
     read: Callable[[httpx.Response], T]
-    is_repeatable: bool = True
     json: Any = None
     params: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -169,7 +166,7 @@ def checked(
             f"{response.url} answered {response.status_code} without a problem document; "
             f"is this a zbv service?"
         )
-    document.setdefault("status", response.status_code)
+    document["status"] = response.status_code  # what it says of itself is a copy, and may be anything
     kinds: dict[int, type[ServiceError]] = {404: NotFound, 429: Overloaded, **(errors or {})}
     otherwise = ServiceFailed if response.status_code >= 500 else InvalidRequest
     raise kinds.get(response.status_code, otherwise)(document)

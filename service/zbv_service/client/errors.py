@@ -57,8 +57,13 @@ class ServiceError(ClientError):
     @property
     def issues(self) -> tuple[Issue, ...]:
         """The broken rules, where the service names them."""
-        entries = self.document.get("errors") or []
-        return tuple(Issue(str(entry.get("pointer") or ""), str(entry["detail"])) for entry in entries)
+        entries = self.document.get("errors")
+        named = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        return tuple(Issue(_place(entry), str(entry.get("detail", ""))) for entry in named)
+
+
+def _place(entry: dict[str, Any]) -> str:
+    return str(entry.get("pointer") or entry.get("parameter") or "")
 
 
 class InvalidRequest(ServiceError):

@@ -14,18 +14,15 @@ from zbv_solver.plan import Plan
 from zbv_service import client_tls
 from zbv_service.client import calls
 from zbv_service.client.answers import RankPlan, Search, SearchEvent, read_plan
-from zbv_service.client.calls import HEADERS, Call, is_stream
+from zbv_service.client.calls import HEADERS, Call
 from zbv_service.client.credentials import Bearer
 from zbv_service.client.errors import ClientError, SearchTimeout
 from zbv_service.client.events import END, EventReader
 from zbv_service.client.known import KnownAnswers
-from zbv_service.client.retries import Attempts, Retries
+from zbv_service.client.retries import DEFAULT_RETRIES, DEFAULT_TIMEOUT, Attempts, Retries
+from zbv_service.client.streams import Stream
 from zbv_service.client.watch import SILENCE_SECONDS, Watch
 
-DEFAULT_TIMEOUT = 30.0
-DEFAULT_RETRIES = 4
-POLL_SECONDS = (0.05, 1.0)
-"""First and longest pause between two looks at a search, where its events cannot be had."""
 T = TypeVar("T")
 
 
@@ -42,8 +39,8 @@ class Client:
     timeout
         Seconds for one request.
     retries
-        How often a request is repeated that got no answer, or was told to come back; or all about it. Only
-        what can be repeated is: submitting can, as it carries a key.
+        How often a request is repeated that got no answer, or was told to come back; or all about it. Every
+        one can be: those that make something carry a key or an id.
     verify
         How the service's certificate is checked, as httpx takes it; a context can hold the client's own.
         True looks in the environment, as :func:`zbv_service.client_tls.find` does.
@@ -161,7 +158,7 @@ class Client:
         SearchTimeout
             When it has not ended after ``timeout`` seconds.
         """
-        watch = Watch(self.search(search_id), on_progress, timeout, POLL_SECONDS)
+        watch = Watch(self.search(search_id), on_progress, timeout)
         reader, has_events = EventReader(), True
         while not watch.search.is_finished:
             if has_events:
@@ -224,7 +221,7 @@ class Client:
         return result
 
     def _send(self, call: Call[Any]) -> httpx.Response:
-        attempts = Attempts(self._retries, self.base_url, call.is_repeatable)
+        attempts = Attempts(self._retries, self.base_url)
         while True:
             try:
                 request = self._http.build_request(**call.request)
@@ -242,25 +239,22 @@ class Client:
     def _events(
         self, search_id: str, reader: EventReader, patience: Callable[[], float]
     ) -> Iterator[SearchEvent]:
-        attempts = Attempts(self._retries, self.base_url, is_repeatable=True)
+        stream = Stream(search_id, reader, self._retries, self.base_url)
         while True:
-            call = calls.events(search_id, reader.last_id)
+            broken: httpx.HTTPError | None = None
             try:
                 timeout = httpx.Timeout(self._timeout, read=patience())
-                with self._http.stream(**call.request, timeout=timeout) as response:
+                with self._http.stream(**stream.open().request, timeout=timeout) as response:
                     if not response.is_success:
                         response.read()
-                    if not is_stream(calls.checked(response)):
+                    if not stream.accept(response):
                         return
                     for chunk in response.iter_bytes():
-                        for event in reader.feed(chunk):
-                            attempts = Attempts(self._retries, self.base_url, is_repeatable=True)
+                        for event in stream.feed(chunk):
                             yield event
                             if event.kind == END:
                                 return
-                broken: httpx.HTTPError = httpx.RemoteProtocolError("the stream ended before the search")
             except httpx.HTTPError as error:
                 broken = error
             patience()
-            reader.restart()
-            time.sleep(attempts.after_error(broken))
+            time.sleep(stream.broke(broken))

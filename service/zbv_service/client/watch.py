@@ -9,6 +9,8 @@ from collections.abc import Callable
 from zbv_service.client.answers import Search, SearchEvent
 from zbv_service.client.errors import SearchEnded, SearchTimeout
 
+POLL_SECONDS = (0.05, 1.0)
+"""First and longest pause between two looks at a search, where its events cannot be had."""
 SILENCE_SECONDS = 45.0
 """A stream that is silent for longer is dead: the service says something more often."""
 
@@ -29,13 +31,12 @@ class Watch:
         search: Search,
         on_progress: Callable[[Search], None] | None,
         timeout: float | None,
-        poll: tuple[float, float],
     ):
         self.search = search
         self._on_progress = on_progress
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._pause, self._longest = poll
+        self._pause, self._longest = POLL_SECONDS
         if on_progress is not None:
             on_progress(search)
 
@@ -46,8 +47,9 @@ class Watch:
         self.search = search
 
     def heard(self, event: SearchEvent) -> None:
-        """Something happened to it."""
-        self.saw(self.search.after(event))
+        """Something happened to it; what is older than what is known of it is passed over."""
+        if event.data.get("attempts", self.search.attempts) >= self.search.attempts:
+            self.saw(self.search.after(event))
 
     def patience(self) -> float:
         """Seconds to wait for the next sign; raises :class:`SearchTimeout` when none are left."""

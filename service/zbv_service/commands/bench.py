@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.commands.ending import DONE, FAILED, WRONG_INPUT, Stop
+from zbv_service.commands.files import write_text
 
 if TYPE_CHECKING:
     from zbv_service.bench.findings import Finding
 
-NAMES = ("ranks", "queue", "stored", "fuzz", "streams")
+ALL = ("ranks", "queue", "stored", "fuzz", "streams")
+NAMES = (*ALL, "page")
 _TITLES = {
     "ranks": "Rank plans fetched over loopback",
     "queue": "A queue over SIGKILL",
     "stored": "An identical problem answered from the store",
     "fuzz": "Malformed bodies",
     "streams": "Idle event streams",
+    "page": "The page of a plan in a browser",
 }
 
 
@@ -31,17 +34,22 @@ def add_bench(commands: Any) -> None:
         "another process, and print what was measured beside what was asked. Exit status 1 when a target is "
         "missed.",
     )
-    bench.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)}, or all (the default)")
     bench.add_argument(
-        "--seconds", type=float, default=10.0, metavar="S", help="of each measurement (default 10)"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"{', '.join(ALL)}, or all of these (the default); or page, which needs a browser",
     )
-    bench.add_argument("--connections", type=int, default=32, metavar="N", help="that fetch (default 32)")
     bench.add_argument(
-        "--offered", type=float, default=1000.0, metavar="N", help="fetches per second beside a search"
+        "--seconds", type=_amount, default=10.0, metavar="S", help="of each measurement (default 10)"
     )
-    bench.add_argument("--searches", type=int, default=1000, metavar="N", help="that are queued")
-    bench.add_argument("--bodies", type=int, default=10_000, metavar="N", help="that are malformed")
-    bench.add_argument("--streams", type=int, default=1000, metavar="N", help="that are held open")
+    bench.add_argument("--connections", type=_count, default=32, metavar="N", help="that fetch (default 32)")
+    bench.add_argument(
+        "--offered", type=_amount, default=1000.0, metavar="N", help="fetches per second beside a search"
+    )
+    bench.add_argument("--searches", type=_count, default=1000, metavar="N", help="that are queued")
+    bench.add_argument("--bodies", type=_count, default=10_000, metavar="N", help="that are malformed")
+    bench.add_argument("--streams", type=_count, default=1000, metavar="N", help="that are held open")
     bench.add_argument("--seed", type=int, default=0, help="of the malformed bodies")
     bench.add_argument("-o", "--output", metavar="FILE", help="write the findings as JSON, too")
     bench.set_defaults(run=_bench)
@@ -49,22 +57,27 @@ def add_bench(commands: Any) -> None:
 
 def _bench(parsed: argparse.Namespace) -> int:
     from zbv_service.bench.findings import print_table
+    from zbv_service.bench.served import NotStarted
 
-    names = NAMES if not parsed.names or parsed.names == ["all"] else tuple(parsed.names)
+    names = ALL if not parsed.names or parsed.names == ["all"] else tuple(parsed.names)
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise Stop(WRONG_INPUT, f"found {unknown[0]!r}; must be of {', '.join(NAMES)}, or all.")
     every: dict[str, list[Finding]] = {}
     for name in names:
-        every[name] = _measure(name, parsed)
+        try:
+            every[name] = _measure(name, parsed)
+        except NotStarted as error:
+            raise Stop(FAILED, str(error)) from None
         print_table(_TITLES[name], every[name])
     if parsed.output is not None:
-        _write(Path(parsed.output), every)
+        document = {name: [found.document for found in findings] for name, findings in every.items()}
+        write_text(parsed.output, json.dumps(document, indent=1) + "\n")
     return DONE if all(found.is_met for findings in every.values() for found in findings) else FAILED
 
 
 def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
-    from zbv_service.bench import fuzz, queue, ranks, stored, streams
+    from zbv_service.bench import fuzz, page, queue, ranks, stored, streams
 
     if name == "ranks":
         return ranks.measure(parsed.seconds, parsed.connections, parsed.offered)
@@ -74,9 +87,22 @@ def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
         return stored.measure(parsed.seconds)
     if name == "fuzz":
         return fuzz.measure(parsed.bodies, parsed.seed)
+    if name == "page":
+        return page.measure()
     return streams.measure(parsed.streams, parsed.seconds)
 
 
-def _write(path: Path, every: dict[str, list[Finding]]) -> None:
-    document = {name: [found.document for found in findings] for name, findings in every.items()}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; must be a whole number of at least 1")
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = nan
+    if not 0 < found < inf:
+        raise argparse.ArgumentTypeError(f"found {text!r}; must be a number above 0")
+    return found

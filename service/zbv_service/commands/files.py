@@ -24,6 +24,16 @@ def read_json(name: str) -> Any:
         raise Stop(WRONG_INPUT, f"{name} is not JSON: {error}.") from None
 
 
+def require_finite(*documents: Any) -> None:
+    """Raise :class:`Stop` when documents hold numbers that JSON does not have."""
+    try:
+        json.dumps(documents, allow_nan=False)
+    except ValueError:
+        raise Stop(
+            WRONG_INPUT, "found a number that is not finite, such as nan or 1e999; JSON has none."
+        ) from None
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"it holds {name}, which JSON does not have")
 

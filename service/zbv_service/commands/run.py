@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from zbv_service.commands.ending import FAILED, WrongInput
-from zbv_service.commands.files import read_json
+from zbv_service.commands.ending import FAILED, Stop, WrongInput
+from zbv_service.commands.files import read_json, require_finite
+from zbv_service.commands.refusals import stop_of
 from zbv_service.commands.server import add_server
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help="have a service run a plan on its agents",
-        description="Submit a run to a service and follow it. A problem is planned first; a plan made "
+        description="Submit a run to a service and follow it. A problem is planned first; a plan made\n"
         "elsewhere is imported first. Ctrl-C stops following, not the run.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -124,8 +125,8 @@ def execute(parsed: argparse.Namespace) -> int:
 
     Raises
     ------
-    WrongInput
-        When the service refuses it, or flags contradict each other.
+    Stop
+        When the service refuses it or cannot be reached, or flags contradict each other.
     """
     from zbv_service.client import ClientError, InvalidRequest
     from zbv_service.client_runs import RunClient
@@ -135,16 +136,14 @@ def execute(parsed: argparse.Namespace) -> int:
         found = "neither" if parsed.plan is None else "both"
         raise WrongInput(f"found {found} of a file and --plan; give exactly one.")
     document = None if parsed.file is None else read_json(parsed.file)
-    _require_finite([body, document])
+    require_finite(body, document)
     with RunClient(parsed.server) as client:
         try:
             run = _submit(client, body, parsed.plan, document)
         except InvalidRequest as error:
-            lines = [f"  {issue}" for issue in error.issues] or [f"  {error.detail}"]
-            raise WrongInput("\n".join(["the service refused the run:", *lines])) from None
+            raise stop_of(error, "the run") from None
         except ClientError as error:
-            _say(f"zbv-service: {error}")
-            return FAILED
+            raise Stop(FAILED, str(error)) from None
         print(run.id, flush=True)  # the result, for scripts
         return _follow_or_leave(client, run, cancels=parsed.cancel_on_interrupt)
 
@@ -183,13 +182,6 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _require_finite(document: Any) -> None:
-    try:
-        json.dumps(document, allow_nan=False)
-    except ValueError:
-        raise WrongInput("found a number that is not finite, such as nan or 1e999; JSON has none.") from None
-
-
 def _submit(client: RunClient, body: dict[str, Any], plan_id: str | None, document: Any) -> Run:
     is_plan = isinstance(document, dict) and "ranks" in document
     if is_plan:
@@ -203,18 +195,28 @@ def _follow_or_leave(client: RunClient, run: Run, *, cancels: bool) -> int:
     address = f"{client.base_url}/v1/runs/{run.id}"
     _say(f"run {run.id} ({address})")
     try:
-        ended = follow(client, run.id)
+        ended = _follow_or_cancel(client, run.id, cancels)
+    except KeyboardInterrupt:
+        token = f"$(zbv-service token show-local --server {client.base_url})"
+        _say(
+            f"run {run.id} goes on; to cancel it:\n"
+            f'  curl -X POST -H "Authorization: Bearer {token}" {address}/cancel'
+        )
+        return FAILED
+    except ClientError as error:
+        raise Stop(FAILED, f"{error} The run itself needs no service; see {address} later.") from None
+    return SUCCEEDED if ended.state == "succeeded" else FAILED
+
+
+def _follow_or_cancel(client: RunClient, run_id: str, cancels: bool) -> Run:
+    try:
+        return follow(client, run_id)
     except KeyboardInterrupt:
         if not cancels:
-            _say(f"run {run.id} goes on; to cancel it: curl -X POST {address}/cancel")
-            return FAILED
-        _say(f"cancelling run {run.id}; Ctrl-C again leaves it")
-        client.cancel_run(run.id)
-        ended = follow(client, run.id)
-    except ClientError as error:
-        _say(f"zbv-service: {error} The run itself needs no service; see {address} later.")
-        return FAILED
-    return SUCCEEDED if ended.state == "succeeded" else FAILED
+            raise
+    _say(f"cancelling run {run_id}; Ctrl-C again leaves it")
+    client.cancel_run(run_id)
+    return follow(client, run_id)
 
 
 def follow(client: RunClient, run_id: str) -> Run:

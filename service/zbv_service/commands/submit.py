@@ -8,8 +8,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, WRONG_INPUT, Stop
-from zbv_service.commands.files import read_json, write_text
+from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, Stop
+from zbv_service.commands.files import read_json, require_finite, write_text
+from zbv_service.commands.refusals import stop_of
 from zbv_service.commands.search_progress import SearchProgress, found_text
 from zbv_service.commands.server import add_server
 
@@ -17,18 +18,14 @@ if TYPE_CHECKING:
     from zbv_service.client import Client, Search
 
 
-_NOT_THE_INPUT = frozenset({401, 403, 404, 409, 410, 421, 429})
-"""Refusals that are about the caller or the moment, not about the problem."""
-
-
 def add_submit(commands: Any) -> None:
     """Add the command."""
     submit = commands.add_parser(
         "submit",
         help="have a service plan a problem",
-        description="Submit a problem to a running service, follow the search, and write the plan. Ctrl-C "
-        "ends the search and keeps the best plan found; pressed again, it leaves at once, and the service "
-        "ends the search by itself.",
+        description="Submit a problem to a running service, follow the search, and write the plan. Ctrl-C\n"
+        "ends the search and keeps the best plan found; pressed again, it leaves at once, and\n"
+        "the service ends the search by itself.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -37,9 +34,14 @@ def add_submit(commands: Any) -> None:
     submit.add_argument(
         "-o", "--output", default="-", metavar="FILE", help="where to write the plan (default: -)"
     )
-    submit.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
+    submit.add_argument(
+        "--effort",
+        choices=("quick", "standard", "thorough"),
+        default="standard",
+        help="how hard to search (default: standard)",
+    )
     submit.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop the search after this long")
-    submit.add_argument("--seed", type=int, default=0)
+    submit.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)")
     submit.add_argument(
         "--detach", action="store_true", help="print the search's id and leave it to the service"
     )
@@ -52,7 +54,7 @@ def _submit(parsed: argparse.Namespace) -> int:
 
     problem = read_json(parsed.problem)
     options = {"effort": parsed.effort, "time_limit": parsed.time_limit, "seed": parsed.seed}
-    _require_json(problem, options)
+    require_finite(problem, options)
     try:
         with Client(parsed.server) as client:
             search = client.submit(problem, options)
@@ -62,10 +64,7 @@ def _submit(parsed: argparse.Namespace) -> int:
             found = _follow(client, search, is_quiet=parsed.quiet)
             document = client.plan_document(str(found.plan_id))
     except InvalidRequest as error:
-        if error.status in _NOT_THE_INPUT:
-            raise Stop(FAILED, str(error)) from None
-        lines = [f"  {issue}" for issue in error.issues] or [f"  {error.detail}"]
-        raise Stop(WRONG_INPUT, "\n".join([f"{parsed.problem} was refused:", *lines])) from None
+        raise stop_of(error, parsed.problem) from None
     except SearchEnded as ended:
         status = INFEASIBLE if ended.search.state == "infeasible" else FAILED
         raise Stop(status, str(ended)) from None
@@ -73,15 +72,6 @@ def _submit(parsed: argparse.Namespace) -> int:
         raise Stop(FAILED, str(error)) from None
     write_text(parsed.output, json.dumps(document, ensure_ascii=False) + "\n")
     return DONE
-
-
-def _require_json(*documents: Any) -> None:
-    try:
-        json.dumps(documents, allow_nan=False)
-    except ValueError:
-        raise Stop(
-            WRONG_INPUT, "found a number that is not finite, such as nan or 1e999; JSON has none."
-        ) from None
 
 
 def _follow(client: Client, search: Search, *, is_quiet: bool) -> Search:

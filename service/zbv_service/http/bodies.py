@@ -118,7 +118,7 @@ def _require_json(request: Request) -> None:
 
 async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
     parts, size, loop = [], 0, asyncio.get_running_loop()
     until = loop.time() + request.app.state.settings.request_seconds

@@ -14,12 +14,15 @@ from zbv_service.http.openapi_extras import enrich
 from zbv_service.http.problems import ProblemDetails
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, NodeEnd
 from zbv_service.runs.documents import PlanChange, RunRequest
+from zbv_service.searches.check_documents import CheckRequest, EstimateRequest
 from zbv_service.security.described import describe
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (
     SearchRequest,
     CompareRequest,
+    CheckRequest,
+    EstimateRequest,
     PlanDocument,
     RunRequest,
     PlanChange,

@@ -10,6 +10,7 @@ from typing import Any
 TAGS = {
     "searches": "Searches for plans: durable, resumable, followed by events or by polling.",
     "plans": "Plans, immutable under the hash of problem and orders; whole, by rank, or as other formats.",
+    "problems": "Problems before they are searched: what is wrong with them, and what they promise.",
     "runs": "Plans run on agents: started at once, begun anew after failures, replanned from measured costs.",
     "agents": "Nodes that offer to run ranks; the calls of `zbv-worker agent`.",
     "access": "Signing in.",
@@ -31,6 +32,11 @@ _PLAN = "3b9ac9ff" * 8
 EXAMPLES: dict[str, Any] = {
     "submit_search": {"problem": PROBLEM, "options": {"effort": "quick", "time_limit": 10, "seed": 0}},
     "compare": {"problem": PROBLEM},
+    "check_problem": {
+        "problem": {**PROBLEM, "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1}},
+        "limit_fraction": 0.75,
+    },
+    "estimate_problem": {"problem": PROBLEM},
     "import_plan": {
         "problem": {"pp_degree": 1, "microbatches": 1, "costs": PROBLEM["costs"]},
         "ranks": [["0F0", "1F0", "1B0", "0B0"]],

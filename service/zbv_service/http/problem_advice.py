@@ -14,6 +14,10 @@ class Advice:
 
 
 ADVICE: dict[str, Advice] = {
+    "malformed-request": Advice(
+        "What came over the connection is no HTTP/1.1: TLS where the service speaks none, most often.",
+        "Check the scheme of the address, http:// or https://, and what stands between you and the service.",
+    ),
     "malformed-json": Advice(
         "The body of the request cannot be decoded: it is no JSON, is cut off, holds NaN or an infinity, is "
         "nested too deeply, or is no gzip although it says so.",
@@ -138,5 +142,10 @@ ADVICE: dict[str, Advice] = {
     "not-ready": Advice(
         "The service starts, stops, or cannot reach its database.",
         "Ask again in a moment; clients that keep to Retry-After do so by themselves.",
+    ),
+    "too-many-connections": Advice(
+        "As many connections are open as the service takes.",
+        "Ask again in a moment, and keep connections for several requests. The operator may allow more "
+        "(ZBV_MAX_CONNECTIONS).",
     ),
 }

@@ -60,6 +60,7 @@ class Kind:
     title: str
 
 
+MALFORMED_REQUEST = Kind("malformed-request", 400, "The request is not HTTP")
 MALFORMED_JSON = Kind("malformed-json", 400, "The body is not JSON")
 INVALID_IDEMPOTENCY_KEY = Kind("invalid-idempotency-key", 400, "The Idempotency-Key breaks a rule")
 UNAUTHENTICATED = Kind("unauthenticated", 401, "The request does not say who sends it")
@@ -92,6 +93,7 @@ SEARCH_CRASHED = Kind("search-crashed", 500, "The search process died")
 RUN_FAILED = Kind("run-failed", 500, "The run failed")
 NOT_IMPLEMENTED = Kind("missing-dependency", 501, "This part of the service is not installed")
 NOT_READY = Kind("not-ready", 503, "The service cannot work now")
+TOO_MANY_CONNECTIONS = Kind("too-many-connections", 503, "The service has too many connections")
 
 
 def kinds() -> dict[str, Kind]:
@@ -145,6 +147,11 @@ def response(content: dict[str, Any], headers: dict[str, str] | None = None) -> 
     return Response(json.dumps(content), content["status"], headers, MEDIA_TYPE)
 
 
+def answer_to(error: ProblemError) -> Response:
+    """The answer that a raised problem stands for."""
+    return response(document(error.kind, error.detail, error.errors), error.headers)
+
+
 def install(app: FastAPI) -> None:
     """Make every error of an application a problem document."""
     app.add_exception_handler(ProblemError, _on_problem)
@@ -168,8 +175,7 @@ def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
 
 
 async def _on_problem(_request: Request, error: Exception) -> Response:
-    error = cast("ProblemError", error)  # registered for this class alone
-    return response(document(error.kind, error.detail, error.errors), error.headers)
+    return answer_to(cast("ProblemError", error))  # registered for this class alone
 
 
 async def _on_invalid_input(_request: Request, error: Exception) -> Response:

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from zbv_service.database import DatabaseAway
 from zbv_service.http import problems
 from zbv_service.http.problems import ProblemError
 
@@ -50,13 +51,14 @@ class RankFetches:
             await self._app(scope, receive, send)
             return
         scope["route"] = self._route
+        request = Request(scope)
         try:
-            await rooms.access.require(Request(scope), self._scopes)
+            await rooms.access.require(request, self._scopes)
         except ProblemError as error:
-            refusal = problems.response(
-                problems.document(error.kind, error.detail, error.errors), error.headers
-            )
-            await refusal(scope, receive, send)
+            await problems.answer_to(error)(scope, receive, send)
+            return
+        except DatabaseAway as error:
+            await (await problems.on_database_away(request, error))(scope, receive, send)
             return
         rooms.metrics.rank_fetches.inc()
         await send({"type": "http.response.start", "status": 200, "headers": answer.headers})

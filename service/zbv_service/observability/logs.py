@@ -15,6 +15,9 @@ LogFormat = Literal["auto", "text", "json"]
 
 _NOISY = ("alembic", "aiosqlite", "asyncio", "httpx", "httpcore")
 _SECRETS = re.compile(r"(?i)(\btoken=|\bbearer\s+|\"authorization\":\s*\"|\bauthorization:\s*)[^\s&\"',;]+")
+_TOKENS = re.compile(r"\b(zbv_[0-9a-f]{12}_)[A-Za-z0-9_-]{43}")
+"""Our own, wherever they stand; the id that is left names the token."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 """What every record has; anything else came in by ``extra``."""
 
@@ -37,8 +40,8 @@ def configure(level: str, log_format: LogFormat = "auto", stream: TextIO | None 
 
 
 def redact(text: str) -> str:
-    """The text without what follows ``token=``, ``Bearer`` or ``Authorization:``."""
-    return _SECRETS.sub(r"\1[redacted]", text)
+    """The text without tokens, and without what follows ``token=``, ``Bearer`` or ``Authorization:``."""
+    return _TOKENS.sub(r"\1[redacted]", _SECRETS.sub(r"\1[redacted]", text))
 
 
 class JsonLines(logging.Formatter):
@@ -57,7 +60,7 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = redact(self.formatException(record.exc_info))
         if record.stack_info:
-            line["stack"] = record.stack_info
+            line["stack"] = redact(record.stack_info)
         return json.dumps(line, default=str)
 
 
@@ -68,8 +71,9 @@ class TextLines(logging.Formatter):
         """Time, level, logger, message, ids; a traceback on the lines below."""
         ids = " ".join(f"{name.removesuffix('_id')}={value}" for name, value in _ids(record).items())
         moment, ending = _moment(record), f" [{ids}]" if ids else ""
-        # One record, one line: a message that quotes what came from outside must not forge another one.
-        message = redact(record.getMessage()).replace("\r", "\\r").replace("\n", "\\n")
+        # One record, one line: a message that quotes what came from outside must not forge another one, nor
+        # tell the terminal what to do.
+        message = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], redact(record.getMessage()))
         text = f"{moment} {record.levelname.lower()} {record.name}: {message}{ending}"
         if record.exc_info:
             text += "\n" + redact(self.formatException(record.exc_info))

@@ -1,7 +1,7 @@
 """Around every request: its id, its metrics and its log line; plain ASGI, some microseconds each.
 
 It is the outermost layer, so that it also sees what the framework answers by itself. It adds what HTTP asks
-of a server for every resource: HEAD wherever there is GET, and limits on addresses and header fields.
+of a server for every resource: HEAD wherever there is GET.
 """
 
 from __future__ import annotations
@@ -13,14 +13,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from zbv_service.http import problems
 from zbv_service.observability.context import REQUEST_ID, request_id_of
 from zbv_service.observability.metrics import Metrics
 
-MAX_ADDRESS = 8192
-"""Bytes of path and query; every real one is far shorter."""
-MAX_HEADERS = 32 * 1024
-"""Bytes of all header fields together."""
 UNKNOWN = "unknown"
 """Route of addresses that are none of ours, and method of methods that HTTP does not know: what strangers
 make up must not become metrics."""
@@ -49,7 +44,7 @@ class Observed:
         inner = dict(scope, method="GET") if answer.is_head else scope
         started = time.perf_counter()
         try:
-            await _refuse_or_serve(self._app, inner, answer.receiving(receive), answer.send)
+            await self._app(inner, answer.receiving(receive), answer.send)
         except Exception:
             # Answered with a 500, and logged, inside. An answer cut off is the server's to report.
             if answer.status != 500 or not answer.is_complete:
@@ -130,28 +125,6 @@ class _Answer:
                     self.started_at = time.perf_counter()
                     self._metrics.event_streams.inc()
                 return
-
-
-async def _refuse_or_serve(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_ADDRESS:
-        refusal = problems.document(
-            problems.ADDRESS_TOO_LONG, f"The address is longer than {MAX_ADDRESS} bytes; send a shorter one."
-        )
-        await problems.response(refusal)(scope, receive, send)
-    elif _size(scope["headers"]) > MAX_HEADERS:
-        refusal = problems.document(
-            problems.HEADERS_TOO_LARGE, f"The header fields exceed {MAX_HEADERS} bytes; send less."
-        )
-        await problems.response(refusal)(scope, receive, send)
-    else:
-        await app(scope, receive, send)
-
-
-def _size(headers: list[tuple[bytes, bytes]]) -> int:
-    size = 0
-    for name, value in headers:
-        size += len(name) + len(value)
-    return size
 
 
 def _route(scope: Scope) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from fastapi import Request
 
+from zbv_service.database import DatabaseAway
 from zbv_service.http.problems import (
     INSUFFICIENT_SCOPE,
     OTHER_ORIGIN,
@@ -19,7 +20,7 @@ from zbv_service.http.problems import (
 from zbv_service.security.attempts import Attempts
 from zbv_service.security.cookies import session_of
 from zbv_service.security.grants import OPEN, Grant
-from zbv_service.security.origins import SAFE_METHODS, is_same_origin
+from zbv_service.security.origins import SAFE_METHODS, is_from_elsewhere, is_same_origin
 from zbv_service.security.scopes import allows
 from zbv_service.security.tokens import Tokens
 
@@ -73,6 +74,9 @@ class Access:
     async def identify(self, request: Request) -> Grant:
         """Who sends a request, by its Authorization field or else its cookie."""
         if self.is_open:
+            # Nothing but the sender's word tells a command from another site's page in a browser here.
+            if request.method not in SAFE_METHODS and is_from_elsewhere(request):
+                raise _other_origin()
             return OPEN
         text = _bearer(request)
         if text is not None:
@@ -87,14 +91,27 @@ class Access:
             require_same_origin(request)
         return grant
 
+    async def is_still_allowed(self, request: Request, needed: Sequence[str]) -> bool:
+        """Whether a request that was let in, and is still being answered, would be let in again.
+
+        A database that does not answer revokes nothing.
+        """
+        if self.is_open:
+            return True
+        text = _bearer(request) or session_of(request)
+        try:
+            grant = None if text is None else await self.tokens.grant(text)
+        except DatabaseAway:
+            return True
+        return grant is not None and allows(grant.scopes, needed)
+
     async def check(self, request: Request, text: str) -> Grant:
         """The grant of a token or session."""
-        address = "" if request.client is None else request.client.host
         if not self.tokens.is_known(text):
-            self._require_patience(address)
+            self.require_patience(request)
         grant = await self.tokens.grant(text)
         if grant is None:
-            self._attempts.failed(address)
+            self.note_failure(request)
             raise Unauthenticated(
                 "The token is none of this service's, or it has expired or was revoked. A new one comes from "
                 "zbv-service token create.",
@@ -102,7 +119,13 @@ class Access:
             )
         return grant
 
-    def _require_patience(self, address: str) -> None:
+    def note_failure(self, request: Request) -> None:
+        """Count a wrong token, or a wrong link, of the address that sent it."""
+        self._attempts.failed(_address(request))
+
+    def require_patience(self, request: Request) -> None:
+        """Raise :class:`ProblemError` 429 when too many wrong ones came from there."""
+        address = _address(request)
         wait = self._attempts.wait_seconds(address)
         if wait:
             raise ProblemError(
@@ -115,17 +138,22 @@ class Access:
 def require_same_origin(request: Request) -> None:
     """Refuse what another site's page has a browser send."""
     if not is_same_origin(request):
-        raise ProblemError(
-            OTHER_ORIGIN,
-            "A browser's session changes things only from this service's own pages, and this request comes "
-            "from elsewhere (Origin or Sec-Fetch-Site). Scripts send a token in Authorization instead.",
-        )
+        raise _other_origin()
+
+
+def _other_origin() -> ProblemError:
+    return ProblemError(
+        OTHER_ORIGIN,
+        "A browser changes things only from this service's own pages, and this request comes from elsewhere "
+        "(Origin or Sec-Fetch-Site). Scripts send a token in Authorization instead.",
+    )
+
+
+def _address(request: Request) -> str:
+    return "" if request.client is None else request.client.host
 
 
 def _bearer(request: Request) -> str | None:
-    """The token in the Authorization field; an empty one when there is another kind of credentials."""
-    header = request.headers.get("authorization")
-    if header is None:
-        return None
-    scheme, _, text = header.partition(" ")
-    return text.strip() if scheme.lower() == "bearer" else ""
+    """The token in the Authorization field; None when there is none, or other credentials: a proxy's own."""
+    scheme, _, text = request.headers.get("authorization", "").partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else None

@@ -32,6 +32,7 @@ class Attempts:
         count, since = self._failures.get(place, (0, 0.0))
         now = self._clock()
         self._failures[place] = (1, now) if now - since > WINDOW_SECONDS else (count + 1, since)
+        self._failures.move_to_end(place)
         while len(self._failures) > REMEMBERED:
             self._failures.popitem(last=False)
 

@@ -1,4 +1,4 @@
-"""What every answer tells browsers to keep from doing; plain ASGI, so that streams stay streams."""
+"""What every answer keeps browsers and caches from doing; plain ASGI, so that streams stay streams."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ ALWAYS: tuple[tuple[bytes, bytes], ...] = (
 )
 NO_PAGE = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
 """Of answers that are no pages: whatever a browser takes them for, they load and run nothing."""
+NOT_KEPT = (b"cache-control", b"no-store")
+"""Of answers that do not say how long they may be kept: left to themselves, caches would guess."""
+CHECKED = (b"cache-control", b"no-cache")
+"""Of those that can be asked whether they are still the same: files, which change with the version."""
 OVER_TLS = (b"strict-transport-security", b"max-age=31536000")
 
 
@@ -37,9 +41,11 @@ class SecurityHeaders:
 
 
 def _with(headers: list[tuple[bytes, bytes]], is_over_tls: bool) -> list[tuple[bytes, bytes]]:
-    found = [*headers, *ALWAYS]
-    if all(name != NO_PAGE[0] for name, _ in headers):
+    found, names = [*headers, *ALWAYS], {name for name, _ in headers}
+    if NO_PAGE[0] not in names:
         found.append(NO_PAGE)
+    if NOT_KEPT[0] not in names:
+        found.append(CHECKED if b"etag" in names else NOT_KEPT)
     if is_over_tls:
         found.append(OVER_TLS)
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zbv_service.http import problems
+from zbv_service.http.problems import ProblemError
 from zbv_service.settings import Settings
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -43,7 +44,7 @@ class KnownHosts:
             f"found host {name[:100]!r}; this service is reached as {', '.join(sorted(self._names))}. Use "
             f"one of these, or have ZBV_ALLOWED_HOSTS name it."
         )
-        await problems.response(problems.document(problems.UNKNOWN_HOST, detail))(scope, receive, send)
+        await problems.answer_to(ProblemError(problems.UNKNOWN_HOST, detail))(scope, receive, send)
 
 
 def _without_port(host: str) -> str:

@@ -24,6 +24,7 @@ def is_same_origin(request: Request) -> bool:
     return parts.netloc == request.headers.get("host", "") and parts.scheme in ("http", "https")
 
 
-def came_from_elsewhere(request: Request) -> bool:
-    """Whether a link on another site led here: the browser left its cookie at home then."""
-    return request.headers.get("sec-fetch-site") in ("cross-site", "same-site")
+def is_from_elsewhere(request: Request) -> bool:
+    """Whether a browser says that another site's page sent the request; commands say nothing of the kind."""
+    says = "sec-fetch-site" in request.headers or "origin" in request.headers
+    return says and not is_same_origin(request)

@@ -47,7 +47,8 @@ def needs(*scopes: Scope) -> params.Security:
     return cast("params.Security", Security(_scheme, scopes=list(scopes)))
 
 
-READ = needs("read")
+READ_SCOPES: tuple[Scope, ...] = ("read",)
+READ = needs(*READ_SCOPES)
 ANY_TOKEN = needs(*SCOPES)
 ANYBODY = cast("params.Depends", Depends(_anybody))
 """The declaration of a route that needs no token."""

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy.exc import SQLAlchemyError
-
-from zbv_service.database.tokens import TokenTable
+from zbv_service.database import DatabaseAway, TokenTable
 from zbv_service.security.grants import Grant, Means
 from zbv_service.security.records import TokenRecord
 from zbv_service.security.scopes import SCOPES
@@ -110,11 +108,10 @@ class Tokens:
     async def _ask(self, token_id: str) -> _Known | None:
         try:
             record = await self._table.live(token_id)
-        except SQLAlchemyError:
+        except DatabaseAway:
             known = self._known.get(token_id)
             if known is None or self._clock() - known.at > STALE_SECONDS:
                 raise
-            logger.warning("the database does not answer; token %s is believed a little longer", token_id)
             return known
         if record is None or record.kind == "link" or not self.has_root(record):
             self._known.pop(token_id, None)
@@ -145,8 +142,8 @@ class Tokens:
     async def _used(self, token_id: str) -> None:
         try:
             await self._table.used(token_id)
-        except SQLAlchemyError as error:
-            logger.warning("could not note that token %s is in use", token_id, exc_info=error)
+        except DatabaseAway as error:
+            logger.warning("%s That token %s is in use was not noted.", error, token_id)
 
 
 def _grant(record: TokenRecord) -> Grant:

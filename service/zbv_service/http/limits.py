@@ -1,0 +1,55 @@
+"""What is refused before anything looks at it: requests that are too large in form, or one too many."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from zbv_service.http import problems
+from zbv_service.http.connections import CROWDED
+from zbv_service.http.problems import ProblemError
+
+MAX_ADDRESS = 8192
+"""Bytes of path and query; every real one is far shorter."""
+MAX_HEADERS = 32 * 1024
+"""Bytes of all header fields together."""
+RETRY_SECONDS = 1
+
+
+class Limited:
+    """An application behind limits on addresses, header fields and connections."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        refusal = _refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await problems.answer_to(refusal)(scope, receive, send)
+
+
+def _refusal(scope: Scope) -> ProblemError | None:
+    if scope.get(CROWDED):
+        return ProblemError(
+            problems.TOO_MANY_CONNECTIONS,
+            "As many connections are open as the service takes; come back in a moment.",
+            headers={"Retry-After": str(RETRY_SECONDS), "Connection": "close"},
+        )
+    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_ADDRESS:
+        return ProblemError(
+            problems.ADDRESS_TOO_LONG, f"The address is longer than {MAX_ADDRESS} bytes; send a shorter one."
+        )
+    if _size(scope["headers"]) > MAX_HEADERS:
+        return ProblemError(
+            problems.HEADERS_TOO_LARGE, f"The header fields exceed {MAX_HEADERS} bytes; send less."
+        )
+    return None
+
+
+def _size(headers: list[tuple[bytes, bytes]]) -> int:
+    size = 0
+    for name, value in headers:
+        size += len(name) + len(value)
+    return size

@@ -8,7 +8,7 @@ ARGS   ?=
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test suite lint style types format browser postgres picture openapi freeze clean install
+.PHONY: help run test suite lint style types format browser postgres picture pictures openapi freeze clean install
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -31,8 +31,9 @@ run: install ## Plan, train and compare on this machine; ARGS=--exit stops after
 test: install browser postgres style ## Run all checks and tests; ARGS go to pytest
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
+# One process more than there are cores: many tests wait for processes of their own.
 suite: install
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: style types ## Check style and types only
 
@@ -69,6 +70,9 @@ postgres:
 picture: install ## Draw the README's plan again
 	$(BIN)/zbv plan examples/readme.json -o build/readme.json
 	$(BIN)/zbv export build/readme.json --format svg -o docs/plan.svg
+
+pictures: install browser ## Take the README's pictures of the pages again
+	cd tests && ../$(BIN)/python -m web.pictures ../docs
 
 openapi: install ## Write the service's OpenAPI document again
 	$(BIN)/zbv-service openapi > service/openapi.json

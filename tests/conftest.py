@@ -17,8 +17,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 os.environ.setdefault("ZBV_PRELOAD", "at-first-search")
 
 LONGEST_FIRST = (
+    "worker/test_agent_recovery.py",
     "worker/test_agent.py",
     "end_to_end/test_make_run.py",
+    "end_to_end/test_clusters.py",
     "service/test_scale_out.py",
     "service/test_processes.py",
     "solver/test_search.py",

@@ -1,4 +1,4 @@
-"""The ``zbv`` command: plan, check, compare, export, refit, bench.
+"""The ``zbv`` command: plan, check, compare, frontier, export, refit, bench.
 
 Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit. Results go to standard output or
 the named file, progress and messages to standard error. Everything heavy is imported by the command that
@@ -88,6 +88,17 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
     compare.add_argument("--json", action="store_true", help="print JSON instead of a table")
     compare.set_defaults(run=_compare)
+
+    frontier = commands.add_parser(
+        "frontier",
+        help="print the best objective within every memory limit",
+        description="Search the problem at memory limits from the smallest feasible one to twice what 1F1B "
+        "holds, whatever its own limit is.",
+    )
+    frontier.add_argument("problem", help="problem file (JSON), or -")
+    frontier.add_argument("--effort", choices=("quick", "standard", "thorough"), default="quick")
+    frontier.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    frontier.set_defaults(run=_frontier)
 
     export = commands.add_parser("export", help="convert a plan for another tool")
     export.add_argument("plan", help="plan file (JSON), or -")
@@ -186,6 +197,42 @@ def _compare(arguments: argparse.Namespace) -> None:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
         _print_table(plan)
+
+
+def _frontier(arguments: argparse.Namespace) -> None:
+    from zbv_solver.frontier_search import baseline_points, frontier_points, point_json
+
+    problem = _read_problem(arguments.problem)
+    plans: list[Plan] = []
+
+    def search(limited: Problem) -> Plan:
+        plans.append(_search(limited, arguments.effort, None))
+        return plans[-1]
+
+    points = frontier_points(problem, search)
+    if arguments.json:
+        document = {"objective": problem.objective, "points": [point_json(point) for point in points]}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{problem.objective} over memory; 1 is what 1F1B holds on its fullest rank")
+    for name in ("limit", "per rank", f"best {problem.objective}", "lower bound", "gap", "plan"):
+        table.add_column(name, justify="right")
+    for point in points:
+        table.add_row(
+            f"{point.fraction:.4g}",
+            f"{point.limit:.6g}",
+            f"{point.best.value:.6g}",
+            f"{point.lower_bound:.6g}",
+            f"{point.gap:.2%}",
+            point.best.name[:12],
+        )
+    table.add_section()
+    for baseline in sorted(baseline_points(plans[0]), key=lambda each: each.needs):
+        table.add_row(f"{baseline.needs:.4g}", "", f"{baseline.value:.6g}", "", "", baseline.name)
+    Console().print(table)
 
 
 def _export(arguments: argparse.Namespace) -> None:

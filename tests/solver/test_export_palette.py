@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import combinations
 
 import numpy as np
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from zbv_solver.export.palette import (
     DARK,
     FILLS,
-    INKS,
     KIND_FILLS,
     LIGHT,
     LINES,
@@ -23,7 +21,6 @@ from zbv_solver.export.palette import (
     kind,
     rgb,
 )
-from zbv_solver.export.report import STATIC
 from zbv_solver.problem import LETTERS
 
 # Machado, Oliveira, Fernandes (2009), severity 1, on linear RGB.
@@ -101,30 +98,3 @@ def test_every_letter_has_a_name_and_a_kind() -> None:
 def test_contrast_is_that_of_wcag() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
-
-
-def variables(block: str) -> dict[str, str]:
-    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
-
-
-def test_the_style_sheet_uses_the_same_colours() -> None:
-    style = (STATIC / "zbv.css").read_text(encoding="utf-8")
-    light, dark = (variables(style[style.index(at) :].split("}")[0]) for at in (":root {", "  :root {"))
-    for letter, shades in FILLS.items():
-        for at, colour in enumerate(shades):
-            assert light[f"{letter.lower()}{at}"] == colour
-    assert (light["ink0"], light["ink1"]) == INKS
-    for theme, found in ((LIGHT, light), (DARK, dark)):
-        assert (found["surface"], found["text"], found["muted"]) == (theme.surface, theme.text, theme.muted)
-        assert found["limit"] == theme.limit
-
-
-def test_texts_of_the_style_sheet_are_readable() -> None:
-    style = (STATIC / "zbv.css").read_text(encoding="utf-8")
-    light, dark = (variables(style[style.index(at) :].split("}")[0]) for at in (":root {", "  :root {"))
-    for found in (light, dark):
-        for text in ("text", "muted", "accent", "good", "bad"):
-            for background in ("page", "surface", "raised"):
-                assert contrast(found[text], found[background]) >= 4.5, (text, background)
-        assert contrast(found["good"], found["good-back"]) >= 4.5
-        assert contrast(found["bad"], found["bad-back"]) >= 4.5

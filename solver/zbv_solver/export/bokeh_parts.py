@@ -19,21 +19,24 @@ from bokeh.plotting import figure as bokeh_figure
 from zbv_solver.export import palette
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+TICKS = 10
+"""Of a time axis, where there is room: the script asks for fewer on narrow screens."""
 _LEFT_BORDER = 66
+RIGHT_BORDER = 74
+"""Room for the numbers at the right of the rows."""
 
 
 @dataclass
 class Colours:
-    """Sets colours of models for one theme and keeps a record of both, for the script that switches."""
+    """Sets colours of models for the light theme and keeps a record of both, for the script that switches."""
 
-    dark: bool
     rules: list[dict[str, str]] = field(default_factory=list)
 
     def paint(self, model: Any, **properties: str) -> None:
-        """Give properties of a model colours of the theme: ``paint(axis, axis_label_text_color="muted")``."""
+        """Give properties of a model colours of a theme: ``paint(axis, axis_label_text_color="muted")``."""
         for name, role in properties.items():
             light, dark = getattr(palette.LIGHT, role), getattr(palette.DARK, role)
-            setattr(model, name, dark if self.dark else light)
+            setattr(model, name, light)
             self.rules.append({"model": model.id, "property": name, "light": light, "dark": dark})
 
 
@@ -45,10 +48,12 @@ def time_figure(colours: Colours, *, height: int, x_range: Range1d, tools: list[
         x_range=x_range,
         tools=tools,
         min_border_left=_LEFT_BORDER,
-        min_border_right=14,
+        min_border_right=RIGHT_BORDER,
         **options,
     )
     figure.toolbar.logo = None
+    # Bokeh takes its own width less 15 pixels for the room that tools have, and would hide the last.
+    figure.toolbar.stylesheets = [":host { padding-right: 18px; --divider-color: var(--line, #dde2ea); }"]
     figure.border_line_color = None
     colours.paint(
         figure,
@@ -72,6 +77,7 @@ def time_figure(colours: Colours, *, height: int, x_range: Range1d, tools: list[
         )
     for grid in figure.grid:
         colours.paint(grid, grid_line_color="grid")
+    figure.xaxis.ticker.desired_num_ticks = TICKS
     figure.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
     return figure
 

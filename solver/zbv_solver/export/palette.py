@@ -47,7 +47,7 @@ PALETTE_SHADES = 2
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours around the data."""
+    """Colours around the data. ``idle`` lies under a hatch of ``muted``, which carries the contrast."""
 
     background: str
     surface: str
@@ -55,13 +55,26 @@ class Theme:
     muted: str
     grid: str
     limit: str
+    idle: str
 
 
 LIGHT = Theme(
-    background="#ffffff", surface="#ffffff", text="#1b2230", muted="#566074", grid="#e4e8ef", limit="#c02c38"
+    background="#ffffff",
+    surface="#ffffff",
+    text="#1b2230",
+    muted="#566074",
+    grid="#e4e8ef",
+    limit="#c02c38",
+    idle="#ffe08a",
 )
 DARK = Theme(
-    background="#0b0e14", surface="#11161f", text="#e7ebf2", muted="#9aa5b8", grid="#222a37", limit="#ff7a80"
+    background="#0b0e14",
+    surface="#11161f",
+    text="#e7ebf2",
+    muted="#9aa5b8",
+    grid="#222a37",
+    limit="#ff7a80",
+    idle="#6b5710",
 )
 
 

@@ -1,0 +1,71 @@
+"""Every rank's list of actions, as the page shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbv_solver.export import palette, quantities
+from zbv_solver.plan import Plan
+
+MAX_CHIPS = 4000
+"""Up to this many actions the lists colour every one."""
+MAX_LISTED = 30_000
+"""Above this many actions the page lists only the beginning of every rank."""
+LISTED_PER_RANK = 200
+
+
+@dataclass(frozen=True)
+class Chip:
+    """An action of a list; ``style`` is the class of its colour."""
+
+    text: str
+    style: str
+
+
+@dataclass(frozen=True)
+class RankLine:
+    """A rank's list of actions. ``chips`` is empty where ``text`` carries them without colour."""
+
+    rank: int
+    stages: str
+    count: int
+    busy: str
+    peak: str
+    chips: tuple[Chip, ...]
+    text: str
+    omitted: int
+
+
+def action_lists(plan: Plan) -> list[RankLine]:
+    """A list for every rank; of large plans their beginnings."""
+    orders, problem = plan.orders, plan.problem
+    chips = len(orders) <= MAX_CHIPS
+    span = plan.metrics.span or 1.0
+    duration = problem.arrays.duration[orders.letter, orders.stage]
+    lines = []
+    for rank in range(orders.pp_degree):
+        count = orders.slice_of(rank).stop - orders.slice_of(rank).start
+        listed = count if len(orders) <= MAX_LISTED else min(count, LISTED_PER_RANK)
+        texts = orders.text(rank)[:listed]
+        stages = problem.placement.stages_of[rank]
+        lines.append(
+            RankLine(
+                rank=rank,
+                stages=f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}",
+                count=count,
+                busy=quantities.percent(float(duration[orders.slice_of(rank)].sum()) / span, 1),
+                peak=quantities.memory(plan.metrics.peak_memory[rank], problem.units),
+                chips=tuple(_chips(plan, rank)) if chips else (),
+                text="" if chips else " ".join(texts),
+                omitted=count - listed,
+            )
+        )
+    return lines
+
+
+def _chips(plan: Plan, rank: int) -> list[Chip]:
+    chunk_of = plan.problem.placement.chunk_of
+    return [
+        Chip(str(action), f"{action.letter}{palette.shade(chunk_of[action.stage])}")
+        for action in plan.orders.actions(rank)
+    ]

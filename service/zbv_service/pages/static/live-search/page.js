@@ -1,0 +1,240 @@
+// The page of a search: numbers, chart and state follow its events; it can be stopped and deleted. Once it
+// has ended, the server's own words about that take the place of ours.
+
+import { duration, percent, withUnit } from "../numbers.js";
+import { Chart } from "./chart.js";
+import { Course } from "./course.js";
+import { follow } from "./stream.js";
+
+const TICK = 250; // ms between two looks at the clock
+const SAY_EVERY = 5000; // ms between two sentences for those who listen to the page
+const QUEUE_EVERY = 3000;
+const LINES = {
+  open: ["live", "Live"],
+  broken: ["broken", "The connection is lost; trying again …"],
+  asking: ["asking", "Asking every two seconds: no stream gets through"],
+  hidden: ["asking", "Asking now and then while the page is hidden"],
+  "signed-out": ["broken", "You are signed out; load the page again to sign in"],
+};
+
+const search = JSON.parse(document.getElementById("search").textContent);
+const at = (id) => document.getElementById(id);
+const value = (name) => document.querySelector(`[data-value="${name}"]`);
+const hasCourse = at("course") !== null; // a search that ended without a plan has none
+const isOpen = search.state === "queued" || search.state === "running";
+
+const course = new Course();
+const chart = hasCourse ? new Chart(at("course"), search.unit) : null;
+const began = search.seconds === null ? null : performance.now() - 1000 * search.seconds;
+const clock = { began: isOpen ? began : null };
+let spoken = -Infinity;
+let wasShown = null;
+
+function elapsed() {
+  if (course.end?.seconds !== null && course.end?.seconds !== undefined) {
+    return course.end.seconds;
+  }
+  if (clock.began !== null) {
+    return (performance.now() - clock.began) / 1000;
+  }
+  return isOpen ? null : search.seconds;
+}
+
+function hear(event) {
+  course.add(event);
+  if (event.event === "state" && event.state === "running" && clock.began === null && isOpen) {
+    clock.began = performance.now() - Math.max(0, 1000 * (event.seconds ?? 0));
+  }
+  show();
+}
+
+// Several events may come at once: one drawing for all of them.
+function show() {
+  if (wasShown === null) {
+    wasShown = requestAnimationFrame(() => {
+      wasShown = null;
+      showState();
+      showNumbers();
+      showSteps();
+      chart.show(course.points, elapsed() ?? 0);
+      say();
+    });
+  }
+}
+
+function showState() {
+  const state = course.state ?? search.state;
+  const badge = at("state");
+  badge.textContent = course.isStopping && course.end === null ? "stopping" : state;
+  badge.className = `state ${state}`;
+  if (course.attempts > 1) {
+    value("attempts").textContent = `started ${course.attempts} times`;
+  }
+  const empty = at("course-empty");
+  if (empty !== null && course.end !== null) {
+    empty.textContent = "No plan was found.";
+  } else if (empty !== null && state === "running") {
+    empty.textContent = "Looking for a first plan …";
+  }
+  const stop = at("stop");
+  if (stop !== null && course.isStopping) {
+    stop.disabled = true;
+    stop.textContent = "Stopping …";
+  }
+}
+
+function showNumbers() {
+  const newest = course.newest;
+  if (newest === null) {
+    return;
+  }
+  value("best").textContent = withUnit(newest.best, search.unit);
+  value("bound").textContent = withUnit(newest.bound, search.unit);
+  value("gap").textContent = newest.gap === null ? "–" : percent(newest.gap);
+  value("gap-note").textContent = newest.gap === 0 ? "proved optimal" : "best above the bound";
+  document.querySelector('[data-card="gap"]').classList.toggle("good", newest.gap === 0);
+  const [method, ...details] = (newest.method ?? "–").split("(");
+  value("method").textContent = method;
+  value("details").textContent = details.join("(").replace(/\)$/, "") || "the method of the best plan";
+  if (course.end === null && newest.gap !== null) {
+    document.title = `${percent(newest.gap)} gap · ${search.title} · zbv`;
+  }
+}
+
+function showSteps() {
+  if (!at("steps").open) {
+    return;
+  }
+  const rows = course.points.map((point) => {
+    const row = document.createElement("tr");
+    const cells = [
+      withUnit(point.best, search.unit),
+      withUnit(point.bound, search.unit),
+      point.gap === null ? "–" : percent(point.gap),
+    ];
+    row.append(Object.assign(document.createElement("th"), { scope: "row", textContent: duration(point.seconds) }));
+    row.append(...cells.map((text) => Object.assign(document.createElement("td"), { textContent: text })));
+    row.append(Object.assign(document.createElement("td"), { className: "left", textContent: point.method ?? "–" }));
+    return row;
+  });
+  at("steps-body").replaceChildren(...rows);
+}
+
+function say() {
+  const newest = course.newest;
+  if (newest === null || course.end !== null || !isOpen || performance.now() - spoken < SAY_EVERY) {
+    return;
+  }
+  spoken = performance.now();
+  at("said").textContent = `Best ${withUnit(newest.best, search.unit)}, gap ${percent(newest.gap ?? Infinity)}`;
+}
+
+function line(name) {
+  const [style, text] = LINES[name];
+  at("line").className = `line-state ${style}`;
+  at("line").textContent = text;
+}
+
+function complain(text) {
+  const place = at("complaint");
+  place.hidden = false;
+  place.textContent = text;
+}
+
+// The server's page knows best how an end reads.
+async function finish() {
+  at("line").textContent = "";
+  at("controls")?.remove();
+  if (course.end.state === "discarded") {
+    at("outcome").textContent = "This search was deleted; a plan that it found is still there.";
+    return;
+  }
+  try {
+    const answer = await fetch(location.href, { headers: { Accept: "text/html" } });
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    for (const place of answer.ok ? ["#outcome", ".cards.live", "#state"] : []) {
+      const found = page.querySelector(place);
+      document.querySelector(place).replaceWith(...(found === null ? [] : [document.adoptNode(found)]));
+    }
+    if (page.getElementById("course-panel") === null) {
+      at("course-panel").remove();
+    }
+  } catch {
+    complain("The search has ended; load the page again to see how.");
+  }
+  document.title = `${course.end.state} · ${search.title} · zbv`;
+}
+
+async function change(method, address, button, then) {
+  button.disabled = true;
+  let answer = null;
+  try {
+    answer = await fetch(address, { method });
+  } catch {
+    complain("The service does not answer; try again in a moment.");
+  }
+  if (answer?.ok) {
+    then(button);
+    return;
+  }
+  button.disabled = false;
+  if (answer !== null) {
+    const said = await answer.json().catch(() => ({}));
+    complain(said.detail ?? `The service answered with status ${answer.status}.`);
+  }
+}
+
+async function askQueue() {
+  if ((course.state ?? search.state) !== "queued" || course.end !== null) {
+    return;
+  }
+  const empty = at("course-empty");
+  try {
+    const answer = await fetch(search.address, { headers: { Accept: "application/json" } });
+    const before = answer.ok ? (await answer.json()).queued_before : null;
+    if (empty !== null && before !== null && course.state !== "running") {
+      const others = before === 1 ? "one search is" : `${before} searches are`;
+      empty.textContent = before === 0 ? "Waiting for its turn: it is the next." : `Waiting for its turn: ${others} before it.`;
+    }
+  } catch {
+    // The line says that nobody answers.
+  }
+  setTimeout(askQueue, QUEUE_EVERY);
+}
+
+at("stop")?.addEventListener("click", (event) =>
+  change("POST", `${search.address}/cancel`, event.currentTarget, (button) => {
+    button.disabled = true;
+    button.textContent = "Stopping …";
+  }),
+);
+at("delete")?.addEventListener("click", (event) =>
+  change("DELETE", search.address, event.currentTarget, () => location.assign(search.list)),
+);
+at("steps")?.addEventListener("toggle", showSteps);
+
+if (isOpen) {
+  setInterval(() => {
+    const seconds = elapsed();
+    if (course.end === null && seconds !== null) {
+      value("elapsed").textContent = duration(seconds);
+      chart.show(course.points, seconds);
+    }
+  }, TICK);
+  askQueue();
+}
+if (hasCourse) {
+  follow(`${search.address}/events`, {
+    event(event) {
+      hear(event);
+      if (event.event === "end" && isOpen) {
+        finish();
+      }
+    },
+    line(name) {
+      if (isOpen) {
+        line(name);
+      }
+    },
+  });
+}

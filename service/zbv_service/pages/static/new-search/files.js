@@ -1,0 +1,70 @@
+// Problem files: chosen, or dropped anywhere on the page. Parsed here; the service judges what is in them.
+
+const MOST_BYTES = 8 * 1024 * 1024;
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+
+// The problem and options in a document: a problem, the body of a request, or a plan.
+export function problemIn(document) {
+  if (!isObject(document)) {
+    throw new TypeError("It is JSON, but no object; a problem has pp_degree, microbatches and costs.");
+  }
+  if (isObject(document.problem)) {
+    return { problem: document.problem, options: isObject(document.options) ? document.options : {} };
+  }
+  if (!("pp_degree" in document) && !("costs" in document) && !("microbatches" in document)) {
+    throw new TypeError("It is JSON, but no problem: it has no pp_degree, microbatches or costs.");
+  }
+  return { problem: document, options: {} };
+}
+
+export async function readFile(file) {
+  if (file.size > MOST_BYTES) {
+    throw new TypeError(`It has ${file.size} bytes; a problem file has at most ${MOST_BYTES}.`);
+  }
+  const text = await file.text();
+  let document;
+  try {
+    document = JSON.parse(text);
+  } catch (error) {
+    throw new TypeError(`It is no JSON: ${error.message}`);
+  }
+  return problemIn(document);
+}
+
+// take(file) is called for every file that comes.
+export function acceptFiles(input, veil, take) {
+  input.addEventListener("change", () => {
+    if (input.files.length > 0) {
+      take(input.files[0]);
+      input.value = ""; // the same file may be chosen again
+    }
+  });
+  const hasFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+  let depth = 0;
+  document.addEventListener("dragenter", (event) => {
+    if (hasFiles(event)) {
+      depth += 1;
+      veil.hidden = false;
+    }
+  });
+  document.addEventListener("dragleave", (event) => {
+    if (hasFiles(event)) {
+      depth = Math.max(0, depth - 1);
+      veil.hidden = depth === 0;
+    }
+  });
+  document.addEventListener("dragover", (event) => {
+    if (hasFiles(event)) {
+      event.preventDefault();
+    }
+  });
+  document.addEventListener("drop", (event) => {
+    depth = 0;
+    veil.hidden = true;
+    if (hasFiles(event) && event.dataTransfer.files.length > 0) {
+      event.preventDefault();
+      take(event.dataTransfer.files[0]);
+    }
+  });
+}

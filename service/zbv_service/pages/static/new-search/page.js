@@ -1,0 +1,306 @@
+// The form for a new search. The fields are a problem document in another form: every change makes it anew,
+// has the service check it, and shows what it promises.
+
+import { Cells } from "./cells.js";
+import { Expectation } from "./expectation.js";
+import { acceptFiles, readFile } from "./files.js";
+import { Issues } from "./issues.js";
+import { COSTS, DELTAS, LIMIT, ProblemForm, STATIC } from "./problem-form.js";
+import { copy, curl, pretty } from "./script-view.js";
+import { Service, latest, newKey, said } from "./service.js";
+import { factRows, meaningOf, verdictOf } from "./verdict.js";
+
+const CHECK_PAUSE = 200; // ms after the last key
+const DRAFT = "zbv-new-search";
+const TEXTS = ["pp_degree", "microbatches", "chunks", "limit_fraction", "time_unit", "memory_unit", "time_limit", "seed"];
+
+const at = (id) => document.getElementById(id);
+const page = at("new-search") === null ? null : JSON.parse(at("new-search").textContent);
+
+class NewSearch {
+  constructor() {
+    this.service = new Service(page.root);
+    this.form = new ProblemForm();
+    this.facts = null; // of the problem that was checked last, where it was valid
+    this.checked = null; // the text of what was checked last
+    this.intent = null; // {text, key} of a request that may have to be sent again
+    const changed = (key) => this.#cellChanged(key);
+    this.tables = {
+      costs: new Cells(at("table-costs"), COSTS, this.form, changed),
+      memory: new Cells(at("table-memory"), DELTAS, this.form, changed),
+      ranks: new Cells(at("table-ranks"), [STATIC, LIMIT], this.form, changed),
+    };
+    this.issues = new Issues(this.form);
+    this.checkSoon = latest(() => this.check(), CHECK_PAUSE);
+    const take = (found, note) => {
+      this.begin({ ...found, options: this.form.options() }, note);
+      at("pp_degree").focus(); // the button that had the focus is of no use now
+    };
+    this.expectation = new Expectation(this.service, () => this.#units.time, take);
+    this.#listen();
+  }
+
+  // ---- the fields
+
+  #listen() {
+    for (const name of TEXTS) {
+      at(name).addEventListener("input", () => {
+        this.form.texts[name] = at(name).value;
+        this.form.forget(name);
+        if (name === "pp_degree" || name === "chunks") {
+          this.#drawTables();
+        }
+        this.changed();
+      });
+    }
+    at("effort").addEventListener("change", () => {
+      this.form.texts.effort = at("effort").value;
+      this.form.forget("effort");
+      this.changed();
+    });
+    for (const [id, name] of [["placement", "placement"], ["objective", "objective"], ["limit_kind", "limitKind"]]) {
+      at(id).addEventListener("change", () => this.#choose(name, at(id).value));
+    }
+    at("has_memory").addEventListener("change", () => {
+      this.form.hasMemory = at("has_memory").checked;
+      this.#draw();
+      this.changed();
+    });
+    at("preset").addEventListener("change", () => {
+      const preset = page.presets[at("preset").value];
+      if (preset !== undefined) {
+        this.begin(preset, "");
+      }
+    });
+    at("form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.submit();
+    });
+    for (const button of document.querySelectorAll("[data-copy]")) {
+      button.addEventListener("click", () => this.#copy(button.dataset.copy));
+    }
+    acceptFiles(at("file"), at("drop"), (file) => this.#open(file));
+  }
+
+  #choose(name, value) {
+    if (name === "limitKind" && value === "amount" && this.facts?.limit) {
+      this.form.values[LIMIT.key].fill(this.facts.limit.map(String), this.form.shape);
+    }
+    if (name === "limitKind" && value === "fraction" && this.facts?.limit_fraction) {
+      this.form.texts.limit_fraction = String(Number(this.facts.limit_fraction.toPrecision(4)));
+    }
+    this.form[name] = value;
+    this.form.forget(name);
+    this.#draw();
+    this.changed();
+  }
+
+  #cellChanged(key) {
+    if (key === "memory.forward" || key === "memory.backward_input") {
+      if (this.wasBalanced && this.form.balance()) {
+        this.tables.memory.draw();
+      }
+    }
+    this.changed();
+  }
+
+  // Shows a document in the form.
+  begin({ problem, options = {}, limit_fraction: fraction = null }, note) {
+    const unshown = this.form.read(problem, options, fraction);
+    const kept = unshown.length === 0 ? "" : `No field shows ${unshown.join(", ")}; that is kept and sent along.`;
+    this.say([note, kept].filter(Boolean).join(" "));
+    this.facts = null;
+    this.#draw();
+    this.changed();
+  }
+
+  #draw() {
+    const { form } = this;
+    for (const name of [...TEXTS, "effort"]) {
+      at(name).value = form.texts[name];
+    }
+    at("placement").value = form.placement;
+    at("objective").value = form.objective;
+    at("limit_kind").value = form.limitKind;
+    at("has_memory").checked = form.hasMemory;
+    at("memory-fields").hidden = !form.hasMemory;
+    at("chunks-field").hidden = form.placement !== "loop";
+    at("limit_fraction-field").hidden = form.limitKind !== "fraction";
+    this.tables.ranks.quantities = form.limitKind === "amount" ? [STATIC, LIMIT] : [STATIC];
+    this.#drawTables();
+  }
+
+  #drawTables() {
+    for (const table of Object.values(this.tables)) {
+      table.draw();
+    }
+    this.issues.show(this.issues.shown);
+  }
+
+  say(note, isBad = false) {
+    at("note").textContent = note;
+    at("note").hidden = note === "";
+    at("note").classList.toggle("bad", isBad);
+  }
+
+  // ---- after every change
+
+  changed() {
+    this.wasBalanced = this.form.isBalanced;
+    at("complaint").hidden = true;
+    at("verdict").setAttribute("aria-busy", "true");
+    this.#drawText();
+    this.checkSoon(true);
+  }
+
+  body() {
+    return { problem: this.form.problem(this.facts?.limit), options: this.form.options() };
+  }
+
+  #drawText() {
+    const body = this.body();
+    const text = pretty(body.problem);
+    const isStale = this.facts === null;
+    for (const id of ["json", "curl"]) {
+      at(id).classList.toggle("stale", isStale);
+    }
+    at("copied").textContent = isStale && this.checked !== null ? "Not valid yet; the memory limit may be missing." : "";
+    at("json").textContent = text;
+    at("curl").textContent = curl(body, page.base, page.has_tokens);
+    if (at("download").href) {
+      URL.revokeObjectURL(at("download").href);
+    }
+    at("download").href = URL.createObjectURL(new Blob([`${text}\n`], { type: "application/json" }));
+  }
+
+  async check() {
+    const question = JSON.stringify(this.form.question());
+    const answer = await this.service.post("/v1/problems/check", question);
+    if (question !== JSON.stringify(this.form.question())) {
+      return; // of what was typed meanwhile, another check will tell
+    }
+    this.checked = question;
+    at("verdict").setAttribute("aria-busy", "false");
+    if (!answer.ok) {
+      this.facts = null;
+      this.#verdict("bad", said(answer));
+      this.expectation.refuse("");
+      if (answer.status === 401) {
+        sessionStorage.setItem(DRAFT, question);
+      }
+      return;
+    }
+    const { is_valid: isValid, issues, facts } = answer.body;
+    this.facts = facts;
+    this.issues.show(issues);
+    this.#drawText();
+    this.#verdict(...verdictOf(facts, issues, this.issues.homeless));
+    at("facts").replaceChildren(...(isValid ? factRows(facts, this.#units) : []));
+    const { hasFraction } = this.form;
+    at("limit-meaning").textContent = isValid ? meaningOf(facts, hasFraction, this.#units.memory) : "";
+    if (!isValid || !facts.fits) {
+      this.expectation.refuse(isValid ? "" : "Correct the fields to see it.");
+      return;
+    }
+    at("summary").hidden = true;
+    this.expectation.start(this.body().problem, facts, hasFraction);
+  }
+
+  #verdict(style, text) {
+    at("verdict").className = `verdict-line ${style}`;
+    at("verdict").textContent = text;
+  }
+
+  // ---- files, copies, and the search itself
+
+  async #open(file) {
+    at("preset").value = "";
+    try {
+      const found = await readFile(file);
+      this.begin(found, `This is ${file.name}.`);
+    } catch (error) {
+      if (!(error instanceof TypeError)) {
+        throw error;
+      }
+      this.say(`${file.name} cannot be used. ${error.message}`, true);
+    }
+  }
+
+  async #copy(what) {
+    const element = at(what);
+    const isCopied = await copy(element.textContent, element);
+    at("copied").textContent = isCopied ? "Copied." : "Selected; press Ctrl+C.";
+  }
+
+  async submit() {
+    const button = at("submit");
+    button.disabled = true;
+    try {
+      do {
+        await this.check(); // what is sent is what was checked, whatever is typed meanwhile
+      } while (this.checked !== JSON.stringify(this.form.question()));
+      if (this.facts === null) {
+        if (this.issues.shown.length > 0) {
+          this.issues.summarise(at("summary"), "Correct these first");
+        } else {
+          this.#complain(at("verdict").textContent);
+        }
+        return;
+      }
+      await this.#post();
+    } finally {
+      button.disabled = false;
+    }
+  }
+
+  async #post() {
+    const text = JSON.stringify(this.body());
+    if (this.intent?.text !== text) {
+      this.intent = { text, key: newKey() };
+    }
+    const answer = await this.service.post("/v1/searches", text, { "Idempotency-Key": this.intent.key });
+    if (answer.ok) {
+      this.intent = null; // asked again later, it is another request
+      location.assign(`${page.root}/searches/${answer.body.id}`);
+      return;
+    }
+    if (answer.status !== 0) {
+      this.intent = null;
+    }
+    const errors = (answer.body.errors ?? []).filter(({ pointer }) => typeof pointer === "string");
+    if (errors.length > 0) {
+      this.issues.show(errors);
+      this.issues.summarise(at("summary"), answer.body.title ?? "Correct these first");
+    }
+    this.#complain(said(answer));
+  }
+
+  #complain(text) {
+    at("complaint").textContent = text;
+    at("complaint").hidden = false;
+  }
+
+  get #units() {
+    const { time_unit: time, memory_unit: memory } = this.form.texts;
+    return { time: time.trim() === "us" ? "µs" : time.trim(), memory: memory.trim() };
+  }
+}
+
+// What was typed when the session had ended.
+function draft() {
+  const text = sessionStorage.getItem(DRAFT);
+  sessionStorage.removeItem(DRAFT);
+  return text === null ? null : JSON.parse(text);
+}
+
+if (page !== null) {
+  const search = new NewSearch();
+  const kept = draft();
+  at("app").hidden = false;
+  if (kept !== null) {
+    search.begin(kept, "This is what you typed before you were signed out.");
+  } else {
+    at("preset").value = page.start.preset;
+    search.begin(page.start, page.start.note);
+  }
+}

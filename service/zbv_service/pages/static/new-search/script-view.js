@@ -1,0 +1,24 @@
+// The form's problem as text: JSON as people write it, and the command that sends it.
+
+// Two spaces, but a list of numbers on one line.
+export function pretty(document) {
+  const text = JSON.stringify(document, null, 2);
+  return text.replace(/\[\s+([^[\]{}"]+?)\s+\]/g, (_, numbers) => `[${numbers.replace(/\s+/g, " ")}]`);
+}
+
+export function curl(body, base, hasTokens) {
+  const json = pretty(body).replaceAll("'", "'\\''");
+  const token = hasTokens ? ' \\\n  -H "Authorization: Bearer $(zbv-service token show-local)"' : "";
+  return `curl --json '${json}'${token} \\\n  ${base}/v1/searches`;
+}
+
+// Copies a text; without a secure context there is no clipboard, and the text is selected instead.
+export async function copy(text, element) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    getSelection().selectAllChildren(element);
+    return false;
+  }
+}

@@ -1,0 +1,63 @@
+// Calls of the service's API by the form. Every answer is {ok, status, body}; status 0: nobody answered.
+
+export class Service {
+  constructor(root) {
+    this.root = root;
+  }
+
+  async post(path, body, fields = {}) {
+    const headers = { "Content-Type": "application/json", Accept: "application/json", ...fields };
+    try {
+      const text = typeof body === "string" ? body : JSON.stringify(body);
+      const answer = await fetch(`${this.root}${path}`, { method: "POST", headers, body: text });
+      const found = await answer.json().catch(() => ({}));
+      return { ok: answer.ok, status: answer.status, body: found };
+    } catch {
+      return { ok: false, status: 0, body: {} };
+    }
+  }
+}
+
+// What to tell about an answer that is an error.
+export function said(answer) {
+  if (answer.status === 0) {
+    return "The service does not answer. What you typed is kept; try again in a moment.";
+  }
+  if (answer.status === 401) {
+    return "You are signed out. Load the page again to sign in; what you typed is kept.";
+  }
+  return answer.body.detail ?? `The service answered with status ${answer.status}.`;
+}
+
+// A name for a request, so that sending it twice does it once. (crypto.randomUUID wants a secure context.)
+export function newKey() {
+  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+// Runs a function on the newest of many wishes: one at a time, a moment after the last one.
+export function latest(work, pause) {
+  let timer = 0;
+  let wished = null;
+  let isBusy = false;
+
+  async function go() {
+    if (isBusy || wished === null) {
+      return;
+    }
+    const [wish] = wished;
+    wished = null;
+    isBusy = true;
+    try {
+      await work(wish, () => wished === null);
+    } finally {
+      isBusy = false;
+      go();
+    }
+  }
+
+  return (wish) => {
+    wished = [wish];
+    clearTimeout(timer);
+    timer = setTimeout(go, pause);
+  };
+}

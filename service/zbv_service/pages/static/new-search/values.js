@@ -1,0 +1,181 @@
+// The values of one quantity as they are typed: one for all, one per chunk, or one each (per stage, per stage
+// boundary or per rank). Values that are out of sight, because there are fewer ranks now or another way to
+// give them was chosen, are kept, so that nothing is lost by trying.
+
+const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
+
+// What is sent for a field: a number, or, as it was typed, what is none; the service says what is wrong.
+export function typed(text) {
+  const trimmed = text.trim();
+  return NUMBER.test(trimmed) ? Number(trimmed) : trimmed;
+}
+
+// Numbers in what was pasted: rows of a spreadsheet, one list per row.
+export function pasted(text) {
+  const lines = text.trim().split(/\r?\n/);
+  if (lines.length > 1 && lines.every((line) => line.includes("\t"))) {
+    return lines.map((line) => line.split("\t").map((cell) => cell.trim()));
+  }
+  return [text.trim().split(/[\s;]+|,\s+|,(?=\S+,)/).filter(Boolean)];
+}
+
+export class Shape {
+  constructor(ranks, placement, chunks) {
+    this.ranks = ranks;
+    this.placement = placement;
+    this.chunks = { v: 2, single: 1 }[placement] ?? chunks;
+    this.stages = this.ranks * this.chunks;
+  }
+
+  rankOf(stage) {
+    const { ranks } = this;
+    return this.placement === "v" && stage >= ranks ? 2 * ranks - 1 - stage : stage % ranks;
+  }
+
+  // Whether the boundary after a stage lies inside one rank, where nothing is sent.
+  isLocal(boundary) {
+    return this.rankOf(boundary) === this.rankOf(boundary + 1);
+  }
+
+  count(per) {
+    return { stage: this.stages, boundary: this.stages - 1, rank: this.ranks }[per];
+  }
+}
+
+function mostCommon(texts, otherwise = "") {
+  const counts = new Map();
+  for (const text of texts) {
+    counts.set(text, (counts.get(text) ?? 0) + 1);
+  }
+  return [...counts].reduce((best, entry) => (entry[1] > best[1] ? entry : best), [otherwise, 0])[0];
+}
+
+const isValue = (value) => ["number", "string"].includes(typeof value);
+
+export class Values {
+  constructor(per, text = "") {
+    this.per = per;
+    this.mode = "same";
+    this.same = text;
+    this.byChunk = [];
+    this.each = new Map(); // by "chunk position", so that it stays in place when the number of ranks changes
+    this.asIs = undefined; // of a file, what no field can show
+    this.collapsed = null; // what hides the values of a finer mode
+  }
+
+  get modes() {
+    return this.per === "stage" ? ["same", "chunk", "each"] : ["same", "each"];
+  }
+
+  #slot(index, shape) {
+    return `${Math.floor(index / shape.ranks)} ${index % shape.ranks}`;
+  }
+
+  // The texts of all fields, as many as the mode has.
+  texts(shape) {
+    if (this.mode === "same") {
+      return [this.same];
+    }
+    if (this.mode === "chunk") {
+      const usual = mostCommon(this.byChunk, this.same);
+      return Array.from({ length: shape.chunks }, (_, chunk) => this.byChunk[chunk] ?? usual);
+    }
+    const usual = mostCommon(this.each.values(), this.same);
+    return Array.from(
+      { length: shape.count(this.per) },
+      (_, index) => this.each.get(this.#slot(index, shape)) ?? usual,
+    );
+  }
+
+  set(index, text, shape) {
+    if (this.mode === "same") {
+      this.same = text;
+    } else if (this.mode === "chunk") {
+      this.byChunk[index] = text;
+    } else {
+      this.each.set(this.#slot(index, shape), text);
+    }
+  }
+
+  // One text each, whatever the mode.
+  spread(shape) {
+    const texts = this.texts(shape);
+    const count = shape.count(this.per);
+    if (this.mode === "each") {
+      return texts;
+    }
+    const of = this.mode === "same" ? () => texts[0] : (index) => texts[Math.floor(index / shape.ranks)];
+    return Array.from({ length: count }, (_, index) => of(index));
+  }
+
+  setMode(mode, shape) {
+    if (mode === this.mode) {
+      return;
+    }
+    const spread = this.spread(shape);
+    const wasFiner = this.modes.indexOf(this.mode) > this.modes.indexOf(mode);
+    const before = this.mode;
+    if (mode === "each" && !(this.collapsed?.mode === "each" && this.#isAsCollapsed())) {
+      this.each = new Map(spread.map((text, index) => [this.#slot(index, shape), text]));
+    } else if (mode === "chunk" && !(this.collapsed?.mode === "chunk" && this.#isAsCollapsed())) {
+      this.byChunk = Array.from({ length: shape.chunks }, (_, chunk) =>
+        mostCommon(spread.slice(chunk * shape.ranks, (chunk + 1) * shape.ranks)),
+      );
+    } else if (mode === "same") {
+      this.same = mostCommon(spread);
+    }
+    this.mode = mode;
+    this.collapsed = wasFiner ? { mode: before, to: mode, texts: this.texts(shape).join(" ") } : null;
+  }
+
+  #isAsCollapsed() {
+    const now = this.mode === "same" ? this.same : this.byChunk.join(" ");
+    return this.collapsed.to === this.mode && this.collapsed.texts === now;
+  }
+
+  fill(spread, shape) {
+    this.asIs = undefined;
+    this.collapsed = null;
+    const allEqual = (texts) => texts.every((text) => text === texts[0]);
+    const chunks = Array.from({ length: shape.chunks }, (_, chunk) =>
+      spread.slice(chunk * shape.ranks, (chunk + 1) * shape.ranks),
+    );
+    this.each = new Map(spread.map((text, index) => [this.#slot(index, shape), text]));
+    if (allEqual(spread)) {
+      this.mode = "same";
+      this.same = spread[0] ?? this.same;
+      this.each.clear();
+    } else if (this.per === "stage" && shape.chunks > 1 && chunks.every(allEqual) && shape.ranks > 1) {
+      this.mode = "chunk";
+      this.byChunk = chunks.map((texts) => texts[0]);
+    } else {
+      this.mode = "each";
+    }
+  }
+
+  toJson(shape) {
+    if (this.asIs !== undefined) {
+      return this.asIs;
+    }
+    const values = this.texts(shape).map(typed);
+    return this.mode === "same" ? values[0] : values;
+  }
+
+  // Takes a value of a document in the simplest way that says the same; what no field can show stays as it is.
+  fromJson(value, shape) {
+    this.asIs = undefined;
+    this.collapsed = null;
+    const count = shape.count(this.per);
+    if (isValue(value)) {
+      this.mode = "same";
+      this.same = String(value);
+    } else if (Array.isArray(value) && value.every(isValue) && value.length === count && count > 0) {
+      this.fill(value.map(String), shape);
+    } else if (Array.isArray(value) && value.every(isValue) && this.per === "stage" && value.length === shape.chunks) {
+      this.mode = "chunk";
+      this.byChunk = value.map(String);
+    } else if (!(Array.isArray(value) && value.length === 0 && count === 0)) {
+      this.asIs = value;
+    }
+  }
+}

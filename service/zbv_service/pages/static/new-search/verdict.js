@@ -1,0 +1,55 @@
+// What the service says of the form's problem, in words.
+
+import { figure, withUnit } from "../numbers.js";
+
+// A smallest fraction with four digits, none of them too low to be used.
+function roundedUp(fraction) {
+  const unit = 10 ** (Math.floor(Math.log10(fraction)) - 3);
+  return figure(Math.ceil(fraction / unit - 1e-6) * unit);
+}
+
+// Whether it can be searched: [tone, words]; `homeless` are issues that no field shows.
+export function verdictOf(facts, issues, homeless) {
+  if (issues.length > 0) {
+    const others = homeless.map(({ pointer, detail }) => `${pointer || "the document"}: ${detail}`);
+    const count = issues.length === 1 ? "One thing to correct." : `${issues.length} things to correct.`;
+    return ["bad", [count, ...others].join(" ")];
+  }
+  if (facts.fits) {
+    return ["good", "Ready to search."];
+  }
+  const least = facts.smallest_fraction;
+  const more = least === null ? "" : ` The smallest that does is ${roundedUp(least)} × 1F1B.`;
+  return ["bad", `No plan fits this memory limit.${more}`];
+}
+
+// What the memory limit amounts to.
+export function meaningOf(facts, isFraction, unit) {
+  if (facts.limit === null) {
+    return "Plans may use as much memory as they like.";
+  }
+  const [low, high] = [Math.min(...facts.limit), Math.max(...facts.limit)];
+  const amount = low === high ? withUnit(low, unit) : `${figure(low)} to ${withUnit(high, unit)}`;
+  const fraction = facts.limit_fraction === null ? "" : `, ${figure(facts.limit_fraction, 3)} of what 1F1B takes`;
+  const least = facts.smallest_fraction === null ? "" : `; no plan fits below ${roundedUp(facts.smallest_fraction)}`;
+  return isFraction ? `That is ${amount} per rank${least}.` : `That is ${amount}${fraction}${least}.`;
+}
+
+// Facts as rows of a list of names and texts.
+export function factRows(facts, units) {
+  const busiest = Math.max(...facts.busy);
+  const found = [
+    ["Actions", `${figure(facts.actions, 7)} on ${facts.stages} stages`],
+    ["Work of the busiest rank", `${withUnit(busiest, units.time)} (rank ${facts.busy.indexOf(busiest)})`],
+  ];
+  if (facts.one_f_one_b_memory > 0) {
+    found.push(["Memory of 1F1B", withUnit(facts.one_f_one_b_memory, units.memory)]);
+    found.push(["Smallest limit", `${roundedUp(facts.smallest_fraction)} × 1F1B`]);
+  }
+  return found.map(([name, text]) => {
+    const row = document.createElement("div");
+    row.append(Object.assign(document.createElement("dt"), { textContent: name }));
+    row.append(Object.assign(document.createElement("dd"), { textContent: text }));
+    return row;
+  });
+}

@@ -1,0 +1,125 @@
+// Sliders that change a problem without changing the form: costs, memory limit and microbatches.
+
+import { figure } from "../numbers.js";
+
+const SCALES = [
+  { name: "forward", label: "F" },
+  { name: "backward_input", label: "I" },
+  { name: "backward_weight", label: "W" },
+  { name: "p2p", label: "Transfers" },
+];
+const LARGEST_FRACTION = 2;
+
+const scaled = (value, factor) =>
+  Array.isArray(value) ? value.map((each) => scaled(each, factor)) : Number((value * factor).toPrecision(12));
+
+const mean = (value) =>
+  Array.isArray(value) ? value.reduce((sum, each) => sum + each, 0) / value.length : value;
+
+export class WhatIf {
+  // changed() is called when a slider moves.
+  constructor(holder, changed) {
+    this.holder = holder;
+    this.changed = changed;
+    this.base = null;
+    this.inputs = new Map();
+    holder.addEventListener("input", () => {
+      this.#say();
+      this.changed();
+    });
+  }
+
+  // Begins anew from a problem that was checked; `fraction` says that its limit is one of 1F1B's memory.
+  start(problem, facts, isFraction) {
+    this.base = { problem, facts, isFraction };
+    const sliders = SCALES.map(({ name, label }) => this.#slider(name, label, 0.5, 2, 0.05, 1));
+    if (facts.limit !== null && facts.smallest_fraction !== null) {
+      const least = Math.ceil(facts.smallest_fraction * 100) / 100;
+      const own = facts.limit_fraction;
+      sliders.push(this.#slider("limit", "Memory limit", Math.min(least, own), Math.max(LARGEST_FRACTION, own), 0.01, own));
+    }
+    const { microbatches } = problem;
+    sliders.push(this.#slider("microbatches", "Microbatches", 1, Math.max(4 * microbatches, 8), 1, microbatches));
+    this.holder.replaceChildren(...sliders);
+    this.#say();
+  }
+
+  #slider(name, label, min, max, step, value) {
+    const input = Object.assign(document.createElement("input"), { type: "range", id: `what-if-${name}` });
+    // "any" lets the slider stand where the form does, between two steps; the keys move by steps all the same.
+    Object.assign(input, { min, max, step: "any" });
+    input.value = String(value);
+    input.dataset.step = step;
+    input.addEventListener("keydown", (event) => this.#step(event, input, step));
+    const output = Object.assign(document.createElement("output"), { htmlFor: input.id });
+    const title = Object.assign(document.createElement("label"), { htmlFor: input.id, textContent: label });
+    this.inputs.set(name, { input, output, own: Number(input.value), step });
+    const row = Object.assign(document.createElement("div"), { className: "slider" });
+    row.append(title, input, output);
+    return row;
+  }
+
+  #step(event, input, step) {
+    const by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[event.key];
+    if (by !== undefined) {
+      event.preventDefault();
+      input.value = String(Math.round(Number(input.value) / step + by) * step);
+      input.dispatchEvent(new Event("input", { bubbles: true }));
+    }
+  }
+
+  // Where a slider stands: its own place, or a whole number of steps.
+  #value(name) {
+    const { input, own, step } = this.inputs.get(name);
+    const value = Number(input.value);
+    return Math.abs(value - own) < step / 2 ? own : Number((Math.round(value / step) * step).toPrecision(12));
+  }
+
+  #moved(name) {
+    return this.inputs.has(name) && this.#value(name) !== this.inputs.get(name).own;
+  }
+
+  get isNeutral() {
+    return [...this.inputs.keys()].every((name) => !this.#moved(name));
+  }
+
+  #say() {
+    for (const [name, { input, output }] of this.inputs) {
+      const value = this.#value(name);
+      const text = name === "microbatches" ? String(value) : `${figure(value, 3)} ×${name === "limit" ? " 1F1B" : ""}`;
+      output.textContent = text;
+      input.setAttribute("aria-valuetext", text);
+      output.classList.toggle("moved", this.#moved(name));
+    }
+  }
+
+  reset() {
+    for (const { input, own } of this.inputs.values()) {
+      input.value = String(own);
+    }
+    this.#say();
+  }
+
+  // The problem that the sliders say, and its limit where that is a fraction of 1F1B's memory.
+  question() {
+    const { problem, facts, isFraction } = this.base;
+    const costs = { ...problem.costs };
+    for (const { name } of SCALES) {
+      if (costs[name] !== undefined && this.#moved(name)) {
+        costs[name] = scaled(costs[name], this.#value(name));
+      }
+    }
+    // The fused backward is both of them, so it grows as their sum does.
+    if (costs.backward !== undefined && costs.backward !== null) {
+      const before = mean(problem.costs.backward_input) + mean(problem.costs.backward_weight);
+      const after = mean(costs.backward_input) + mean(costs.backward_weight);
+      costs.backward = scaled(costs.backward, before > 0 ? after / before : 1);
+    }
+    const asked = { ...problem, costs, microbatches: this.#value("microbatches") };
+    if (!this.inputs.has("limit") || (!isFraction && !this.#moved("limit"))) {
+      return { problem: asked };
+    }
+    const fraction = this.#moved("limit") ? this.#value("limit") : facts.limit_fraction;
+    return { problem: { ...asked, memory: { ...problem.memory, limit: null } }, limit_fraction: fraction };
+  }
+}

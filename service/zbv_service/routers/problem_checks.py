@@ -1,0 +1,56 @@
+"""``/v1/problems``: what can be said of a problem before it is searched. Nothing is stored."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from zbv_service.http.bodies import read_json
+from zbv_service.http.openapi import body_of
+from zbv_service.http.problems import (
+    BODY_TOO_LARGE,
+    INFEASIBLE_MEMORY,
+    INVALID_BODY,
+    MALFORMED_JSON,
+    NOT_READY,
+    UNSUPPORTED_MEDIA_TYPE,
+    documented,
+)
+from zbv_service.routers.rooms import rooms
+from zbv_service.searches.check import check
+from zbv_service.searches.check_documents import CheckRequest, Estimate, EstimateRequest, ProblemCheck
+from zbv_service.security.scheme import needs
+
+SEARCH = needs("search")
+_BODY_ERRORS = (MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE)
+
+router = APIRouter(prefix="/v1/problems", tags=["problems"])
+
+
+@router.post(
+    "/check",
+    dependencies=[SEARCH],
+    operation_id="check_problem",
+    summary="Whether a search would be accepted, and what its numbers mean",
+    response_description="Every broken rule; and of a valid problem, limits, fractions and loads.",
+    openapi_extra=body_of(CheckRequest),
+    responses=documented(*_BODY_ERRORS),
+)
+async def check_problem(request: Request) -> ProblemCheck:
+    """The body is that of `POST /v1/searches`. One that breaks a rule is no error here: it is the answer."""
+    settings = rooms(request).settings
+    return await check(await read_json(request, settings.max_body_bytes), settings)
+
+
+@router.post(
+    "/estimate",
+    dependencies=[SEARCH],
+    operation_id="estimate_problem",
+    summary="What a moment's search reaches",
+    response_description="A plan's metrics, a bound, and the classical schedules.",
+    openapi_extra=body_of(EstimateRequest),
+    responses=documented(*_BODY_ERRORS, INVALID_BODY, INFEASIBLE_MEMORY, NOT_READY),
+)
+async def estimate_problem(request: Request) -> Estimate:
+    """A quick search of half a second; the plan is verified, and not stored."""
+    found = rooms(request)
+    return await found.estimates.estimate(await read_json(request, found.settings.max_body_bytes))

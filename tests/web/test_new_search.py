@@ -1,0 +1,448 @@
+"""Asking for a search in a browser: a form that says at once what is wrong, and what can be expected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Request, Route
+from web.browsing import PROBLEM, Look, Service
+from zbv_solver.plan import Plan, parse_plan
+from zbv_solver.schema import parse_problem
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+READY = "Ready to search."
+
+
+class Form:
+    """The form in a browser."""
+
+    def __init__(self, look: Look):
+        self.look, self.page = look, look.page
+
+    def open(self, query: str = "") -> None:
+        self.page.goto(f"{self.look.origin}/new{query}")
+        self.says(READY)
+
+    def field(self, name: str, at: int = 0) -> Locator:
+        """A field by its id, or a cell of a table by its quantity."""
+        return self.page.locator(f'[id="{name}-{at}"]' if "." in name else f"#{name}")
+
+    def give(self, name: str, mode: str) -> None:
+        self.page.locator(f'[id="mode-{name}"]').select_option(mode)
+
+    def cells(self, name: str) -> list[str]:
+        cells = self.page.locator(f'input[data-key="{name}"]')
+        return [cell.input_value() for cell in cells.all()]
+
+    def says(self, text: str) -> None:
+        """Wait until it says something of what is in the fields now."""
+        self.page.locator('#verdict[aria-busy="false"]').filter(has_text=text).wait_for()
+
+    def issue(self, name: str) -> str:
+        """What is said at a field, once something is."""
+        found = self.page.locator(f'[id="issue-{name}"]:not(:empty)')
+        found.wait_for()
+        return found.inner_text()
+
+    def problem(self) -> dict[str, Any]:
+        """The problem that the page shows as JSON."""
+        found: dict[str, Any] = json.loads(self.page.locator("#json").inner_text())
+        return found
+
+    def promised(self) -> list[str]:
+        """The bars of what can be expected, once they are there."""
+        self.page.locator("#bars .own").wait_for()
+        return self.page.locator("#bars li").all_inner_texts()
+
+    def upload(self, name: str, content: str) -> None:
+        self.page.set_input_files(
+            "#file", {"name": name, "mimeType": "application/json", "buffer": content.encode()}
+        )
+
+    def note(self) -> str:
+        return self.page.locator("#note").inner_text()
+
+
+@pytest.fixture(scope="module")
+def shared(look: Callable[..., Look], service: Service) -> Form:
+    return Form(look(service.url))
+
+
+@pytest.fixture
+def form(shared: Form) -> Form:
+    """The form as it is at first."""
+    if shared.page.url == f"{shared.look.origin}/new":
+        shared.page.select_option("#preset", "equal-stages")
+        shared.says(READY)
+    else:
+        shared.open()
+    return shared
+
+
+def test_from_the_form_to_the_live_search_to_the_plan_and_its_export(form: Form, service: Service) -> None:
+    page = form.page
+    page.select_option("#preset", "heavy-head")
+    form.field("pp_degree").fill("3")
+    form.field("microbatches").fill("7")
+    form.give("costs.forward", "same")
+    form.field("effort").select_option("quick")
+    form.says(READY)
+    asked = form.problem()
+    form.field("microbatches").press("Enter")
+
+    page.wait_for_url(f"{service.url}/searches/*")
+    assert page.locator("h1").inner_text() == "3 ranks × 7 microbatches"
+    page.get_by_role("link", name="Open the plan").click()
+    page.wait_for_selector('#chart[data-state="ready"]')
+    link = page.locator(".exports a").filter(has_text="json").first.get_attribute("href") or ""
+    plan = parse_plan(page.request.get(service.url + link).json())
+    assert plan.problem == parse_problem(asked)
+    assert plan.problem.microbatches == 7
+    assert form.look.complaints == []
+    assert form.look.strangers() == []
+
+
+def test_it_says_what_can_be_expected_before_anything_is_searched(form: Form) -> None:
+    bars = form.promised()
+    assert [bar.split("\n")[0] for bar in bars[1:-1]] == [
+        "zbv in 0.5 s",
+        "ZB-H1",
+        "Interleaved 1F1B",
+        "Eager 1F1B",
+        "1F1B",
+        "GPipe",
+    ]
+    assert "No schedule is below" in bars[-1]
+    facts = form.page.locator("#facts").inner_text()
+    assert "384 on 8 stages" in facts
+    assert "89\u202f600 µs" in facts
+    form.look.keep("new-search")
+
+
+def test_a_wrong_field_is_said_at_once_and_in_the_services_words(form: Form, service: Service) -> None:
+    for name, text, pointer in (
+        ("pp_degree", "four", "/problem/pp_degree"),
+        ("costs.backward_weight", "-7", "/problem/costs/backward_weight"),
+        ("time_unit", "x" * 32 + "y", "/problem/units/time"),
+        ("limit_fraction", "half", "/limit_fraction"),
+        ("time_limit", "1e9", "/options/time_limit"),
+    ):
+        before = form.field(name).input_value()
+        if name == "time_unit":
+            form.page.locator("#time_unit").evaluate("field => field.removeAttribute('maxlength')")
+        form.field(name).fill(text)
+        form.says("One thing to correct.")
+        body: dict[str, Any] = {"problem": form.problem(), "options": {}}
+        value = text if text in ("four", "half") else float(text) if name != "time_unit" else text
+        if name == "limit_fraction":
+            body["problem"]["memory"]["limit"], body["limit_fraction"] = None, value
+        elif pointer.startswith("/options"):
+            body["options"] = {name: value}
+        (issue,) = service.call("/v1/problems/check", body)["issues"]
+        assert (issue["pointer"], issue["detail"]) == (pointer, form.issue(name).removeprefix("⚠︎ ").strip())
+        assert form.field(name).get_attribute("aria-invalid") == "true"
+        assert form.field(name).get_attribute("aria-describedby") == f"issue-{name}"
+        form.field(name).fill(before)
+        form.says(READY)
+        assert form.field(name).get_attribute("aria-invalid") is None
+    assert form.look.complaints == []
+
+
+def test_a_wrong_form_is_not_sent_and_leads_to_what_is_wrong(form: Form) -> None:
+    form.give("costs.forward", "each")
+    form.field("costs.forward", 5).fill("-1")
+    form.field("costs.backward_input").fill("-2")
+    form.field("microbatches").press("Enter")
+    summary = form.page.locator("#summary")
+    summary.get_by_text("Correct these first").wait_for()
+    assert form.page.evaluate("document.activeElement.id") == "summary"
+    assert summary.get_by_role("link").count() == 2
+    form.look.keep("new-search-wrong", whole=False)
+    summary.get_by_role("link", name="stage 5").press("Enter")
+    assert form.page.evaluate("document.activeElement.id") == "costs.forward-5"
+    assert form.page.url.endswith("/new")
+
+
+def test_values_per_stage_are_a_table_that_grows_with_the_ranks(form: Form) -> None:
+    form.give("costs.forward", "each")
+    form.field("costs.forward", 7).fill("2000")
+    form.says(READY)
+    assert form.problem()["costs"]["forward"] == [1000] * 7 + [2000]
+    heads = form.page.locator("#table-costs thead th").all_inner_texts()[2:]
+    assert [head.split("\n") for head in heads[3:5]] == [["stage 3", "rank 3"], ["stage 4", "rank 3"]]
+
+    form.field("pp_degree").fill("12")
+    form.page.locator('[id="costs.forward-23"]').wait_for()
+    form.field("pp_degree").fill("4")
+    assert form.cells("costs.forward") == ["1000"] * 7 + ["2000"], "what was out of sight is still there"
+    form.field("placement").select_option("single")
+    form.says(READY)
+    assert form.problem()["costs"]["forward"] == [1000] * 4
+
+    form.field("placement").select_option("v")
+    form.give("costs.forward", "same")
+    form.give("costs.forward", "each")
+    assert form.cells("costs.forward") == ["1000"] * 7 + ["2000"]
+    form.give("costs.forward", "chunk")
+    form.field("costs.forward", 1).fill("1250")
+    form.says(READY)
+    assert form.problem()["costs"]["forward"] == [1000, 1250]
+    form.give("costs.p2p", "each")
+    assert len(form.cells("costs.p2p")) == 7
+
+
+def test_numbers_are_pasted_from_a_spreadsheet(form: Form) -> None:
+    def paste(name: str, text: str) -> None:
+        form.field(name).evaluate(
+            """(field, text) => {
+              const clipboardData = new DataTransfer();
+              clipboardData.setData("text/plain", text);
+              const kind = {clipboardData, bubbles: true, cancelable: true};
+              field.dispatchEvent(new ClipboardEvent("paste", kind));
+            }""",
+            text,
+        )
+
+    paste("costs.forward", "1\t2\t3\t4\t5\t6\t7\t8.5\n")
+    assert form.cells("costs.forward") == ["1", "2", "3", "4", "5", "6", "7", "8.5"]
+    paste("costs.backward_input", "10\t20\n30\t40\n")  # two rows, two chunks
+    form.says(READY)
+    costs = form.problem()["costs"]
+    assert costs["forward"] == [1, 2, 3, 4, 5, 6, 7, 8.5]
+    assert (costs["backward_input"], costs["backward_weight"]) == ([10, 20], [30, 40])
+
+
+def test_the_weights_memory_follows_until_it_is_given_otherwise(form: Form) -> None:
+    form.field("memory.forward").fill("5")
+    assert form.field("memory.backward_weight").input_value() == "-4"
+    form.give("memory.backward_input", "chunk")
+    form.field("memory.backward_input", 1).fill("-2.5")
+    form.says(READY)
+    assert form.problem()["memory"]["backward_weight"] == [-4, -2.5]
+    form.field("memory.backward_weight").fill("-3")
+    assert "must be 0, or memory would leak" in form.issue("memory")
+    form.field("memory.forward").fill("6")
+    assert form.field("memory.backward_weight").input_value() == "-3", "it is the reader's own now"
+
+
+def test_a_limit_is_a_fraction_of_1f1bs_memory_or_an_amount_or_none(form: Form) -> None:
+    form.field("limit_fraction").fill("0.6")
+    form.page.get_by_text("That is 9.6 per rank; no plan fits below 0.25.").wait_for()
+    assert form.problem()["memory"]["limit"] == 9.6
+    form.field("limit_fraction").fill("0.2")
+    form.says("No plan fits this memory limit. The smallest that does is 0.25 × 1F1B.")
+    form.field("limit_kind").select_option("amount")
+    assert form.cells("memory.limit") == ["3.2"]
+    form.give("memory.limit", "each")
+    form.field("memory.limit", 2).fill("24")
+    form.field("memory.limit", 0).fill("8")
+    form.says("No plan fits this memory limit.")
+    assert form.problem()["memory"]["limit"] == [8, 3.2, 24, 3.2]
+    form.field("limit_kind").select_option("none")
+    form.says(READY)
+    assert form.problem()["memory"]["limit"] is None
+    form.page.locator("#has_memory").uncheck()
+    form.says(READY)
+    assert "memory" not in form.problem()
+
+
+def test_a_file_fills_the_form_and_what_it_cannot_show_is_sent_along(form: Form, plan: Plan) -> None:
+    costs = {
+        **PROBLEM["costs"],
+        "forward": [1, 2, 3, 4, 5, 6, 7, 8],
+        "backward_input": [9, 9, 9, 9, 4, 4, 4, 4],
+    }
+    form.upload("mine.json", json.dumps({**PROBLEM, "costs": costs}))
+    form.says(READY)
+    assert form.note() == "This is mine.json."
+    assert form.cells("costs.forward") == list("12345678")
+    assert form.cells("costs.backward_input") == ["9", "4"]
+    assert form.problem()["memory"]["limit"] == 16
+
+    odd = {**PROBLEM, "colour": "red", "costs": {**costs, "forward": [1, 2, 3]}}
+    form.upload("odd.json", json.dumps({"problem": odd, "options": {"effort": "quick", "speed": 1}}))
+    form.page.get_by_text("No field shows colour, options.speed, costs.forward").wait_for()
+    form.says("/problem/colour: unknown key; remove it or correct its spelling.")
+    assert form.problem()["colour"] == "red"
+    assert form.problem()["costs"]["forward"] == [1, 2, 3]
+    assert form.field("effort").input_value() == "quick"
+
+    form.upload("lengths.json", json.dumps({**PROBLEM, "costs": {**costs, "forward": [1, 2, 3]}}))
+    assert "found 3 values" in form.issue("costs.forward")
+    form.page.get_by_role("button", name="Replace").click()
+    form.field("costs.forward").fill("5")
+    form.says(READY)
+
+    form.upload("plan.json", form.page.request.get(f"{form.look.origin}/v1/plans/{plan.plan_id}").text())
+    form.says(READY)
+    assert parse_problem(form.problem()) == plan.problem
+    assert form.look.complaints == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "It is no JSON: "),
+        ("[1, 2]", "It is JSON, but no object"),
+        ('{"a": 1}', "It is JSON, but no problem"),
+        ('{"problem": 7}', "It is JSON, but no problem"),
+    ],
+)
+def test_a_file_of_rubbish_changes_nothing(form: Form, content: str, words: str) -> None:
+    before = form.problem()
+    form.upload("<b>rubbish</b>.json", content)
+    form.page.locator("#note").get_by_text(f"<b>rubbish</b>.json cannot be used. {words}").wait_for()
+    assert form.problem() == before
+
+
+def test_wrong_types_in_a_file_are_the_services_business(form: Form) -> None:
+    wild = {
+        "pp_degree": [4],
+        "microbatches": {"a": 1},
+        "placement": "w",
+        "costs": 3,
+        "memory": [],
+        "units": {"time": 5},
+    }
+    form.upload("wild.json", json.dumps(wild))
+    form.says("6 things to correct.")
+    said = form.page.locator("main").inner_text()
+    for words in ("found 'w'", "found [4]", "found {'a': 1}", "found 3;", "found [];", "found 5;"):
+        assert words in said, words
+    form.field("pp_degree").fill("2")
+    form.says("5 things to correct.")
+    assert form.look.complaints == []
+
+
+def test_a_file_may_be_dropped_anywhere(form: Form) -> None:
+    form.page.evaluate(
+        """(text) => {
+          const dataTransfer = new DataTransfer();
+          dataTransfer.items.add(new File([text], "dropped.json"));
+          for (const kind of ["dragenter", "dragover", "drop"]) {
+            document.body.dispatchEvent(new DragEvent(kind, {dataTransfer, bubbles: true, cancelable: true}));
+          }
+        }""",
+        json.dumps({**PROBLEM, "microbatches": 11}),
+    )
+    form.page.get_by_text("This is dropped.json.").wait_for()
+    assert form.field("microbatches").input_value() == "11"
+    assert form.page.locator("#drop").is_hidden()
+
+
+def test_sliders_ask_what_if_and_may_become_the_form(form: Form) -> None:
+    form.promised()
+    form.page.locator("#what-if summary").click()
+    slider = form.page.get_by_label("Memory limit", exact=True)
+    slider.focus()
+    for _ in range(4):
+        slider.press("PageDown")
+    assert slider.get_attribute("aria-valuetext") == "0.6 × 1F1B"
+    form.page.locator("#bars.compared").wait_for()
+    own = form.page.locator("#bars .own").inner_text()
+    assert "+" in own, "less memory, more time"
+    assert "±0" in form.page.locator("#bars li").filter(has_text="GPipe").inner_text()
+    form.look.keep("new-search-what-if")
+    assert form.problem()["memory"]["limit"] == 16, "the form is as it was"
+    form.page.get_by_label("Microbatches", exact=True).press("ArrowRight")
+    form.page.get_by_role("button", name="Take into the form").click()
+    form.says(READY)
+    assert form.field("limit_fraction").input_value() == "0.6"
+    assert form.problem()["microbatches"] == 17
+    assert form.problem()["memory"]["limit"] == 9.6
+
+
+def test_earlier_problems_are_changed_and_asked_again(form: Form, service: Service, plan: Plan) -> None:
+    form.open(f"?from={plan.plan_id}")
+    assert parse_problem(form.problem()) == plan.problem
+    assert form.field("limit_fraction").input_value() == "1"
+    assert form.note() == f"This is the problem of plan {plan.plan_id[:12]}."
+    uneven = {**PROBLEM, "costs": {**PROBLEM["costs"], "forward": [1, 2, 3, 4, 5, 6, 7, 8]}}
+    uneven["memory"] = {**PROBLEM["memory"], "limit": [1, 17, 20, 20]}
+    found = service.call("/v1/searches", {"problem": uneven, "options": {"effort": "quick", "time_limit": 9}})
+    form.page.goto(f"{service.url}/new?from={found['id']}")
+    form.says("No plan fits this memory limit.")
+    assert form.cells("costs.forward") == list("12345678")
+    assert form.cells("memory.limit") == ["1", "17", "20", "20"]
+    assert (form.field("effort").input_value(), form.field("time_limit").input_value()) == ("quick", "9")
+    form.open(f"?from={'0' * 32}")
+    assert "found no search" in form.note()
+
+
+def test_a_request_that_got_lost_is_sent_again_under_the_same_name(form: Form) -> None:
+    keys: list[str] = []
+
+    def lose_the_first(route: Route, request: Request) -> None:
+        keys.append(request.headers["idempotency-key"])
+        if len(keys) == 1:
+            route.abort()
+        else:
+            route.continue_()
+
+    form.page.route("**/v1/searches", lose_the_first)
+    form.field("effort").select_option("quick")
+    form.field("microbatches").fill("5")
+    form.says(READY)
+    form.page.locator("#submit").click()
+    form.page.get_by_text("The service does not answer. What you typed is kept").wait_for()
+    form.page.locator("#submit").click()
+    form.page.wait_for_url("**/searches/*")
+    form.page.unroute("**/v1/searches")
+    assert len(keys) == 2
+    assert keys[0] == keys[1]
+    assert len(keys[0]) == 32
+    lost = form.look.complaints.pop()
+    assert "ERR_FAILED" in lost
+
+
+def test_what_was_typed_survives_a_session_that_ended(look: Callable[..., Look], service: Service) -> None:
+    form = Form(look(service.url))
+    form.open()
+    form.field("microbatches").fill("12")
+    form.says(READY)
+    form.page.context.clear_cookies()
+    form.page.locator("#submit").click()
+    form.page.get_by_text("You are signed out").first.wait_for()
+    form.look.sign_in()
+    form.open()
+    assert form.field("microbatches").input_value() == "12"
+    assert form.note() == "This is what you typed before you were signed out."
+
+
+def test_the_same_can_be_asked_from_a_script(form: Form, tmp_path: Path) -> None:
+    form.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    form.field("time_unit").fill("it's")
+    form.says(READY)
+    form.page.get_by_role("button", name="Copy curl").click()
+    form.page.get_by_text("Copied.").wait_for()
+    copied = form.page.evaluate("navigator.clipboard.readText()")
+    assert copied.startswith("curl --json '{")
+    assert "it'\\''s" in copied
+    assert copied.endswith("/v1/searches")
+    with form.page.expect_download() as download:
+        form.page.get_by_role("link", name="Download problem.json").click()
+    download.value.save_as(tmp_path / "problem.json")
+    assert json.loads((tmp_path / "problem.json").read_text()) == form.problem()
+
+
+def test_without_javascript_it_says_what_to_do(look: Callable[..., Look], service: Service) -> None:
+    found = look(service.url, java_script_enabled=False)
+    found.page.goto(f"{service.url}/new")
+    assert "zbv-service submit problem.json" in found.page.locator("main").inner_text()
+    assert found.page.locator("#app").is_hidden()
+
+
+def test_it_fits_a_phone_and_the_dark(look: Callable[..., Look], service: Service) -> None:
+    form = Form(look(service.url, color_scheme="dark", **PHONE))
+    form.open("?preset=heavy-head")
+    form.promised()
+    assert form.page.evaluate("document.documentElement.scrollWidth") == 390
+    form.look.keep("new-search-phone")
+    form.page.set_viewport_size({"width": 1280, "height": 900})
+    form.look.keep("new-search-dark")
+    assert form.look.complaints == []
+    assert form.look.strangers() == []

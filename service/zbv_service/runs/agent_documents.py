@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from zbv_service.documents import NEXT, PREVIOUS
 from zbv_service.runs.documents import ModelDocument
 from zbv_service.runs.options import RunOptionsDocument
 from zbv_service.runs.records import AgentRecord, AgentState, FailureKind, NodeOutcome, StopCause, Work
@@ -72,9 +73,11 @@ class RegisteredAgent(BaseModel):
 
 
 class AgentList(BaseModel):
-    """Agents that are there, the newest first."""
+    """Some of the agents, the newest first."""
 
     agents: list[AgentDocument]
+    next: str | None = NEXT
+    previous: str | None = PREVIOUS
 
 
 class WorkDocument(BaseModel):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
-from zbv_solver.errors import InvalidInput
-from zbv_solver.schema import issues_of
+from typing import Any
 
 from zbv_service.database import AgentTable, RunTable
+from zbv_service.documents import parse_body
 from zbv_service.http.problems import AGENT_GONE, NOT_FOUND, ProblemError
+from zbv_service.records import Page, Position
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.records import (
     AGENT_ENDED,
+    AgentFilter,
     AgentRecord,
     NewAgent,
     NodeReport,
@@ -22,8 +21,7 @@ from zbv_service.runs.records import (
     StopCause,
     Work,
 )
-
-B = TypeVar("B", bound=BaseModel)
+from zbv_service.waiting import happened
 
 POLL_SECONDS = 1.0
 """How often work is looked for that another service may have assigned."""
@@ -38,7 +36,7 @@ class Agents:
         self._dispatcher = dispatcher
 
     async def register(self, body: Any) -> tuple[AgentRecord, bool]:
-        """The agent of a request body, and whether it is new; raises :class:`InvalidInput`."""
+        """The agent of a request body, and whether it is new; raises InvalidInput."""
         request = parse_body(AgentRequest, body)
         record, is_new = await self._agents.add(NewAgent(**request.model_dump()))
         self._dispatcher.wake()
@@ -48,9 +46,9 @@ class Agents:
         """An agent; raises :class:`ProblemError` 404."""
         return _found(await self._agents.get(agent_id), agent_id)
 
-    async def newest(self, limit: int) -> list[AgentRecord]:
-        """The agents that are there, the newest first."""
-        return await self._agents.newest(limit)
+    async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
+        """Some agents, the newest first, from a position on."""
+        return await self._agents.page(wanted, limit, after)
 
     async def work(self, agent_id: str, wait_seconds: float) -> Work | None:
         """An agent's work, waited for; asking is a sign of life.
@@ -69,7 +67,7 @@ class Agents:
             left = deadline - loop.time()
             if work is not None or left <= 0 or self._dispatcher.is_stopping:
                 return work
-            await wait_for(rung, min(left, POLL_SECONDS))
+            await happened(rung, min(left, POLL_SECONDS))
 
     async def heartbeat(self, agent_id: str, body: Any) -> HeartbeatAnswer:
         """Note where an agent and its ranks are, and say whether to go on; raises as :meth:`work`."""
@@ -101,14 +99,6 @@ class Agents:
         _found(await self._agents.leave(agent_id), agent_id)
 
 
-def parse_body(model: type[B], body: Any) -> B:
-    """A request body as a document; raises :class:`InvalidInput`."""
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise InvalidInput(issues_of(error, body)) from None
-
-
 def _orders_of(run: RunRecord | None) -> HeartbeatAnswer:
     """What an agent is to do about a run."""
     if run is None:
@@ -122,15 +112,6 @@ def _orders_of(run: RunRecord | None) -> HeartbeatAnswer:
 
 def _stop(cause: StopCause, reason: str) -> HeartbeatAnswer:
     return HeartbeatAnswer(stop=True, cause=cause, reason=reason)
-
-
-async def wait_for(event: asyncio.Event, seconds: float) -> None:
-    """Until an event is set, or the time is over."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return
 
 
 def _found(record: AgentRecord | None, agent_id: str) -> AgentRecord:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from zbv_service.database import AgentsTaken, AgentTable, DatabaseAway, RunPlanTable, RunTable
 from zbv_service.runs.replanner import Replanner
 from zbv_service.settings import Settings
+from zbv_service.waiting import happened
 
 POLL_SECONDS = 1.0
 """How often waiting runs are looked at when nobody says that something changed."""
@@ -103,10 +104,10 @@ class Dispatcher:
                 await step()
             except DatabaseAway as error:
                 logger.warning("%s It is tried again in %g s.", error, POLL_SECONDS)
-                await _wait(self._stopped, POLL_SECONDS)
+                await happened(self._stopped, POLL_SECONDS)
             except Exception:
                 logger.exception("dispatching failed; it goes on in %g s", POLL_SECONDS)
-                await _wait(self._stopped, POLL_SECONDS)
+                await happened(self._stopped, POLL_SECONDS)
 
     async def _assign(self) -> None:
         self._changed.clear()
@@ -116,7 +117,7 @@ class Dispatcher:
                 logger.info("run %s has its agents", run_id)
             if started:
                 self._ring()
-        await _wait(self._changed, POLL_SECONDS)
+        await happened(self._changed, POLL_SECONDS)
 
     async def _take_plans(self) -> None:
         """Move on the runs whose plan was searched."""
@@ -124,7 +125,7 @@ class Dispatcher:
         moved, waiting = await self._run_plans.settle_planned()
         if moved:
             self._changed.set()
-        await _wait(self._submitted, _PLANNING_SECONDS if waiting else POLL_SECONDS)
+        await happened(self._submitted, _PLANNING_SECONDS if waiting else POLL_SECONDS)
 
     async def look(self) -> None:
         """Look at what runs measure, now."""
@@ -133,7 +134,7 @@ class Dispatcher:
 
     async def _replan(self) -> None:
         await self.look()
-        await _wait(self._stopped, POLL_SECONDS)
+        await happened(self._stopped, POLL_SECONDS)
 
     async def _watch(self) -> None:
         """Lose agents that were silent for too long while somebody listened.
@@ -149,14 +150,8 @@ class Dispatcher:
             before = datetime.now(UTC) - timedelta(seconds=timeout)
             for agent in await self._agents.lose(timeout, before):
                 logger.warning("agent %s (%s) is lost", agent.name, agent.id)
-        await _wait(self._stopped, timeout / 10)
+        await happened(self._stopped, timeout / 10)
 
     def _ring(self) -> None:
         rung, self.assigned = self.assigned, asyncio.Event()
         rung.set()
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.schema import ProblemDocument
 
-from zbv_service.documents import OptionsDocument
+from zbv_service.documents import NEXT, PREVIOUS, OptionsDocument
 from zbv_service.http.problems import ProblemDetails
 from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
 from zbv_service.runs.records import EventRecord, NodeOutcome, NodeRecord, NodeState, RunRecord, RunState
@@ -130,9 +130,11 @@ class RunDocument(BaseModel):
 
 
 class RunList(BaseModel):
-    """Runs, the newest first."""
+    """Some of the runs, the newest first."""
 
     runs: list[RunDocument]
+    next: str | None = NEXT
+    previous: str | None = PREVIOUS
 
 
 class EventDocument(BaseModel):

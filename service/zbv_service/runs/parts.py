@@ -19,7 +19,7 @@ from zbv_service.database import PartTable
 from zbv_service.http.problems import MALFORMED_JSON, NOT_FOUND, ProblemError
 from zbv_service.packing import pack, unpack
 from zbv_service.runs.picture import picture
-from zbv_service.runs.records import NewPart, PartKind, RunRecord
+from zbv_service.runs.records import NewPart, PartInfo, PartKind, RunRecord
 
 MAX_LOG_BYTES = 256 * 1024
 """The end of a rank's log, which is what explains a failure."""
@@ -82,6 +82,15 @@ class RunParts:
         """The traces of these ranks, or of all, by rank."""
         parts = await self._table.read(run_id, generation, "trace", ranks)
         return await asyncio.to_thread(lambda: tuple(parse_rank_trace(unpack(part.body)) for part in parts))
+
+    async def index(self, run_id: str) -> list[PartInfo]:
+        """What there is of a run, of all generations, without reading it."""
+        return await self._table.index(run_id)
+
+    async def packed_traces(self, run_id: str, generation: int, ranks: Sequence[int]) -> dict[int, bytes]:
+        """The traces of these ranks as they are stored, by rank."""
+        parts = await self._table.read(run_id, generation, "trace", ranks)
+        return {part.rank: part.body for part in parts}
 
     async def merged_trace(self, run: RunRecord, generation: int | None) -> str:
         """All ranks' newest common step as one Trace Event Format document.

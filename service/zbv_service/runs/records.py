@@ -16,6 +16,8 @@ RUN_STATES: tuple[str, ...] = get_args(RunState)
 
 RUN_ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 """States that never change again."""
+AGENT_PRESENT: frozenset[str] = frozenset({"live", "draining"})
+"""States of agents that are there."""
 AGENT_ENDED: frozenset[str] = frozenset({"left", "lost"})
 """States that an agent leaves only by registering anew."""
 FAILURE_KINDS: tuple[str, ...] = get_args(FailureKind)
@@ -152,6 +154,36 @@ class RunRecord(NewRun):
     members: tuple[NodeRecord, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunFilter:
+    """Which runs a list shows; None and nothing let everything through.
+
+    Attributes
+    ----------
+    text
+        How the id of the run, its plan or its search begins, or a part of the model's factory.
+    """
+
+    states: frozenset[str] = frozenset()
+    text: str | None = None
+    created_after: datetime | None = None
+    created_before: datetime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentFilter:
+    """Which agents a list shows: those that are there, unless ``states`` says otherwise.
+
+    Attributes
+    ----------
+    text
+        A part of the name or the address, or how the id of the agent or of its run begins.
+    """
+
+    states: frozenset[str] = AGENT_PRESENT
+    text: str | None = None
+
+
 @dataclass(frozen=True)
 class Work:
     """What one agent is to do: its node of a generation of a run."""
@@ -179,6 +211,20 @@ class NewPart:
     pp_rank: int | None = None
     replica: int | None = None
     last_step: int | None = None
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    """What is known of a part without reading it; as :class:`NewPart`."""
+
+    generation: int
+    rank: int
+    kind: PartKind
+    plan_id: str | None
+    pp_rank: int | None
+    replica: int | None
+    last_step: int | None
+    updated_at: datetime
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from zbv_solver.rank_trace import RankTrace
 from zbv_solver.refit import largest_change, refit, relative_change
 from zbv_solver.schema import parse_problem, problem_json
 
-from zbv_service.database import PartTable, RunPlanTable, RunTable
+from zbv_service.database import DatabaseAway, PartTable, RunPlanTable, RunTable
 from zbv_service.packing import unpack
 from zbv_service.plans import Plans
 from zbv_service.records import FINISHED
@@ -105,8 +105,15 @@ class Replanner:
         """Look at every run that asks for it."""
         for run_id in await self._run_plans.replanned():
             run = await self._runs.get(run_id)
-            if run is not None and run.plan_id is not None:
+            if run is None or run.plan_id is None:
+                continue
+            try:
                 await self._look(run, run.plan_id)
+            except DatabaseAway:
+                raise
+            except Exception:
+                # The other runs are looked at all the same.
+                logger.exception("run %s: its measured costs could not be looked at", run_id)
 
     async def _look(self, run: RunRecord, plan_id: str) -> None:
         known = None if run.replanning is None else Replanning(**run.replanning)
@@ -184,7 +191,7 @@ class Replanner:
 
     async def _problem(self, search_id: str, plan: Plan) -> Problem:
         """The problem of a search; of one that was discarded, that of a plan."""
-        if await self._searches.find(search_id) is None:
-            return plan.problem
         packed = await self._searches.problem(search_id)
+        if packed is None:
+            return plan.problem
         return await asyncio.to_thread(lambda: parse_problem(unpack(packed)))

@@ -12,13 +12,13 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plan import Plan
 
 from zbv_service.database import PlanTable, RunPlanTable, RunTable, SearchGone
+from zbv_service.documents import parse_body
 from zbv_service.http.problems import NOT_FOUND, RUN_STATE, ProblemError
 from zbv_service.plans import Plans
-from zbv_service.records import SearchRecord
-from zbv_service.runs.agents import parse_body
+from zbv_service.records import Page, Position, SearchRecord
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.documents import PlanChange, RunRequest
-from zbv_service.runs.records import EventRecord, NewRun, RunRecord
+from zbv_service.runs.records import EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.searches.searches import Searches
 
 
@@ -99,9 +99,9 @@ class Runs:
         """A run; raises :class:`ProblemError` 404."""
         return _found(await self._runs.get(run_id), run_id)
 
-    async def newest(self, limit: int) -> list[RunRecord]:
-        """The newest runs first."""
-        return await self._runs.newest(limit)
+    async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
+        """Some runs, the newest first, from a position on."""
+        return await self._runs.page(wanted, limit, after)
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
         """What happened to a run; raises :class:`ProblemError` 404."""

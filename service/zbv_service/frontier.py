@@ -1,0 +1,272 @@
+"""The frontier of a plan's model: the best stored plan within every memory limit, and what is still searched.
+
+Nothing is stored for it. A point of the frontier is a problem, the plan's own with another limit; its plans
+and searches are found by the hashes of that problem, whoever asked for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zbv_solver import frontier, memory_fraction
+from zbv_solver.frontier import Known
+from zbv_solver.options import EFFORTS
+from zbv_solver.plan import Plan
+from zbv_solver.problem import MEMORY_TOLERANCE, Problem
+from zbv_solver.schema import numbers, problem_json
+
+from zbv_service.cache import Cache, wait_a_while
+from zbv_service.database import PlanTable, SearchTable
+from zbv_service.documents import OptionsDocument
+from zbv_service.http.problems import TOO_MANY_SEARCHES, ProblemError
+from zbv_service.packing import problem_key, unpack
+from zbv_service.records import FINISHED, PlanSummary, SearchRecord
+from zbv_service.searches.schedules import Schedules
+from zbv_service.searches.searches import Searches, request_key
+
+FINE = 0.025
+"""Beside the frontier's own limits, plans are looked for at multiples of this: forms offer such limits."""
+PATIENCE_SECONDS = 1.5
+"""How long a page waits for bounds; the page after it has them."""
+CACHED_NEEDS = 4096
+
+
+@dataclass(frozen=True)
+class Point:
+    """A limit of the frontier.
+
+    Attributes
+    ----------
+    limit
+        The largest of any rank, in the problem's memory unit.
+    best
+        The best plan that fits, None while there is none.
+    bound
+        No plan within the limit has a smaller objective; None until it is computed.
+    search
+        The last one for exactly this limit, None when there was none.
+    is_searched
+        Whether there is a plan that was searched for exactly this limit.
+    """
+
+    fraction: float
+    limit: float
+    problem: dict[str, Any]
+    best: Known | None
+    bound: float | None
+    search: SearchRecord | None
+    is_searched: bool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is being searched."""
+        return self.search is not None and self.search.state not in FINISHED
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether nothing better can be found."""
+        if self.best is None or self.bound is None:
+            return False
+        return self.best.value <= self.bound * (1 + MEMORY_TOLERANCE)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether a search would tell something that nobody has asked yet."""
+        return not (self.is_searched or self.is_open or self.is_proved)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What is known of a model's objective over memory.
+
+    Attributes
+    ----------
+    own
+        The plan itself.
+    plans
+        All stored plans that were found, the plan itself among them, by plan id.
+    baselines
+        The classical schedules.
+    """
+
+    problem: Problem
+    own: Known
+    points: tuple[Point, ...]
+    plans: tuple[Known, ...]
+    baselines: tuple[Known, ...]
+
+    @property
+    def missing(self) -> tuple[Point, ...]:
+        """Points that nobody has searched yet."""
+        return tuple(point for point in self.points if point.is_missing)
+
+    @property
+    def open(self) -> tuple[Point, ...]:
+        """Points that are being searched."""
+        return tuple(point for point in self.points if point.is_open)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What became of a request for points; ``refused`` are more than the caller may have at once."""
+
+    searched: int
+    refused: int
+
+
+class Frontiers:
+    """Reads frontiers, and has their missing points searched."""
+
+    def __init__(self, plans: PlanTable, searches: SearchTable, submit: Searches, schedules: Schedules):
+        self._plans = plans
+        self._searches = searches
+        self._submit = submit
+        self._schedules = schedules
+        self._needs: Cache[float] = Cache(CACHED_NEEDS)
+
+    async def of(self, plan: Plan) -> Frontier:
+        """The frontier of a plan's model.
+
+        Raises
+        ------
+        InvalidInput
+            When the problem says nothing about memory.
+        """
+        problem, grid = plan.problem, frontier.grid(plan.problem)
+        documents, others = await asyncio.to_thread(_documents, problem, grid)
+        summaries = await self._plans.best_of([*(each.key for each in documents.values()), *others])
+        known = await self._known(plan, summaries.values())
+        requests = {key: each for each in grid for key in documents[each].requests}
+        searches = _newest(requests, await self._searches.of_requests(list(requests)))
+        bounds = await self._bounds(problem, grid)
+        points = []
+        for index, fraction in enumerate(grid):
+            there = documents[fraction]
+            bound = None if bounds is None else bounds[index]
+            if there.key in summaries:
+                bound = max(bound or 0.0, summaries[there.key].lower_bound)
+            best = frontier.best_within(fraction, known)
+            searched = there.key in summaries
+            points.append(
+                Point(fraction, there.limit, there.problem, best, bound, searches.get(fraction), searched)
+            )
+        return Frontier(problem, known[0], _tightened(points), tuple(known), _baselines(plan))
+
+    async def search_missing(
+        self, plan: Plan, effort: str, caller: str | None, most: int | None, *, again: bool = False
+    ) -> Asked:
+        """Have the points searched that nobody has, or with ``again`` all that are not proved.
+
+        Raises
+        ------
+        InvalidInput
+            When the service takes no such effort, or the problem says nothing about memory.
+        """
+        found = await self.of(plan)
+        wanted = [p for p in found.points if p.is_missing or (again and not p.is_proved and not p.is_open)]
+        for done, point in enumerate(wanted):
+            body = {"problem": point.problem, "options": {"effort": effort}}
+            try:
+                await self._submit.submit(body, caller=caller, most=most)
+            except ProblemError as error:
+                if error.kind is not TOO_MANY_SEARCHES:
+                    raise
+                return Asked(done, len(wanted) - done)
+        return Asked(len(wanted), 0)
+
+    async def _known(self, plan: Plan, summaries: Iterable[PlanSummary]) -> list[Known]:
+        """The plan itself, and the others."""
+        problem = plan.problem
+        needs = memory_fraction.needed(problem, plan.metrics.peak_memory)
+        known = [Known(plan.plan_id, needs, plan.objective)]
+        for summary in summaries:
+            if summary.plan_id != plan.plan_id:
+                known.append(Known(summary.plan_id, await self._need(problem, summary), summary.value))
+        return known
+
+    async def _need(self, problem: Problem, summary: PlanSummary) -> float:
+        """The fraction that a stored plan needs: its document is read once."""
+
+        async def load() -> float:
+            packed = await self._plans.document(summary.plan_id)
+            if packed is None:
+                raise RuntimeError(f"plan {summary.plan_id} vanished; plans are never removed.")
+            document = await asyncio.to_thread(unpack, packed)
+            return memory_fraction.needed(problem, document["metrics"]["peak_memory"])
+
+        return await self._needs.get(summary.plan_id, load)
+
+    async def _bounds(self, problem: Problem, grid: Sequence[float]) -> tuple[float, ...] | None:
+        """Bounds of the points, None while they are computed."""
+        made = asyncio.ensure_future(self._schedules.bounds(problem, grid))
+        await wait_a_while([made], PATIENCE_SECONDS)
+        return made.result() if made.done() else None
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """The problem at a limit: its document and hash, and those of the requests to search it."""
+
+    problem: dict[str, Any]
+    limit: float
+    key: str
+    requests: tuple[str, ...]
+
+
+def _documents(problem: Problem, grid: Sequence[float]) -> tuple[dict[float, _Limited], tuple[str, str]]:
+    """The problem at every limit of the grid, and at those in between that somebody may have searched.
+
+    And the hashes of the problem itself, whose limit may be any, and of that without a limit.
+    """
+    base = problem_json(problem)
+    unlimited = {**base, "memory": {**base["memory"], "limit": None}}
+    least = grid[0] * (1 + MEMORY_TOLERANCE)
+    fine = (round(count * FINE, 3) for count in range(1, round(frontier.LARGEST / FINE) + 1))
+    found = {}
+    for fraction in sorted({*grid, *(each for each in fine if each > least)}):
+        limits = memory_fraction.limits(problem, fraction)
+        document = {**base, "memory": {**base["memory"], "limit": numbers(limits)}}
+        asked = (
+            [OptionsDocument(effort=effort).model_dump() for effort in EFFORTS] if fraction in grid else []
+        )
+        found[fraction] = _Limited(
+            document,
+            max(limits),
+            problem_key(document),
+            tuple(request_key(document, options) for options in asked),
+        )
+    return found, (problem_key(base), problem_key(unlimited))
+
+
+def _newest(requests: Mapping[str, float], found: Mapping[str, SearchRecord]) -> dict[float, SearchRecord]:
+    """The search of every fraction that matters most: one that goes on, else the newest."""
+    newest: dict[float, SearchRecord] = {}
+    for key, record in sorted(found.items(), key=lambda item: _urgency(item[1])):
+        newest[requests[key]] = record
+    return newest
+
+
+def _urgency(record: SearchRecord) -> tuple[bool, Any]:
+    return record.state not in FINISHED, record.created_at
+
+
+def _tightened(points: Sequence[Point]) -> tuple[Point, ...]:
+    """A bound at a larger limit holds at every smaller one."""
+    if any(point.bound is None for point in points):
+        return tuple(points)
+    raised = frontier.tightened([point.bound or 0.0 for point in points])
+    return tuple(
+        Point(p.fraction, p.limit, p.problem, p.best, bound, p.search, p.is_searched)
+        for p, bound in zip(points, raised, strict=True)
+    )
+
+
+def _baselines(plan: Plan) -> tuple[Known, ...]:
+    objective = plan.problem.objective
+    return tuple(
+        Known(each.name, memory_fraction.needed(plan.problem, each.peak_memory), getattr(each, objective))
+        for each in plan.baselines
+    )

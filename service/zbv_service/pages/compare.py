@@ -1,0 +1,189 @@
+"""The page that lays a plan beside others on one time axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbv_solver.construct.baselines import BASELINES
+from zbv_solver.difference import Difference, differences
+from zbv_solver.export import quantities, report
+from zbv_solver.export.per_rank import idle_shares
+from zbv_solver.export.timeline import timeline
+from zbv_solver.plan import Plan
+from zbv_solver.problem import Units, exceeds
+
+from zbv_service.beside import Beside
+from zbv_service.pages.lanes import Lane, LanesView, lanes_view
+from zbv_service.pages.shell import Shell, assets, render
+from zbv_service.records import PlanSummary
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule of the table; ``share`` is its objective relative to the largest, from 0 to 1."""
+
+    name: str
+    url: str | None
+    span: str
+    makespan: str
+    bubble: str
+    peak: str
+    fits: bool
+    relative: str
+    share: float
+    is_plan: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Something to compare with, as a checkbox."""
+
+    value: str
+    label: str
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A stored plan that may be added."""
+
+    value: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Other:
+    """How another plan's problem differs from this plan's."""
+
+    name: str
+    url: str
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
+class CompareView:
+    """Everything the page shows; ``lanes`` is None while schedules are made."""
+
+    plan_id: str
+    title: str
+    objective: str
+    unit: str
+    lanes: LanesView | None
+    awaited: tuple[str, ...]
+    rows: tuple[Row, ...]
+    choices: tuple[Choice, ...]
+    alike: tuple[Offer, ...]
+    others: tuple[Offer, ...]
+    complaints: tuple[tuple[str, str], ...]
+    problems: tuple[Other, ...]
+
+
+def compare_page(view: CompareView, shell: Shell) -> str:
+    """The page of a comparison."""
+    return render("compare.html.j2", shell, view=view, scripts=report.DRAWING_SCRIPTS)
+
+
+def compare_view(
+    plan: Plan,
+    besides: Sequence[Beside],
+    offered: tuple[Sequence[PlanSummary], Sequence[PlanSummary]],
+    root: str,
+) -> CompareView:
+    """A plan beside others, ready for the template; lays out every action, so it takes a while."""
+    found = [(each, each.plan) for each in besides if each.plan is not None]
+    awaited = tuple(each.name for each in besides if each.is_awaited)
+    unit = quantities.time_unit(plan.problem.units)
+    alike, others = ([_offer(each) for each in part] for part in offered)
+    return CompareView(
+        plan_id=plan.plan_id,
+        title=f"{plan.problem.pp_degree} ranks × {plan.problem.microbatches} microbatches",
+        objective=plan.problem.objective,
+        unit=unit,
+        lanes=None if awaited else lanes_view(_lanes(plan, found, root), unit),
+        awaited=awaited,
+        rows=tuple(_rows(plan, found, root)),
+        choices=tuple(_choices(besides)),
+        alike=tuple(alike),
+        others=tuple(others),
+        complaints=tuple((_title(each), each.complaint) for each in besides if each.complaint),
+        problems=tuple(
+            Other(_title(each), f"{root}/plans/{each.name}", differences(plan.problem, other.problem))
+            for each, other in found
+            if not each.is_baseline and other.problem != plan.problem
+        ),
+    )
+
+
+def _lanes(plan: Plan, found: Sequence[tuple[Beside, Plan]], root: str) -> list[Lane]:
+    page, version = f"{root}/plans/{plan.plan_id}", assets()
+    lanes = [_lane("this plan", plan, f"{page}/actions?v={version}")]
+    for each, other in found:
+        place = f"{page}/baselines/{each.name}" if each.is_baseline else f"{root}/plans/{each.name}"
+        lanes.append(_lane(_title(each), other, f"{place}/actions?v={version}"))
+    return lanes
+
+
+def _lane(name: str, plan: Plan, url: str) -> Lane:
+    heading = f"{name}: span {quantities.time(plan.metrics.span, plan.problem.units)}"
+    return Lane(heading, timeline(plan), plan.problem, url, idle=tuple(idle_shares(plan)))
+
+
+def _title(each: Beside) -> str:
+    return each.name if each.is_baseline else f"plan {each.name[:12]}"
+
+
+def _rows(plan: Plan, found: Sequence[tuple[Beside, Plan]], root: str) -> list[Row]:
+    objective = plan.problem.objective
+    every = [plan, *(other for _, other in found)]
+    largest = max(other.metrics.value(objective) for other in every) or 1.0
+
+    def row(name: str, other: Plan, url: str | None) -> Row:
+        metrics = other.metrics
+        value, own = metrics.value(objective), plan.objective
+        return Row(
+            name=name,
+            url=url,
+            span=quantities.figure(metrics.span),
+            makespan=quantities.figure(metrics.makespan),
+            bubble=quantities.percent(metrics.bubble_rate),
+            peak=quantities.memory(max(metrics.peak_memory, default=0.0), plan.problem.units),
+            fits=_fits(plan, metrics.peak_memory),
+            relative="" if other is plan else quantities.relative(value, own),
+            share=value / largest,
+            is_plan=other is plan,
+        )
+
+    return [
+        row("this plan", plan, f"{root}/plans/{plan.plan_id}"),
+        *(
+            row(_title(each), other, None if each.is_baseline else f"{root}/plans/{each.name}")
+            for each, other in found
+        ),
+    ]
+
+
+def _fits(plan: Plan, peaks: Sequence[float]) -> bool:
+    """Whether peaks keep to this plan's limits; of other numbers of ranks, the least limit counts for all."""
+    limits = plan.problem.memory.limit
+    if limits is None:
+        return True
+    if len(limits) != len(peaks):
+        limits = (min(limits),) * len(peaks)
+    return not any(exceeds(peak, limit) for peak, limit in zip(peaks, limits, strict=True))
+
+
+def _choices(besides: Sequence[Beside]) -> list[Choice]:
+    chosen = {each.name for each in besides}
+    known = [Choice(name, name, name in chosen) for name in BASELINES]
+    return known + [
+        Choice(each.name, _title(each), True)
+        for each in besides
+        if not each.is_baseline and not each.complaint
+    ]
+
+
+def _offer(summary: PlanSummary) -> Offer:
+    value = quantities.time(summary.value, Units(time=summary.time_unit))
+    shape = f"{summary.pp_degree} × {summary.microbatches}"
+    return Offer(summary.plan_id, f"{summary.plan_id[:12]}: {shape}, {summary.objective} {value}")

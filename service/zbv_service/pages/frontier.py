@@ -1,0 +1,115 @@
+"""The page of a plan's memory–time frontier: a picture that needs no script, and the same as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbv_solver.export import quantities
+from zbv_solver.frontier import Known
+from zbv_solver.options import EFFORTS
+from zbv_solver.plan import Plan, gap_of
+from zbv_solver.problem import Units
+
+from zbv_service.frontier import Frontier, Point
+from zbv_service.pages.frontier_picture import Picture, picture_of, state_of, times
+from zbv_service.pages.shell import Shell, render
+
+
+@dataclass(frozen=True)
+class Row:
+    """A limit as the table shows it."""
+
+    fraction: str
+    limit: str
+    value: str
+    bound: str
+    gap: str
+    is_proved: bool
+    plan_id: str | None
+    plan_name: str
+    needs: str
+    is_own: bool
+    state: str
+    says: str
+    search_id: str | None
+
+
+@dataclass(frozen=True)
+class FrontierView:
+    """Everything the page shows; ``picture`` is None where the problem says nothing about memory."""
+
+    plan_id: str
+    title: str
+    objective: str
+    unit: str
+    picture: Picture | None
+    rows: tuple[Row, ...]
+    baselines: tuple[tuple[str, str, str], ...]
+    missing: int
+    open: int
+    improvable: int
+    has_bounds: bool
+    efforts: tuple[str, ...]
+    refused: int
+
+
+def frontier_page(view: FrontierView, shell: Shell) -> str:
+    """The page of a frontier."""
+    return render("frontier.html.j2", shell, view=view)
+
+
+def frontier_view(
+    plan: Plan, found: Frontier | None, *, most_effort: str, refused: int, root: str
+) -> FrontierView:
+    """What is known, ready for the template.
+
+    Parameters
+    ----------
+    found
+        None where the problem says nothing about memory.
+    most_effort
+        The highest effort that the service takes.
+    refused
+        Points that the last request could not have searched yet.
+    """
+    problem, units = plan.problem, plan.problem.units
+    points = () if found is None else found.points
+    return FrontierView(
+        plan_id=plan.plan_id,
+        title=f"{problem.pp_degree} ranks × {problem.microbatches} microbatches",
+        objective=problem.objective,
+        unit=quantities.time_unit(units),
+        picture=None if found is None else picture_of(found, root),
+        rows=tuple(_row(point, plan, units) for point in points),
+        baselines=() if found is None else tuple(_baseline(each, units) for each in found.baselines),
+        missing=0 if found is None else len(found.missing),
+        open=0 if found is None else len(found.open),
+        improvable=sum(not point.is_proved and not point.is_open for point in points),
+        has_bounds=all(point.bound is not None for point in points),
+        efforts=EFFORTS[: EFFORTS.index(most_effort) + 1],
+        refused=refused,
+    )
+
+
+def _row(point: Point, plan: Plan, units: Units) -> Row:
+    best, bound = point.best, point.bound
+    state, says = state_of(point)
+    return Row(
+        fraction=times(point.fraction),
+        limit=quantities.memory(point.limit, units),
+        value="–" if best is None else quantities.figure(best.value),
+        bound="–" if bound is None else quantities.figure(bound),
+        gap="–" if best is None or bound is None else quantities.percent(gap_of(best.value, bound)),
+        is_proved=point.is_proved,
+        plan_id=None if best is None else best.name,
+        plan_name="" if best is None else best.name[:12],
+        needs="" if best is None else times(best.needs),
+        is_own=best is not None and best.name == plan.plan_id,
+        state=state,
+        says=says,
+        search_id=None if point.search is None else point.search.id,
+    )
+
+
+def _baseline(each: Known, units: Units) -> tuple[str, str, str]:
+    return each.name, times(each.needs), quantities.figure(each.value)

@@ -1,0 +1,347 @@
+"""The page that holds a measured step of a run against its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+from zbv_solver.explain import Cause, Explanation, sentence, told
+from zbv_solver.export import quantities, report
+from zbv_solver.export.per_rank import idle_shares
+from zbv_solver.export.timeline import Timeline, timeline
+from zbv_solver.measured import KindTimes, MeasuredStep, Parts, RankAccount
+from zbv_solver.problem import LETTERS, Units
+
+from zbv_service.pages.lanes import Lane, LanesView, lanes_view
+from zbv_service.pages.shell import Shell, assets, render
+from zbv_service.runs.measurements import Measured, NothingMeasured
+
+PARTS = (
+    ("compute", "Actions", "actions that took longer or shorter than planned"),
+    ("transfer", "Transfer", "standing still while an input was under way"),
+    ("waiting", "Waiting", "standing still because an input was still made, or before and after its work"),
+    ("between", "Between", "from the end of an action to turning to the next one"),
+)
+"""What a rank's step consists of: its name in :class:`Parts`, the column's heading, and what it means."""
+NOTICEABLE = 0.05
+"""A kind whose time differs by more than this share is marked."""
+_CAUSES = 4
+_BAR = 200.0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a rank's bar, in its own units of width."""
+
+    x: float
+    width: float
+    style: str
+
+
+@dataclass(frozen=True)
+class AccountRow:
+    """Where a rank's step went, measured minus planned; ``parts`` are told and named like :data:`PARTS`."""
+
+    rank: int
+    parts: tuple[tuple[str, str, str], ...]
+    total: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class KindCell:
+    """A rank's actions of one letter; ``tone`` is slow, fast or empty."""
+
+    planned: str
+    measured: str
+    ratio: str
+    tone: str
+    count: int
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """A rank's actions by letter; None where it has none of one."""
+
+    rank: int
+    cells: tuple[KindCell | None, ...]
+
+
+@dataclass(frozen=True)
+class CauseLine:
+    """A cause, what it alone would have changed, and its share of the difference; ``width`` is in percent."""
+
+    text: str
+    effect: str
+    share: str
+    width: float
+
+
+@dataclass(frozen=True)
+class MeasuredView:
+    """Everything the page shows; with ``nothing``, why there is nothing to show."""
+
+    run_id: str
+    nothing: NothingMeasured | None
+    is_open: bool
+    plan_id: str = ""
+    headline: str = ""
+    finding: str = ""
+    cards: tuple[report.Card, ...] = ()
+    causes: tuple[CauseLine, ...] = ()
+    notices: tuple[str, ...] = ()
+    lanes: LanesView | None = None
+    unit: str = ""
+    rows: tuple[AccountRow, ...] = ()
+    letters: tuple[str, ...] = ()
+    kinds: tuple[KindRow, ...] = ()
+    generation: int = 0
+    generations: tuple[int, ...] = ()
+    replica: int = 0
+    replicas: tuple[int, ...] = ()
+    step: int | None = None
+    steps: tuple[tuple[int, str], ...] = ()
+    typical: int = 0
+
+
+def measured_page(view: MeasuredView, shell: Shell) -> str:
+    """The page of a measured step."""
+    return render("measured.html.j2", shell, view=view, scripts=report.DRAWING_SCRIPTS, parts=PARTS)
+
+
+def nothing_view(run_id: str, nothing: NothingMeasured, *, is_open: bool) -> MeasuredView:
+    """Why there is nothing to hold against the plan."""
+    return MeasuredView(run_id, nothing, is_open)
+
+
+def measured_view(run_id: str, found: Measured, root: str, *, is_open: bool) -> MeasuredView:
+    """A measured step, ready for the template; lays out every action, so it takes a while."""
+    plan, units = found.plan, found.plan.problem.units
+    unit = quantities.time_unit(units)
+    letters = tuple(letter for letter in LETTERS if any(kind.letter == letter for kind in found.kinds))
+    return MeasuredView(
+        run_id=run_id,
+        nothing=None,
+        is_open=is_open,
+        plan_id=plan.plan_id,
+        headline=_headline(found),
+        finding=sentence(found.explanation),
+        cards=tuple(_cards(found, units)),
+        causes=tuple(_causes(found.explanation, units)),
+        notices=tuple(_notices(found, units)),
+        lanes=lanes_view(_lanes(found, root), unit),
+        unit=unit,
+        rows=tuple(_account_rows(_told_apart(found))),
+        letters=letters,
+        kinds=tuple(_kind_rows(found.kinds, letters)),
+        generation=found.generation,
+        generations=found.generations,
+        replica=found.replica,
+        replicas=found.replicas,
+        step=None if found.is_typical else found.step.step,
+        steps=tuple((step, quantities.time(length, units)) for step, length in found.lengths.items()),
+        typical=found.step.step,
+    )
+
+
+def _headline(found: Measured) -> str:
+    count = len(found.lengths)
+    which = f"Step {found.step.step}"
+    if found.is_typical and count > 1:
+        which += f", the one of median length of the {count} newest"
+    shown = f"{which}, generation {found.generation}"
+    return f"{shown}, replica {found.replica}." if len(found.replicas) > 1 else f"{shown}."
+
+
+def _cards(found: Measured, units: Units) -> Iterator[report.Card]:
+    account, objective = found.account, found.plan.problem.objective
+    means = {
+        "span": "of the slowest rank, first start to last end",
+        "makespan": "first start of all to last end of all",
+    }
+    yield report.Card("Planned", quantities.time(account.planned, units), f"the plan's {objective}")
+    yield report.Card("Measured", quantities.time(account.measured, units), means[objective])
+    relative = quantities.relative(account.measured, account.planned)
+    is_off = account.planned > 0 and account.measured / account.planned > 1 + NOTICEABLE
+    yield report.Card(
+        "Difference",
+        relative,
+        f"{_signed(account.difference)} {quantities.time_unit(units)}".strip(),
+        "bad" if is_off else "",
+    )
+    busy = sum(row.measured.compute for row in account.ranks)
+    whole = account.measured * len(account.ranks)
+    idle = 1 - busy / whole if whole > 0 else 0.0
+    planned = found.plan.metrics.bubble_rate
+    note = f"of the step; planned {quantities.percent(planned, 1)}"
+    yield report.Card("Idle", quantities.percent(idle, 1), note)
+
+
+def _causes(explanation: Explanation, units: Units) -> Iterator[CauseLine]:
+    if explanation.main is None:
+        return
+    main = explanation.main
+    shown = [each for each in explanation.causes if each != main and _is_worth_saying(each, explanation)]
+    chosen = [main, *shown][:_CAUSES]
+    largest = max(abs(cause.effect) for cause in chosen) or 1.0
+    for cause in chosen:
+        effect = f"{_signed(cause.effect)} {quantities.time_unit(units)}".strip()
+        share = quantities.percent(explanation.share(cause), 0)
+        yield CauseLine(told(cause), effect, share, round(100 * abs(cause.effect) / largest, 2))
+
+
+def _is_worth_saying(cause: Cause, explanation: Explanation) -> bool:
+    """Whether a cause matters, and is more than the main one under a wider name."""
+    main = explanation.main
+    if abs(explanation.share(cause)) < NOTICEABLE or main is None:
+        return False
+    is_wider = (
+        cause.kind == main.kind and cause.rank in (None, main.rank) and cause.letter in (None, main.letter)
+    )
+    return not (is_wider and abs(cause.effect - main.effect) <= NOTICEABLE * abs(main.effect))
+
+
+def _notices(found: Measured, units: Units) -> Iterator[str]:
+    if found.missing:
+        ranks = ", ".join(map(str, found.missing[:8])) + (" …" if len(found.missing) > 8 else "")
+        who = f"Rank {ranks} has" if len(found.missing) == 1 else f"Ranks {ranks} have"
+        yield f"{who} not sent this step. What is said of it is said of the others."
+    conflict = found.conflict
+    if conflict.count:
+        yield (
+            f"The ranks' clocks do not agree: {conflict.count} of {conflict.inputs} inputs were there before "
+            f"they were made, by up to {quantities.time(conflict.worst, units)}. What a rank did is right, "
+            f"but between ranks the picture is shifted, and transfer cannot be told from waiting."
+        )
+    if not found.has_named_unit:
+        yield (
+            "The plan names no time unit, so one is taken under which the actions last as long in all as "
+            "planned: only proportions can differ."
+        )
+
+
+def _lanes(found: Measured, root: str) -> list[Lane]:
+    plan, units = found.plan, found.plan.problem.units
+    planned = timeline(plan)
+    url = f"{root}/plans/{plan.plan_id}/actions?v={assets()}"
+    measured = measured_timeline(planned, found.step)
+    account = found.account
+    return [
+        Lane(
+            f"planned: {quantities.time(account.planned, units)}",
+            planned,
+            plan.problem,
+            url,
+            idle=tuple(idle_shares(plan)),
+        ),
+        Lane(
+            f"measured, step {found.step.step}: {quantities.time(account.measured, units)}",
+            measured,
+            plan.problem,
+            None,
+            is_measured=True,
+            idle=tuple(_idle(found)),
+        ),
+    ]
+
+
+def _idle(found: Measured) -> Iterator[float]:
+    """The share of the step that each rank was idle; all of it where nothing is known."""
+    busy = {row.rank: row.measured.compute for row in found.account.ranks}
+    length = found.account.measured
+    for rank in range(found.plan.problem.pp_degree):
+        yield 1 - busy.get(rank, 0.0) / length if length > 0 else 0.0
+
+
+def measured_timeline(planned: Timeline, step: MeasuredStep) -> Timeline:
+    """The step laid out like its plan, without the ranks that sent nothing."""
+    known = np.isfinite(step.start)
+    counts = np.array([int(known[planned.slice_of(rank)].sum()) for rank in range(planned.pp_degree)])
+    columns = ("rank", "chunk", "stage", "letter", "microbatch", "kind", "during", "after")
+    return replace(
+        planned,
+        start=step.start[known],
+        end=step.end[known],
+        offset=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+        **{name: getattr(planned, name)[known] for name in columns},
+    )
+
+
+def _told_apart(found: Measured) -> tuple[RankAccount, ...]:
+    """The accounts; where clocks do not agree, transfer is a part of waiting."""
+    if not found.conflict.count:
+        return found.account.ranks
+    return tuple(
+        replace(row, planned=row.planned.without_transfer(), measured=row.measured.without_transfer())
+        for row in found.account.ranks
+    )
+
+
+def _account_rows(ranks: Sequence[RankAccount]) -> Iterator[AccountRow]:
+    every = [row.difference for row in ranks]
+    reach = max((max(_above(parts), _below(parts)) for parts in every), default=0.0) or 1.0
+    for row in ranks:
+        parts = row.difference
+        yield AccountRow(
+            rank=row.rank,
+            parts=tuple(_told_part(row, name) for name, _, _ in PARTS),
+            total=_signed(parts.total),
+            segments=tuple(_segments(parts, reach)),
+        )
+
+
+def _told_part(row: RankAccount, name: str) -> tuple[str, str, str]:
+    """The difference, and planned and measured for whoever points at it."""
+    planned, measured = getattr(row.planned, name), getattr(row.measured, name)
+    both = f"planned {quantities.figure(planned)}, measured {quantities.figure(measured)}"
+    return name, _signed(measured - planned), both
+
+
+def _segments(parts: Parts, reach: float) -> Iterator[Segment]:
+    """What was lost to the right of the middle, what was won to the left."""
+    middle, scale = _BAR / 2, _BAR / 2 / reach
+    right = left = middle
+    for name, _, _ in PARTS:
+        width = scale * abs(getattr(parts, name))
+        if width < 0.01:
+            continue
+        if getattr(parts, name) > 0:
+            yield Segment(round(right, 2), round(width, 2), name)
+            right += width
+        else:
+            left -= width
+            yield Segment(round(left, 2), round(width, 2), name)
+
+
+def _above(parts: Parts) -> float:
+    values: tuple[float, ...] = astuple(parts)
+    return sum(max(value, 0.0) for value in values)
+
+
+def _below(parts: Parts) -> float:
+    values: tuple[float, ...] = astuple(parts)
+    return sum(max(-value, 0.0) for value in values)
+
+
+def _kind_rows(kinds: Sequence[KindTimes], letters: Sequence[str]) -> Iterator[KindRow]:
+    cells = {(kind.rank, kind.letter): _kind_cell(kind) for kind in kinds}
+    for rank in sorted({kind.rank for kind in kinds}):
+        yield KindRow(rank, tuple(cells.get((rank, letter)) for letter in letters))
+
+
+def _kind_cell(kind: KindTimes) -> KindCell:
+    tone = "slow" if kind.ratio > 1 + NOTICEABLE else "fast" if kind.ratio < 1 - NOTICEABLE else ""
+    return KindCell(
+        planned=quantities.figure(kind.planned),
+        measured=quantities.figure(kind.measured),
+        ratio=f"{kind.ratio:.2f}",
+        tone=tone,
+        count=kind.count,
+    )
+
+
+def _signed(value: float) -> str:
+    """A difference with its sign; what rounds to nothing has none."""
+    text = quantities.figure(value)
+    return text if value <= 0 or text == "0" else f"+{text}"

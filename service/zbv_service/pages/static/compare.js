@@ -1,0 +1,4 @@
+// The schedules of the comparison.
+"use strict";
+
+globalThis.zbv.showLanes();

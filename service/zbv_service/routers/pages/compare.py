@@ -1,0 +1,61 @@
+"""``/plans/{plan_id}/compare``: a plan beside classical schedules and other plans."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from zbv_solver.export.timeline import timeline
+from zbv_solver.export.timeline_data import timeline_bytes
+from zbv_solver.plan import Plan
+
+from zbv_service.beside import USUAL
+from zbv_service.http.problems import NOT_FOUND, ProblemError
+from zbv_service.pages.compare import compare_page, compare_view
+from zbv_service.pages.shell import assets
+from zbv_service.routers.answers import page, problem_answer, shell_of
+from zbv_service.routers.rooms import immutable, rooms
+from zbv_service.security.scheme import READ
+
+MOST_NAMES = 32
+LONGEST_NAME = 100
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/plans/{plan_id}/compare", dependencies=[READ])
+async def get_compare_page(
+    request: Request,
+    plan_id: str,
+    chosen: Annotated[list[str] | None, Query(alias="with", max_length=MOST_NAMES)] = None,
+) -> Response:
+    """The plan beside what is chosen; the form sends an empty choice along, so that none is one, too."""
+    found = rooms(request)
+    names = USUAL if chosen is None else [name.strip()[:LONGEST_NAME] for name in chosen if name.strip()]
+    try:
+        plan = await found.plans.plan(plan_id)
+        besides = await found.besides.of(plan, names)
+        offered = await found.besides.offered(plan)
+    except ProblemError as error:
+        return problem_answer(error, request)
+    shell = shell_of(request)
+    view = await asyncio.to_thread(compare_view, plan, besides, offered, shell.root)
+    return page(compare_page(view, shell), headers={"Cache-Control": "no-store"}, has_chart=True)
+
+
+@router.get("/plans/{plan_id}/baselines/{name}/actions", dependencies=[READ])
+async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Response:
+    """A classical schedule's actions for the script: see :mod:`zbv_solver.export.timeline_data`."""
+    found = rooms(request)
+    baseline = await found.besides.baseline(await found.plans.plan(plan_id), name)
+    if baseline is None:
+        raise ProblemError(NOT_FOUND, f"found no classical schedule {name[:LONGEST_NAME]!r}.")
+    headers, known = immutable(request, f"{plan_id}-{name}-actions-{assets()}")
+    return known or Response(
+        await asyncio.to_thread(_packed, baseline), headers=headers, media_type="application/octet-stream"
+    )
+
+
+def _packed(plan: Plan) -> bytes:
+    return timeline_bytes(timeline(plan))

@@ -1,0 +1,72 @@
+"""``/plans/{plan_id}/frontier``: time against memory, and having missing points searched."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+from urllib.parse import parse_qs, quote
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
+from zbv_solver.errors import InvalidInput
+from zbv_solver.plan import Plan
+
+from zbv_service.frontier import Frontier
+from zbv_service.http.bodies import read_form
+from zbv_service.http.problems import INVALID_BODY, ProblemError
+from zbv_service.pages.frontier import frontier_page, frontier_view
+from zbv_service.routers.answers import page, problem_answer, root_of, shell_of
+from zbv_service.routers.rooms import caller_of, most_searches, rooms
+from zbv_service.security.scheme import READ, needs
+
+MAX_FORM_BYTES = 1024
+_MOST_REFUSED = 1000
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/plans/{plan_id}/frontier", dependencies=[READ])
+async def get_frontier_page(
+    request: Request, plan_id: str, refused: Annotated[int, Query(ge=0, le=_MOST_REFUSED)] = 0
+) -> Response:
+    """The frontier of a plan's model."""
+    found = rooms(request)
+    try:
+        plan = await found.plans.plan(plan_id)
+        frontier = await _frontier(request, plan)
+    except ProblemError as error:
+        return problem_answer(error, request)
+    shell, most = shell_of(request), found.settings.max_effort
+    view = await asyncio.to_thread(
+        frontier_view, plan, frontier, most_effort=most, refused=refused, root=shell.root
+    )
+    return page(frontier_page(view, shell), headers={"Cache-Control": "no-store"})
+
+
+@router.post("/plans/{plan_id}/frontier", dependencies=[needs("search")])
+async def post_frontier(request: Request, plan_id: str) -> Response:
+    """Have the missing points searched; those that are too many for the caller are left for the next time."""
+    found = rooms(request)
+    try:
+        form = parse_qs(await read_form(request, MAX_FORM_BYTES))
+        plan = await found.plans.plan(plan_id)
+        asked = await found.frontiers.search_missing(
+            plan,
+            form.get("effort", ["standard"])[0],
+            caller_of(request),
+            most_searches(request),
+            again="again" in form,
+        )
+    except ProblemError as error:
+        return problem_answer(error, request)
+    except InvalidInput as error:
+        return problem_answer(ProblemError(INVALID_BODY, str(error)), request)
+    query = f"?refused={min(asked.refused, _MOST_REFUSED)}" if asked.refused else ""
+    return RedirectResponse(f"{root_of(request)}/plans/{quote(plan_id)}/frontier{query}", 303)
+
+
+async def _frontier(request: Request, plan: Plan) -> Frontier | None:
+    try:
+        return await rooms(request).frontiers.of(plan)
+    except InvalidInput:
+        return None  # it says nothing about memory

@@ -1,0 +1,208 @@
+"""A run's measured steps held against its plan: chosen, laid out and accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbv_solver.errors import InvalidInput
+from zbv_solver.explain import Explanation, explain
+from zbv_solver.measured import (
+    Account,
+    ClockConflict,
+    KindTimes,
+    MeasuredStep,
+    account,
+    clock_conflict,
+    kind_times,
+    lay_out,
+    nanoseconds_of_unit,
+    step_length,
+    typical,
+)
+from zbv_solver.plan import Plan
+from zbv_solver.rank_trace import RankTrace
+
+from zbv_service.cache import Cache
+from zbv_service.plans import Plans
+from zbv_service.runs.parts import RunParts
+from zbv_service.runs.records import PartInfo, RunRecord
+
+MANY_ACTIONS = 100_000
+FEW_STEPS = 5
+"""Of plans with so many actions, only the newest steps are looked at."""
+CACHED = 8
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which step is looked at; None leaves the choice: the newest generation, the step of median length."""
+
+    generation: int | None = None
+    replica: int = 0
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class NothingMeasured:
+    """Why there is nothing to hold against the plan: a word for it, and what to say."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A step of a run, held against its plan.
+
+    Attributes
+    ----------
+    lengths
+        Of every step that the ranks have in common, in the plan's unit, by step.
+    is_typical
+        Whether the step was chosen for its median length.
+    missing
+        Ranks of the pipeline that have not sent the step.
+    has_named_unit
+        Whether the plan says what its time unit is; else one was chosen that fits.
+    """
+
+    plan: Plan
+    generation: int
+    generations: tuple[int, ...]
+    replica: int
+    replicas: tuple[int, ...]
+    lengths: dict[int, float]
+    step: MeasuredStep
+    is_typical: bool
+    missing: tuple[int, ...]
+    account: Account
+    explanation: Explanation
+    kinds: tuple[KindTimes, ...]
+    conflict: ClockConflict
+    nanoseconds: float
+    has_named_unit: bool
+
+
+class Measurements:
+    """Reads and accounts for measured steps; the same question twice is answered from memory."""
+
+    def __init__(self, parts: RunParts, plans: Plans):
+        self._parts = parts
+        self._plans = plans
+        self._made: Cache[Measured | NothingMeasured] = Cache(CACHED)
+
+    async def of(self, run: RunRecord, chosen: Chosen) -> Measured | NothingMeasured:
+        """The chosen step of a run, or why there is none."""
+        index = [part for part in await self._parts.index(run.id) if part.kind == "trace"]
+        generations = tuple(sorted({part.generation for part in index}))
+        if not generations:
+            return _nothing_yet(run)
+        generation = generations[-1] if chosen.generation is None else chosen.generation
+        there = [part for part in index if part.generation == generation]
+        mine = _of_one_plan([part for part in there if part.replica == chosen.replica])
+        if not mine:
+            return NothingMeasured(
+                "unknown",
+                f"Generation {generation} has sent no trace of replica {chosen.replica}. There are traces of "
+                f"{_listed('generation', generations)}, replicas from 0.",
+            )
+        replicas = tuple(sorted({part.replica for part in there if part.replica is not None}))
+        newest = max(part.updated_at for part in mine).isoformat()
+        key = f"{run.id} {generation} {chosen.replica} {chosen.step} {newest} {len(mine)}"
+        return await self._made.get(key, lambda: self._make(run, chosen, mine, generations, replicas))
+
+    async def _make(
+        self,
+        run: RunRecord,
+        chosen: Chosen,
+        parts: Sequence[PartInfo],
+        generations: tuple[int, ...],
+        replicas: tuple[int, ...],
+    ) -> Measured | NothingMeasured:
+        plan = await self._plans.plan(parts[0].plan_id or "")
+        generation = parts[0].generation
+        traces = await self._parts.traces(run.id, generation, [part.rank for part in parts])
+        traces = tuple(trace for trace in traces if trace.plan_id == plan.plan_id)
+        try:
+            return await asyncio.to_thread(_measure, plan, traces, chosen, generation, generations, replicas)
+        except InvalidInput as error:
+            return NothingMeasured("foreign", f"The traces do not fit the run's plan: {error}")
+
+
+def _measure(
+    plan: Plan,
+    traces: Sequence[RankTrace],
+    chosen: Chosen,
+    generation: int,
+    generations: tuple[int, ...],
+    replicas: tuple[int, ...],
+) -> Measured | NothingMeasured:
+    """The account of a step; takes seconds for the largest plans."""
+    numbers = most_shared(traces)
+    if not numbers:
+        return NothingMeasured("no-step", "The ranks have sent traces without a finished step.")
+    if chosen.step is not None and chosen.step not in numbers:
+        return NothingMeasured(
+            "unknown",
+            f"Step {chosen.step} is not kept any more, or not yet sent; {_listed('step', numbers)} are.",
+        )
+    if len(plan.orders) > MANY_ACTIONS:
+        numbers = tuple(n for n in numbers if n in numbers[-FEW_STEPS:] or n == chosen.step)
+    nanoseconds, has_named_unit = nanoseconds_of_unit(plan, traces)
+    steps = [lay_out(plan, traces, number, nanoseconds) for number in numbers]
+    step = typical(plan, steps) if chosen.step is None else steps[numbers.index(chosen.step)]
+    found = account(plan, step)
+    return Measured(
+        plan=plan,
+        generation=generation,
+        generations=generations,
+        replica=chosen.replica,
+        replicas=replicas,
+        lengths={each.step: step_length(plan, each) for each in steps},
+        step=step,
+        is_typical=chosen.step is None,
+        missing=tuple(rank for rank in range(plan.problem.pp_degree) if rank not in step.ranks),
+        account=found,
+        explanation=explain(plan, step, found),
+        kinds=kind_times(plan, steps),
+        conflict=clock_conflict(plan, step),
+        nanoseconds=nanoseconds,
+        has_named_unit=has_named_unit,
+    )
+
+
+def most_shared(traces: Sequence[RankTrace]) -> tuple[int, ...]:
+    """The steps that the most ranks have, ascending: all ranks, unless some sent nothing or lag behind."""
+    counted = Counter(number for trace in traces for number in trace.numbers)
+    most = max(counted.values(), default=0)
+    return tuple(sorted(number for number, count in counted.items() if count == most))
+
+
+def _of_one_plan(parts: Sequence[PartInfo]) -> list[PartInfo]:
+    """Those of the plan that was measured last: around a change of plans, ranks send both."""
+    if not parts:
+        return []
+    newest = max(parts, key=lambda part: -1 if part.last_step is None else part.last_step)
+    return [part for part in parts if part.plan_id == newest.plan_id]
+
+
+def _nothing_yet(run: RunRecord) -> NothingMeasured:
+    if run.state in ("failed", "cancelled"):
+        return NothingMeasured(
+            "ended", "The run ended before its ranks had sent a trace. Its events and logs say why."
+        )
+    if run.state == "succeeded":
+        return NothingMeasured("ended", "The run ended, and its ranks sent no trace.")
+    return NothingMeasured(
+        "early",
+        "Ranks send what they measured a few seconds after their first steps. This page shows it then.",
+    )
+
+
+def _listed(noun: str, numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    return f"{noun}s {numbers[0]} to {numbers[-1]}"

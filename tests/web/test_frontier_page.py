@@ -1,0 +1,86 @@
+"""The frontier in a browser: missing points are searched, and the picture fills in by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from web.browsing import PROBLEM, Look, Service
+from zbv_solver.plan import Plan
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+
+
+@pytest.fixture(scope="module")
+def tight(service: Service) -> Plan:
+    """A plan whose frontier nobody else looks at."""
+    return service.search({**PROBLEM, "microbatches": 5})
+
+
+def test_missing_points_are_searched_and_the_picture_fills_in(
+    look: Callable[..., Look], service: Service, tight: Plan
+) -> None:
+    found = look(service.url)
+    page = found.page
+    found.open(f"{service.url}/plans/{tight.plan_id}/frontier")
+    points = page.locator("[aria-labelledby=limits] tbody tr").count()
+    assert page.locator(".plot .asked").count() == points
+    own = page.locator(".plot a path.own")
+    assert own.count() == 1
+    before = page.locator(".plot a").count()
+    page.get_by_label("Effort").select_option("quick")
+    page.get_by_role("button", name="missing point").click()
+    page.wait_for_url(f"**/{tight.plan_id}/frontier")
+    page.wait_for_function(
+        """() => {
+          const limits = document.querySelector("[aria-labelledby=limits]").innerText;
+          return document.querySelector("[data-live=frontier]").dataset.open === undefined
+            && !limits.includes("not searched yet");
+        }""",
+        timeout=120_000,
+    )
+    assert page.locator(".plot a").count() > before, "without being loaded again"
+    assert page.get_by_role("button", name="missing point").count() == 0
+    values = page.locator("[aria-labelledby=limits] tbody tr td:nth-child(3)").all_inner_texts()
+    numbers = [float("".join(value.split())) for value in values]
+    assert numbers == sorted(numbers, reverse=True)
+    found.keep("frontier-light")
+    assert found.complaints == []
+    assert found.strangers() == []
+
+
+def test_a_point_leads_to_its_plan_by_mouse_and_keyboard(
+    look: Callable[..., Look], service: Service, tight: Plan
+) -> None:
+    found = look(service.url)
+    page = found.page
+    found.open(f"{service.url}/plans/{tight.plan_id}/frontier")
+    link = page.locator(".plot a").first
+    target = str(link.get_attribute("href"))
+    assert target.startswith("/plans/")
+    link.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"{service.url}{target}")
+    page.go_back()
+    page.locator(".plot a path.own").click()
+    page.wait_for_url(f"{service.url}/plans/{tight.plan_id}")
+
+
+@pytest.mark.parametrize("name", ["dark", "phone"])
+def test_it_is_dark_at_night_and_fits_a_phone(
+    look: Callable[..., Look], service: Service, tight: Plan, name: str
+) -> None:
+    options = PHONE if name == "phone" else {"color_scheme": "dark"}
+    found = look(service.url, **options)
+    found.open(f"{service.url}/plans/{tight.plan_id}/frontier")
+    page = found.page
+    assert page.evaluate("() => document.documentElement.scrollWidth") == page.evaluate("() => innerWidth")
+    found.keep(f"frontier-{name}")
+    assert found.complaints == []
+
+
+def test_it_needs_no_javascript(look: Callable[..., Look], service: Service, tight: Plan) -> None:
+    found = look(service.url, java_script_enabled=False)
+    found.page.goto(f"{service.url}/plans/{tight.plan_id}/frontier")
+    assert found.page.locator(".plot .steps").count() >= 1
+    assert found.page.locator(".plot a").count() >= 1

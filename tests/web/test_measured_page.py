@@ -1,0 +1,108 @@
+"""Planned against measured in a browser: both on one axis, the finding in words, the parts that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from web.browsing import Look, Service
+from web.played_runs import PlayedRun, play, slower, traces
+from zbv_solver.plan import Plan
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+
+
+@pytest.fixture(scope="module")
+def run(service: Service, plan: Plan) -> Iterator[PlayedRun]:
+    """A run whose rank 2 takes longer for its W's."""
+    played = play(service, plan)
+    played.beat(6)
+    played.measured(traces(plan, slower(plan.problem, 2, 2.0)))
+    yield played
+    played.end("stopped")
+
+
+def number(text: str) -> float:
+    return float("".join(text.split()).replace("−", "-").replace("+", ""))
+
+
+def test_the_plan_stands_above_what_was_measured_and_the_finding_is_said(
+    look: Callable[..., Look], service: Service, plan: Plan, run: PlayedRun
+) -> None:
+    found = look(service.url)
+    page = found.page
+    found.open(f"{run.url}/measured")
+    assert "Rank 2's W took 2.00 × what was planned" in page.locator(".finding").inner_text()
+    bars = [int(count) for count in (page.get_attribute("#chart", "data-bars") or "").split()]
+    assert bars == [len(plan.orders), len(plan.orders)]
+    same = """() => Bokeh.documents[0].get_model_by_name("lane0").x_range
+      === Bokeh.documents[0].get_model_by_name("lane1").x_range"""
+    assert page.evaluate(same)
+    found.keep("measured-light")
+
+    rows = page.locator("[aria-labelledby=went] tbody tr")
+    totals = set()
+    for index in range(rows.count()):
+        cells = [number(text) for text in rows.nth(index).locator("td").all_inner_texts()[:5]]
+        assert sum(cells[:4]) == pytest.approx(cells[4], abs=2), "to the digits that are shown"
+        totals.add(cells[4])
+    assert len(totals) == 1
+    slow = page.locator("[aria-labelledby=kinds] .ratio.slow")
+    assert slow.count() == 1
+    assert slow.inner_text().startswith("2.00")
+    assert found.complaints == []
+    assert found.strangers() == []
+
+
+def test_hovering_a_measured_action_says_what_was_planned(
+    look: Callable[..., Look], service: Service, plan: Plan, run: PlayedRun
+) -> None:
+    found = look(service.url)
+    page = found.page
+    found.open(f"{run.url}/measured")
+    place = page.evaluate(
+        """() => {
+          const gantt = Bokeh.documents[0].get_model_by_name("lane1");
+          const view = Bokeh.index.find_one_by_id(gantt.id);
+          view.el.scrollIntoView({block: "center", behavior: "instant"});
+          const box = view.el.getBoundingClientRect(), frame = view.frame.bbox, {start, end} = gantt.x_range;
+          return [box.left + frame.left + (500 - start) / (end - start) * frame.width,
+                  box.top + frame.top + frame.height / 8];
+        }"""
+    )
+    page.mouse.move(place[0], place[1] - 1)
+    page.mouse.move(*place)
+    tip = page.locator(".tip").filter(visible=True)
+    tip.get_by_text("0F0", exact=True).wait_for()
+    told = "".join(tip.inner_text().split())
+    assert "plannedtotake1000µs" in told
+    assert "took1000µs(1×)" in told
+
+
+def test_a_step_is_chosen_and_the_trace_downloads(
+    look: Callable[..., Look], service: Service, run: PlayedRun
+) -> None:
+    found = look(service.url)
+    page = found.page
+    found.open(f"{run.url}/measured")
+    page.locator("select[name=step]").select_option("4")
+    page.get_by_role("button", name="Show", exact=True).click()
+    page.wait_for_url("**step=4**")
+    page.wait_for_selector('#chart[data-state="ready"]')
+    assert page.locator(".sub").inner_text() == "Step 4, generation 0."
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Trace for Perfetto").click()
+    assert download.value.suggested_filename.endswith("-trace.json")
+    assert found.complaints == []
+
+
+@pytest.mark.parametrize("name", ["dark", "phone"])
+def test_it_is_dark_at_night_and_fits_a_phone(
+    look: Callable[..., Look], service: Service, run: PlayedRun, name: str
+) -> None:
+    found = look(service.url, **(PHONE if name == "phone" else {"color_scheme": "dark"}))
+    found.open(f"{run.url}/measured")
+    page = found.page
+    assert page.evaluate("() => document.documentElement.scrollWidth") == page.evaluate("() => innerWidth")
+    found.keep(f"measured-{name}")
+    assert found.complaints == []

@@ -11,26 +11,32 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 from zbv_solver import __version__
 
+from zbv_service.beside import Besides
 from zbv_service.database import (
     AgentTable,
     Database,
     DatabaseAway,
     PartTable,
     PlanTable,
+    Retention,
     RunPlanTable,
     RunTable,
     SearchEventTable,
     SearchTable,
     TokenTable,
 )
+from zbv_service.frontier import Frontiers
 from zbv_service.http import openapi, problems
+from zbv_service.http.limits import Limited
 from zbv_service.http.rank_fetches import RankFetches
 from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
+from zbv_service.plan_pictures import PlanPictures
 from zbv_service.plans import Plans
+from zbv_service.readiness import Readiness
 from zbv_service.routers import agents as agent_routes
 from zbv_service.routers import compare as compare_routes
-from zbv_service.routers import health, pages, problem_types, sign_in
+from zbv_service.routers import health, pages, problem_checks, problem_pages, problem_types, sign_in
 from zbv_service.routers import metrics as metric_routes
 from zbv_service.routers import plans as plan_routes
 from zbv_service.routers import runs as run_routes
@@ -38,12 +44,17 @@ from zbv_service.routers import search_events as search_event_routes
 from zbv_service.routers import searches as search_routes
 from zbv_service.runs.agents import Agents
 from zbv_service.runs.dispatch import Dispatcher
+from zbv_service.runs.measurements import Measurements
 from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
+from zbv_service.runs.steps import RunSteps
+from zbv_service.searches.aside import Aside
 from zbv_service.searches.compare import Comparisons
+from zbv_service.searches.estimate import Estimates
 from zbv_service.searches.events import SearchEvents
 from zbv_service.searches.runner import Runner
+from zbv_service.searches.schedules import Schedules
 from zbv_service.searches.searches import Searches
 from zbv_service.searches.task import SearchFunction, solver_search
 from zbv_service.security.access import Access
@@ -54,6 +65,7 @@ from zbv_service.security.sign_in import SignIn
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
 from zbv_service.settings import Settings
+from zbv_service.sweeper import Sweeper
 
 
 @dataclass(frozen=True)
@@ -65,13 +77,23 @@ class Rooms:
     runner: Runner
     searches: Searches
     events: SearchEvents
+    aside: Aside
     comparisons: Comparisons
+    estimates: Estimates
+    schedules: Schedules
+    frontiers: Frontiers
+    besides: Besides
     plans: Plans
+    pictures: PlanPictures
     dispatcher: Dispatcher
     agents: Agents
     runs: Runs
     parts: RunParts
+    steps: RunSteps
+    measurements: Measurements
+    sweeper: Sweeper
     metrics: Metrics
+    readiness: Readiness
     access: Access
     sign_in: SignIn
 
@@ -85,7 +107,7 @@ class Application(FastAPI):
         route = next(route for route in routes if route.name == "get_rank")
         served = RankFetches(super().build_middleware_stack(), self, route, scopes_of(route) or ())
         guarded = KnownHosts(served, host_names(self.state.settings))
-        return Observed(SecurityHeaders(guarded), self.state.metrics)
+        return Observed(SecurityHeaders(Limited(guarded)), self.state.metrics)
 
 
 def create_app(
@@ -116,14 +138,19 @@ def create_app(
             await rooms.events.start()
             await runner.start()
             await dispatcher.start()
+            await rooms.sweeper.start()
+            if settings.preload == "at-start":
+                rooms.pictures.start()
             try:
                 yield
             finally:
+                await rooms.pictures.stop()
                 await dispatcher.stop()
                 await runner.stop()
+                await rooms.sweeper.stop()
                 await rooms.access.tokens.close()
                 await rooms.events.stop()
-                rooms.comparisons.stop()
+                rooms.aside.stop()
         finally:
             await database.close()
 
@@ -148,6 +175,7 @@ def create_app(
         search_routes.router,
         search_event_routes.router,
         compare_routes.router,
+        problem_checks.router,
         plan_routes.router,
         run_routes.router,
         agent_routes.router,
@@ -160,6 +188,7 @@ def create_app(
         require_declared(router)
         app.include_router(router)
     pages.mount_static(app)
+    problem_pages.install(app)
     openapi.install(app)
     return app
 
@@ -180,7 +209,8 @@ def _furnish(
     searches, plans = Searches(searches_table, runner, settings), Plans(plan_table, settings)
     replanner = Replanner(runs, run_plans, parts, plans, searches)
     dispatcher = Dispatcher(agents, runs, run_plans, replanner, settings)
-    token_table = TokenTable(database)
+    token_table, aside = TokenTable(database), Aside()
+    schedules, run_parts = Schedules(aside), RunParts(parts)
     tokens = Tokens(token_table, local_token)
     return Rooms(
         settings=settings,
@@ -188,13 +218,23 @@ def _furnish(
         runner=runner,
         searches=searches,
         events=events,
-        comparisons=Comparisons(plan_table, settings),
+        aside=aside,
+        comparisons=Comparisons(plan_table, aside, settings),
+        estimates=Estimates(aside, settings),
+        schedules=schedules,
+        frontiers=Frontiers(plan_table, searches_table, searches, schedules),
+        besides=Besides(plans, schedules),
         plans=plans,
+        pictures=PlanPictures(plans),
         dispatcher=dispatcher,
         agents=Agents(agents, runs, dispatcher),
         runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher),
-        parts=RunParts(parts),
+        parts=run_parts,
+        steps=RunSteps(run_parts),
+        measurements=Measurements(run_parts, plans),
+        sweeper=Sweeper(Retention(database), settings.keep_days),
         metrics=metrics,
+        readiness=Readiness(database, runner, dispatcher),
         access=Access(tokens, is_open=settings.auth == "none"),
         sign_in=SignIn(token_table, tokens, 3600 * settings.session_hours),
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from zbv_solver.errors import InvalidInput
 from zbv_solver.plan import BaselineDocument, MetricsDocument, ProvenanceDocument
 from zbv_solver.problem import Objective
-from zbv_solver.schema import Number, ProblemDocument
+from zbv_solver.schema import Number, ProblemDocument, issues_of
 
 from zbv_service.http.problems import ProblemDetails
 from zbv_service.records import PlanSummary, SearchRecord, SearchState
@@ -66,6 +67,9 @@ class SearchDocument(BaseModel):
     plan_id: str | None = Field(None, description="Set once the search is done, or cancelled with a plan.")
     error: ProblemDetails | None = Field(None, description="Why there is no plan.")
     cancel_requested: bool = False
+    queued_before: int | None = Field(
+        None, description="Searches that start before a queued one; only where one search is asked for."
+    )
     attempts: int = Field(0, description="How often the search was started; more than 1 after a restart.")
     created_at: datetime
     started_at: datetime | None = None
@@ -73,7 +77,7 @@ class SearchDocument(BaseModel):
     finished_at: datetime | None = None
 
     @classmethod
-    def of(cls, record: SearchRecord) -> SearchDocument:
+    def of(cls, record: SearchRecord, queued_before: int | None = None) -> SearchDocument:
         """The document of a stored search."""
         error = None if record.error is None else ProblemDetails.model_validate(record.error)
         return cls(
@@ -88,6 +92,7 @@ class SearchDocument(BaseModel):
             plan_id=record.plan_id,
             error=error,
             cancel_requested=record.cancel_requested,
+            queued_before=queued_before,
             attempts=record.attempts,
             created_at=record.created_at,
             started_at=record.started_at,
@@ -106,18 +111,21 @@ class SearchDocument(BaseModel):
         return document
 
 
-_NEXT = Field(None, description="Address of the page after this one; null on the last.")
+NEXT = Field(None, description="Address of the page of older ones after this; null on the last.")
+PREVIOUS = Field(None, description="Address of the page of newer ones before this; null on the first.")
 
 
 class SearchList(BaseModel):
     """Some of the searches, the newest first."""
 
     searches: list[SearchDocument]
-    next: str | None = _NEXT
+    next: str | None = NEXT
+    previous: str | None = PREVIOUS
 
     def json_bytes(self) -> bytes:
         """The document as UTF-8 JSON."""
-        return _dump({"searches": [search._json() for search in self.searches], "next": self.next})
+        searches = [search._json() for search in self.searches]
+        return _dump({"searches": searches, "next": self.next, "previous": self.previous})
 
 
 class PlanSummaryDocument(BaseModel):
@@ -147,7 +155,8 @@ class PlanList(BaseModel):
     """Some of the plans, the newest first."""
 
     plans: list[PlanSummaryDocument]
-    next: str | None = _NEXT
+    next: str | None = NEXT
+    previous: str | None = PREVIOUS
 
 
 class CompareRequest(_Request):
@@ -219,6 +228,17 @@ class Health(BaseModel):
     """A sign of life."""
 
     status: Literal["ok"] = "ok"
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def parse_body(model: type[B], body: Any) -> B:
+    """A request body as a document; raises :class:`zbv_solver.errors.InvalidInput`."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise InvalidInput(issues_of(error, body)) from None
 
 
 def _dump(document: Any) -> bytes:

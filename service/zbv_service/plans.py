@@ -23,6 +23,7 @@ from zbv_service.searches.searches import require_size
 from zbv_service.settings import Settings
 
 CACHED_PLANS = 16
+CACHED_THUMBNAILS = 256
 _ID = re.compile(r"[0-9a-z]{1,64}")
 
 
@@ -58,6 +59,8 @@ class Plans:
         self._texts: Cache[bytes] = Cache(CACHED_PLANS)
         self._plans: Cache[Plan] = Cache(CACHED_PLANS)
         self._ranks: Cache[list[RankAnswer]] = Cache(CACHED_PLANS)
+        self._thumbnails: Cache[bytes] = Cache(CACHED_THUMBNAILS)
+        self._drawing = asyncio.Semaphore(1)  # a list asks for many at once, and each takes a core
 
     async def newest(self, limit: int) -> list[PlanSummary]:
         """The newest plans first."""
@@ -118,6 +121,19 @@ class Plans:
         """
         plan = await asyncio.to_thread(import_plan, body, self._settings.max_cells)
         return plan.summary, await self._table.add(plan)
+
+    async def thumbnail(self, plan_id: str) -> bytes:
+        """A plan at a glance, as PNG; raises :class:`ProblemError` 404."""
+
+        async def draw() -> bytes:
+            # Imported here: Pillow and what draws are only needed for this.
+            from zbv_solver.export.thumbnail import thumbnail
+
+            async with self._drawing:
+                plan = await self.plan(plan_id)
+                return await asyncio.to_thread(thumbnail, plan)
+
+        return await self._thumbnails.get(plan_id, draw)
 
     async def export(self, plan_id: str, name: str) -> tuple[str, str, str]:
         """A plan in another format: its text, media type and file name; raises :class:`ProblemError` 404."""

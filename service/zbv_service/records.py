@@ -12,8 +12,6 @@ SEARCH_STATES: tuple[str, ...] = get_args(SearchState)
 
 FINISHED: frozenset[str] = frozenset({"done", "cancelled", "failed", "infeasible"})
 """States that never change again."""
-ANSWERED: frozenset[str] = frozenset({"done", "infeasible"})
-"""States that answer every later request for the same problem and options."""
 
 
 @dataclass(frozen=True)
@@ -168,24 +166,42 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """A place in a list that is sorted by creation, the newest first; ``id`` tells equal moments apart."""
+    """A place in a list that is sorted by creation, the newest first; ``id`` tells equal moments apart.
+
+    What follows it is older, or newer where ``is_newer`` says so.
+    """
 
     created_at: datetime
     id: str
+    is_newer: bool = False
 
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """Some of a list, the newest first; ``next`` is the position to go on after, None at the list's end."""
+    """Some of a list, the newest first.
+
+    Attributes
+    ----------
+    next, previous
+        Positions from which older and newer items follow; None where there are none.
+    """
 
     items: tuple[T, ...]
     next: Position | None
+    previous: Position | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What lists of searches and of plans are filtered by; None and nothing let everything through."""
+    """What lists of searches and of plans are filtered by; None and nothing let everything through.
 
+    Attributes
+    ----------
+    text
+        How the id begins, or that of a search's plan.
+    """
+
+    text: str | None = None
     pp_degree: int | None = None
     microbatches: int | None = None
     placement: str | None = None

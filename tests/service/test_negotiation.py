@@ -57,11 +57,16 @@ async def test_the_address_of_a_thing_leads_a_browser_to_its_page(serving: Servi
         accepted = await service.submit()
         ended = await service.ended(accepted.json()["id"])
         plan = f"/v1/plans/{ended['plan_id']}"
+        asked = {"plan_id": ended["plan_id"], "model": {"factory": "a:b"}, "nodes": 1, "steps": 1}
+        run = (await service.http.post("/v1/runs", json=asked)).json()
         for address, page in (
             (accepted.headers["location"], f"/searches/{ended['id']}"),
             (plan, f"/plans/{ended['plan_id']}"),
-            ("/v1/searches", "/"),
-            ("/v1/plans", "/"),
+            ("/v1/searches", "/searches"),
+            ("/v1/runs?state=waiting", "/runs?state=waiting"),
+            (f"/v1/runs/{run['id']}", f"/runs/{run['id']}"),
+            ("/v1/searches?pp_degree=2&limit=1", "/searches?pp_degree=2&limit=1"),
+            ("/v1/plans?q=" + ended["plan_id"][:5], "/plans?q=" + ended["plan_id"][:5]),
         ):
             as_json = await service.http.get(address)
             assert as_json.headers["content-type"] == "application/json"

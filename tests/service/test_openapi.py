@@ -23,6 +23,8 @@ OPERATIONS = {
     "discard_search": ("delete", "/v1/searches/{search_id}"),
     "follow_search": ("get", "/v1/searches/{search_id}/events"),
     "compare": ("post", "/v1/compare"),
+    "check_problem": ("post", "/v1/problems/check"),
+    "estimate_problem": ("post", "/v1/problems/estimate"),
     "list_plans": ("get", "/v1/plans"),
     "import_plan": ("post", "/v1/plans"),
     "get_plan": ("get", "/v1/plans/{plan_id}"),
@@ -168,6 +170,8 @@ def test_every_body_is_documented(document: dict[str, Any]) -> None:
     assert bodies == {
         "submit_search": "#/components/schemas/SearchRequest",
         "compare": "#/components/schemas/CompareRequest",
+        "check_problem": "#/components/schemas/CheckRequest",
+        "estimate_problem": "#/components/schemas/EstimateRequest",
         "import_plan": "#/components/schemas/PlanDocument",
         "submit_run": "#/components/schemas/RunRequest",
         "change_plan": "#/components/schemas/PlanChange",

@@ -30,11 +30,16 @@ async def test_pages_lead_through_all_searches(serving: Serving) -> None:
         found = await pages(service, "/v1/searches?limit=2&pp_degree=2")
         assert [len(page.json()["searches"]) for page in found] == [2, 2, 1]
         assert [entry["id"] for page in found for entry in page.json()["searches"]] == ids[::-1]
-        for page in found[:-1]:
+        for page in found:
             # The same as the field that every kind of service has (RFC 8288); filters go along.
-            assert page.headers["link"] == f'<{page.json()["next"]}>; rel="next"'
-            assert "pp_degree=2" in page.json()["next"]
-        assert "link" not in found[-1].headers
+            ways = {"prev": page.json()["previous"], "next": page.json()["next"]}
+            links = [f'<{address}>; rel="{name}"' for name, address in ways.items() if address is not None]
+            assert page.headers["link"] == ", ".join(links)
+            assert all("pp_degree=2" in link for link in links)
+        assert (found[0].json()["previous"], found[-1].json()["next"]) == (None, None)
+        assert (await service.http.get(found[2].json()["previous"])).json() == found[1].json()
+        alone = await service.http.get("/v1/searches")
+        assert "link" not in alone.headers
 
 
 async def test_pages_of_a_service_under_a_prefix_are_linked_under_it(serving: Serving) -> None:
@@ -87,6 +92,38 @@ async def test_plans_are_listed_alike(serving: Serving) -> None:
         assert (await service.http.get("/v1/plans?status=optimal")).json()["plans"] == []
 
 
+async def test_runs_and_agents_are_listed_alike(serving: Serving) -> None:
+    async with serving("honest") as service:
+        ended = await service.ended((await service.submit()).json()["id"])
+        for name in "abc":
+            run = {
+                "plan_id": ended["plan_id"],
+                "model": {"factory": f"models:{name}"},
+                "nodes": 1,
+                "steps": 1,
+            }
+            assert (await service.http.post("/v1/runs", json=run)).status_code == 202
+            node = {"name": name, "address": name, "port": 1, "slots": 1}
+            agent = {"id": f"{ord(name):032x}", **node}
+            assert (await service.http.post("/v1/agents", json=agent)).status_code == 201
+        runs = [entry for page in await pages(service, "/v1/runs?limit=2") for entry in page.json()["runs"]]
+        assert [run["model"]["factory"] for run in runs] == ["models:c", "models:b", "models:a"]
+        agents = [p.json()["agents"] for p in await pages(service, "/v1/agents?limit=1")]
+        assert [[agent["name"] for agent in page] for page in agents] == [["c"], ["b"], ["a"]]
+
+        async def listed(path: str) -> list[str]:
+            answer = await service.http.get(path)
+            assert answer.status_code == 200, answer.text
+            return [entry["id"] for entry in next(iter(answer.json().values()))]
+
+        assert await listed("/v1/runs?q=models:b") == [runs[1]["id"]]
+        assert await listed(f"/v1/runs?q={ended['plan_id'][:9]}") == [run["id"] for run in runs]
+        assert await listed("/v1/runs?state=succeeded&state=failed") == []
+        assert await listed("/v1/agents?state=lost") == []
+        assert await listed("/v1/agents?q=b") == [f"{ord('b'):032x}"]
+        assert await listed(f"/v1/searches?q={ended['plan_id'][:5]}") == [ended["id"]]
+
+
 def encoded(text: str) -> str:
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
@@ -111,13 +148,18 @@ def encoded(text: str) -> str:
         "cursor=" + "A" * 201,
         "cursor=" + encoded("2030-01-01T00:00:00+00:00 '; DROP TABLE searches"),
         "cursor=" + encoded("2030-99-01T00:00:00+00:00 abc"),
+        "cursor=" + encoded("2030-01-01T00:00:00+00:00 abc older"),
+        "q=%00",
+        "q=" + "a" * 201,
     ],
 )
 async def test_a_wrong_parameter_is_named(serving: Serving, query: str) -> None:
     async with serving("immediate") as service:
-        for path in ("/v1/searches", "/v1/plans"):
+        for path in ("/v1/searches", "/v1/plans", "/v1/runs", "/v1/agents"):
             if path == "/v1/plans" and query.startswith("state"):
                 continue
+            if path == "/v1/agents" and query == "limit=1001":
+                query = "limit=10001"
             answer = await service.http.get(f"{path}?{query}")
             assert answer.status_code == 422, query
             assert answer.json()["type"] == "/problems/invalid-parameter"

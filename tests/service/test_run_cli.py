@@ -33,6 +33,7 @@ class Service:
         self.requests: list[tuple[str, Any]] = []
         self.looks = 0
         self.refusal: dict[str, Any] | None = None
+        self.refused_with = 422
         self.on_look: Callable[[int], None] = lambda _count: None
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -42,7 +43,7 @@ class Service:
         if path == "/v1/plans":
             return httpx.Response(201, json={"plan_id": "f" * 64})
         if self.refusal is not None:
-            return httpx.Response(422, json=self.refusal)
+            return httpx.Response(self.refused_with, json=self.refusal)
         if path.endswith("/events"):
             return httpx.Response(200, json={"events": self._events(int(request.url.params["after"]))})
         if request.method == "GET":
@@ -185,7 +186,7 @@ def test_what_the_service_refuses_is_a_status_of_2(
 ) -> None:
     service.refusal = REFUSAL
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 2
-    assert "the service refused the run:\n  /nodes: wrong" in capsys.readouterr().err
+    assert "the run was refused:\n  /nodes: wrong" in capsys.readouterr().err
 
 
 def interrupt(count: int) -> None:
@@ -199,7 +200,9 @@ def test_an_interrupt_leaves_the_run_and_says_how_to_cancel_it(
     service.on_look = interrupt
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
     said = capsys.readouterr().err
-    assert "run r1 goes on; to cancel it: curl -X POST http://127.0.0.1:8000/v1/runs/r1/cancel" in said
+    assert "run r1 goes on; to cancel it:\n  curl -X POST" in said
+    assert 'Bearer $(zbv-service token show-local --server http://127.0.0.1:8000)"' in said
+    assert said.endswith("http://127.0.0.1:8000/v1/runs/r1/cancel\n")
     assert [path for path, _ in service.requests] == ["/v1/runs"]
 
 
@@ -208,6 +211,42 @@ def test_an_interrupt_cancels_the_run_where_that_was_asked_for(service: Service)
     assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
     assert [path for path, _ in service.requests] == ["/v1/runs", "/v1/runs/r1/cancel"]
     assert service.looks > 1
+
+
+def test_a_service_that_is_away_when_it_is_told_to_cancel_is_said(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt_and_go(count: int) -> None:
+        service.refusal = {**REFUSAL, "status": 422, "detail": "no more"}
+        interrupt(count)
+
+    service.on_look = interrupt_and_go
+    assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
+    said = capsys.readouterr().err
+    assert "no more" in said
+    assert "The run itself needs no service" in said
+
+
+def test_a_second_interrupt_leaves_a_run_that_is_being_cancelled(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def twice(count: int) -> None:
+        if count <= 2:
+            raise KeyboardInterrupt
+
+    service.on_look = twice
+    assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
+    assert "run r1 goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [401, 403, 429])
+def test_a_refusal_of_the_caller_is_not_one_of_the_input(
+    service: Service, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    service.refusal = {"title": "T", "detail": "not you"}
+    service.refused_with = status
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    assert "not you" in capsys.readouterr().err
 
 
 def test_a_service_that_is_away_is_waited_for(service: Service, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.runs_over_http import MODEL, beat, end, events, register, run_of, started, submit, work
 from support.serving import Service, Serving
-from zbv_service.runs.agents import parse_body
+from zbv_service.documents import parse_body
 from zbv_service.runs.documents import RunRequest
 from zbv_solver.errors import InvalidInput
 

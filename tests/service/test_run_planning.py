@@ -111,7 +111,7 @@ async def test_a_wrong_problem_or_option_is_refused_where_it_is_wrong(serving: S
             answer = await submit_problem(service, **changes)
             assert answer.status_code == 422, answer.text
             assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
-        assert (await service.http.get("/v1/runs")).json() == {"runs": []}
+        assert (await service.http.get("/v1/runs")).json()["runs"] == []
         assert (await service.http.get("/v1/searches")).json()["searches"] == []
 
 

@@ -170,7 +170,7 @@ async def test_a_wrong_run_is_refused_where_it_is_wrong(
         answer = await submit(service, **changes)
         assert answer.status_code == 422, answer.text
         assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
-        assert (await service.http.get("/v1/runs")).json() == {"runs": []}
+        assert (await service.http.get("/v1/runs")).json() == {"runs": [], "next": None, "previous": None}
 
 
 async def test_arguments_that_are_no_json_are_refused(serving: Serving) -> None:

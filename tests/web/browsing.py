@@ -102,7 +102,10 @@ class Look:
     def drawn(self) -> list[str]:
         """Texts of the numbers on the bars."""
         texts: list[str] = self.page.evaluate(
-            '() => Array.from(Bokeh.documents[0].get_model_by_name("labels").data.text)'
+            """() => {
+              const { data } = Bokeh.documents[0].get_model_by_name("gantt:labels");
+              return Array.from(data.text).filter((text) => text !== null);
+            }"""
         )
         return texts
 
@@ -114,7 +117,7 @@ class Look:
 
     def tooltip(self) -> Locator:
         """The chart's tooltip that is open."""
-        return self.page.locator(".bk-tooltip-content").filter(visible=True).first
+        return self.page.locator(".tip, .bk-tooltip-content").filter(visible=True).first
 
     def keep(self, name: str, *, whole: bool = True) -> None:
         """Store a screenshot as a test artefact."""
@@ -135,14 +138,20 @@ class Service:
 
     def search(self, problem: Any) -> Plan:
         """Have a problem searched, and wait for the plan."""
-        found = self.call("/v1/searches", {"problem": problem, "options": {"effort": "quick"}})
-        until = time.monotonic() + SEARCH_SECONDS
-        while found["state"] in ("queued", "running"):
-            assert time.monotonic() < until, f"the search did not end in time: {found}"
-            time.sleep(0.1)
-            found = self.call(f"/v1/searches/{found['id']}")
+        begun = self.call("/v1/searches", {"problem": problem, "options": {"effort": "quick"}})
+        found = self.ended(begun["id"])
         assert found["state"] == "done", found
         return parse_plan(self.call(f"/v1/plans/{found['plan_id']}"))
+
+    def ended(self, search_id: str) -> dict[str, Any]:
+        """Wait for a search to end."""
+        until = time.monotonic() + SEARCH_SECONDS
+        while True:
+            found: dict[str, Any] = self.call(f"/v1/searches/{search_id}")
+            if found["state"] not in ("queued", "running"):
+                return found
+            assert time.monotonic() < until, f"the search did not end in time: {found}"
+            time.sleep(0.1)
 
     def call(self, path: str, body: Any = None) -> Any:
         """GET a document, or POST one."""

@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from web.browsing import PROBLEM, Look, Service
+from web.browsing import Look, Service
 from zbv_solver.export import export
 from zbv_solver.plan import Plan
 
 
-def test_the_front_page_says_what_to_do_while_there_is_nothing(
+def test_the_front_page_of_a_new_service_leads_to_its_first_plan(
     look: Callable[..., Look], empty_service: Service
 ) -> None:
     found = look(empty_service.url)
+    page = found.page
     found.open(empty_service.url)
-    assert "No plans yet" in found.page.locator("main").inner_text()
-    assert "zbv-service submit problem.json --server http://" in found.page.locator("main").inner_text()
+    assert "No plans yet" in page.locator("main").inner_text()
+    assert "zbv-service submit problem.json --server http://" in page.locator("main").inner_text()
+    found.keep("home-empty")
+    page.get_by_role("button", name="Search an example").click()
+    page.wait_for_url("**/searches/*")
+    empty_service.ended(page.url.rsplit("/", 1)[1])
+    found.open(empty_service.url)
+    assert page.get_by_role("link", name="4 ranks, 16 microbatches").count() == 1
     assert found.complaints == []
     assert found.strangers() == []
-    found.keep("index-empty")
 
 
 def test_the_front_page_leads_to_plans(look: Callable[..., Look], service: Service, plan: Plan) -> None:
-    service.search({**PROBLEM, "microbatches": 3})
     found = look(service.url)
     found.open(service.url)
-    assert found.page.locator("[aria-labelledby=searches] tbody tr").count() >= 1
-    found.keep("index")
     found.page.get_by_role("link", name=plan.plan_id[:12]).first.click()
     found.page.wait_for_selector('#chart[data-state="ready"]')
     assert found.complaints == []
@@ -40,7 +43,8 @@ def test_an_unknown_plan_is_a_page_that_says_so(look: Callable[..., Look], servi
     assert answer is not None
     assert answer.status == 404
     assert found.page.locator("h1").count() == 1
-    assert found.page.get_by_role("link", name="Searches and plans").count() >= 1
+    for name in ("Front page", "What this means", "Plans"):
+        assert found.page.get_by_role("link", name=name, exact=True).count() == 1
     found.keep("error")
 
 

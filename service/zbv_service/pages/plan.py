@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zbv_solver.export import FORMATS, report
-from zbv_solver.plan import Plan
 
-from zbv_service.pages.shell import Shell, render
+from zbv_service.pages.shell import Shell, assets, render
 
 
-def plan_page(plan: Plan, shell: Shell) -> str:
+def plan_page(view: report.PlanView, shell: Shell) -> str:
     """What the plan achieves, its Gantt chart, the baselines beside it, every action."""
-    address = f"{shell.root}/v1/plans/{plan.plan_id}"
+    page, document = f"{shell.root}/plans/{view.plan_id}", f"{shell.root}/v1/plans/{view.plan_id}"
+    links = [
+        report.PageLink(
+            "Change and search again",
+            f"{shell.root}/new?from={view.plan_id}",
+            "A new search that begins with this plan's problem",
+        ),
+        report.PageLink("Compare", f"{page}/compare", "Beside other schedules on one time axis"),
+        report.PageLink("Memory and time", f"{page}/frontier", "The best span at every memory limit"),
+        report.PageLink(
+            "Trace for Perfetto",
+            f"{document}/export/chrome-trace",
+            "Downloads the trace, a file that ui.perfetto.dev and chrome://tracing open",
+        ),
+    ]
+    if not shell.may_search:
+        del links[0]
     exports = [
-        report.ExportLink(name, f"{address}/export/{name}", entry.description)
+        report.ExportLink(name, f"{document}/export/{name}", entry.description)
         for name, entry in FORMATS.items()
     ]
-    view = report.plan_view(plan, exports=exports, json_url=address)
-    return render("plan.html.j2", shell, view=view)
+    linked = replace(
+        view,
+        links=tuple(links),
+        exports=tuple(exports),
+        json_url=document,
+        picture_url=f"{page}/thumbnail.png",
+        # Of an answer that is kept for good, the address changes with what reads it.
+        chart_url=f"{page}/chart?v={assets()}",
+        actions_url=f"{page}/actions?v={assets()}",
+    )
+    return render("plan.html.j2", shell, view=linked, scripts=report.SCRIPTS)

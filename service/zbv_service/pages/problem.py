@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 from zbv_service.pages.shell import Shell, render
 
 _KNOWN_STATUS = frozenset(map(int, HTTPStatus))
+_PASSING = frozenset({429, 500, 503})
+"""Statuses of what may be over in a moment."""
 
 
-def problem_page(status: int, title: str, detail: str, shell: Shell) -> str:
-    """An error as a page, with the same title and detail as the problem document (RFC 9457) of the API."""
+def problem_page(document: Mapping[str, Any], shell: Shell, again: str | None = None) -> str:
+    """An error as a page: what the problem document (RFC 9457) says, for people.
+
+    Parameters
+    ----------
+    again
+        The address to ask once more, without the prefix of a proxy; None where asking once more is no GET.
+    """
+    status, title = int(document["status"]), str(document["title"])
     phrase = HTTPStatus(status).phrase if status in _KNOWN_STATUS else ""
-    return render("problem.html.j2", shell, status=status, title=title, detail=detail, phrase=phrase)
+    kind = str(document.get("type", "about:blank"))
+    detail, errors = str(document["detail"]), document.get("errors") or ()
+    is_told = bool(errors) and all(error["detail"] in detail for error in errors)
+    return render(
+        "problem.html.j2",
+        shell,
+        problem=document,
+        phrase="" if phrase == title else phrase,
+        detail="" if is_told else detail[:1].upper() + detail[1:],
+        errors=errors,
+        about=kind if kind.startswith("/") else None,
+        again=again if status in _PASSING else None,
+    )
 
 
 def problem_type_page(name: str, status: int, title: str, shell: Shell, *, meaning: str, remedy: str) -> str:

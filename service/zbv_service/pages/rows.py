@@ -52,3 +52,50 @@ class PlanRow:
     created_at: datetime
     method: str = ""
     time_unit: str | None = None
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run as the list shows it.
+
+    Attributes
+    ----------
+    state
+        planning, waiting, starting, running, succeeded, failed or cancelled.
+    model
+        The factory of what is trained, ``package.module:factory``.
+    step
+        The step that all ranks have reached, from 0; None before the first.
+    has_offer
+        Whether a better plan is offered.
+    """
+
+    id: str
+    state: str
+    model: str
+    nodes: int
+    ranks: int
+    steps: int
+    step: int | None
+    generation: int
+    created_at: datetime
+    plan_id: str | None = None
+    search_id: str | None = None
+    error: str | None = None
+    has_offer: bool = False
+
+
+@dataclass(frozen=True)
+class AgentRow:
+    """An agent as the list shows it; ``devices`` are counted: ``8 × NVIDIA H200``."""
+
+    id: str
+    name: str
+    state: str
+    address: str
+    slots: int
+    devices: str
+    allowed_models: tuple[str, ...]
+    created_at: datetime
+    seen_at: datetime
+    run_id: str | None = None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from hashlib import sha256
 from importlib.metadata import version as _distribution_version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined
 from zbv_solver import __version__
 from zbv_solver.export import report
+
+from zbv_service.security.scopes import allows
 
 
 def _policy(style: str) -> str:
@@ -37,6 +40,8 @@ def _policy(style: str) -> str:
         )
     )
 
+
+BOKEH_VERSION = _distribution_version("bokeh")
 
 CONTENT_SECURITY_POLICY = _policy("'self'")
 """What the pages need and no more: nothing inline, no eval, nothing from elsewhere."""
@@ -88,10 +93,30 @@ class Shell:
     may: frozenset[str] = frozenset()
     path: str = "/"
 
+    @property
+    def may_search(self) -> bool:
+        """Whether to offer what needs the scope ``search``; also where nobody was asked."""
+        return not self.may or allows(self.may, ["search"])
+
+
+@cache
+def assets() -> str:
+    """A text that changes when a style sheet or script does, for addresses that are kept for good."""
+    digest = sha256()
+    for directory in (report.STATIC, STATIC_DIRECTORIES["/static/pages"]):
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
 
 def render(template: str, shell: Shell, **values: Any) -> str:
     """A template of ``templates/`` as text; ``shell`` and ``root`` are there for every one."""
-    versions = {"version": __version__, "bokeh_version": _distribution_version("bokeh")}
+    versions = {
+        "version": __version__,
+        "bokeh_version": BOKEH_VERSION,
+        "assets": assets(),
+    }
     return _environment().get_template(template).render(shell=shell, root=shell.root, **versions, **values)
 
 

@@ -8,6 +8,8 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from zbv_solver.rank_trace import RankTraceDocument
 
 from zbv_service.http.bodies import read_json, read_packed
+from zbv_service.http.cursors import neighbours, position_of
+from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of, text_body
 from zbv_service.http.problems import (
     AGENT_GONE,
@@ -19,7 +21,8 @@ from zbv_service.http.problems import (
     UNSUPPORTED_MEDIA_TYPE,
     documented,
 )
-from zbv_service.routers.rooms import rooms
+from zbv_service.routers.listing import AgentListQuery, page_at
+from zbv_service.routers.rooms import SEE_PAGE, rooms
 from zbv_service.runs.agent_documents import (
     AgentDocument,
     AgentList,
@@ -73,13 +76,23 @@ async def register_agent(request: Request) -> Response:
     "",
     operation_id="list_agents",
     dependencies=[READ],
-    summary="The agents that are there",
-    responses=documented(INVALID_PARAMETER),
+    summary="Agents, the newest first",
+    response_model=AgentList,
+    responses={**SEE_PAGE, **documented(INVALID_PARAMETER)},
 )
-async def list_agents(request: Request, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> AgentList:
-    """Those that left or were lost are not listed."""
-    records = await rooms(request).agents.newest(limit)
-    return AgentList(agents=[AgentDocument.of(record) for record in records])
+async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()]) -> Response:
+    """Those that are there, unless ``state`` asks for others; by pages, as the other lists."""
+    if wants_page(request):
+        return page_at(request, "/agents")
+    page = await rooms(request).agents.page(query.filter, query.limit, position_of(query.cursor))
+    around = neighbours(request, page)
+    listed = AgentList(
+        agents=[AgentDocument.of(record) for record in page.items],
+        next=around.next,
+        previous=around.previous,
+    )
+    headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
+    return Response(listed.model_dump_json(), headers=headers, media_type="application/json")
 
 
 @router.get(

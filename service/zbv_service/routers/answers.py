@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from zbv_service.http.problems import ProblemError
+from zbv_service.http.negotiation import VARY
+from zbv_service.http.problems import ProblemError, document
+from zbv_service.observability.context import REQUEST_ID
 from zbv_service.pages.problem import problem_page
 from zbv_service.pages.shell import CHART_POLICY, CONTENT_SECURITY_POLICY, Shell
 from zbv_service.security.grants import Grant
@@ -25,8 +28,20 @@ def problem_answer(
     error: ProblemError, request: Request, headers: Mapping[str, str] | None = None
 ) -> HTMLResponse:
     """An error as a page."""
-    kind = error.kind
-    return page(problem_page(kind.status, kind.title, error.detail, shell_of(request)), kind.status, headers)
+    request_id = REQUEST_ID.get()
+    more = {} if request_id is None else {"request_id": request_id}
+    found = document(error.kind, error.detail, error.errors, **more)
+    return document_page(found, request, {**error.headers, **(headers or {})})
+
+
+def document_page(
+    found: Mapping[str, Any], request: Request, headers: Mapping[str, str] | None = None
+) -> HTMLResponse:
+    """A problem document (RFC 9457) as a page."""
+    shell = shell_of(request)
+    again = f"{shell.path}?{request.url.query}" if request.url.query else shell.path
+    text = problem_page(found, shell, again if request.method == "GET" else None)
+    return page(text, int(found["status"]), {**VARY, "Cache-Control": "no-store", **(headers or {})})
 
 
 def shell_of(request: Request) -> Shell:

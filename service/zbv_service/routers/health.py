@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
+from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response
 
@@ -12,10 +11,8 @@ from zbv_service.http.problems import NOT_READY, ProblemError, documented
 from zbv_service.routers.rooms import rooms
 from zbv_service.security.scheme import ANYBODY
 
-PING_SECONDS = 5.0
 RETRY_SECONDS = 1
 
-logger = logging.getLogger(__name__)
 router = APIRouter(tags=["health"])
 
 
@@ -44,31 +41,13 @@ async def get_readiness(request: Request, response: Response) -> Health:
 
     Otherwise ``errors`` has one entry for each check that failed: ``database``, ``searches``, ``runs``.
     """
-    failed = await _failed_checks(request)
+    failed = await rooms(request).readiness.failed_checks()
     if failed:
         raise ProblemError(
             NOT_READY,
-            " ".join(entry["detail"] for entry in failed),
-            failed,
+            " ".join(found.detail for found in failed),
+            [asdict(found) for found in failed],
             {"Retry-After": str(RETRY_SECONDS), "Cache-Control": "no-store"},
         )
     response.headers["Cache-Control"] = "no-store"
     return Health()
-
-
-async def _failed_checks(request: Request) -> list[dict[str, str]]:
-    found = rooms(request)
-    failed = []
-    try:
-        async with asyncio.timeout(PING_SECONDS):
-            await found.database.ping()
-    except Exception as error:
-        logger.warning("the database does not answer", exc_info=error)
-        failed.append({"check": "database", "detail": "The database does not answer; the log says why."})
-    if not found.runner.is_working:
-        failed.append({"check": "searches", "detail": "Searches are not run: the service starts or stops."})
-    elif (trouble := found.runner.trouble) is not None:
-        failed.append({"check": "searches", "detail": f"Searches wait: {trouble}"})
-    if not found.dispatcher.is_working:
-        failed.append({"check": "runs", "detail": "Runs are not looked after: the service starts or stops."})
-    return failed

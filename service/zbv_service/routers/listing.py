@@ -1,4 +1,4 @@
-"""What the lists of searches and of plans have in common: how they are asked for, and where browsers go."""
+"""What lists have in common: how they are asked for, and where browsers go."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from zbv_solver.problem import MAX_CELLS, MAX_PP_DEGREE, Objective
 
 from zbv_service.http.negotiation import VARY
 from zbv_service.records import PlanFilter, SearchFilter, SearchState
+from zbv_service.runs.records import AGENT_PRESENT, AgentFilter, AgentState, RunFilter, RunState
 
 LARGEST_PAGE = 1000
+MOST_AGENTS = 10_000
 
 
 def _in_utc(moment: datetime) -> datetime:
@@ -27,13 +29,24 @@ def _in_utc(moment: datetime) -> datetime:
 Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 
 
-class ListQuery(BaseModel):
-    """A page of a list, and what it is filtered by. An unknown parameter is a mistake, and said to be one."""
+Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")]
+_CURSOR = Field(None, max_length=200, description="As the addresses in next and previous have it.")
+_ANY_STATE = "Any of these; may be repeated."
+
+
+class PageQuery(BaseModel):
+    """A page of a list. An unknown parameter is a mistake, and said to be one."""
 
     model_config = ConfigDict(extra="forbid")
 
     limit: int = Field(100, ge=1, le=LARGEST_PAGE, description="Entries on a page, at most.")
-    cursor: str | None = Field(None, max_length=200, description="As the address in next has it.")
+    cursor: str | None = _CURSOR
+
+
+class ListQuery(PageQuery):
+    """A page of a list of searches or plans, and what it is filtered by."""
+
+    q: Text | None = Field(None, description="How the id begins, or that of a search's plan.")
     pp_degree: int | None = Field(None, ge=1, le=MAX_PP_DEGREE)
     microbatches: int | None = Field(None, ge=1, le=MAX_CELLS)
     placement: PlacementKind | None = None
@@ -42,19 +55,19 @@ class ListQuery(BaseModel):
     created_before: Moment | None = Field(None, description="With an offset, such as Z.")
 
 
-_PAGING = frozenset({"limit", "cursor"})
+_OTHERWISE = frozenset({"limit", "cursor", "q", "state"})
 
 
 class SearchListQuery(ListQuery):
     """Which searches to list."""
 
-    state: list[SearchState] = Field([], description="Any of these; may be repeated.")
+    state: list[SearchState] = Field([], description=_ANY_STATE)
 
     @property
     def filter(self) -> SearchFilter:
         """What it says of searches."""
-        shape = self.model_dump(exclude={*_PAGING, "state"})
-        return SearchFilter(**shape, states=frozenset(self.state))
+        shape = self.model_dump(exclude=set(_OTHERWISE))
+        return SearchFilter(**shape, text=self.q, states=frozenset(self.state))
 
 
 class PlanListQuery(ListQuery):
@@ -65,10 +78,47 @@ class PlanListQuery(ListQuery):
     @property
     def filter(self) -> PlanFilter:
         """What it says of plans."""
-        return PlanFilter(**self.model_dump(exclude=set(_PAGING)))
+        return PlanFilter(**self.model_dump(exclude=set(_OTHERWISE)), text=self.q)
+
+
+class RunListQuery(PageQuery):
+    """Which runs to list."""
+
+    q: Text | None = Field(
+        None, description="How the id of the run, its plan or its search begins, or a part of the factory."
+    )
+    state: list[RunState] = Field([], description=_ANY_STATE)
+    created_after: Moment | None = Field(None, description="With an offset, such as Z.")
+    created_before: Moment | None = Field(None, description="With an offset, such as Z.")
+
+    @property
+    def filter(self) -> RunFilter:
+        """What it says of runs."""
+        return RunFilter(
+            states=frozenset(self.state),
+            text=self.q,
+            created_after=self.created_after,
+            created_before=self.created_before,
+        )
+
+
+class AgentListQuery(PageQuery):
+    """Which agents to list."""
+
+    limit: int = Field(1000, ge=1, le=MOST_AGENTS, description="Entries on a page, at most.")
+    q: Text | None = Field(
+        None, description="A part of the name or address, or how the id of the agent or its run begins."
+    )
+    state: list[AgentState] = Field([], description=f"{_ANY_STATE} Without: live and draining.")
+
+    @property
+    def filter(self) -> AgentFilter:
+        """What it says of agents."""
+        return AgentFilter(states=frozenset(self.state) or AGENT_PRESENT, text=self.q)
 
 
 def page_at(request: Request, path: str) -> Response:
-    """Send a browser from a resource to its page."""
+    """Send a browser from a resource to its page, with what the address asks of it."""
     root = str(request.scope.get("root_path", "")).rstrip("/")
-    return RedirectResponse(f"{root}{path}", 303, {**VARY, "Cache-Control": "no-store"})
+    query = f"?{request.url.query}" if request.url.query else ""
+    return RedirectResponse(f"{root}{path}{query}", 303, {**VARY, "Cache-Control": "no-store"})

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.documents import ImportedPlan, PlanDocument, PlanList, PlanSummaryDocument, RankDocument
 from zbv_service.http.bodies import read_json
-from zbv_service.http.cursors import next_page, position_of
+from zbv_service.http.cursors import neighbours, position_of
 from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of, content_of
 from zbv_service.http.problems import (
@@ -72,13 +72,17 @@ async def import_plan(request: Request) -> Response:
     responses={**SEE_PAGE, **documented(INVALID_PARAMETER)},
 )
 async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()]) -> Response:
-    """By pages: ``next``, and the field Link, lead to older ones. Plans that come in do not shift them."""
+    """By pages: ``next`` leads to older ones, ``previous`` to newer ones. New ones shift nothing."""
     if wants_page(request):
-        return page_at(request, "/")
+        return page_at(request, "/plans")
     page = await rooms(request).plans.page(query.filter, query.limit, position_of(query.cursor))
-    address, link = next_page(request, page.next)
-    listed = PlanList(plans=[PlanSummaryDocument.of(summary) for summary in page.items], next=address)
-    headers = {**VARY, **link, "Cache-Control": "no-store"}
+    around = neighbours(request, page)
+    listed = PlanList(
+        plans=[PlanSummaryDocument.of(summary) for summary in page.items],
+        next=around.next,
+        previous=around.previous,
+    )
+    headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
     return Response(listed.model_dump_json(), headers=headers, media_type="application/json")
 
 

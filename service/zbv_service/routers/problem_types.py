@@ -25,4 +25,4 @@ async def get_problem_type(request: Request, name: str) -> HTMLResponse:
     text = problem_type_page(
         name, kind.status, kind.title, shell_of(request), meaning=advice.meaning, remedy=advice.remedy
     )
-    return page(text, headers={"X-Content-Type-Options": "nosniff", "Cache-Control": HOUR})
+    return page(text, headers={"Cache-Control": HOUR})

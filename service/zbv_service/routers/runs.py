@@ -9,6 +9,8 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from zbv_service.http.bodies import read_json
+from zbv_service.http.cursors import neighbours, position_of
+from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of
 from zbv_service.http.problems import (
     BODY_TOO_LARGE,
@@ -20,7 +22,8 @@ from zbv_service.http.problems import (
     UNSUPPORTED_MEDIA_TYPE,
     documented,
 )
-from zbv_service.routers.rooms import caller_of, most_searches, rooms
+from zbv_service.routers.listing import RunListQuery, page_at
+from zbv_service.routers.rooms import SEE_PAGE, caller_of, most_searches, rooms
 from zbv_service.runs.documents import (
     EventDocument,
     EventList,
@@ -67,14 +70,19 @@ async def submit_run(request: Request) -> Response:
     "",
     operation_id="list_runs",
     dependencies=[READ],
-    summary="The newest runs",
+    summary="Runs, the newest first",
     response_model=RunList,
-    responses=documented(INVALID_PARAMETER),
+    responses={**SEE_PAGE, **documented(INVALID_PARAMETER)},
 )
-async def list_runs(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
-    """The newest first."""
-    records = await rooms(request).runs.newest(limit)
-    return Response(json.dumps({"runs": [*map(_json, records)]}), media_type="application/json")
+async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -> Response:
+    """By pages: ``next`` leads to older ones, ``previous`` to newer ones."""
+    if wants_page(request):
+        return page_at(request, "/runs")
+    page = await rooms(request).runs.page(query.filter, query.limit, position_of(query.cursor))
+    around = neighbours(request, page)
+    listed = {"runs": [*map(_json, page.items)], "next": around.next, "previous": around.previous}
+    headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
+    return Response(json.dumps(listed), headers=headers, media_type="application/json")
 
 
 @router.get(
@@ -83,10 +91,12 @@ async def list_runs(request: Request, limit: Annotated[int, Query(ge=1, le=1000)
     dependencies=[READ],
     summary="A run",
     response_model=RunDocument,
-    responses=documented(NOT_FOUND),
+    responses={**SEE_PAGE, **documented(NOT_FOUND)},
 )
 async def get_run(request: Request, run_id: str) -> Response:
     """Its state, where its ranks are, and why it failed."""
+    if wants_page(request):
+        return page_at(request, f"/runs/{run_id}")
     return _answer(await rooms(request).runs.get(run_id), 200)
 
 
@@ -188,7 +198,7 @@ async def get_rank_log(
 
 
 def _answer(record: RunRecord, status: int) -> Response:
-    headers = {"Location": f"/v1/runs/{record.id}", "Cache-Control": "no-store"}
+    headers = {**VARY, "Location": f"/v1/runs/{record.id}", "Cache-Control": "no-store"}
     if record.state not in RUN_ENDED:
         headers["Retry-After"] = str(RETRY_SECONDS)
     return Response(json.dumps(_json(record)), status, headers, "application/json")

@@ -16,8 +16,8 @@ from zbv_service.http.problems import INVALID_PARAMETER, NOT_FOUND, documented
 from zbv_service.records import FINISHED, SearchEvent, SearchRecord
 from zbv_service.routers.rooms import rooms
 from zbv_service.searches.event_documents import SearchEventList
-from zbv_service.searches.events import SearchEvents, event_json
-from zbv_service.security.scheme import READ
+from zbv_service.searches.events import event_json
+from zbv_service.security.scheme import READ, READ_SCOPES
 
 RECONNECT_MILLISECONDS = 1000
 _MAX_NUMBER = 2**31 - 1
@@ -77,7 +77,7 @@ async def follow_search(
     if record.state in FINISHED and not await found.events.since(search_id, number):
         return Response(status_code=204, headers=VARY)
     headers = {**VARY, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return _Stream(_stream(found.events, search_id, number), headers=headers)
+    return _Stream(_stream(request, search_id, number), headers=headers)
 
 
 def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Response:
@@ -91,10 +91,14 @@ def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Res
     return Response(_text(document), headers=headers, media_type=JSON)
 
 
-async def _stream(events: SearchEvents, search_id: str, number: int) -> AsyncIterator[bytes]:
+async def _stream(request: Request, search_id: str, number: int) -> AsyncIterator[bytes]:
+    """What is sent ends with the token that asked for it; a reader that comes back then hears why."""
+    found = rooms(request)
     yield format_sse_event(retry=RECONNECT_MILLISECONDS)
-    async with aclosing(cast("Any", events.follow(search_id, number))) as batches:
+    async with aclosing(cast("Any", found.events.follow(search_id, number))) as batches:
         async for batch in batches:
+            if not await found.access.is_still_allowed(request, READ_SCOPES):
+                return
             yield b"".join(map(_encoded, batch)) or format_sse_event(comment="still here")
 
 

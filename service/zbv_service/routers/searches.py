@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.documents import SearchDocument, SearchList, SearchRequest
 from zbv_service.http.bodies import read_json
-from zbv_service.http.cursors import next_page, position_of
+from zbv_service.http.cursors import neighbours, position_of
 from zbv_service.http.idempotency import HEADER, MAX_LENGTH, idempotency_key
 from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of
@@ -96,13 +96,17 @@ async def submit_search(request: Request) -> Response:
     responses={**SEE_PAGE, **documented(INVALID_PARAMETER)},
 )
 async def list_searches(request: Request, query: Annotated[SearchListQuery, Query()]) -> Response:
-    """By pages: ``next``, and the field Link, lead to older ones. Searches that come in do not shift them."""
+    """By pages: ``next`` leads to older ones, ``previous`` to newer ones. New ones shift nothing."""
     if wants_page(request):
-        return page_at(request, "/")
+        return page_at(request, "/searches")
     page = await rooms(request).searches.page(query.filter, query.limit, position_of(query.cursor))
-    address, link = next_page(request, page.next)
-    listed = SearchList(searches=[SearchDocument.of(record) for record in page.items], next=address)
-    headers = {**VARY, **link, "Cache-Control": "no-store"}
+    around = neighbours(request, page)
+    listed = SearchList(
+        searches=[SearchDocument.of(record) for record in page.items],
+        next=around.next,
+        previous=around.previous,
+    )
+    headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
     return Response(listed.json_bytes(), headers=headers, media_type="application/json")
 
 
@@ -118,7 +122,9 @@ async def get_search(request: Request, search_id: str) -> Response:
     """Its state, and the best plan known so far."""
     if wants_page(request):
         return page_at(request, f"/searches/{search_id}")
-    return _body(await rooms(request).searches.get(search_id), 200)
+    found = rooms(request).searches
+    record = await found.get(search_id)
+    return _body(record, 200, await found.queued_before(record))
 
 
 @router.post(
@@ -164,8 +170,9 @@ def _answer(record: SearchRecord) -> Response:
     return _body(record, 200 if record.state in FINISHED else 202)
 
 
-def _body(record: SearchRecord, status: int) -> Response:
+def _body(record: SearchRecord, status: int, queued_before: int | None = None) -> Response:
     headers = {**VARY, "Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
     if record.state not in FINISHED:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    return Response(SearchDocument.of(record).json_bytes(), status, headers, "application/json")
+    document = SearchDocument.of(record, queued_before)
+    return Response(document.json_bytes(), status, headers, "application/json")

@@ -11,7 +11,8 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 from zbv_service.http import problems
 from zbv_service.http.bodies import read_form
-from zbv_service.http.problems import OTHER_ORIGIN, TOO_MANY_ATTEMPTS, ProblemError
+from zbv_service.http.negotiation import wants_page
+from zbv_service.http.problems import INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS, ProblemError
 from zbv_service.pages.sign_in import sign_in_page
 from zbv_service.routers.answers import page, problem_answer, root_of, shell_of
 from zbv_service.routers.rooms import rooms
@@ -19,7 +20,7 @@ from zbv_service.security.access import InsufficientScope, Unauthenticated, requ
 from zbv_service.security.cookies import end_session, session_of, set_session
 from zbv_service.security.documents import SignInLink
 from zbv_service.security.grants import grant_of
-from zbv_service.security.origins import came_from_elsewhere
+from zbv_service.security.origins import is_from_elsewhere
 from zbv_service.security.scheme import ANY_TOKEN, ANYBODY
 from zbv_service.security.sign_in import LINK_SECONDS, LinkUnusable
 
@@ -41,10 +42,15 @@ async def get_sign_in(request: Request, token: str = "", next: str = "/") -> Res
         return _see_other(request, "/")
     if not token:
         return _sign_in_page(request, next, 200)
+    found = rooms(request)
     try:
-        session = await rooms(request).sign_in.follow_link(token)
+        found.access.require_patience(request)
+        session = await found.sign_in.follow_link(token)
     except LinkUnusable as error:
+        found.access.note_failure(request)
         return _sign_in_page(request, next, 401, f"{error} To get a new one: zbv-service token link")
+    except ProblemError as error:
+        return _refused_page(request, error)
     return _begin(request, session, next)
 
 
@@ -62,9 +68,7 @@ async def post_sign_in(request: Request) -> Response:
     except ProblemError as error:
         if error.kind not in (problems.UNAUTHENTICATED, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
             raise
-        answer = _sign_in_page(request, "/", error.kind.status, error.detail)
-        answer.headers.update(error.headers)
-        return answer
+        return _refused_page(request, error)
     return _begin(request, await found.sign_in.begin(grant), destination)
 
 
@@ -93,10 +97,15 @@ async def post_sign_out(request: Request) -> Response:
 async def create_sign_in_link(request: Request) -> SignInLink:
     """The browser may do what the token may that asks for the link, and for as long."""
     found, base = rooms(request), str(request.base_url)
+    grant = grant_of(request)
+    if grant.means == "session":  # which would never end: each link begins another
+        raise ProblemError(
+            INSUFFICIENT_SCOPE, "A browser's session makes no links. With a token: zbv-service token link."
+        )
     expires_at = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
     if found.access.is_open:
         return SignInLink(url=base, expires_at=expires_at)
-    token = await found.sign_in.new_link(grant_of(request))
+    token = await found.sign_in.new_link(grant)
     return SignInLink(url=f"{base}sign-in?token={token}", expires_at=expires_at)
 
 
@@ -110,9 +119,8 @@ async def get_openapi(request: Request) -> dict[str, Any]:
 async def _on_refusal(request: Request, error: Exception) -> Response:
     if not isinstance(error, ProblemError):
         raise error
-    kind, wants_page = error.kind, "text/html" in request.headers.get("accept", "")
-    if request.method != "GET" or not wants_page:
-        return problems.response(problems.document(kind, error.detail, error.errors), error.headers)
+    if request.method != "GET" or not wants_page(request):
+        return problems.answer_to(error)
     if isinstance(error, InsufficientScope):
         return problem_answer(error, request, error.headers)
     query = f"?{request.url.query}" if request.url.query else ""
@@ -128,9 +136,15 @@ def _sign_in_page(request: Request, destination: str, status: int, complaint: st
         shell_of(request),
         complaint,
         # The cookie comes along when the browser asks again by itself.
-        asks_again=request.method == "GET" and came_from_elsewhere(request),
+        asks_again=request.method == "GET" and is_from_elsewhere(request),
     )
     return page(text, status, {"Cache-Control": "no-store"})
+
+
+def _refused_page(request: Request, error: ProblemError) -> HTMLResponse:
+    answer = _sign_in_page(request, "/", error.kind.status, error.detail)
+    answer.headers.update(error.headers)
+    return answer
 
 
 def _begin(request: Request, session: str, destination: str) -> Response:

@@ -130,6 +130,20 @@ async def test_a_search_that_is_cancelled_stays_its_owners_until_it_ends(databas
     assert (ended.state, ended.plan_id) == ("cancelled", "p")
 
 
+async def test_a_search_that_is_given_back_goes_on_from_what_it_found(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    assert await table.release("a", claim.fence, BETTER)
+    record = await table.get("a")
+    assert record is not None
+    assert (record.state, record.objective, record.crashes) == ("queued", 5, 0)
+    again = await table.claim("another", 60)
+    assert again is not None
+    assert (again.incumbent, again.fence) == (b"ranks", claim.fence + 1)
+
+
 async def test_a_search_fails_when_its_process_dies_once_too_often(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a", "key"))

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
-from fastapi.staticfiles import StaticFiles
 
-from zbv_service.pages.shell import STATIC_DIRECTORIES
-from zbv_service.routers.pages import home, plans, searches
+from zbv_service.http.assets import Assets
+from zbv_service.pages.shell import BOKEH_VERSION, STATIC_DIRECTORIES, assets
+from zbv_service.routers.pages import (
+    compare,
+    frontier,
+    home,
+    lists,
+    new_search,
+    plans,
+    runs,
+    searches,
+    thumbnails,
+)
 
-ROUTERS: tuple[APIRouter, ...] = (home.router, searches.router, plans.router)
+ROUTERS: tuple[APIRouter, ...] = (
+    home.router,
+    new_search.router,
+    lists.router,
+    searches.router,
+    plans.router,
+    compare.router,
+    frontier.router,
+    runs.router,
+    thumbnails.router,
+)
 """All of them; the order is that in which addresses are compared."""
 
 
 def mount_static(app: FastAPI) -> None:
     """Serve the style sheets and scripts of the pages."""
+    versions = {assets(), BOKEH_VERSION}
     for path, directory in STATIC_DIRECTORIES.items():
-        app.mount(path, StaticFiles(directory=directory), name=path.removeprefix("/"))
+        app.mount(path, Assets(directory, versions), name=path.removeprefix("/"))

@@ -1,16 +1,15 @@
-"""``/plans/{plan_id}``: one plan."""
+"""``/plans/{plan_id}``: one plan, and what the script of its page draws."""
 
 from __future__ import annotations
 
-import asyncio
-
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
 from zbv_service.http.problems import ProblemError
 from zbv_service.pages.plan import plan_page
+from zbv_service.pages.shell import assets
 from zbv_service.routers.answers import page, problem_answer, shell_of
-from zbv_service.routers.rooms import rooms
+from zbv_service.routers.rooms import immutable, rooms
 from zbv_service.security.scheme import READ
 
 router = APIRouter(include_in_schema=False)
@@ -20,8 +19,23 @@ router = APIRouter(include_in_schema=False)
 async def get_plan_page(request: Request, plan_id: str) -> HTMLResponse:
     """One plan."""
     try:
-        plan = await rooms(request).plans.plan(plan_id)
+        view = await rooms(request).pictures.view(plan_id)
     except ProblemError as error:
         return problem_answer(error, request)
-    # Drawing takes a second for the largest plans, and the first one also loads Bokeh.
-    return page(await asyncio.to_thread(plan_page, plan, shell_of(request)), has_chart=True)
+    return page(plan_page(view, shell_of(request)), has_chart=True)
+
+
+@router.get("/plans/{plan_id}/chart", dependencies=[READ])
+async def get_plan_chart(request: Request, plan_id: str) -> Response:
+    """What the script of a plan's page draws with: see :func:`zbv_solver.export.report.chart_document`."""
+    content = await rooms(request).pictures.chart(plan_id)
+    headers, known = immutable(request, f"{plan_id}-chart-{assets()}")
+    return known or Response(content, headers=headers, media_type="application/json")
+
+
+@router.get("/plans/{plan_id}/actions", dependencies=[READ])
+async def get_plan_actions(request: Request, plan_id: str) -> Response:
+    """A plan's actions for the script of its chart: see :mod:`zbv_solver.export.timeline_data`."""
+    content = await rooms(request).pictures.actions(plan_id)
+    headers, known = immutable(request, f"{plan_id}-actions-{assets()}")
+    return known or Response(content, headers=headers, media_type="application/octet-stream")

@@ -1,0 +1,74 @@
+"""Errors as pages for browsers, as documents for everybody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.serving import Serving
+from support.tokens import add, kind_of
+from zbv_service.database import DatabaseAway
+
+pytestmark = pytest.mark.anyio
+
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+@pytest.mark.parametrize(
+    ("method", "address", "status", "told"),
+    [
+        ("GET", "/nothing", 404, "Found no /nothing here"),
+        ("GET", "/v1/plans/nothing/export/svg", 404, "Found no plan"),
+        ("GET", "/plans?cursor=x", 422, "it must be one from a page before"),
+        ("POST", "/", 405, "takes GET"),
+        ("GET", "/problems/nothing", 404, "found no type of error"),
+    ],
+)
+async def test_a_browser_gets_a_page_in_the_frame_of_all(
+    serving: Serving, method: str, address: str, status: int, told: str
+) -> None:
+    async with serving("immediate") as service:
+        answer = await service.http.request(method, address, headers=BROWSER)
+        assert answer.status_code == status
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert answer.headers["cache-control"] == "no-store"
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert told.lower() in answer.text.lower()
+        assert 'aria-label="Pages"' in answer.text
+        assert answer.headers["x-request-id"] in answer.text
+        document = await service.http.request(method, address)
+        assert document.headers["content-type"] == "application/problem+json"
+        assert document.status_code == status
+        assert document.json()["type"] in answer.text, "leads to what it means"
+        for name in ("allow", "retry-after"):
+            assert answer.headers.get(name) == document.headers.get(name)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"), [(DatabaseAway, 503, "not-ready"), (RuntimeError, 500, "internal-error")]
+)
+async def test_what_may_pass_can_be_tried_again(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int, kind: str
+) -> None:
+    async with serving("immediate") as service:
+
+        async def fail(*_: Any) -> None:
+            raise error("a secret of the service")
+
+        monkeypatch.setattr(service.app.state.rooms.searches, "page", fail)
+        answer = await service.http.get("/searches?q=a&state=done", headers=BROWSER)
+        assert answer.status_code == status
+        assert 'href="/searches?q=a&amp;state=done">Try again' in answer.text
+        assert f"/problems/{kind}" in answer.text
+        assert "secret" not in answer.text
+        assert kind_of(await service.http.get("/searches")) == kind
+
+
+async def test_who_may_not_see_something_is_told_so_in_the_frame(serving: Serving) -> None:
+    async with serving("immediate", auth="tokens") as service:
+        answer = await service.http.get(
+            "/plans", headers={**BROWSER, **await add(service, "agent", name="agent-only")}
+        )
+        assert answer.status_code == 403
+        assert "agent-only" in answer.text
+        assert "Try again" not in answer.text

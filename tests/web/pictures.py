@@ -1,0 +1,149 @@
+"""The README's pictures of the pages, from a real service in a real browser: ``make pictures``.
+
+In ``tests``, ``python -m web.pictures ../docs`` writes ``page-NAME-light.png`` and ``page-NAME-dark.png``.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from playwright.sync_api import TimeoutError, ViewportSize, sync_playwright
+from web.browsing import BROWSER_FLAGS, BROWSERS, Look, Service, serving
+
+SIZE: ViewportSize = {"width": 1280, "height": 800}
+SCALE = 1.5
+COLOURS = 256
+"""Of a picture's palette: pages have few, and files with palettes are a third as large."""
+IMPROVEMENTS = 8
+"""That a search has made when its picture is taken, if it makes them within the time that is waited."""
+LIVE_SECONDS = 40.0
+WAIT_SECONDS = 300.0
+
+_COSTS: dict[str, Any] = {
+    "forward": [11, 10, 10, 10, 10, 10, 10, 9],
+    "backward_input": [11, 11, 11, 11, 11, 11, 11, 12],
+    "backward_weight": [8, 7, 7, 7, 7, 7, 7, 7],
+    "p2p": 1,
+}
+_MEMORY: dict[str, Any] = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 16}
+PROBLEM: dict[str, Any] = {
+    "pp_degree": 4,
+    "microbatches": 12,
+    "costs": _COSTS,
+    "memory": _MEMORY,
+    "units": {"time": "ms", "memory": "GiB"},
+}
+LARGER: dict[str, Any] = {
+    "pp_degree": 8,
+    "microbatches": 48,
+    "costs": {"forward": 10, "backward_input": [12, 11], "backward_weight": [7, 8], "p2p": 2},
+    "memory": {**_MEMORY, "limit": 26},
+    "units": {"time": "ms", "memory": "GiB"},
+}
+
+
+def main() -> None:
+    """Write every picture into the directory that is named."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        raise SystemExit(f"found {sys.argv[1:]}; name the directory for the pictures: web.pictures ../docs")
+    directory = Path(sys.argv[1])
+    with tempfile.TemporaryDirectory() as state, serving(Path(state)) as service, browsing(service) as seen:
+        plan_id = service.search(PROBLEM).plan_id
+        for name, show in (
+            ("plan", lambda: the_plan(seen, plan_id)),
+            ("compare", lambda: the_comparison(seen, plan_id)),
+            ("frontier", lambda: the_frontier(seen, plan_id)),
+            ("search", lambda: the_search(seen, service)),
+        ):
+            take(seen, directory, name, show)
+
+
+@contextmanager
+def browsing(service: Service) -> Iterator[Look]:
+    """A browser that is signed in."""
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        raise SystemExit(f"No browser found (looked for {', '.join(BROWSERS)}). Run: make browser")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(BROWSER_FLAGS))
+        page = browser.new_page(viewport=SIZE, device_scale_factor=SCALE, reduced_motion="reduce")
+        page.set_default_timeout(1000 * WAIT_SECONDS)
+        seen = Look(page, service.url)
+        seen.sign_in()
+        yield seen
+        browser.close()
+
+
+def take(seen: Look, directory: Path, name: str, show: Callable[[], None]) -> None:
+    """A page in both themes, as files with few colours."""
+    show()
+    for theme in ("light", "dark"):
+        seen.page.emulate_media(color_scheme=theme)
+        seen.page.wait_for_function(f"() => document.documentElement.dataset.theme === '{theme}'")
+        seen.page.wait_for_timeout(500)  # charts repaint, and pictures of the screen show what is painted
+        picture = Image.open(io.BytesIO(seen.page.screenshot())).convert("RGB")
+        path = directory / f"page-{name}-{theme}.png"
+        _of_few_colours(picture).save(path, optimize=True)
+        print(f"{path}: {path.stat().st_size // 1024} KiB")  # noqa: T201 - a command
+
+
+def the_plan(seen: Look, plan_id: str) -> None:
+    """A plan, with an action pointed out."""
+    seen.open(f"{seen.origin}/plans/{plan_id}")
+    seen.page.get_by_role("button", name="Critical path").click()
+
+
+def the_comparison(seen: Look, plan_id: str) -> None:
+    """A plan beside classical schedules."""
+    seen.open(f"{seen.origin}/plans/{plan_id}/compare")
+    seen.page.locator("#chart").scroll_into_view_if_needed()
+    seen.page.evaluate("document.getElementById('schedules').scrollIntoView()")
+
+
+def the_frontier(seen: Look, plan_id: str) -> None:
+    """What memory buys, with every limit searched."""
+    page = seen.page
+    seen.open(f"{seen.origin}/plans/{plan_id}/frontier")
+    page.locator("select[name=effort]").first.select_option("quick")
+    page.get_by_role("button", name="missing point").click()
+    page.wait_for_load_state()
+    page.wait_for_function("() => document.querySelector('[data-live=frontier][data-open]') === null")
+
+
+def the_search(seen: Look, service: Service) -> None:
+    """A search that goes on."""
+    options = {"effort": "thorough", "time_limit": 120}
+    search_id = service.call("/v1/searches", {"problem": LARGER, "options": options})["id"]
+    until = time.monotonic() + WAIT_SECONDS
+    while service.call(f"/v1/searches/{search_id}")["objective"] is None and time.monotonic() < until:
+        time.sleep(0.2)
+    seen.page.goto(f"{seen.origin}/searches/{search_id}")
+    enough = f"() => document.querySelectorAll('#steps-body tr').length >= {IMPROVEMENTS}"
+    with suppress(TimeoutError):
+        seen.page.wait_for_function(enough, timeout=1000 * LIVE_SECONDS)
+
+
+def _of_few_colours(picture: Image.Image) -> Image.Image:
+    """The picture in its own most frequent colours: flat surfaces stay exactly as they are."""
+    pixels = np.asarray(picture).reshape(-1, 3)
+    colours, places, counts = np.unique(pixels, axis=0, return_inverse=True, return_counts=True)
+    most = colours[np.argsort(-counts)[:COLOURS]]
+    distances = np.square(colours[:, None].astype(np.int64) - most[None]).sum(axis=2)
+    indices = distances.argmin(axis=1).astype(np.uint8)[places.ravel()]
+    found = Image.fromarray(indices.reshape(picture.height, picture.width), "P")
+    found.putpalette(most.tobytes())
+    return found
+
+
+if __name__ == "__main__":
+    main()

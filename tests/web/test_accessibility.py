@@ -1,0 +1,168 @@
+"""Every kind of page, for everybody: axe-core finds nothing serious, keys reach all, phones show all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, ViewportSize
+from web.browsing import Look, Service
+from web.played_runs import play
+from zbv_solver.plan import Plan
+
+KINDS = (
+    "home",
+    "searches",
+    "plans",
+    "runs",
+    "agents",
+    "new",
+    "search",
+    "plan",
+    "compare",
+    "frontier",
+    "run",
+    "measured",
+    "missing",
+    "problem type",
+    "sign-in",
+)
+SERIOUS = {"serious", "critical"}
+WIDE: ViewportSize = {"width": 1280, "height": 900}
+PHONE: ViewportSize = {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def addresses(service: Service, plan: Plan) -> dict[str, str]:
+    """Where each kind of page is, in a service in which something has happened."""
+    search = service.call(f"/v1/searches?q={plan.plan_id}&limit=1")["searches"][0]["id"]
+    run = play(service, plan, steps=4)
+    run.beat(1)
+    paths = {
+        "home": "/",
+        "new": "/new",
+        "search": f"/searches/{search}",
+        "plan": f"/plans/{plan.plan_id}",
+        "compare": f"/plans/{plan.plan_id}/compare",
+        "frontier": f"/plans/{plan.plan_id}/frontier",
+        "run": f"/runs/{run.id}",
+        "measured": f"/runs/{run.id}/measured",
+        "missing": "/nothing",
+        "problem type": "/problems/not-found",
+    }
+    return {kind: service.url + paths.get(kind, f"/{kind}") for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def reader(look: Callable[..., Look], service: Service) -> Look:
+    return look(service.url, reduced_motion="reduce")
+
+
+def findings(page: Page, *rules: str) -> list[str]:
+    """What axe-core finds that keeps people from using the page, each with the first place."""
+    options: dict[str, Any] = {"resultTypes": ["violations"]}
+    if rules:
+        options["runOnly"] = {"type": "rule", "values": list(rules)}
+    found = Axe().run(page, options=options).response["violations"]
+    return [
+        f"{each['id']}: {each['help']}, as in {each['nodes'][0]['html'][:200]}"
+        for each in found
+        if each["impact"] in SERIOUS
+    ]
+
+
+REACHED = """() => {
+  let at = document.activeElement;
+  window.reached ??= new Set();
+  const isAgain = window.reached.has(at) && at.shadowRoot === null;
+  window.reached.add(at);
+  while (at.shadowRoot?.activeElement) {
+    at = at.shadowRoot.activeElement;
+  }
+  const shown = [at, at.closest("label"), at.nextElementSibling, at.querySelector(":scope *")];
+  const hasOutline = shown.some((part) => part && getComputedStyle(part).outlineStyle !== "none");
+  const mark = at.querySelector("svg .hit"); // in a picture, a line around what is pointed at
+  const isShown = hasOutline || (mark !== null && getComputedStyle(mark).stroke !== "none");
+  return {text: at.outerHTML.slice(0, 120), isShown: isShown || at === document.body, isAgain};
+}"""
+MISSED = """() => {
+  const all = 'a[href], button, input:not([type="hidden"]), select, textarea, summary, [tabindex="0"]';
+  return [...document.querySelectorAll(all)]
+    .filter((part) => !window.reached.has(part) && part.tabIndex >= 0 && !part.disabled)
+    .filter((part) => part.checkVisibility({visibilityProperty: true}))
+    .filter((part) => part.type !== "radio" || part.checked)
+    .map((part) => part.outerHTML.slice(0, 120));
+}"""
+
+
+def go_through(page: Page) -> None:
+    """Press Tab until it is where it was: everything is reached, and the page shows every time where."""
+    for _ in range(500):
+        page.keyboard.press("Tab")
+        reached = page.evaluate(REACHED)
+        if reached["isAgain"]:
+            break
+        assert reached["isShown"], f"no outline on {reached['text']}"
+    assert page.evaluate(MISSED) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_can_be_used_by_keys_in_light_and_dark_and_on_a_phone(
+    reader: Look, look: Callable[..., Look], addresses: dict[str, str], kind: str
+) -> None:
+    seen = look(reader.origin, is_known=False) if kind == "sign-in" else reader
+    page = seen.page
+    page.set_viewport_size(WIDE)
+    page.emulate_media(color_scheme="light")
+    seen.complaints.clear()
+    seen.open(addresses[kind])
+    assert page.locator("h1").count() == 1
+    assert page.title().endswith("zbv") or kind == "home"
+    assert findings(page) == []
+    go_through(page)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
+    assert findings(page, "color-contrast") == []
+    page.set_viewport_size(PHONE)
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert [told for told in seen.complaints if "404 (Not Found)" not in told or kind != "missing"] == []
+    assert seen.strangers() == []
+
+
+def test_the_way_to_the_content_is_one_key(reader: Look, addresses: dict[str, str]) -> None:
+    page = reader.page
+    reader.open(addresses["plans"])
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.getElementById('main').contains(document.activeElement)")
+
+
+def test_nothing_moves_for_those_who_ask_for_rest(reader: Look, addresses: dict[str, str]) -> None:
+    page = reader.page
+    reader.open(addresses["plans"])
+    moving = """() => {
+      const row = document.querySelector("tbody tr");
+      row.classList.add("fresh");
+      return parseFloat(getComputedStyle(row).animationDuration);
+    }"""
+    assert page.evaluate(moving) <= 0.001
+    page.emulate_media(reduced_motion="no-preference")
+    assert page.evaluate(moving) > 0.1
+    page.emulate_media(reduced_motion="reduce")
+
+
+def test_paper_shows_what_is_found_and_no_controls(reader: Look, addresses: dict[str, str]) -> None:
+    page = reader.page
+    page.set_viewport_size(WIDE)
+    reader.open(addresses["plans"])
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.locator("tbody tr").first.is_visible()
+    assert not page.get_by_role("navigation", name="Pages").is_visible()
+    assert not page.locator(".filters").is_visible()
+    assert page.locator("h1").evaluate("part => getComputedStyle(part).color") == "rgb(27, 34, 48)"
+    page.emulate_media(media="screen", color_scheme="light")

@@ -1,0 +1,37 @@
+"""``zbv-service bench page`` looks at real pages, and says what it lacks. How fast they are, no test says."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from zbv_service.bench import page
+from zbv_service.cli import main
+
+
+def test_a_page_is_opened_and_everything_about_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("OPENINGS", 2), ("ZOOMS", 1), ("WARM_SECONDS", 0.0)):
+        monkeypatch.setattr(page, name, value)
+    monkeypatch.setattr(page, "SIZES", (page.Size(2, 3, first=1e-3, redraw=1e-3, memory=1.0),))
+    found = page.measure()
+    assert len({each.name for each in found}) == len(found) == 12
+    assert all(each.value > 0 for each in found)
+    asked = [each for each in found if each.target is not None]
+    assert [each.unit for each in asked] == ["s", "s", "s", "s", "s", "s", "MB"]
+    assert not any(each.is_met for each in asked), "nobody is that fast"
+
+
+def test_without_what_drives_a_browser_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "playwright.sync_api", None)
+    assert main(["bench", "page"]) == 1
+    assert "pip install 'zbv[dev]'" in capsys.readouterr().err
+
+
+def test_without_a_browser_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(page, "BROWSERS", ("no-such-browser",))
+    assert main(["bench", "page"]) == 1
+    assert "found no browser; must be one of no-such-browser" in capsys.readouterr().err

@@ -201,7 +201,7 @@ def test_the_nodes_health_check_is_content_with_an_agent_that_is_at_work(started
     assert check is not None
     until(lambda: started.healthy(check), started.processes, started.installed.folder)
     until(
-        lambda: len(started.get("/v1/agents").json()["agents"]) == 1,
+        lambda: len(started.get("/v1/agents", "application/json").json()["agents"]) == 1,
         started.processes,
         started.installed.folder,
     )

@@ -97,6 +97,11 @@ MISSED = """() => {
 }"""
 
 
+def painted(page: Page) -> None:
+    """Wait until what has changed is on the screen."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
 def go_through(page: Page) -> None:
     """Press Tab until it is where it was: everything is reached, and the page shows every time where."""
     for _ in range(500):
@@ -124,9 +129,10 @@ def test_a_page_can_be_used_by_keys_in_light_and_dark_and_on_a_phone(
     go_through(page)
     page.emulate_media(color_scheme="dark")
     page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
+    painted(page)
     assert findings(page, "color-contrast") == []
     page.set_viewport_size(PHONE)
-    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    painted(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     assert [told for told in seen.complaints if "404 (Not Found)" not in told or kind != "missing"] == []
     assert seen.strangers() == []

@@ -22,6 +22,11 @@ from zbv_service.http.problems import HEADERS_TOO_LARGE, MALFORMED_REQUEST, Kind
 CROWDED = "zbv.is_crowded"
 """Marks the scopes of connections beyond the limit; :class:`zbv_service.http.limits.Limited` refuses them."""
 
+LINGER_SECONDS = 5.0
+"""How long a refused connection is still listened to: see :func:`limited`."""
+LINGER_BYTES = 8 * 1024 * 1024
+"""How much of what a refused client goes on sending is thrown away before the connection is cut."""
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
@@ -43,10 +48,16 @@ class ConnectionLimits:
 
 
 def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """The server's own protocol, within limits."""
+    """The server's own protocol, within limits.
+
+    A client that is refused while it still sends would often not read why: a socket closed with unread
+    input is reset, and the reset overtakes the answer (RFC 9112, section 9.6). So the answer is followed by
+    the end of the stream, and the rest of what the client sends is thrown away for a while.
+    """
 
     class LimitedProtocol(HttpToolsProtocol):
         _head_timer: asyncio.TimerHandle | None = None
+        _linger_timer: asyncio.TimerHandle | None = None
         _bytes_of_no_body = 0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base
@@ -57,10 +68,16 @@ def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_watching()
+            if self._linger_timer is not None:
+                self._linger_timer.cancel()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             self._bytes_of_no_body += len(data)
+            if self._linger_timer is not None:
+                if self._bytes_of_no_body > LINGER_BYTES:
+                    self.transport.abort()
+                return
             super().data_received(data)
             if self._bytes_of_no_body > limits.head_bytes:
                 self._refuse(HEADERS_TOO_LARGE, f"They exceed {limits.head_bytes} bytes; send less.")
@@ -78,13 +95,29 @@ def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
             self._refuse(MALFORMED_REQUEST, "What came is no HTTP/1.1. Is the scheme of the address right?")
 
         def _refuse(self, kind: Kind, detail: str) -> None:
-            if not self.transport.is_closing():
-                self.transport.write(_answer(kind, detail))
+            if self._linger_timer is not None or self.transport.is_closing():
+                return
+            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            self._stop_watching()
+            if self._is_silenced():
                 self.transport.close()
+                return
+            self.transport.write(_answer(kind, detail))
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.flow.resume_reading()
+
+        def _is_silenced(self) -> bool:
+            """Whether the request under way has begun to be answered; what else it would answer is dropped."""
+            if self.cycle is None or self.cycle.response_complete:
+                return False
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            return self.cycle.response_started
 
         def _watch_head(self) -> None:
             is_waiting = self.cycle is None or self.cycle.response_complete
-            if not is_waiting:
+            if not is_waiting or self._linger_timer is not None:
                 self._stop_watching()
             elif self._head_timer is None:
                 self._head_timer = self.loop.call_later(limits.head_seconds, self._give_up)

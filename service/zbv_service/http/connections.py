@@ -108,7 +108,7 @@ def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
             self.flow.resume_reading()
 
         def _is_silenced(self) -> bool:
-            """Whether the request under way has begun to be answered; what else it would answer is dropped."""
+            """Whether the request under way is being answered already; the rest of that answer is dropped."""
             if self.cycle is None or self.cycle.response_complete:
                 return False
             self.cycle.disconnected = True

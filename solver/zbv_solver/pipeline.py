@@ -51,8 +51,9 @@ FINISH_SECONDS = 1.3e-6
 class Progress:
     """A better plan or a better bound, as reported while searching.
 
-    ``orders`` are verified. ``objective`` may still be lowered a little at the end, when a span is
-    computed exactly instead of from earliest starts.
+    ``orders`` are verified, and of ``problem``: where layers are cut, that may be another one each time.
+    ``objective`` may still be lowered a little at the end, when a span is computed exactly instead of from
+    earliest starts.
     """
 
     objective: float
@@ -61,6 +62,7 @@ class Progress:
     method: str
     seconds: float
     orders: Orders
+    problem: Problem
 
 
 OnProgress = Callable[[Progress], None]
@@ -346,6 +348,7 @@ class Pipeline:
                     method=found.method,
                     seconds=time.monotonic() - self.began,
                     orders=found.orders,
+                    problem=self.problem,
                 )
             )
 

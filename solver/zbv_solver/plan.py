@@ -66,6 +66,26 @@ class Baseline:
 
 
 @dataclass(frozen=True)
+class CutCertificate:
+    """How the layers of a plan came to be cut, and what no other cut can beat.
+
+    Attributes
+    ----------
+    method
+        What made the cut.
+    lower_bound
+        A proven bound: no plan of any contiguous cut of the layers, on the placements that were asked for,
+        has a smaller objective.
+    gap
+        objective / lower_bound - 1.
+    """
+
+    method: str
+    lower_bound: float
+    gap: float
+
+
+@dataclass(frozen=True)
 class Provenance:
     """How a plan came to be."""
 
@@ -85,6 +105,7 @@ class Plan:
     metrics: Metrics
     baselines: tuple[Baseline, ...] = ()
     provenance: Provenance = Provenance(method="unknown")
+    cut: CutCertificate | None = None
 
     @cached_property
     def plan_id(self) -> str:
@@ -122,7 +143,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     # The identity is a hash of these texts: a large plan should not write them twice.
     if "plan_id" not in vars(plan):
         vars(plan)["plan_id"] = identity(problem, ranks)
-    return {
+    document = {
         "plan_id": plan.plan_id,
         "problem": problem,
         "objective": plan.problem.objective,
@@ -145,6 +166,21 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             **provenance.extra,
         },
     }
+    return {**document, **_layers_json(plan)}
+
+
+def _layers_json(plan: Plan) -> dict[str, Any]:
+    """What a plan says of the layers that were cut; nothing where its problem was given by stages."""
+    model, cut = plan.problem.model, plan.cut
+    if model is None:
+        return {}
+    document: dict[str, Any] = {"partition": [list(names) for names in model.partition]}
+    if model.model.can_recompute:
+        document["recompute"] = list(model.cut.recompute)
+    if cut is not None:
+        gap = number(cut.gap) if math.isfinite(cut.gap) else None
+        document["cut"] = {"method": cut.method, "lower_bound": number(cut.lower_bound), "gap": gap}
+    return document
 
 
 def baseline_json(baseline: Baseline) -> dict[str, Any]:
@@ -195,6 +231,14 @@ class ProvenanceDocument(_Lenient):
     seconds: float = 0.0
 
 
+class CutDocument(_Lenient):
+    """Stated certificate of a cut."""
+
+    method: str = "unknown"
+    lower_bound: Number = 0.0
+    gap: Number | None = None
+
+
 class PlanDocument(_Lenient):
     """A plan file. Only ``problem`` and ``ranks`` are needed; stated metrics are checked when present."""
 
@@ -205,6 +249,9 @@ class PlanDocument(_Lenient):
     metrics: MetricsDocument | None = None
     baselines: list[BaselineDocument] = []
     provenance: ProvenanceDocument = ProvenanceDocument()
+    partition: list[list[str]] | None = None
+    recompute: list[bool] | None = None
+    cut: CutDocument | None = None
 
 
 def parse_plan_document(document: Any) -> PlanDocument:
@@ -229,6 +276,7 @@ def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
         raise InvalidInput.at(
             "/objective", f"found {document.objective!r}; the plan's problem says {problem.objective!r}."
         )
+    _require_layers(document, problem)
     orders = Orders.from_text(document.ranks)
     stated = document.plan_id
     if stated is not None and stated != (found := identity(problem_json(problem), document.ranks)):
@@ -236,6 +284,19 @@ def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
             "/plan_id", f"found {stated}; its problem and ranks hash to {found}. The plan was altered."
         )
     return problem, orders
+
+
+def _require_layers(document: PlanDocument, problem: Problem) -> None:
+    """Raise where a plan states another partition than its problem has."""
+    model = problem.model
+    for name, stated, ours in (
+        ("partition", document.partition, None if model is None else list(map(list, model.partition))),
+        ("recompute", document.recompute, None if model is None else list(model.cut.recompute)),
+    ):
+        if stated is not None and stated != ours:
+            raise InvalidInput.at(
+                f"/{name}", f"differs from the problem's; remove it, or correct /problem/{name}."
+            )
 
 
 def parse_plan(document: Any) -> Plan:
@@ -278,4 +339,10 @@ def parse_plan(document: Any) -> Plan:
             provenance.version,
             dict(provenance.model_extra or {}),
         ),
+        None if parsed.cut is None else _certificate(parsed.cut, value),
     )
+
+
+def _certificate(cut: CutDocument, value: float) -> CutCertificate:
+    gap = gap_of(value, cut.lower_bound) if cut.gap is None else cut.gap
+    return CutCertificate(cut.method, cut.lower_bound, gap)

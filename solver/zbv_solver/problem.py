@@ -16,7 +16,12 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from zbv_solver.amounts import MAX_NUMBER as MAX_NUMBER
+from zbv_solver.amounts import MEMORY_TOLERANCE as MEMORY_TOLERANCE
+from zbv_solver.amounts import broken_rule, delta_rule
+from zbv_solver.amounts import exceeds as exceeds
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, Issue
+from zbv_solver.layers.cut import CutModel
 from zbv_solver.placement import PLACEMENT_KINDS, Placement
 
 Objective = Literal["span", "makespan"]
@@ -29,8 +34,6 @@ F, I, W, B = range(4)  # noqa: E741 - the field's own letter
 MAX_PP_DEGREE = 1024
 MAX_CELLS = 1_000_000
 """Largest ``pp_degree * microbatches`` accepted: 6 million actions, about what a machine holds in memory."""
-MAX_NUMBER = 1e15
-"""Largest cost or memory figure accepted, so that sums stay far from overflow and float rounding."""
 
 PerStage = tuple[float, ...]
 
@@ -118,6 +121,11 @@ class ProblemArrays:
 class Problem:
     """One pipeline-parallel training iteration to be ordered.
 
+    Attributes
+    ----------
+    model
+        The layers that the stages are made of, where they were cut here.
+
     Raises
     ------
     InvalidInput
@@ -130,6 +138,7 @@ class Problem:
     memory: Memory
     objective: Objective = "span"
     units: Units = field(default_factory=Units)
+    model: CutModel | None = None
 
     def __post_init__(self) -> None:
         issues = [issue for rule in _RULES for issue in rule(self)]
@@ -204,14 +213,6 @@ class Problem:
         )
 
 
-def exceeds(amount: float, limit: float) -> bool:
-    """Whether a memory amount is over a limit, by more than float rounding of its sum can explain."""
-    return amount > limit + MEMORY_TOLERANCE * max(abs(amount), abs(limit))
-
-
-MEMORY_TOLERANCE = 1e-9
-
-
 def _shape_rules(problem: Problem) -> list[Issue]:
     placement, issues = problem.placement, []
     p, m = placement.pp_degree, problem.microbatches
@@ -255,7 +256,10 @@ def _number_rules(problem: Problem) -> list[Issue]:
         ("/memory/limit", memory.limit, problem.pp_degree, False),
     ):
         if values is not None:
-            issues += _check_values(name, values, length, signed)
+            found = _check_values(name, values, length, signed)
+            if not found and length == stages:
+                found = _check_sums(name, values, problem.placement.chunks)
+            issues += found
     return issues
 
 
@@ -263,7 +267,7 @@ def _check_values(pointer: str, values: Sequence[float], length: int, signed: bo
     if len(values) != length:
         return [Issue(pointer, f"found {len(values)} values; must be {length}.")]
     for index, value in enumerate(values):
-        rule = _broken_rule(value, signed)
+        rule = broken_rule(value, signed)
         if rule is not None:
             # Of equal values, the user wrote one.
             at = f"{pointer}/{index}" if len(set(map(repr, values))) > 1 else pointer
@@ -271,38 +275,31 @@ def _check_values(pointer: str, values: Sequence[float], length: int, signed: bo
     return []
 
 
-def _broken_rule(value: float, signed: bool) -> str | None:
-    if not math.isfinite(value):
-        return f"found {value}; must be a finite number."
-    if value < 0 and not signed:
-        return f"found {value:.15g}; must not be negative."
-    if abs(value) > MAX_NUMBER:
-        return f"found {value:.15g}; must be at most {MAX_NUMBER:g}. Use a larger unit."
-    return None
+def _check_sums(pointer: str, values: Sequence[float], chunks: int) -> list[Issue]:
+    """Classical schedules merge as many neighbouring stages as a rank has into one."""
+    for first in range(0, len(values), chunks):
+        together = sum(values[first : first + chunks])
+        if abs(together) > MAX_NUMBER:
+            return [
+                Issue(
+                    pointer,
+                    f"found {together:.15g} for stages {first} to {first + chunks - 1} together; the stages "
+                    f"of one rank must be at most {MAX_NUMBER:g} together. Use a larger unit.",
+                )
+            ]
+    return []
 
 
 def _delta_rules(problem: Problem) -> list[Issue]:
     memory = problem.memory
-    for stage, (f, i, w) in enumerate(
+    for stage, deltas in enumerate(
         zip(memory.forward, memory.backward_input, memory.backward_weight, strict=False)
     ):
-        if not all(map(math.isfinite, (f, i, w))):
+        if not all(map(math.isfinite, deltas)):
             return []  # reported by _number_rules
-        if exceeds(abs(f + i + w), 0.0) and abs(f + i + w) > MEMORY_TOLERANCE * (abs(f) + abs(i) + abs(w)):
-            return [
-                Issue(
-                    "/memory",
-                    f"the deltas of stage {stage} sum to {f + i + w:.15g} ({f:.15g} + {i:.15g} + {w:.15g}); "
-                    f"forward + backward_input + backward_weight must be 0, or memory would leak.",
-                )
-            ]
-        if w > 0:
-            return [
-                Issue(
-                    "/memory/backward_weight",
-                    f"found {w:.15g} for stage {stage}; must not be positive: W releases what F and I hold.",
-                )
-            ]
+        broken = delta_rule(*deltas)
+        if broken is not None:
+            return [Issue(f"/memory{broken[0]}", f"stage {stage}: {broken[1]}")]
     return []
 
 

@@ -30,11 +30,13 @@ NumberOrList = Annotated[
 """A scalar, one value per chunk, or one per stage."""
 
 
-class _Document(BaseModel):
+class Document(BaseModel):
+    """A JSON object without unknown keys."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class CostsDocument(_Document):
+class CostsDocument(Document):
     """Durations in the caller's time unit: a scalar, one per chunk, or one per stage in model order."""
 
     forward: NumberOrList
@@ -44,7 +46,7 @@ class CostsDocument(_Document):
     p2p: NumberOrList = Field(0.0, description="Latency of a stage boundary: a scalar, or one per boundary.")
 
 
-class MemoryDocument(_Document):
+class MemoryDocument(Document):
     """Memory deltas (scalar, per chunk, or per stage); static use and limit (scalar or per rank)."""
 
     forward: NumberOrList
@@ -54,14 +56,14 @@ class MemoryDocument(_Document):
     limit: NumberOrList | None = Field(None, description="null means unlimited.")
 
 
-class UnitsDocument(_Document):
+class UnitsDocument(Document):
     """Names of units, for display only."""
 
     time: str | None = Field(None, max_length=32)
     memory: str | None = Field(None, max_length=32)
 
 
-class ProblemDocument(_Document):
+class ProblemDocument(Document):
     """A planning problem."""
 
     pp_degree: Annotated[int, Field(strict=True, ge=1, le=MAX_PP_DEGREE)]
@@ -80,8 +82,15 @@ def parse_problem(document: Any) -> Problem:
     Raises
     ------
     InvalidInput
-        With one issue per broken rule, pointing into the document.
+        With one issue per broken rule, pointing into the document; also where it gives layers that are not
+        cut into stages yet.
     """
+    if isinstance(document, dict) and "layers" in document:
+        # Layers are documents of their own, built on these.
+        from zbv_solver.layers.document import parse_layered
+        from zbv_solver.layers.reading import to_cut_problem
+
+        return to_cut_problem(parse_layered(document))
     try:
         parsed = ProblemDocument.model_validate(document)
     except ValidationError as error:
@@ -152,10 +161,21 @@ def problem_json(problem: Problem) -> dict[str, Any]:
     }
     if problem.placement.kind == "loop":
         document["chunks"] = problem.placement.chunks
+    if problem.model is not None:
+        from zbv_solver.layers.writing import cut_model_json, link_json
+
+        document |= cut_model_json(problem.model)
+        document["memory"]["static_beside_layers"] = numbers(problem.model.static)
+        if problem.model.link is not None:
+            document["costs"]["link"] = link_json(problem.model.link)
+    return {**document, **units_json(units)}
+
+
+def units_json(units: Units) -> dict[str, Any]:
+    """Named units as the key ``units``; nothing where none is named."""
     named = {"time": units.time, "memory": units.memory}
-    if any(named.values()):
-        document["units"] = {key: value for key, value in named.items() if value is not None}
-    return document
+    given = {key: value for key, value in named.items() if value is not None}
+    return {"units": given} if any(given.values()) else {}
 
 
 def canonical_json(document: Any) -> str:

@@ -8,6 +8,7 @@ provenance says when it, or a cancellation, cut the search short.
 from __future__ import annotations
 
 from zbv_solver.assemble import baseline_plan, compare, make_plan
+from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.options import BUDGETS, EFFORTS, STAGES, Budget, Effort, SearchOptions
 from zbv_solver.orders import Orders
 from zbv_solver.pipeline import Cancelled, OnProgress, Pipeline, Progress
@@ -32,22 +33,26 @@ __all__ = [
 
 
 def search(
-    problem: Problem,
+    problem: Problem | LayeredProblem,
     options: SearchOptions | None = None,
     on_progress: OnProgress | None = None,
     cancelled: Cancelled | None = None,
-    incumbent: Orders | None = None,
+    incumbent: Orders | Plan | None = None,
 ) -> Plan:
     """Find a plan, prove a bound, verify.
 
     Parameters
     ----------
+    problem
+        Where layers are still to be cut, cut, placement and order are chosen together
+        (:mod:`zbv_solver.layers.plan_layers`).
     on_progress
         Called at every better plan or bound, one call at a time.
     cancelled
         Polled from another thread twenty times a second; once true, the best plan so far is returned.
     incumbent
-        An order to start from, as of an earlier search that was cut short.
+        An order to start from, as of an earlier search that was cut short; for layers a whole plan, since
+        the order is one of its cut.
 
     Raises
     ------
@@ -56,9 +61,16 @@ def search(
     InvalidPlan
         When ``incumbent`` is not an order of this problem.
     """
+    if isinstance(problem, LayeredProblem):
+        # Layers are rare, and their kernels take a moment to load.
+        from zbv_solver.layers.plan_layers import plan_layers
+
+        if isinstance(incumbent, Orders):
+            raise TypeError("an incumbent of layers is a Plan: orders alone do not say where they are cut.")
+        return plan_layers(problem, options, on_progress, cancelled, incumbent)
     problem.require_feasible()
     with Pipeline(problem, options or SearchOptions(), on_progress, cancelled) as pipeline:
         if incumbent is not None:
-            pipeline.resume_from(incumbent)
+            pipeline.resume_from(incumbent.orders if isinstance(incumbent, Plan) else incumbent)
         pipeline.run()
         return pipeline.finish()

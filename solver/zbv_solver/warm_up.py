@@ -11,11 +11,12 @@ import sys
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from zbv_solver.layers.reading import parse_question
 from zbv_solver.schema import parse_problem
 
 
 def main() -> int:
-    """Plan a tiny problem, which runs every kernel."""
+    """Plan tiny problems, which run every kernel."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         progress.add_task("compiling kernels (once)", total=None)
@@ -32,6 +33,10 @@ def main() -> int:
                 "objective": objective,
             }
             search(parse_problem(problem), SearchOptions(without=("windows", "exact")))
+        layer = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 9}
+        for placement in ("v", "loop"):
+            layered = {"pp_degree": 2, "microbatches": 2, "placement": placement, "layers": [layer]}
+            search(parse_question(layered), SearchOptions("quick"))
     return 0
 
 

@@ -114,13 +114,21 @@ def baseline(name: str, problem: Problem) -> tuple[Problem, Orders]:
     """
     p, m = problem.pp_degree, problem.microbatches
     if name == "interleaved-1f1b":
-        looped = replace(problem, placement=Placement.of("loop", p, problem.placement.chunks))
+        looped = _on(problem, Placement.of("loop", p, problem.placement.chunks))
         chunks = looped.placement.chunks
         return looped, Orders.of_rows([interleaved_1f1b(rank, p, m, chunks) for rank in range(p)])
     if name not in _SINGLE:
         raise InvalidInput.at("", f"found baseline {name!r}; must be one of {', '.join(BASELINES)}.")
     merged = merge_stages(problem)
     return merged, Orders.of_rows([_SINGLE[name](rank, p, m) for rank in range(p)])
+
+
+def _on(problem: Problem, placement: Placement) -> Problem:
+    """The same stages on another placement; layers bring their static memory along."""
+    if problem.model is None:
+        return replace(problem, placement=placement)
+    static = problem.model.static_of(placement.stages_of)
+    return replace(problem, placement=placement, memory=replace(problem.memory, static=static))
 
 
 def merge_stages(problem: Problem) -> Problem:
@@ -133,9 +141,14 @@ def merge_stages(problem: Problem) -> Problem:
     def merged(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[k : k + chunks]) for k in range(0, len(values), chunks))
 
+    static, model = memory.static, problem.model
+    if model is not None:
+        groups = [range(k, k + chunks) for k in range(0, problem.n_stages, chunks)]
+        static, model = model.static_of(groups), model.merged(chunks)
     return replace(
         problem,
         placement=Placement.of("single", problem.pp_degree),
+        model=model,
         costs=Costs(
             forward=merged(costs.forward),
             backward_input=merged(costs.backward_input),
@@ -147,7 +160,7 @@ def merge_stages(problem: Problem) -> Problem:
             forward=merged(memory.forward),
             backward_input=merged(memory.backward_input),
             backward_weight=merged(memory.backward_weight),
-            static=memory.static,
+            static=static,
             limit=memory.limit,
         ),
     )

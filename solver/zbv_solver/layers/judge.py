@@ -1,0 +1,65 @@
+"""What the constructors make of a cut, at few microbatches: how cuts are told apart while searching."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from zbv_solver.construct.greedy_v import get_v_schedule
+from zbv_solver.construct.list_scheduling import ListScheduler, simple_rule
+from zbv_solver.layers.space import Bounds, CutSpace
+
+FEW = 2
+"""Times p: microbatches at which cuts are judged; more of them only repeat the steady state."""
+GREEDY_ORDERS = 4
+GREEDY_COST = 4
+"""Times that placing an action takes the greedy longer than list scheduling; that many it counts for."""
+RULES = (
+    ("backward-deep", 1.0, 0.5),
+    ("backward-deep", 0.75, 0.5),
+    ("backward-shallow", 1.0, 0.5),
+    ("forward-deep", 1.0, 0.5),
+)
+
+
+class Judge:
+    """Judges cuts of one space, each once, and counts what that costs.
+
+    Attributes
+    ----------
+    placed
+        Actions placed so far.
+    """
+
+    def __init__(self, space: CutSpace):
+        self.space, self.placed = space, 0
+        few = max(FEW * space.problem.pp_degree, 8)
+        self.few = replace(space.problem, microbatches=min(few, space.problem.microbatches))
+        self.known: dict[tuple[Bounds, tuple[bool, ...]], float] = {}
+
+    def floor(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+        """What no order of the cut can beat: the most loaded rank's work."""
+        return self.space.problem.microbatches * self.space.worst_load(bounds, recompute)
+
+    def value(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+        """An estimate of the objective that the search will reach; inf where nothing was constructed."""
+        key = (bounds, recompute)
+        if key not in self.known:
+            self.known[key] = self._construct(bounds, recompute)
+        return self.known[key]
+
+    def _construct(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+        problem = self.few.cut_into(self.space.placement, self.space.cut(bounds, recompute))
+        best = np.inf
+        if problem.placement.kind == "v":
+            for attempt in islice(get_v_schedule(problem), GREEDY_ORDERS):
+                best = min(best, attempt.value)
+            self.placed += GREEDY_ORDERS * GREEDY_COST * problem.max_actions
+        scheduler = ListScheduler(problem)
+        for preference, share, patience in RULES:
+            best = min(best, scheduler.value(simple_rule(problem, preference, share, patience), most=best))
+        self.placed += len(RULES) * problem.max_actions
+        more = self.space.problem.microbatches - self.few.microbatches
+        return float(best + more * self.space.worst_load(bounds, recompute))

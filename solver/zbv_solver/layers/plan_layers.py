@@ -1,0 +1,269 @@
+"""From layers to a verified plan: placement, cut and order chosen together.
+
+Every placement's cuts are judged briefly and improved (:mod:`.joint_search`); then the real search runs on
+the best of all, and on every other finalist that its lower bound does not rule out. So the plan is never
+worse than the search on GPipe's histogram cut, which is always among them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from zbv_solver.bounds import lower_bound
+from zbv_solver.construct.baselines import without_limit
+from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.layers.balance import balanced_cut, smallest_cut
+from zbv_solver.layers.joint_search import Candidate, improve_cut
+from zbv_solver.layers.judge import Judge
+from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.settle import settled_cut
+from zbv_solver.layers.simple_cuts import even_cut, histogram_cut
+from zbv_solver.layers.space import Bounds, CutSpace
+from zbv_solver.layers.tables import CutTables
+from zbv_solver.options import SearchOptions
+from zbv_solver.pipeline import Cancelled, OnProgress, Pipeline, Progress
+from zbv_solver.placement import Placement
+from zbv_solver.plan import OPTIMAL_GAP, Baseline, CutCertificate, Plan, gap_of
+from zbv_solver.problem import Problem
+
+JUDGED = {"quick": 1_500_000, "standard": 15_000_000, "thorough": 150_000_000}
+"""Actions that may be placed to tell cuts apart, on all placements together."""
+FINALISTS = {"quick": 3, "standard": 4, "thorough": 6}
+"""Cuts that the real search may run on."""
+JUDGE_SHARE = 0.25
+"""Of a time limit, for telling cuts apart."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Entrant:
+    """A cut on a placement, as a problem."""
+
+    name: str
+    judged: float
+    problem: Problem
+
+
+def plan_layers(
+    problem: LayeredProblem,
+    options: SearchOptions | None = None,
+    on_progress: OnProgress | None = None,
+    cancelled: Cancelled | None = None,
+    incumbent: Plan | None = None,
+) -> Plan:
+    """Cut the model, place and order its stages, prove a bound over all cuts, verify.
+
+    Parameters
+    ----------
+    on_progress, cancelled
+        As in :func:`zbv_solver.search.search`; progress carries the problem whose orders it reports.
+    incumbent
+        A plan to start from, as of an earlier search of the same layers that was cut short.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no cut has a plan that fits the memory limit.
+    """
+    return _LayersSearch(problem, options or SearchOptions(), on_progress, cancelled).run(incumbent)
+
+
+class _LayersSearch:
+    def __init__(
+        self,
+        problem: LayeredProblem,
+        options: SearchOptions,
+        on_progress: OnProgress | None,
+        cancelled: Cancelled | None,
+    ):
+        self.problem, self.options = problem, options
+        self.on_progress, self.cancelled = on_progress, cancelled
+        self.began = time.monotonic()
+        tables = CutTables.of(problem)
+        self.spaces = [CutSpace(problem, placement, tables) for placement in problem.placements]
+        self.floors: dict[Placement, float] = {}
+        self.best: Plan | None = None
+        self.heard = np.inf
+
+    def run(self, incumbent: Plan | None) -> Plan:
+        starts = [(space, self._starts(space)) for space in self.spaces]
+        feasible = [(space, found) for space, found in starts if found]
+        if not feasible:
+            raise self._infeasible()
+        entrants = self._entrants(feasible)
+        if incumbent is not None:
+            self.best = incumbent
+            entrants.insert(0, _Entrant("resumed", incumbent.objective, incumbent.problem))
+        self._search(entrants)
+        return self._finish(entrants)
+
+    def _starts(self, space: CutSpace) -> dict[str, tuple[Bounds, tuple[bool, ...]]]:
+        """Cuts to begin with, by name, that fit; also notes what no cut of the placement can beat."""
+        histogram = histogram_cut(space)
+        simple = {"histogram-cut": histogram, "even-cut": even_cut(space)}
+        found: dict[str, tuple[Bounds, tuple[bool, ...]]] = {}
+        least = float(space.tables.cheapest[-1]) / self.problem.pp_degree
+        if space.placement.kind == "loop":
+            simple = {"balanced": settled_cut(space, histogram, self.options.seed), **simple}
+        else:
+            balanced = balanced_cut(space, histogram)
+            if balanced is None:
+                return {}
+            found["balanced"] = space.bounds_of(balanced.cut), balanced.cut.recompute
+            least = balanced.worst
+        self.floors[space.placement] = least * self.problem.microbatches
+        for name, bounds in simple.items():
+            recompute = space.fitting(bounds)
+            if recompute is not None:
+                found[name] = bounds, recompute
+        return found
+
+    def _entrants(
+        self, feasible: list[tuple[CutSpace, dict[str, tuple[Bounds, tuple[bool, ...]]]]]
+    ) -> list[_Entrant]:
+        """What the real search is to run on, the most promising first."""
+        judges = [Judge(space) for space, _ in feasible]
+        judged = [
+            [Candidate(name, *cut, judge.value(*cut)) for name, cut in found.items()]
+            for judge, (_, found) in zip(judges, feasible, strict=True)
+        ]
+        lowest = min(candidate.value for candidates in judged for candidate in candidates)
+        climbing = [
+            number for number, (space, _) in enumerate(feasible) if self.floors[space.placement] < lowest
+        ]
+        for number in climbing:
+            placements = JUDGED[self.options.effort] // len(climbing)
+            start = min(judged[number], key=lambda candidate: candidate.value)
+            moved = improve_cut(
+                judges[number], start, placements, self.options.seed, self._is_over(JUDGE_SHARE)
+            )
+            if moved is not start:
+                judged[number].append(moved)
+        entrants = [
+            _Entrant(candidate.name, candidate.value, self._problem_of(space, candidate))
+            for (space, _), candidates in zip(feasible, judged, strict=True)
+            for candidate in candidates
+        ]
+        return sorted(entrants, key=lambda entrant: entrant.judged)
+
+    def _search(self, entrants: list[_Entrant]) -> None:
+        """The real search on the most promising, and on the rest while they could be better."""
+        most = FINALISTS[self.options.effort]
+        must = [entrant for entrant in entrants[most:] if entrant.name == "histogram-cut"]
+        seen: set[object] = set()
+        for number, entrant in enumerate([*entrants[:most], *must]):
+            key = (entrant.problem.placement, entrant.problem.model.cut if entrant.problem.model else None)
+            if key in seen or (self.best is not None and self._is_over()()):
+                continue
+            seen.add(key)
+            if number and self._is_ruled_out(entrant.problem):
+                continue
+            self._search_one(entrant, 1 / (most - min(number, most - 1)))
+
+    def _search_one(self, entrant: _Entrant, share: float) -> None:
+        options, limit = self.options, self.options.time_limit
+        if limit is not None:
+            left = max(0.01, limit - (time.monotonic() - self.began))
+            options = replace(options, time_limit=left * share)
+        best = self.best
+        with Pipeline(entrant.problem, options, self._hear, self.cancelled) as pipeline:
+            if best is not None and best.problem == entrant.problem:
+                pipeline.resume_from(best.orders)
+            pipeline.run()
+            plan = pipeline.finish()
+        if (
+            best is None
+            or plan.objective < best.objective * (1 - OPTIMAL_GAP)
+            or best.problem == plan.problem
+        ):
+            provenance = replace(plan.provenance, method=f"{entrant.name}, {plan.provenance.method}")
+            self.best = replace(plan, provenance=provenance)
+
+    def _finish(self, entrants: list[_Entrant]) -> Plan:
+        if self.best is None:
+            raise RuntimeError("no cut was searched; this is a fault of ours, please report it.")
+        best, bound = self.best, min(self.floors.values())
+        bound = min(bound, best.objective)
+        certificate = CutCertificate(
+            best.provenance.method.partition(",")[0], bound, gap_of(best.objective, bound)
+        )
+        provenance = replace(best.provenance, seconds=time.monotonic() - self.began)
+        beside = tuple(self._beside(entrants))
+        return replace(best, baselines=(*best.baselines, *beside), cut=certificate, provenance=provenance)
+
+    def _beside(self, entrants: list[_Entrant]) -> Iterator[Baseline]:
+        """The simple cuts on the plan's placement, and the best of every other placement."""
+        if self.best is None:
+            return
+        chosen = self.best.problem.placement
+        space = next(space for space in self.spaces if space.placement == chosen)
+        for name, bounds in (("even-cut", even_cut(space)), ("histogram-cut", histogram_cut(space))):
+            recompute = space.fitting(bounds) or (False,) * space.n_stages
+            cut = space.cut(bounds, recompute)
+            yield self._baseline(name, self.problem.cut_into(chosen, cut))
+        for placement in self.floors:
+            if placement != chosen:
+                best = next(each for each in entrants if each.problem.placement == placement)
+                name = placement.kind if placement.kind != "loop" else f"loop-{placement.chunks}"
+                yield self._baseline(name, best.problem)
+
+    def _baseline(self, name: str, problem: Problem) -> Baseline:
+        """What a brief search finds for another cut; without the limit where it does not fit."""
+        fits = True
+        try:
+            problem.require_feasible()
+        except InfeasibleMemory:
+            fits, problem = False, without_limit(problem)
+        options = SearchOptions("quick", seed=self.options.seed, workers=self.options.workers)
+        with Pipeline(problem, options, None, self.cancelled) as pipeline:
+            pipeline.run()
+            plan = pipeline.finish()
+        metrics = plan.metrics
+        return Baseline(name, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits)
+
+    def _hear(self, progress: Progress) -> None:
+        """Pass on what is better than every cut before, with the bound over all cuts."""
+        if self.on_progress is None or progress.objective >= self.heard * (1 - OPTIMAL_GAP):
+            return
+        self.heard = progress.objective
+        bound = min(min(self.floors.values()), progress.objective)
+        self.on_progress(
+            replace(
+                progress,
+                lower_bound=bound,
+                gap=max(0.0, gap_of(progress.objective, bound)),
+                seconds=time.monotonic() - self.began,
+            )
+        )
+
+    def _is_ruled_out(self, problem: Problem) -> bool:
+        return self.best is not None and lower_bound(problem).value >= self.best.objective * (1 - OPTIMAL_GAP)
+
+    def _is_over(self, share: float = 1.0) -> Callable[[], bool]:
+        limit = self.options.time_limit
+
+        def is_over() -> bool:
+            late = limit is not None and time.monotonic() - self.began > share * limit
+            return late or (self.cancelled is not None and self.cancelled())
+
+        return is_over
+
+    def _problem_of(self, space: CutSpace, candidate: Candidate) -> Problem:
+        return self.problem.cut_into(space.placement, space.cut(candidate.bounds, candidate.recompute))
+
+    def _infeasible(self) -> InfeasibleMemory:
+        """What the cut that needs least would need; under loop, the one that was found to need least."""
+        space = min(self.spaces, key=lambda space: space.placement.kind == "loop")
+        histogram = histogram_cut(space)
+        if space.placement.kind == "loop":
+            cut = space.cut(settled_cut(space, histogram), (space.tables.variants == 2,) * space.n_stages)
+        else:
+            smallest = smallest_cut(space, histogram)
+            if smallest is None:
+                raise RuntimeError("there is no cut at all; this is a fault of ours, please report it.")
+            cut = smallest.cut
+        least = self.problem.cut_into(space.placement, cut)
+        return InfeasibleMemory(least.smallest_limit, least.memory.limit or ())

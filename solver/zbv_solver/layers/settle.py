@@ -1,0 +1,138 @@
+"""Cuts with even loads on any placement, by annealing the bounds: where no exact method is at hand.
+
+Under the loop placement a rank's stages lie all over the model, so ranks cannot be served one after another
+as in :mod:`.balance`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.jit import compiled
+from zbv_solver.layers.space import Bounds, CutSpace
+from zbv_solver.layers.tables import FloatArray
+
+IntArray = NDArray[Any]
+
+MOVES_PER_STAGE = 2_000
+WARMEST, COLDEST = 0.3, 1e-4
+"""Temperatures, in units of the energy of a rank with mean load."""
+OVERFLOW = 10.0
+"""Times the mean load that a rank is charged for not fitting its memory, and more by how far."""
+
+
+def settled_cut(space: CutSpace, start: Bounds, seed: int = 0) -> Bounds:
+    """Bounds with even loads that fit the memory limit, or exceed it by as little as was found."""
+    tables = space.tables
+    lower, upper = space.ranges
+    mean = float(tables.cheapest[-1]) / space.placement.pp_degree or 1.0
+    bounds = _settle(
+        tables.sums,
+        tables.workspace,
+        tables.room,
+        tables.variants,
+        np.array(space.placement.stages_of),
+        np.array(space.placement.rank_of),
+        lower,
+        upper,
+        space.least,
+        np.array(start),
+        mean,
+        MOVES_PER_STAGE * space.n_stages,
+        seed,
+    )
+    return tuple(map(int, bounds))
+
+
+@compiled
+def _energy(
+    sums: FloatArray,
+    workspace: FloatArray,
+    room: FloatArray,
+    variants: int,
+    stages: IntArray,
+    bounds: IntArray,
+    rank: int,
+    mean: float,
+) -> float:  # pragma: no cover - compiled
+    """A high power of a rank's load: the sum over ranks is governed by the most loaded ones."""
+    chunks = stages.shape[1]
+    best, excess = np.inf, np.inf
+    for variant in range(1 if variants == 1 else 1 << min(chunks, 8)):
+        load, held, largest = 0.0, 0.0, 0.0
+        for chunk in range(chunks):
+            at = (variant >> chunk) & 1
+            begin, end = bounds[stages[rank, chunk]], bounds[stages[rank, chunk] + 1]
+            load += sums[at, 0, end] - sums[at, 0, begin]
+            load += min(sums[at, 1, end] - sums[at, 1, begin], sums[at, 2, end] - sums[at, 2, begin])
+            held += sums[at, 3, end] - sums[at, 3, begin]
+            largest = max(largest, workspace[at, begin, end])
+        if held + largest <= room[rank]:
+            best = min(best, load)
+        excess = min(excess, held + largest - room[rank])
+    if best == np.inf:
+        best = mean * OVERFLOW * (1 + max(0.0, excess) / max(abs(room[rank]), 1e-30))
+    return (best / mean) ** 8
+
+
+@compiled
+def _settle(
+    sums: FloatArray,
+    workspace: FloatArray,
+    room: FloatArray,
+    variants: int,
+    stages: IntArray,
+    rank_of: IntArray,
+    lower: IntArray,
+    upper: IntArray,
+    least: int,
+    start: IntArray,
+    mean: float,
+    moves: int,
+    seed: int,
+) -> IntArray:  # pragma: no cover - compiled
+    np.random.seed(seed)
+    bounds, best = start.copy(), start.copy()
+    p = len(room)
+    energy = np.empty(p)
+    for rank in range(p):
+        energy[rank] = _energy(sums, workspace, room, variants, stages, bounds, rank, mean)
+    total = energy.sum()
+    lowest = total
+    for move in range(moves):
+        # A part moves from one stage to another: every bound in between shifts by one.
+        one, other = np.random.randint(0, len(rank_of)), np.random.randint(0, len(rank_of))
+        if one == other:
+            continue
+        low, high = min(one, other), max(one, other)
+        step = 1 if np.random.random() < 0.5 else -1
+        possible = True
+        for bound in range(low + 1, high + 1):
+            value = bounds[bound] + step
+            if value < lower[bound] or value > upper[bound]:
+                possible = False
+                break
+        if step == 1:
+            possible = possible and bounds[high + 1] - bounds[high] - 1 >= least
+        else:
+            possible = possible and bounds[low + 1] - bounds[low] - 1 >= least
+        if not possible:
+            continue
+        bounds[low + 1 : high + 1] += step
+        fresh = energy.copy()
+        for stage in range(low, high + 1):
+            rank = rank_of[stage]
+            fresh[rank] = _energy(sums, workspace, room, variants, stages, bounds, rank, mean)
+        changed = fresh.sum() - total
+        temperature = WARMEST * (COLDEST / WARMEST) ** (move / moves)
+        if changed <= 0 or np.random.random() < np.exp(-changed / temperature):
+            energy, total = fresh, total + changed
+            if total < lowest * (1 - 1e-12):
+                lowest = total
+                best[:] = bounds
+        else:
+            bounds[low + 1 : high + 1] -= step
+    return best

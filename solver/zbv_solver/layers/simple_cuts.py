@@ -1,0 +1,42 @@
+"""Cuts that need no search: what users have today, to stand beside the planner's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zbv_solver.layers.space import Bounds, CutSpace
+
+
+def even_cut(space: CutSpace) -> Bounds:
+    """The longest run of equal layers dealt evenly; what comes before and after goes to the end stages.
+
+    That is what Megatron-LM does without first and last pipeline layers being set: transformer blocks are
+    dealt, the embedding and the head come on top. Without a run long enough, all parts are dealt evenly.
+    """
+    problem, stages = space.problem, space.n_stages
+    layers = [problem.model.each[place] for place in problem.places[:-1]]
+    best, begin = (0, len(layers)), 0
+    length = 0
+    for place in range(1, len(layers) + 1):
+        if place == len(layers) or layers[place] is not layers[begin]:
+            if place - begin > length and place - begin >= stages:
+                best, length = (begin, place), place - begin
+            begin = place
+    dealt = np.linspace(best[0], best[1], stages + 1).round().astype(np.int64)
+    dealt[0], dealt[-1] = 0, len(layers)
+    return space.repaired(dealt)
+
+
+def histogram_cut(space: CutSpace) -> Bounds:
+    """GPipe's cut: a layer's stage is its place in the cumulative histogram of costs (Huang et al. 2019).
+
+    Lingvo's ``PartitionSequentialLayers``: of K partitions, the layer after which the share c of the cost is
+    done goes to partition int(c K). Partitions that stay empty take a layer of their neighbour.
+    """
+    sums, stages = space.tables.sums[0], space.n_stages
+    done = sums[0] + np.minimum(sums[1], sums[2])
+    total = done[-1] if done[-1] > 0 else 1.0
+    stage_of = np.minimum((done[1:] / total * stages).astype(np.int64), stages - 1)
+    bounds = np.searchsorted(stage_of, np.arange(stages + 1))
+    bounds[-1] = space.tables.n
+    return space.repaired(bounds)

@@ -1,0 +1,78 @@
+"""A layered problem as arrays over the parts that are never cut: sums of any stage in constant time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.amounts import MEMORY_TOLERANCE
+from zbv_solver.layers.layered_problem import LayeredProblem
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class CutTables:
+    """What a stage of the parts from i to before j costs and holds, as it is (0) or recomputed (1).
+
+    Attributes
+    ----------
+    sums
+        (2, 4, n+1) running sums over n parts: F, I + W, B, and memory held by F and statically.
+    workspace
+        (2, n+1, n+1): [i, j] is the largest workspace of the parts from i to before j.
+    cheapest
+        (n+1,) running sums of the least that the parts can cost, each by itself.
+    room
+        (p,) memory of every rank for its layers: limit - static, with the tolerance of comparisons; inf
+        where there is no limit.
+    variants
+        1, or 2 where something can be recomputed.
+    """
+
+    sums: FloatArray
+    workspace: FloatArray
+    cheapest: FloatArray
+    room: FloatArray
+    variants: int
+
+    @property
+    def n(self) -> int:
+        """Number of parts."""
+        return int(self.sums.shape[2]) - 1
+
+    @classmethod
+    def of(cls, problem: LayeredProblem) -> CutTables:
+        """The tables of a problem."""
+        n = problem.model.n_layers
+        per_layer = np.zeros((2, 5, n))
+        for place, layer in enumerate(problem.model.each):
+            for variant in (0, 1):
+                costs = layer.costs_when(variant == 1)
+                memory = costs.memory
+                per_layer[variant, :, place] = (
+                    costs.forward,
+                    costs.split,
+                    costs.fused,
+                    memory.forward + memory.static,
+                    memory.workspace,
+                )
+        sums = np.zeros((2, 4, n + 1))
+        np.cumsum(per_layer[:, :4], axis=2, out=sums[:, :, 1:])
+        places = problem.places
+        largest = np.maximum.reduceat(per_layer[:, 4], places[:-1], axis=1)
+        workspace = np.zeros((2, len(places), len(places)))
+        for begin in range(len(places) - 1):
+            workspace[:, begin, begin + 1 :] = np.maximum.accumulate(largest[:, begin:], axis=1)
+        p = problem.pp_degree
+        room = np.full(p, np.inf)
+        if problem.limit is not None:
+            limit = np.array(problem.limit)
+            room = limit - np.array(problem.static) + MEMORY_TOLERANCE * np.abs(limit)
+        backward = np.minimum(per_layer[:, 1], per_layer[:, 2])
+        each = np.minimum(*(per_layer[:, 0] + backward))
+        cheapest = np.concatenate(([0.0], np.cumsum(each)))[places]
+        variants = 2 if problem.model.can_recompute else 1
+        return cls(np.ascontiguousarray(sums[:, :, places]), workspace, cheapest, room, variants)

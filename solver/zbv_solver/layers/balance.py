@@ -60,7 +60,7 @@ class _Balancer:
         placement = space.placement
         self.space, self.tables, self.p = space, space.tables, placement.pp_degree
         self.two_sided, self.least = placement.kind == "v", space.least
-        self.reference = np.array(reference)
+        self.bounds, self.reference = reference, np.array(reference)
         lower, upper = space.ranges
         fixed = np.where(lower == upper, lower, -1)
         stages = placement.n_stages
@@ -72,13 +72,13 @@ class _Balancer:
         self.reached = np.zeros((self.p, space.tables.n + 1, space.tables.n + 1), np.uint8)
 
     def solve(self) -> Balanced | None:
-        tables, best = self.tables, None
+        tables, best = self.tables, self._reference_itself()
         scale = float(tables.cheapest[-1]) / self.p
         low = scale
         if self.mode == EXCESS:
             scale, low = float(tables.sums[:, 3, -1].max()), -float(tables.room.max())
         most, step = low, FIRST_STEP
-        while True:
+        while best is None or best.worst - low > ROUNDING * abs(best.worst):
             found, beyond = self._try(most)
             if found is not None:
                 best = found
@@ -88,11 +88,17 @@ class _Balancer:
                 low = max(low, beyond)
             if best is None:
                 most, step = low + step * scale, 2 * step
-            elif best.worst - low <= ROUNDING * abs(best.worst):
-                return best
             else:
                 middle = (low + best.worst) / 2
                 most = middle if middle < best.worst else low
+        return best
+
+    def _reference_itself(self) -> Balanced | None:
+        """The reference as a first cut, where it fits: most often it is near, and few sweeps are left."""
+        recompute = self.space.fitting(self.bounds) if self.mode == LOAD else None
+        if recompute is None:
+            return None
+        return Balanced(self.space.cut(self.bounds, recompute), self.space.worst_load(self.bounds, recompute))
 
     def _try(self, most: float) -> tuple[Balanced | None, float]:
         """A cut whose worst rank has at most that much, or a bound on the worst rank of any cut."""

@@ -154,6 +154,30 @@ class LayeredProblem:
             model=model,
         )
 
+    def as_cut_in(self, other: Problem) -> Problem:
+        """This problem with its layers cut, placed and recomputed as in another.
+
+        Raises
+        ------
+        InvalidInput
+            When that is not a cut of these layers, or on a placement that was not asked for.
+        """
+        model = other.model
+        if model is None or model.model != self.model:
+            raise InvalidInput.at("/problem/layers", "differ from the layers of the problem.")
+        if other.placement not in self.placements:
+            raise InvalidInput.at(
+                "/problem/placement",
+                f"found {other.placement.kind} with {other.placement.n_stages} stages on {other.pp_degree} "
+                f"ranks; the problem asks for {self.placement} on {self.pp_degree}.",
+            )
+        fixed = self.fixed_bounds(other.n_stages) or {}
+        if any(model.cut.bounds[bound] != place for bound, place in fixed.items()) or not set(
+            model.cut.bounds
+        ) <= set(map(int, self.places)):
+            raise InvalidInput.at("/problem/partition", "breaks a rule of the problem's cut.")
+        return self.cut_into(other.placement, model.cut)
+
     def _transfer(self, place: int) -> float:
         """Duration of sending what the layer before a place puts out."""
         if self.link is None:

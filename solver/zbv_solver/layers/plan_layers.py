@@ -17,11 +17,12 @@ from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.layers.balance import balanced_cut, smallest_cut
+from zbv_solver.layers.floors import least_worst_load
 from zbv_solver.layers.joint_search import Candidate, improve_cut
 from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.settle import settled_cut
-from zbv_solver.layers.simple_cuts import even_cut, histogram_cut
+from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.layers.space import Bounds, CutSpace
 from zbv_solver.layers.tables import CutTables
 from zbv_solver.options import SearchOptions
@@ -84,6 +85,7 @@ class _LayersSearch:
         self.began = time.monotonic()
         tables = CutTables.of(problem)
         self.spaces = [CutSpace(problem, placement, tables) for placement in problem.placements]
+        self.least = least_worst_load(problem, tables)
         self.floors: dict[Placement, float] = {}
         self.best: Plan | None = None
         self.heard = np.inf
@@ -102,18 +104,18 @@ class _LayersSearch:
 
     def _starts(self, space: CutSpace) -> dict[str, tuple[Bounds, tuple[bool, ...]]]:
         """Cuts to begin with, by name, that fit; also notes what no cut of the placement can beat."""
-        histogram = histogram_cut(space)
-        simple = {"histogram-cut": histogram, "even-cut": even_cut(space)}
+        level = level_cut(space)
+        simple = {"level": level, "histogram-cut": histogram_cut(space), "even-cut": even_cut(space)}
         found: dict[str, tuple[Bounds, tuple[bool, ...]]] = {}
-        least = float(space.tables.cheapest[-1]) / self.problem.pp_degree
+        least = self.least
         if space.placement.kind == "loop":
-            simple = {"balanced": settled_cut(space, histogram, self.options.seed), **simple}
+            simple = {"balanced": settled_cut(space, level, self.options.seed), **simple}
         else:
-            balanced = balanced_cut(space, histogram)
+            balanced = balanced_cut(space, level)
             if balanced is None:
                 return {}
             found["balanced"] = space.bounds_of(balanced.cut), balanced.cut.recompute
-            least = balanced.worst
+            least = max(least, balanced.worst)
         self.floors[space.placement] = least * self.problem.microbatches
         for name, bounds in simple.items():
             recompute = space.fitting(bounds)
@@ -257,11 +259,11 @@ class _LayersSearch:
     def _infeasible(self) -> InfeasibleMemory:
         """What the cut that needs least would need; under loop, the one that was found to need least."""
         space = min(self.spaces, key=lambda space: space.placement.kind == "loop")
-        histogram = histogram_cut(space)
+        level = level_cut(space)
         if space.placement.kind == "loop":
-            cut = space.cut(settled_cut(space, histogram), (space.tables.variants == 2,) * space.n_stages)
+            cut = space.cut(settled_cut(space, level), (space.tables.variants == 2,) * space.n_stages)
         else:
-            smallest = smallest_cut(space, histogram)
+            smallest = smallest_cut(space, level)
             if smallest is None:
                 raise RuntimeError("there is no cut at all; this is a fault of ours, please report it.")
             cut = smallest.cut

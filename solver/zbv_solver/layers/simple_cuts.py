@@ -1,4 +1,4 @@
-"""Cuts that need no search: what users have today, to stand beside the planner's."""
+"""Cuts that need no search: what users have today, to stand beside the planner's, and one to start from."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ def histogram_cut(space: CutSpace) -> Bounds:
     bounds = np.searchsorted(stage_of, np.arange(stages + 1))
     bounds[-1] = space.tables.n
     return space.repaired(bounds)
+
+
+def level_cut(space: CutSpace) -> Bounds:
+    """Every bound where the work done so far is nearest to its even share: where searches start."""
+    done, stages = space.tables.cheapest, space.n_stages
+    shares = done[-1] * np.arange(stages + 1) / stages
+    after = np.clip(np.searchsorted(done, shares), 1, space.tables.n)
+    nearest = np.where(shares - done[after - 1] <= done[after] - shares, after - 1, after)
+    return space.repaired(nearest)

@@ -1,0 +1,116 @@
+"""Cuts with even loads: exactly the best there is, and what no cut can beat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from support.layered import every_cut, layered, layered_problems, worst_load
+from zbv_solver.layers.balance import balanced_cut, smallest_cut
+from zbv_solver.layers.floors import least_worst_load
+from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.settle import settled_cut
+from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.layers.space import CutSpace
+from zbv_solver.layers.tables import CutTables
+
+
+def space_of(problem: LayeredProblem) -> CutSpace:
+    return CutSpace(problem, problem.placements[0], CutTables.of(problem))
+
+
+@settings(max_examples=40)
+@given(layered_problems(most_layers=6))
+def test_the_balanced_cut_is_the_best_of_all(problem: LayeredProblem) -> None:
+    space = space_of(problem)
+    found = balanced_cut(space, level_cut(space))
+    best = min(map(worst_load, every_cut(problem, space.placement)), default=None)
+    if best is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.worst == pytest.approx(best)
+    made = problem.cut_into(space.placement, found.cut)
+    made.require_feasible()
+    assert worst_load(made) == pytest.approx(best)
+    assert space.allows(space.bounds_of(found.cut))
+
+
+@settings(max_examples=20)
+@given(layered_problems(most_layers=6, memory={"limit": 3}))
+def test_the_smallest_cut_needs_the_least_of_all(problem: LayeredProblem) -> None:
+    space = space_of(problem)
+    found = smallest_cut(space, level_cut(space))
+    assert found is not None
+    unlimited = replace(problem, limit=None)
+    least = min(max(cut.smallest_limit) for cut in every_cut(unlimited, space.placement))
+    assert max(problem.cut_into(space.placement, found.cut).smallest_limit) == pytest.approx(least)
+
+
+@settings(max_examples=30)
+@given(layered_problems(most_layers=4, placements=("v", "single", "loop")))
+def test_no_cut_is_below_the_floor(problem: LayeredProblem) -> None:
+    space = space_of(problem)
+    floor = least_worst_load(problem, space.tables)
+    for cut in every_cut(problem, space.placement):
+        assert worst_load(cut) >= floor * (1 - 1e-9)
+
+
+def test_the_floor_is_a_sum_of_whole_layers() -> None:
+    # 8 blocks of 5, an embedding of 2 and a head of 15 are 57: the mean is 28.5, and no set of layers has
+    # a load between that and 30 = 6 * 5.
+    problem = layered()
+    assert least_worst_load(problem, CutTables.of(problem)) == 30
+
+
+def test_the_floor_counts_what_memory_forces_to_be_recomputed() -> None:
+    block = {"forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 4}
+    again = {"backward_input": 2, "memory": {"forward": 1, "backward_weight": -1}}
+    layers = [{"name": "a", **block, "memory": {"forward": 3, "backward_weight": -3}, "recompute": again}]
+    free = layered(layers=layers, memory={"limit": 6})
+    assert least_worst_load(free, CutTables.of(free)) == 6
+    tight = layered(layers=layers, memory={"limit": 4})  # 12 in all, room for 8: two blocks at least
+    assert least_worst_load(tight, CutTables.of(tight)) == 7
+
+
+@given(layered_problems(placements=("loop", "v", "single")))
+def test_simple_and_settled_cuts_keep_the_rules(problem: LayeredProblem) -> None:
+    space = space_of(problem)
+    level = level_cut(space)
+    for bounds in (even_cut(space), histogram_cut(space), level, settled_cut(space, level)):
+        assert space.allows(bounds)
+
+
+def test_settling_evens_out_the_loads_of_a_loop() -> None:
+    problem = layered(placement="loop", chunks=2)
+    space = space_of(problem)
+    best = min(map(worst_load, every_cut(problem, space.placement)))
+    settled = settled_cut(space, level_cut(space))
+    recompute = space.fitting(settled)
+    assert recompute is not None
+    assert space.worst_load(settled, recompute) == best
+
+
+def test_the_histogram_cut_is_that_of_gpipe() -> None:
+    """The example of costs 10, 40, 30, 10, 20, 50, 10 in three: 2, 3 and 2 layers."""
+    layers = [
+        {"name": f"l{number}", "forward": cost, "backward_input": 0, "backward_weight": 0}
+        for number, cost in enumerate((10, 40, 30, 10, 20, 50, 10))
+    ]
+    problem = layered(pp_degree=3, placement="single", layers=layers)
+    assert histogram_cut(space_of(problem)) == (0, 2, 5, 7)
+
+
+def test_the_even_cut_deals_blocks_and_leaves_the_ends_on_top() -> None:
+    assert even_cut(space_of(layered())) == (0, 3, 5, 7, 10)
+
+
+def test_of_equal_layers_every_stage_gets_as_many() -> None:
+    block = {"name": "a", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 12}
+    problem = layered(pp_degree=3, layers=[block])
+    space = space_of(problem)
+    found = balanced_cut(space, level_cut(space))
+    assert found is not None
+    assert np.diff(found.cut.bounds).tolist() == [2] * 6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +184,11 @@ def test_a_wrong_document_is_told_what_was_found_and_where(
 def test_auto_leaves_out_placements_that_have_not_layers_enough() -> None:
     kinds = [(each.kind, each.chunks) for each in layered(placement="auto", pp_degree=4).placements]
     assert kinds == [("v", 2), ("loop", 2), ("single", 1)]
+
+
+def test_the_example_of_the_documentation_is_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+    example = text.partition("## Layers")[2].partition("```json")[2].partition("```")[0]
+    problem = parse_question(json.loads(example))
+    assert isinstance(problem, LayeredProblem)
+    assert {placement.kind for placement in problem.placements} == {"v", "loop", "single"}

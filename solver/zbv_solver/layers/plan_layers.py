@@ -8,7 +8,7 @@ worse than the search on GPipe's histogram cut, which is always among them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,8 +35,10 @@ JUDGED = {"quick": 1_500_000, "standard": 15_000_000, "thorough": 150_000_000}
 """Actions that may be placed to tell cuts apart, on all placements together."""
 FINALISTS = {"quick": 3, "standard": 4, "thorough": 6}
 """Cuts that the real search may run on."""
-JUDGE_SHARE = 0.25
-"""Of a time limit, for telling cuts apart."""
+JUDGE_SHARE, SEARCH_SHARE = 0.25, 0.85
+"""Of a time limit: until when cuts are told apart, and searched; the rest is for what stands beside."""
+LEAST_SECONDS = 0.01
+EVEN, HISTOGRAM = "even-cut", "histogram-cut"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +90,7 @@ class _LayersSearch:
         self.least = least_worst_load(problem, tables)
         self.floors: dict[Placement, float] = {}
         self.best: Plan | None = None
+        self.method = "resumed"
         self.heard = np.inf
 
     def run(self, incumbent: Plan | None) -> Plan:
@@ -105,7 +108,7 @@ class _LayersSearch:
     def _starts(self, space: CutSpace) -> dict[str, tuple[Bounds, tuple[bool, ...]]]:
         """Cuts to begin with, by name, that fit; also notes what no cut of the placement can beat."""
         level = level_cut(space)
-        simple = {"level": level, "histogram-cut": histogram_cut(space), "even-cut": even_cut(space)}
+        simple = {"level": level, HISTOGRAM: histogram_cut(space), EVEN: even_cut(space)}
         found: dict[str, tuple[Bounds, tuple[bool, ...]]] = {}
         least = self.least
         if space.placement.kind == "loop":
@@ -140,36 +143,30 @@ class _LayersSearch:
             placements = JUDGED[self.options.effort] // len(climbing)
             start = min(judged[number], key=lambda candidate: candidate.value)
             moved = improve_cut(
-                judges[number], start, placements, self.options.seed, self._is_over(JUDGE_SHARE)
+                judges[number], start, placements, self.options.seed, lambda: self._is_over(JUDGE_SHARE)
             )
             if moved is not start:
                 judged[number].append(moved)
-        entrants = [
-            _Entrant(candidate.name, candidate.value, self._problem_of(space, candidate))
-            for (space, _), candidates in zip(feasible, judged, strict=True)
-            for candidate in candidates
-        ]
-        return sorted(entrants, key=lambda entrant: entrant.judged)
+        entrants: dict[tuple[Placement, Bounds, tuple[bool, ...]], _Entrant] = {}
+        for (space, _), candidates in zip(feasible, judged, strict=True):
+            for each in sorted(candidates, key=lambda candidate: candidate.value):
+                key = space.placement, each.bounds, each.recompute
+                if key not in entrants or each.name == HISTOGRAM:
+                    entrants[key] = _Entrant(each.name, each.value, self._problem_of(space, each))
+        return sorted(entrants.values(), key=lambda entrant: entrant.judged)
 
     def _search(self, entrants: list[_Entrant]) -> None:
         """The real search on the most promising, and on the rest while they could be better."""
         most = FINALISTS[self.options.effort]
-        must = [entrant for entrant in entrants[most:] if entrant.name == "histogram-cut"]
-        seen: set[object] = set()
-        for number, entrant in enumerate([*entrants[:most], *must]):
-            key = (entrant.problem.placement, entrant.problem.model.cut if entrant.problem.model else None)
-            if key in seen or (self.best is not None and self._is_over()()):
+        histograms = [entrant for entrant in entrants[most:] if entrant.name == HISTOGRAM]
+        finalists = [*entrants[:most], *histograms]
+        for number, entrant in enumerate(finalists):
+            if self.best is not None and (self._is_over(SEARCH_SHARE) or self._is_ruled_out(entrant.problem)):
                 continue
-            seen.add(key)
-            if number and self._is_ruled_out(entrant.problem):
-                continue
-            self._search_one(entrant, 1 / (most - min(number, most - 1)))
+            self._search_one(entrant, 1 / (len(finalists) - number))
 
     def _search_one(self, entrant: _Entrant, share: float) -> None:
-        options, limit = self.options, self.options.time_limit
-        if limit is not None:
-            left = max(0.01, limit - (time.monotonic() - self.began))
-            options = replace(options, time_limit=left * share)
+        options = self._limited(share * (SEARCH_SHARE - self._spent()))
         best = self.best
         with Pipeline(entrant.problem, options, self._hear, self.cancelled) as pipeline:
             if best is not None and best.problem == entrant.problem:
@@ -178,23 +175,38 @@ class _LayersSearch:
             plan = pipeline.finish()
         if (
             best is None
-            or plan.objective < best.objective * (1 - OPTIMAL_GAP)
             or best.problem == plan.problem
+            or plan.objective < best.objective * (1 - OPTIMAL_GAP)
         ):
-            provenance = replace(plan.provenance, method=f"{entrant.name}, {plan.provenance.method}")
-            self.best = replace(plan, provenance=provenance)
+            self.best, self.method = plan, entrant.name
+
+    def _limited(self, share: float) -> SearchOptions:
+        """The options with a share of the time limit, where there is one."""
+        limit = self.options.time_limit
+        if limit is None:
+            return self.options
+        return replace(self.options, time_limit=max(LEAST_SECONDS, share * limit))
+
+    def _spent(self) -> float:
+        """Share of the time limit that has gone; 0 without one."""
+        limit = self.options.time_limit
+        return 0.0 if limit is None else (time.monotonic() - self.began) / limit
 
     def _finish(self, entrants: list[_Entrant]) -> Plan:
         if self.best is None:
             raise RuntimeError("no cut was searched; this is a fault of ours, please report it.")
-        best, bound = self.best, min(self.floors.values())
-        bound = min(bound, best.objective)
-        certificate = CutCertificate(
-            best.provenance.method.partition(",")[0], bound, gap_of(best.objective, bound)
+        best = self.best
+        bound = min(*self.floors.values(), best.objective)
+        extra = dict(best.provenance.extra)
+        if self.cancelled is not None and self.cancelled():
+            extra["cut"] = "cancelled"
+        provenance = replace(best.provenance, seconds=time.monotonic() - self.began, extra=extra)
+        return replace(
+            best,
+            baselines=(*best.baselines, *self._beside(entrants)),
+            cut=CutCertificate(self.method, bound, gap_of(best.objective, bound)),
+            provenance=provenance,
         )
-        provenance = replace(best.provenance, seconds=time.monotonic() - self.began)
-        beside = tuple(self._beside(entrants))
-        return replace(best, baselines=(*best.baselines, *beside), cut=certificate, provenance=provenance)
 
     def _beside(self, entrants: list[_Entrant]) -> Iterator[Baseline]:
         """The simple cuts on the plan's placement, and the best of every other placement."""
@@ -202,28 +214,28 @@ class _LayersSearch:
             return
         chosen = self.best.problem.placement
         space = next(space for space in self.spaces if space.placement == chosen)
-        for name, bounds in (("even-cut", even_cut(space)), ("histogram-cut", histogram_cut(space))):
+        others = [placement for placement in self.floors if placement != chosen]
+        share = (1 - SEARCH_SHARE) / (2 + len(others))
+        for name, bounds in ((EVEN, even_cut(space)), (HISTOGRAM, histogram_cut(space))):
             recompute = space.fitting(bounds) or (False,) * space.n_stages
-            cut = space.cut(bounds, recompute)
-            yield self._baseline(name, self.problem.cut_into(chosen, cut))
-        for placement in self.floors:
-            if placement != chosen:
-                best = next(each for each in entrants if each.problem.placement == placement)
-                name = placement.kind if placement.kind != "loop" else f"loop-{placement.chunks}"
-                yield self._baseline(name, best.problem)
+            problem = self.problem.cut_into(chosen, space.cut(bounds, recompute))
+            yield self._baseline(name, problem, share)
+        for placement in others:
+            best = next(each for each in entrants if each.problem.placement == placement)
+            name = placement.kind if placement.kind != "loop" else f"loop-{placement.chunks}"
+            yield self._baseline(name, best.problem, share)
 
-    def _baseline(self, name: str, problem: Problem) -> Baseline:
+    def _baseline(self, name: str, problem: Problem, share: float) -> Baseline:
         """What a brief search finds for another cut; without the limit where it does not fit."""
         fits = True
         try:
             problem.require_feasible()
         except InfeasibleMemory:
             fits, problem = False, without_limit(problem)
-        options = SearchOptions("quick", seed=self.options.seed, workers=self.options.workers)
+        options = replace(self._limited(share), effort="quick")
         with Pipeline(problem, options, None, self.cancelled) as pipeline:
             pipeline.run()
-            plan = pipeline.finish()
-        metrics = plan.metrics
+            metrics = pipeline.finish().metrics
         return Baseline(name, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits)
 
     def _hear(self, progress: Progress) -> None:
@@ -244,14 +256,9 @@ class _LayersSearch:
     def _is_ruled_out(self, problem: Problem) -> bool:
         return self.best is not None and lower_bound(problem).value >= self.best.objective * (1 - OPTIMAL_GAP)
 
-    def _is_over(self, share: float = 1.0) -> Callable[[], bool]:
-        limit = self.options.time_limit
-
-        def is_over() -> bool:
-            late = limit is not None and time.monotonic() - self.began > share * limit
-            return late or (self.cancelled is not None and self.cancelled())
-
-        return is_over
+    def _is_over(self, share: float) -> bool:
+        """Whether a share of the time limit has gone, or nobody wants to know more."""
+        return self._spent() >= share or (self.cancelled is not None and self.cancelled())
 
     def _problem_of(self, space: CutSpace, candidate: Candidate) -> Problem:
         return self.problem.cut_into(space.placement, space.cut(candidate.bounds, candidate.recompute))

@@ -1,0 +1,127 @@
+"""How many parameters layers have, and what training keeps per parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbv_solver.estimate.config import ModelConfig, Precision
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A count, by what tensor parallelism does to it.
+
+    Attributes
+    ----------
+    shared
+        Of matrices that the devices of a tensor-parallel group divide among them.
+    replicated
+        That each of them has whole: norms, positions, and biases behind a sum over the group.
+    """
+
+    shared: int
+    replicated: int
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.shared + other.shared, self.replicated + other.replicated)
+
+    @property
+    def total(self) -> int:
+        """Of the model."""
+        return self.shared + self.replicated
+
+    def on_device(self, tensor_parallel: int) -> int:
+        """On each device of a group of ``tensor_parallel``."""
+        return self.shared // tensor_parallel + self.replicated
+
+
+def attention_parameters(model: ModelConfig) -> Parameters:
+    """Norm, projection to queries, keys and values, and the projection back.
+
+    Shoeybi et al. 2019, §3, for what tensor parallelism divides; Ainslie et al. 2023, §2, for fewer key and
+    value heads than query heads.
+    """
+    h, query, both = model.hidden, model.query_width, model.query_width + 2 * model.kv_width
+    head_norms = 2 * model.width_of_head if model.qk_norm else 0
+    return Parameters(
+        shared=h * both + query * h + (both if model.has_qkv_bias else 0),
+        replicated=_norm(model) + head_norms + (h if model.bias else 0),
+    )
+
+
+def mlp_parameters(model: ModelConfig) -> Parameters:
+    """Norm and two matrices, or three with a gate (Shazeer 2020, §2)."""
+    into = (2 if model.gated else 1) * model.ffn_width
+    return Parameters(
+        shared=model.hidden * into + model.ffn_width * model.hidden + (into if model.bias else 0),
+        replicated=_norm(model) + (model.hidden if model.bias else 0),
+    )
+
+
+def block_parameters(model: ModelConfig) -> Parameters:
+    """One transformer block: 12 h² (1 + 13 / 12h) for a GPT (Narayanan et al. 2021, §5.1, equation 2)."""
+    return attention_parameters(model) + mlp_parameters(model)
+
+
+def embedding_parameters(model: ModelConfig) -> Parameters:
+    """Table of tokens, divided by vocabulary (Shoeybi et al. 2019, §3), and of learned positions."""
+    positions = model.sequence * model.hidden if model.positions == "learned" else 0
+    return Parameters(shared=model.vocabulary * model.hidden, replicated=positions)
+
+
+def head_parameters(model: ModelConfig) -> Parameters:
+    """Final norm and, unless it is the embedding's, the matrix to the vocabulary."""
+    table = 0 if model.tied_embeddings else model.vocabulary * model.hidden
+    return Parameters(shared=table, replicated=_norm(model))
+
+
+def model_parameters(model: ModelConfig) -> int:
+    """The model's parameters, tied ones counted once."""
+    blocks = model.layers * block_parameters(model).total
+    return embedding_parameters(model).total + blocks + head_parameters(model).total
+
+
+def _norm(model: ModelConfig) -> int:
+    return model.hidden * (2 if model.norm == "layernorm" else 1)
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """What training holds all the time, in bytes on one device."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    def __add__(self, other: StaticBytes) -> StaticBytes:
+        return StaticBytes(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+        )
+
+    @property
+    def total(self) -> float:
+        """All kinds."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def static_bytes(
+    parameters: int, precision: Precision, optimizer_states: int, zero_stage: int = 0, data_parallel: int = 1
+) -> StaticBytes:
+    """Parameters, gradients and optimizer (master copy and states) of a number of parameters.
+
+    Mixed-precision Adam is 2 + 2 + 12 bytes per parameter; ZeRO divides the last, the last two, or all three
+    by the replicas (Rajbhandari et al. 2020, §3.1, §5 and figure 1).
+    """
+    per_parameter = (
+        precision.parameters,
+        precision.gradients,
+        precision.master + optimizer_states * precision.state,
+    )
+    divided_from_stage = (3, 2, 1)
+    kinds = [
+        parameters * size / (data_parallel if zero_stage >= stage else 1)
+        for size, stage in zip(per_parameter, divided_from_stage, strict=True)
+    ]
+    return StaticBytes(*kinds)

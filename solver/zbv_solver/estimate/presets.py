@@ -1,0 +1,91 @@
+"""Configurations that ship with the package: well-known models, and devices.
+
+A preset is a JSON file in ``presets/`` with some of the sections ``model``, ``parallel`` and ``device``,
+``presets`` that it builds upon, ``about`` (one line), ``source`` (where its numbers are from) and
+``published`` (what its source says of it, for tests).
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zbv_solver.errors import InvalidInput
+
+SECTIONS = ("model", "parallel", "device")
+
+Section = dict[str, Any]
+
+
+class Preset(BaseModel):
+    """A file of ours; its sections are checked when they are used."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    about: str
+    source: Annotated[list[str], Field(min_length=1)]
+    published: dict[str, Any] = {}
+    presets: list[str] = []
+    model: Section = {}
+    parallel: Section = {}
+    device: Section = {}
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """All of them, in alphabetical order."""
+    listed = files(__package__).joinpath("presets").iterdir()
+    return tuple(sorted(each.name.removesuffix(".json") for each in listed if each.name.endswith(".json")))
+
+
+def preset(name: str, pointer: str = "") -> Preset:
+    """A preset by name.
+
+    Raises
+    ------
+    InvalidInput
+        At ``pointer``, when there is none of that name.
+    """
+    if name not in preset_names():
+        known = ", ".join(preset_names())
+        raise InvalidInput.at(pointer, f"found {name!r}; there is no such preset. Use one of {known}.")
+    text = files(__package__).joinpath("presets", f"{name}.json").read_text(encoding="utf-8")
+    return Preset.model_validate(json.loads(text))
+
+
+def with_presets(document: Any, names: list[str], overrides: dict[str, Section]) -> dict[str, Any]:
+    """A configuration document on top of presets, and overrides on top of both.
+
+    Presets come first, in the order given: those of the document's key ``presets``, then ``names``. Within a
+    section, later keys replace earlier ones; nothing is checked but that sections are objects.
+    """
+    if not isinstance(document, dict):
+        raise InvalidInput.at("", f"found {document!r:.60}; a configuration must be a JSON object.")
+    own = {key: value for key, value in document.items() if key != "presets"}
+    merged: dict[str, Any] = {}
+    for layer in (*_preset_layers(_named(document)), *_preset_layers(names, "--preset"), own, overrides):
+        for key, value in layer.items():
+            before = merged.get(key)
+            both = isinstance(before, dict) and isinstance(value, dict)
+            merged[key] = before | value if both else value
+    return merged
+
+
+def _named(document: dict[str, Any]) -> list[str]:
+    named = document.get("presets", [])
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise InvalidInput.at("/presets", f"found {named!r:.60}; must be a list of names.")
+    return named
+
+
+def _preset_layers(names: list[str], pointer: str = "/presets") -> list[dict[str, Section]]:
+    layers = []
+    for place, name in enumerate(names):
+        found = preset(name, pointer if pointer.startswith("-") else f"{pointer}/{place}")
+        layers += _preset_layers(found.presets)
+        layers.append({key: getattr(found, key) for key in SECTIONS if getattr(found, key)})
+    return layers

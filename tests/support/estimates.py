@@ -1,0 +1,93 @@
+"""Configurations for tests of estimates: GPTs by name, random ones as a hypothesis strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from zbv_solver.estimate.config import EstimateConfig, ModelConfig, parse_config
+from zbv_solver.estimate.presets import with_presets
+
+DEVICE = {
+    "achieved_tflops": 100,
+    "memory_bandwidth": 1000,
+    "tensor_parallel_bandwidth": 100,
+    "tensor_parallel_latency": 5,
+}
+
+
+def gpt(**changes: Any) -> ModelConfig:
+    """A GPT as the papers count it: 16 bits, plain attention, dropout, MLP of 4h."""
+    given = {
+        "hidden": 1024, "layers": 24, "heads": 16, "vocabulary": 51200, "sequence": 2048,
+        "microbatch_size": 2, "attention": "plain", "dropout": True,
+    }  # fmt: skip
+    return ModelConfig.model_validate({**given, **changes})
+
+
+def llama(**changes: Any) -> ModelConfig:
+    """A transformer as Llama builds it: RMSNorm, gate, rotary positions, no biases, flash attention."""
+    given = {
+        "hidden": 4096, "layers": 32, "heads": 32, "vocabulary": 32000, "sequence": 4096, "gated": True,
+        "norm": "rmsnorm", "bias": False, "positions": "rotary",
+    }  # fmt: skip
+    return ModelConfig.model_validate({**given, **changes})
+
+
+def preset_config(name: str, **parallel: Any) -> EstimateConfig:
+    """A preset on its own device."""
+    return parse_config(with_presets({}, [name], {"parallel": parallel}))
+
+
+def estimate_config(model: ModelConfig, **parallel: Any) -> EstimateConfig:
+    """A model on the tests' device."""
+    return parse_config(
+        {
+            "model": model.model_dump(),
+            "parallel": {"pp_degree": 2, "microbatches": 4, **parallel},
+            "device": DEVICE,
+        }
+    )
+
+
+@st.composite
+def estimate_configs(draw: st.DrawFn, /, **fixed: Any) -> EstimateConfig:
+    """Valid configurations of every kind, small enough to be read; ``fixed`` are parallel keys."""
+    degree = fixed.get("tensor_parallel", draw(st.sampled_from((1, 2, 4))))
+    kv_heads = degree * draw(st.integers(1, 2))
+    width = 8 * draw(st.integers(1, 4))
+    heads = kv_heads * draw(st.integers(1, 3))
+    plain = draw(st.booleans())
+    model = ModelConfig(
+        hidden=heads * width,
+        layers=draw(st.integers(1, 4)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from((None, 16))),
+        ffn=degree * draw(st.integers(1, 100)),
+        gated=draw(st.booleans()),
+        vocabulary=degree * draw(st.integers(1, 500)),
+        tied_embeddings=draw(st.booleans()),
+        sequence=degree * draw(st.integers(1, 64)),
+        microbatch_size=draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from(("bfloat16", "float32"))),
+        attention="plain" if plain else "flash",
+        causal=draw(st.booleans()),
+        dropout=draw(st.booleans()),
+        norm=draw(st.sampled_from(("layernorm", "rmsnorm"))),
+        bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        positions=draw(st.sampled_from(("learned", "rotary", "none"))),
+        fused_activation=draw(st.booleans()),
+    )
+    parallel = {
+        "tensor_parallel": degree,
+        "sequence_parallel": draw(st.booleans()),
+        "data_parallel": draw(st.integers(1, 8)),
+        "zero_stage": draw(st.integers(0, 3)),
+        "optimizer": draw(st.sampled_from(("adam", "lion", "sgd"))),
+        "precision": draw(st.sampled_from((None, "mixed-fp32-gradients", "half"))),
+        "recompute": draw(st.sampled_from(("none", "full", "selective") if plain else ("none", "full"))),
+        "granularity": draw(st.sampled_from(("block", "half"))),
+    }
+    return estimate_config(model, **{**parallel, **fixed})

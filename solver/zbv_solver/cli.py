@@ -1,4 +1,4 @@
-"""The ``zbv`` command: plan, check, compare, frontier, export, refit, bench.
+"""The ``zbv`` command: plan, check, compare, frontier, export, refit, estimate, bench.
 
 Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit. Results go to standard output or
 the named file, progress and messages to standard error. Everything heavy is imported by the command that
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zbv_solver import __version__
+from zbv_solver.console.cuts import cut_summary
+from zbv_solver.console.files import read_json, read_problem, read_question, shown, write
+from zbv_solver.console.searching import spinner, useful_workers, watched_search
+from zbv_solver.console.tables import print_comparison, print_frontier
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
+from zbv_solver.estimate.command import add_arguments as add_estimate_arguments
 
 if TYPE_CHECKING:
     from zbv_solver.plan import Plan
@@ -74,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop early (default: no limit)")
     plan.add_argument("--seed", type=int, default=0)
     plan.add_argument(
-        "--workers", type=int, default=_useful_workers(), metavar="N", help="threads (the plan is the same)"
+        "--workers", type=int, default=useful_workers(), metavar="N", help="threads (the plan is the same)"
     )
     plan.set_defaults(run=_plan)
 
@@ -117,13 +120,17 @@ def _parser() -> argparse.ArgumentParser:
     refit.add_argument("-o", "--output", default="-", metavar="FILE", help="problem file (default: -)")
     refit.set_defaults(run=_refit)
 
+    estimate = commands.add_parser("estimate", help="make a problem of a model's configuration and a device")
+    add_estimate_arguments(estimate)
+    estimate.set_defaults(run=_estimate)
+
     bench = commands.add_parser("bench", help="measure plans against peers, bounds and targets")
     bench.add_argument("instances", nargs="*", help="benchmark files (JSON; see benchmarks/), or -")
     bench.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
     bench.add_argument("--time-limit", type=float, metavar="SECONDS", help="per instance (default: no limit)")
     bench.add_argument("--seed", type=int, default=0)
     bench.add_argument(
-        "--workers", type=int, default=_useful_workers(), metavar="N", help="threads of a search"
+        "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
     )
     bench.add_argument("--only", metavar="GLOB", help="only the instances with such a name")
     bench.add_argument(
@@ -131,14 +138,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--ablate", action="store_true", help="run again without each stage: what it adds")
     bench.add_argument("--speed", action="store_true", help="evaluations per second instead, on one core")
+    bench.add_argument("--layers", action="store_true", help="what the cut of a model is worth instead")
     bench.add_argument("--json", metavar="FILE", help="write all results, with their course, as JSON too")
     bench.set_defaults(run=_bench)
     return parser
-
-
-def _useful_workers() -> int:
-    """A search runs two chains."""
-    return min(2, os.cpu_count() or 1)
 
 
 def _format_help() -> list[str]:
@@ -150,24 +153,26 @@ def _format_help() -> list[str]:
 def _plan(arguments: argparse.Namespace) -> None:
     from zbv_solver.plan import plan_json
 
-    problem = _read_problem(arguments.problem)
-    plan = _search(
+    problem = read_question(arguments.problem)
+    plan = watched_search(
         problem, arguments.effort, arguments.time_limit, seed=arguments.seed, workers=arguments.workers
     )
-    _write(arguments.output, json.dumps(plan_json(plan)) + "\n")
+    write(arguments.output, json.dumps(plan_json(plan)) + "\n")
     if arguments.output != "-":
         _summarise(plan, arguments.output)
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    from zbv_solver.layers.layered_problem import LayeredProblem
     from zbv_solver.plan import parse_orders, parse_plan, parse_plan_document
     from zbv_solver.problem import Problem
     from zbv_solver.verify import verify, verify_orders
 
-    problem = _read_problem(arguments.problem)
-    document = _read_json(arguments.plan)
+    asked = read_question(arguments.problem)
+    document = read_json(arguments.plan)
     parsed = parse_plan_document(document)
     own_problem, orders = parse_orders(parsed)
+    problem = asked.as_cut_in(own_problem) if isinstance(asked, LayeredProblem) else asked
     if own_problem != problem:
         differing = ", ".join(
             name
@@ -187,7 +192,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     from zbv_solver.plan import baseline_json, plan_json
 
-    plan = _search(_read_problem(arguments.problem), arguments.effort, None)
+    plan = watched_search(read_question(arguments.problem), arguments.effort, None)
     if arguments.json:
         document = {
             "plan_id": plan.plan_id,
@@ -196,17 +201,17 @@ def _compare(arguments: argparse.Namespace) -> None:
         }
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        _print_table(plan)
+        print_comparison(plan)
 
 
 def _frontier(arguments: argparse.Namespace) -> None:
     from zbv_solver.frontier_search import baseline_points, frontier_points, point_json
 
-    problem = _read_problem(arguments.problem)
+    problem = read_problem(arguments.problem)
     plans: list[Plan] = []
 
     def search(limited: Problem) -> Plan:
-        plans.append(_search(limited, arguments.effort, None))
+        plans.append(watched_search(limited, arguments.effort, None))
         return plans[-1]
 
     points = frontier_points(problem, search)
@@ -214,25 +219,7 @@ def _frontier(arguments: argparse.Namespace) -> None:
         document = {"objective": problem.objective, "points": [point_json(point) for point in points]}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{problem.objective} over memory; 1 is what 1F1B holds on its fullest rank")
-    for name in ("limit", "per rank", f"best {problem.objective}", "lower bound", "gap", "plan"):
-        table.add_column(name, justify="right")
-    for point in points:
-        table.add_row(
-            f"{point.fraction:.4g}",
-            f"{point.limit:.6g}",
-            f"{point.best.value:.6g}",
-            f"{point.lower_bound:.6g}",
-            f"{point.gap:.2%}",
-            point.best.name[:12],
-        )
-    table.add_section()
-    for baseline in sorted(baseline_points(plans[0]), key=lambda each: each.needs):
-        table.add_row(f"{baseline.needs:.4g}", "", f"{baseline.value:.6g}", "", "", baseline.name)
-    Console().print(table)
+    print_frontier(problem.objective, points, baseline_points(plans[0]))
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -241,14 +228,14 @@ def _export(arguments: argparse.Namespace) -> None:
     from zbv_solver.search import make_plan
     from zbv_solver.verify import verify
 
-    document = _read_json(arguments.plan)
+    document = read_json(arguments.plan)
     parsed = parse_plan_document(document)
     if parsed.metrics is None:
         plan = make_plan(*parse_orders(parsed), method=parsed.provenance.method)
     else:
         plan = parse_plan(document)
         verify(plan)
-    _write(arguments.output, export(plan, arguments.format))
+    write(arguments.output, export(plan, arguments.format))
 
 
 def _refit(arguments: argparse.Namespace) -> None:
@@ -257,25 +244,31 @@ def _refit(arguments: argparse.Namespace) -> None:
     from zbv_solver.refit import largest_change, refit
     from zbv_solver.schema import problem_json
 
-    problem, orders = parse_orders(parse_plan_document(_read_json(arguments.plan)))
+    problem, orders = parse_orders(parse_plan_document(read_json(arguments.plan)))
     plan_id = identity(problem_json(problem), orders.all_text())
     traces = []
     for path in arguments.traces:
         try:
-            trace = parse_rank_trace(_read_json(path))
+            trace = parse_rank_trace(read_json(path))
         except InvalidInput as error:
-            raise error.below(_shown(path)) from None
+            raise error.below(shown(path)) from None
         if trace.plan_id != plan_id:
             raise InvalidInput.at(
-                _shown(path), f"was measured with plan {trace.plan_id[:12]}, not with {plan_id[:12]}."
+                shown(path), f"was measured with plan {trace.plan_id[:12]}, not with {plan_id[:12]}."
             )
         traces.append(trace)
     measured = refit(problem, traces)
-    _write(arguments.output, json.dumps(problem_json(measured)) + "\n")
+    write(arguments.output, json.dumps(problem_json(measured)) + "\n")
     sys.stderr.write(
         f"measured by {len(traces)} ranks; of the stages' costs, the one furthest from its plan differs by "
         f"{largest_change(problem, measured):.1%}\n"
     )
+
+
+def _estimate(arguments: argparse.Namespace) -> None:
+    from zbv_solver.estimate.command import run
+
+    run(arguments)
 
 
 def _bench(arguments: argparse.Namespace) -> None:
@@ -283,6 +276,12 @@ def _bench(arguments: argparse.Namespace) -> None:
         from zbv_solver.bench.speed import speed_table
 
         sys.stdout.write(speed_table())
+        return
+    if arguments.layers:
+        from zbv_solver.bench.layers import cut_table
+        from zbv_solver.search import SearchOptions
+
+        cut_table(SearchOptions(arguments.effort, arguments.time_limit, arguments.seed), sys.stdout.write)
         return
     if not arguments.instances:
         raise InvalidInput.at("", "found no benchmark file; name one or more, as benchmarks/public.json.")
@@ -298,49 +297,17 @@ def _bench(arguments: argparse.Namespace) -> None:
         workers=arguments.workers,
         without=tuple(arguments.without),
     )
-    suites = [parse_suite(_read_json(path), _shown(path)) for path in arguments.instances]
+    suites = [parse_suite(read_json(path), shown(path)) for path in arguments.instances]
     instances = select(suites, arguments.only)
     if arguments.json not in (None, "-"):
         Path(arguments.json).touch()  # fails now rather than after the measurement
     # With the document on standard output, the table is what accompanies it.
     out = sys.stderr if arguments.json == "-" else sys.stdout
-    report = bench(instances, options, ablate=arguments.ablate, out=out, spinner=_spinner)
+    report = bench(instances, options, ablate=arguments.ablate, out=out, spinner=spinner)
     if arguments.json is not None:
-        _write(arguments.json, json.dumps(report_json(report), indent=1, allow_nan=False) + "\n")
+        write(arguments.json, json.dumps(report_json(report), indent=1, allow_nan=False) + "\n")
     if report.interrupted:
         raise KeyboardInterrupt
-
-
-def _search(
-    problem: Problem, effort: str, time_limit: float | None, *, seed: int = 0, workers: int | None = None
-) -> Plan:
-    from zbv_solver.interrupt import interruptible
-    from zbv_solver.search import SearchOptions, search
-
-    threads = _useful_workers() if workers is None else workers
-    options = SearchOptions(effort=effort, time_limit=time_limit, seed=seed, workers=threads)  # type: ignore[arg-type]  # argparse restricts it to the literals
-    with _spinner("searching") as say:
-
-        def report(found: Any) -> None:
-            say(f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})")
-
-        return interruptible(lambda stop: search(problem, options, on_progress=report, cancelled=stop))
-
-
-@contextmanager
-def _spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """A text on standard error while something runs, where someone may be looking; yields what changes it."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    # Results go to standard output untouched, also while the spinner turns.
-    with Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda changed: bar.update(task, description=changed)
 
 
 def _summarise(plan: Plan, path: str) -> None:
@@ -350,62 +317,8 @@ def _summarise(plan: Plan, path: str) -> None:
         f"{path}: {plan.problem.objective} {plan.objective:.6g} ({proved}), bubble rate "
         f"{metrics.bubble_rate:.2%}, {plan.provenance.seconds:.2f} s, plan {plan.plan_id[:12]}\n"
     )
-
-
-def _print_table(plan: Plan) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from zbv_solver.plan import Baseline
-
-    table = Table(title=f"lower bound of {plan.problem.objective}: {plan.metrics.lower_bound:.6g}")
-    for name in ("schedule", "span", "makespan", "bubble rate", "peak memory", "fits", "span / plan"):
-        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=name == "schedule")
-    metrics = plan.metrics
-    own = Baseline("zbv", metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True)
-    for row in (own, *plan.baselines):
-        table.add_row(
-            row.name,
-            f"{row.span:.6g}",
-            f"{row.makespan:.6g}",
-            f"{row.bubble_rate:.2%}",
-            f"{max(row.peak_memory):.4g}",
-            "yes" if row.fits else "no",
-            f"{row.span / own.span:.3f}" if own.span else "–",
-        )
-    Console().print(table)
-
-
-def _read_problem(path: str) -> Problem:
-    from zbv_solver.schema import parse_problem
-
-    return parse_problem(_read_json(path))
-
-
-def _read_json(path: str) -> Any:
-    name = _shown(path)
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        return json.loads(text)
-    except UnicodeDecodeError:
-        raise InvalidInput.at("", f"{name} is not UTF-8 text; it must be a JSON document.") from None
-    except json.JSONDecodeError as error:
-        raise InvalidInput.at(
-            "", f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from None
-    except RecursionError:
-        raise InvalidInput.at("", f"{name} is nested too deeply to be a problem or a plan.") from None
-
-
-def _shown(path: str) -> str:
-    return "standard input" if path == "-" else path
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text, encoding="utf-8")
+    if plan.problem.model is not None:
+        sys.stderr.write(cut_summary(plan))
 
 
 def _complain(message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zbv_solver.layers.cut import CutModel
 from zbv_solver.problem import Problem
 
 _SAME = 1e-12
@@ -47,6 +48,17 @@ def _quantities(here: Problem, there: Problem) -> Iterator[tuple[str, str, str]]
     ):
         if not _same(mine, theirs):
             yield name, *_told_apart(_spread(mine), _spread(theirs), mine, theirs)
+    if here.model != there.model:
+        yield "layers", *_layers_apart(here.model, there.model)
+
+
+def _layers_apart(mine: CutModel | None, theirs: CutModel | None) -> tuple[str, str]:
+    one, other = _layers(mine), _layers(theirs)
+    return (one, other) if one != other else (one, f"{other}, others or otherwise cut")
+
+
+def _layers(model: CutModel | None) -> str:
+    return "none given" if model is None else f"{model.model.n_layers} in {model.cut.n_stages} stages"
 
 
 def _placement(problem: Problem) -> str:
@@ -59,7 +71,11 @@ def _same(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> bool:
     if len(mine) != len(theirs):
         # Of other stages or ranks: the same where all say one and the same number.
         return len(set(mine) | set(theirs)) == 1 or not (mine or theirs)
-    return all(abs(a - b) <= _SAME * max(abs(a), abs(b)) for a, b in zip(mine, theirs, strict=True))
+    return all(map(_near, mine, theirs))
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= _SAME * max(abs(a), abs(b))
 
 
 def _spread(values: Sequence[float] | None) -> str:
@@ -72,8 +88,10 @@ def _spread(values: Sequence[float] | None) -> str:
 def _told_apart(
     mine: str, theirs: str, here: Sequence[float] | None, there: Sequence[float] | None
 ) -> tuple[str, str]:
-    """Ranges that read alike although the numbers differ: then how many of them do."""
-    if mine != theirs:
+    """Ranges that read alike although the numbers differ: then how many there are, or how many of them do."""
+    if mine != theirs or here is None or there is None:
         return mine, theirs
-    count = sum(a != b for a, b in zip(here or (), there or (), strict=False))
-    return mine, f"{theirs}, {count} of {len(there or ())} differ"
+    if len(here) != len(there):
+        return f"{mine}, {len(here)} values", f"{theirs}, {len(there)} values"
+    count = sum(not _near(a, b) for a, b in zip(here, there, strict=True))
+    return mine, f"{theirs}, {count} of {len(there)} differ"

@@ -170,7 +170,7 @@ def test_ctrl_c_stays_pythons() -> None:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert ran.stdout == "orderly\n", ran.stderr

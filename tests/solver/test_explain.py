@@ -9,7 +9,8 @@ import pytest
 from support.problems import uniform
 from support.rank_traces import trace_documents
 from zbv_solver.explain import Explanation, explain, sentence
-from zbv_solver.measured import account, lay_out
+from zbv_solver.measured import account
+from zbv_solver.measured_step import lay_out
 from zbv_solver.orders import Orders
 from zbv_solver.plan import Plan
 from zbv_solver.problem import Objective, Problem, Units

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from zbv_solver.export import export, palette, quantities
 from zbv_solver.export.axis import ticks
 from zbv_solver.export.bokeh_parts import Colours
+from zbv_solver.export.dimensions import rows_height
 from zbv_solver.export.gantt import gantt_figure, time_range
 from zbv_solver.export.per_rank import RankBars, idle_bars, idle_shares, memory_bars
 from zbv_solver.export.raster import coverage, image
@@ -221,6 +222,39 @@ def test_the_page_claims_optimality_only_when_it_is_proved() -> None:
     assert "optimal" not in notes[1]
 
 
+def test_a_gap_too_small_to_be_told_is_not_told_as_none() -> None:
+    plan = sequential_plan(1, 1)
+    for gap, told in ((2e-9, "< 0.01\u202f%"), (1e-4, "0.01\u202f%"), (0.25, "25.00\u202f%")):
+        metrics = replace(plan.metrics, gap=gap, status="feasible")
+        [card] = [c for c in plan_view(replace(plan, metrics=metrics)).cards if c.label.startswith("Gap")]
+        assert (card.value, card.tone) == (told, "")
+
+
+def test_memory_that_no_limit_allows_is_bad() -> None:
+    plan = sequential_plan(1, 1, memory={**MEMORY, "static": 0, "limit": None})
+    for limit, note, tone in ((2.0, "200\u202f%", "bad"), (8.0, "50\u202f%", ""), (0.0, "∞", "bad")):
+        problem = replace(plan.problem, memory=replace(plan.problem.memory, limit=(limit,)))
+        [card] = [c for c in plan_view(replace(plan, problem=problem)).cards if c.label == "Peak memory"]
+        assert (card.note, card.tone) == (f"{note} of the limit", tone)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"placement": "single"}, ""),
+        ({"placement": "v"}, "dark: chunk 0, light: chunk 1"),
+        ({"placement": "loop", "chunks": 3}, "dark: even chunks, light: odd ones"),
+    ],
+)
+def test_the_legend_says_what_dark_and_light_are(more: dict[str, Any], told: str) -> None:
+    assert plan_view(sequential_plan(2, 1, **more)).shades == told
+
+
+def test_of_ranks_without_memory_no_peak_is_told() -> None:
+    assert {rank.peak for rank in plan_view(sequential_plan(2, 1)).ranks} == {""}
+    assert {rank.peak for rank in plan_view(sequential_plan(2, 1, memory=MEMORY)).ranks} == {"5"}
+
+
 def _problem_and_orders(plan: Plan) -> tuple[Any, Orders]:
     return plan.problem, plan.orders
 
@@ -300,6 +334,29 @@ def test_the_chart_has_linked_figures_and_runs_no_code_of_its_own(plan: Plan) ->
     assert len(chart_models(chart, "Span")) == 1  # every rank has the same limit
 
 
+def test_many_ranks_are_one_band_of_memory_and_few_are_lines() -> None:
+    for p, steps in ((16, 2 * 16), (17, 2 * 1)):  # each also has the faint one of a muted line
+        chart = json.dumps(chart_document(sequential_plan(p, 1, memory={**MEMORY, "limit": None}))["item"])
+        assert len(chart_models(chart, "Step")) == steps
+        assert len(chart_models(chart, "VAreaStep")) == (0 if p == 16 else 2)
+
+
+def test_the_table_says_what_fits_and_how_long_each_takes() -> None:
+    plan = plan_of(2, 6, memory={**MEMORY, "limit": 7})
+    slowest = max(plan.metrics.span, *(b.span for b in plan.baselines))
+    rows = {row.name: row for row in plan_view(plan).baselines}
+    assert {name for name, row in rows.items() if not row.fits} == {
+        b.name for b in plan.baselines if not b.fits
+    }
+    assert not all(row.fits for row in rows.values())
+    spans = {"this plan": plan.metrics.span, **{b.name: b.span for b in plan.baselines}}
+    assert {name: row.share for name, row in rows.items()} == {n: s / slowest for n, s in spans.items()}
+
+
+def test_rows_are_never_too_low_to_point_at_and_few_take_little_room() -> None:
+    assert [rows_height(ranks) for ranks in (1, 8, 64, 300)] == [34, 272, 640, 2100]
+
+
 def test_several_gantts_share_an_axis_and_keep_their_names_apart(plan: Plan) -> None:
     line, colours = timeline(plan), Colours()
     x_range = time_range(line, line)
@@ -356,7 +413,8 @@ def test_the_standalone_page_escapes_what_a_user_wrote() -> None:
         (1234567, "1\u202f234\u202f567"),
         (0.012345, "0.01235"),
         (99.9999, "100"),
-        (1e15, "1.000e+15"),
+        (1e15, "1e+15"),
+        (2.3454e-9, "2.345e−9"),
         (math.inf, "∞"),
     ],
 )

@@ -51,6 +51,13 @@ def test_a_bound_is_raised_to_those_of_larger_limits(bounds: list[float]) -> Non
     assert list(tightened(bounds)) == [max(bounds[at:]) for at in range(len(bounds))]
 
 
+def test_of_equally_good_plans_the_one_that_needs_least_is_named() -> None:
+    plans = [Known("much", 1.5, 10.0), Known("little", 0.5, 10.0), Known("some", 1.0, 10.0)]
+    best = best_within(2.0, plans)
+    assert best is not None
+    assert best.name == "little"
+
+
 def test_rounding_keeps_nothing_out() -> None:
     assert fits(0.1 + 0.2, 0.3)
     assert not fits(0.3001, 0.3)

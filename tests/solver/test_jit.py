@@ -44,7 +44,7 @@ print(before, "numba" in sys.modules)
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert made.stdout.split() == ["False", "True"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.layered import every_cut, layered, layered_problems, worst_load
+from support.cuts import every_cut, layered, layered_problems, worst_load
 from zbv_solver.layers.balance import balanced_cut, smallest_cut
 from zbv_solver.layers.floors import least_worst_load
 from zbv_solver.layers.layered_problem import LayeredProblem

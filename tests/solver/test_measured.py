@@ -14,12 +14,10 @@ from support.orders import random_orders
 from support.problems import problems, uniform
 from support.rank_traces import trace_documents
 from zbv_solver.errors import InvalidInput
-from zbv_solver.measured import (
+from zbv_solver.measured import account, kind_times
+from zbv_solver.measured_step import (
     MeasuredStep,
-    account,
     clock_conflict,
-    common_steps,
-    kind_times,
     lay_out,
     nanoseconds_of_unit,
     sources,
@@ -156,8 +154,7 @@ def test_durations_are_told_by_rank_and_letter() -> None:
 def test_the_typical_step_is_one_that_happened() -> None:
     plan = plan_of(uniform(2, 4))
     traces = noisy(plan, 3, steps=5)
-    assert common_steps(traces) == (0, 1, 2, 3, 4)
-    steps = [lay_out(plan, traces, at, MICROSECOND) for at in common_steps(traces)]
+    steps = [lay_out(plan, traces, at, MICROSECOND) for at in range(5)]
     lengths = sorted(step_length(plan, step) for step in steps)
     assert step_length(plan, typical(plan, steps)) == lengths[2]
     assert step_length(plan, typical(plan, steps[:2])) == min(step_length(plan, step) for step in steps[:2])
@@ -184,6 +181,19 @@ def test_clocks_that_contradict_the_order_of_events_are_noticed() -> None:
     )
     assert found.count > 0
     assert found.worst == pytest.approx(20.0 - 0.5)
+    # Of what the clocks do not know, nobody can say that it is wrong; the worse of them counts.
+    documents[1]["uncertainty_ns"] = 30_000
+    vague = lay_out(plan, [parse_rank_trace(document) for document in documents], 0, MICROSECOND)
+    assert (vague.uncertainty, clock_conflict(plan, vague).count) == (30.0, 0)
+
+
+def test_a_step_without_an_action_is_no_ranks_list() -> None:
+    plan = plan_of(uniform(2, 4))
+    documents = trace_documents(plan.problem, plan.orders, plan_id=plan.plan_id)
+    for document in documents:
+        document["steps"][0]["actions"] = []
+    with pytest.raises(InvalidInput, match="ran 0 actions"):
+        lay_out(plan, [parse_rank_trace(document) for document in documents], 0, MICROSECOND)
 
 
 def test_other_lists_than_the_plans_are_refused() -> None:

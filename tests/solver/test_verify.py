@@ -345,7 +345,7 @@ for check in (
         input=json.dumps([plan_json(plan), GOOD]),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
     )

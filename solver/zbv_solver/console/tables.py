@@ -1,0 +1,60 @@
+"""Results as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zbv_solver.frontier import Known
+    from zbv_solver.frontier_search import FrontierPoint
+    from zbv_solver.plan import Plan
+
+
+def print_frontier(objective: str, points: Sequence[FrontierPoint], baselines: Iterable[Known]) -> None:
+    """The best objective within every memory limit, and the classical schedules."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{objective} over memory; 1 is what 1F1B holds on its fullest rank")
+    for name in ("limit", "per rank", f"best {objective}", "lower bound", "gap", "plan"):
+        table.add_column(name, justify="right")
+    for point in points:
+        table.add_row(
+            f"{point.fraction:.4g}",
+            f"{point.limit:.6g}",
+            f"{point.best.value:.6g}",
+            f"{point.lower_bound:.6g}",
+            f"{point.gap:.2%}",
+            point.best.name[:12],
+        )
+    table.add_section()
+    for baseline in sorted(baselines, key=lambda each: each.needs):
+        table.add_row(f"{baseline.needs:.4g}", "", f"{baseline.value:.6g}", "", "", baseline.name)
+    Console().print(table)
+
+
+def print_comparison(plan: Plan) -> None:
+    """A plan beside the classical schedules of its problem."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from zbv_solver.plan import Baseline
+
+    objective = plan.problem.objective
+    table = Table(title=f"lower bound of {objective}: {plan.metrics.lower_bound:.6g}")
+    for name in ("schedule", "span", "makespan", "bubble rate", "peak memory", "fits", f"{objective} / plan"):
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=name == "schedule")
+    metrics = plan.metrics
+    own = Baseline("zbv", metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True)
+    for row in (own, *plan.baselines):
+        table.add_row(
+            row.name,
+            f"{row.span:.6g}",
+            f"{row.makespan:.6g}",
+            f"{row.bubble_rate:.2%}",
+            f"{max(row.peak_memory):.4g}",
+            "yes" if row.fits else "no",
+            f"{getattr(row, objective) / plan.objective:.3f}" if plan.objective else "–",
+        )
+    Console().print(table)

@@ -1,0 +1,47 @@
+"""``zbv-service`` whose long searches are the solver's until they have a plan, and then wait at no cost.
+
+For tests of what happens around a search that goes on: ``python -m support.patient_searches serve …``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from zbv_service import serving
+from zbv_service.app import create_app
+from zbv_service.cli import main
+from zbv_service.questions import Question
+from zbv_service.searches.task import ProgressLike, solver_search
+from zbv_solver.orders import Orders
+from zbv_solver.plan import Plan
+
+WAIT_SECONDS = 600.0
+
+
+def patient(
+    problem: Question,
+    options: dict[str, Any],
+    on_progress: Callable[[ProgressLike], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | Plan | None,
+) -> Plan:
+    """The solver's search; a thorough one with a seed is a quick one, which then waits to be cancelled."""
+    if options["effort"] != "thorough" or not options["seed"]:
+        return solver_search(problem, options, on_progress, cancelled, incumbent)
+    until = time.monotonic() + WAIT_SECONDS
+    plan = solver_search(problem, {**options, "effort": "quick"}, on_progress, cancelled, incumbent)
+    while not cancelled() and time.monotonic() < until:
+        time.sleep(0.05)
+    return plan
+
+
+if __name__ == "__main__":
+    # Under its real name, as others find it by that.
+    from support.patient_searches import patient as search
+
+    setattr(serving, "create_app", partial(create_app, search=search))  # noqa: B010 (mypy knows no such name)
+    sys.exit(main())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +14,13 @@ settings.register_profile(
     "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+# What is imported is compiled once, not by every process of every test, whatever the environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# There are more processes than cores already, and no tensor of a test is large.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 # Most services of the tests search nothing; those that do can wait for the planner to be loaded.
 os.environ.setdefault("ZBV_PRELOAD", "at-first-search")
@@ -25,6 +34,14 @@ LONGEST_FIRST = (
     "service/test_processes.py",
     "solver/test_search.py",
     "solver/test_exact.py",
+    "web/test_plan_page.py",
+    "web/test_live_search.py",
+    "web/test_bench_page.py",
+    "worker/test_checkpoint.py",
+    "worker/test_run.py",
+    "worker/test_torch_runtime.py",
+    "worker/test_rehearse.py",
+    "worker/test_with_service.py",
 )
 
 
@@ -36,3 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: nobody need look again and again whether it is garbage."""
+    gc.collect()
+    gc.freeze()

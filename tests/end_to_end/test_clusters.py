@@ -79,7 +79,7 @@ def started(command: list[str], values: dict[str, str], log: Path) -> Iterator[s
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in no group of ours
-        process.wait(timeout=40)
+        process.wait(timeout=DEADLINE)
 
 
 def losses_in(text: str) -> dict[int, float]:
@@ -240,7 +240,7 @@ def test_a_pod_that_failed_waits_until_the_others_must_have_noticed(job: Any, tm
 
     def first_words() -> list[str]:
         ran = subprocess.run(
-            command, env=environment(stubs, **values), capture_output=True, text=True, timeout=30, check=True
+            command, env=environment(stubs, **values), capture_output=True, text=True, timeout=120, check=True
         )
         return [" ".join(line.split()[:2]) for line in ran.stdout.splitlines()]
 

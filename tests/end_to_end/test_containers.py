@@ -132,7 +132,7 @@ def parse(command: str, *words: str) -> argparse.Namespace:
 def test_the_files_fit_the_compose_specifications_schema() -> None:
     check = [str(Path(sys.executable).parent / "check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
     files = [str(DOCKER / name) for name in ("compose.yaml", "compose.gpu.yaml")]
-    ran = subprocess.run([*check, *files], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([*check, *files], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stdout
 
 

@@ -16,7 +16,7 @@ def test_profile_plan_train_and_compare(tmp_path: Path) -> None:
         [*command, *smaller, "--folder", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=380,
         check=False,
     )
     assert made.returncode == 0, made.stderr

@@ -77,7 +77,7 @@ async def test_many_idle_readers_cost_one_query_per_look(
         await table.add(a_search(f"s{index}"))
     readers = [asyncio.create_task(all_of(events, f"s{index % 20}", 1)) for index in range(400)]
     await until(lambda: events.readers == 400, "readers")
-    await asyncio.sleep(0.3)  # their first looks are over
+    await asyncio.sleep(1.5)  # their first looks are over
     statements: list[str] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:

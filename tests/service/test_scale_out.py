@@ -29,9 +29,10 @@ from zbv_solver.schema import parse_problem
 from zbv_solver.search import SearchOptions, search
 from zbv_solver.verify import verify
 
-COMMAND = [sys.executable, "-c", "import sys; from zbv_service.cli import main; sys.exit(main())"]
+TESTS = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "support.patient_searches"]
 
-# 384 actions with uneven costs: CP-SAT works on it until the time limit, long after the first plan.
+# 384 actions with uneven costs: CP-SAT works on it long after the first plan.
 LONG: dict[str, Any] = {
     "pp_degree": 4,
     "microbatches": 16,
@@ -44,6 +45,11 @@ LONG: dict[str, Any] = {
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 13},
 }
 LEASE_SECONDS = 2.0
+# Services, the scheduler and workers find the searches by it.
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
+}
 
 
 @dataclass
@@ -52,11 +58,12 @@ class Served:
 
     process: subprocess.Popen[str]
     client: Client
+    http: httpx.Client
     log: Path
 
     def readiness(self) -> tuple[int, str]:
         """Status and text of /readyz."""
-        answer = httpx.get(f"{self.client.base_url}/readyz", timeout=DEADLINE)
+        answer = self.http.get("/readyz")
         return answer.status_code, answer.text
 
 
@@ -91,7 +98,7 @@ class Site:
     def _start(self, database: str, index: int) -> tuple[subprocess.Popen[str], Path]:
         log = self._folder / f"service-{index}.log"
         environment = {
-            **os.environ,
+            **ENVIRONMENT,
             "ZBV_AUTH": "none",
             "ZBV_DATABASE": database,
             "ZBV_LEASE_SECONDS": str(LEASE_SECONDS),
@@ -121,7 +128,9 @@ class Site:
         assert process.stdout is not None
         while (found := re.search(r"http://[^/\s]+", line := process.stdout.readline())) is None:
             assert line, log.read_text()
-        return Served(process, self._stack.enter_context(Client(found[0], timeout=DEADLINE)), log)
+        client = self._stack.enter_context(Client(found[0], timeout=DEADLINE))
+        http = self._stack.enter_context(httpx.Client(base_url=found[0], timeout=DEADLINE))
+        return Served(process, client, http, log)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +138,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, postgres: PostgresDatabases) 
     folder = tmp_path_factory.mktemp("site")
     with ExitStack() as stack:
         database = stack.enter_context(postgres.migrated())
-        cluster = DaskCluster(folder)
+        cluster = DaskCluster(folder, ENVIRONMENT)
         stack.callback(cluster.close)
         yield Site(folder, database, cluster, stack)
 
@@ -142,7 +151,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def begun(site: Site, seed: int) -> Search:
-    """A long search that has found a plan and goes on."""
+    """A long search that has found a plan and goes on: with seed 0 it computes, else it waits."""
     client = site.services[seed % 2].client
     options = {"effort": "thorough", "time_limit": 600.0, "seed": seed}
     search_id = client.submit(LONG, options).id

@@ -115,7 +115,7 @@ async def test_a_search_that_is_discarded_ends_its_streams(serving: Serving, dir
         search_id = (await service.submit()).json()["id"]
         await service.until(search_id, lambda found: found["objective"] is not None)
         stream = following(service, search_id)
-        await asyncio.sleep(0.1)
+        await until(lambda: service.app.state.rooms.events.readers == 1, "it follows")
         assert (await service.http.delete(f"/v1/searches/{search_id}")).status_code == 204
         told = events_of((await stream).text)
         assert kinds(told)[-1] == ("end", "discarded")

@@ -14,10 +14,17 @@ from support.serving import DEADLINE
 
 
 class DaskCluster:
-    """Starts schedulers and workers; what still runs at the end is killed."""
+    """Starts schedulers and workers; what still runs at the end is killed.
 
-    def __init__(self, folder: Path):
+    Parameters
+    ----------
+    environment
+        Theirs, unless a worker is given one of its own; None for this process's.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None):
         self._folder = folder
+        self._environment = environment
         self._stack = ExitStack()
         self._count = 0
         self.address = ""
@@ -46,7 +53,9 @@ class DaskCluster:
         path = self._folder / f"{module}-{self._count}.log"
         command = [sys.executable, "-m", f"distributed.cli.{module}", *arguments]
         with path.open("w") as log:
-            process = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=log, env=environment)
+            process = subprocess.Popen(
+                command, cwd=self._folder, stdout=log, stderr=log, env=environment or self._environment
+            )
         self._stack.enter_context(process)
         self._stack.callback(process.kill)
         return process, path

@@ -73,7 +73,7 @@ def test_a_rank_killed_in_mid_step_is_named_and_no_rank_is_left_anywhere(pair: P
 
 def test_a_rank_that_hangs_is_named_by_the_one_that_waits_for_it(pair: Pair) -> None:
     started = pair.started
-    run = pair.submit(timeout=2)
+    run = pair.submit(timeout=10)
     started.until_step(run, 2)
     os.kill(pair.two.rank(), signal.SIGSTOP)
     ended = started.client.wait_run(run.id, DEADLINE)
@@ -130,7 +130,7 @@ def test_a_model_that_no_pattern_allows_is_refused_without_being_loaded(tmp_path
 
 def test_a_daemon_imports_no_torch() -> None:
     code = "import sys, zbv_worker.agent.daemon, zbv_worker.agent.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

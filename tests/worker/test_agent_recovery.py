@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import DEADLINE, MODEL, AgentProcess, Cluster, a_plan, cluster, is_alive, until
+from support.agents import DEADLINE, FACTORY, MODEL, AgentProcess, Cluster, a_plan, cluster, is_alive, until
 from zbv_service.client import NotFound
 from zbv_service.client_runs import Run
 from zbv_solver.plan import plan_json
@@ -27,8 +27,15 @@ def undisturbed(folder: Path, steps: int) -> dict[int, float]:
     (folder / "plan.json").write_text(json.dumps(plan_json(a_plan())))
     command = python_command(
         "zbv_worker",
-        *("run", "--plan-file", str(folder / "plan.json"), "--model", "zbv_worker.models.gpt:gpt"),
-        *("--model-args", json.dumps(MODEL | DROPOUT), "--steps", str(steps), "--threads", "1"),
+        *("run", "--plan-file", str(folder / "plan.json"), "--model", FACTORY),
+        *(
+            "--model-args",
+            json.dumps(MODEL | DROPOUT | {"pause": 0.0}),
+            "--steps",
+            str(steps),
+            "--threads",
+            "1",
+        ),
         *("--result-dir", str(folder)),
     )
     with LocalRanks([command] * 2, folder / "logs") as ranks:
@@ -89,7 +96,7 @@ def test_a_killed_agent_is_lost_by_name_and_the_run_goes_on_elsewhere_as_if_undi
     left_behind = list(dead.descendants())
     assert len(left_behind) == 2
     dead.process.kill()  # its launcher and its rank die with it: nobody is left there who could tell
-    dead.process.wait(timeout=10)
+    dead.process.wait(timeout=DEADLINE)
     until_generation(three, run, 1, 6)
     assert three.names() == {agent.name for agent in three.agents} - {dead.name}
     three.client.cancel_run(run.id)
@@ -110,7 +117,7 @@ def test_a_killed_agent_is_lost_by_name_and_the_run_goes_on_elsewhere_as_if_undi
 
 def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(three: Cluster) -> None:
     """The plan is in no good order, and for equal stages, which the first and the last are not."""
-    run = three.submit(replan="auto")
+    run = three.submit(model={"pause": 0.02}, replan="auto")
 
     def has_swapped() -> bool:
         found = three.client.run(run.id)

@@ -69,7 +69,7 @@ def test_a_rank_whose_peer_hangs_says_who_waited_where_for_what_and_whom() -> No
         ChannelTimeout, match=r"rank 0 waited 0\.2 s at 3F0 for the activation of 2F0 from rank 1"
     ):
         executor.step(0)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_a_rank_whose_peer_is_gone_says_so_at_once() -> None:

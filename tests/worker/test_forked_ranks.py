@@ -19,7 +19,7 @@ SHOW = (
 def test_it_runs_a_module_with_its_arguments_and_environment(tmp_path: Path) -> None:
     command = python_command("timeit", "-n1", "-r1", SHOW)
     with LocalRanks([command] * 2, tmp_path, {"OWN": "yes"}) as ranks:
-        ranks.wait(timeout=60)
+        ranks.wait(timeout=240)
         for rank in range(2):
             shown = ranks.log(rank).splitlines()[0]
             assert shown == f"['-n1', '-r1', {SHOW!r}] {rank} yes __main__ 1"
@@ -32,7 +32,7 @@ def test_its_status_and_what_it_said_last_are_known(tmp_path: Path) -> None:
         LocalRanks([command], tmp_path) as ranks,
         pytest.raises(LaunchError, match=r"rank 0 ended with status 1\.\n  rank 0: Expecting value: line 1"),
     ):
-        ranks.wait(timeout=60)
+        ranks.wait(timeout=240)
 
 
 def test_it_can_be_killed_and_none_outlives_its_test(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_it_can_be_killed_and_none_outlives_its_test(tmp_path: Path) -> None:
     with LocalRanks([command] * 2, tmp_path) as ranks:
         os.kill(ranks.pids[1], signal.SIGKILL)
         with pytest.raises(LaunchError, match="rank 1 ended with status -9"):
-            ranks.wait(timeout=60)
+            ranks.wait(timeout=240)
         os.kill(ranks.pids[0], 0)
     with pytest.raises(ProcessLookupError):
         os.kill(ranks.pids[0], 0)

@@ -57,11 +57,18 @@ def ranks(arguments: Sequence[Sequence[str]], folder: Path) -> LocalRanks:
     return LocalRanks([python_command("zbv_worker.cli", *a) for a in arguments], folder)
 
 
+def until_said(started: LocalRanks, text: str) -> None:
+    """Wait until rank 0's log has a text; what the log must say is another matter."""
+    deadline = time.monotonic() + 120
+    while text not in started.log(0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def test_it_trains_and_another_schedule_gives_the_same_losses(plan_file: Path, tmp_path: Path) -> None:
     """Under torchrun it does, too: tests/end_to_end/test_clusters.py."""
     v = run_arguments(plan_file, "--result-dir", str(tmp_path / "v"))
     with ranks([v] * 2, tmp_path / "v-logs") as started:
-        started.wait(timeout=90)
+        started.wait(timeout=240)
     found = summarise(read_reports(tmp_path / "v", 2))
     assert len(found.losses) == len(found.step_seconds) == 3
 
@@ -69,7 +76,7 @@ def test_it_trains_and_another_schedule_gives_the_same_losses(plan_file: Path, t
     other = write_plan(tmp_path / "1f1b.json", problem, orders)
     arguments = run_arguments(other, "--result-dir", str(tmp_path / "single"))
     with ranks([arguments] * 2, tmp_path / "logs") as started:
-        started.wait(timeout=90)
+        started.wait(timeout=240)
     assert summarise(read_reports(tmp_path / "single", 2)).losses == pytest.approx(found.losses, rel=1e-5)
     assert found.losses[-1] < found.losses[0]
 
@@ -81,11 +88,11 @@ def test_plans_that_take_turns_train_as_if_alone(plan_file: Path, tmp_path: Path
     folder = tmp_path / "turns"
     arguments = run_arguments(plan_file, "--plan-file", str(other), "--result-dir", str(folder))
     with ranks([arguments] * 2, tmp_path / "logs") as started:
-        started.wait(timeout=90)
+        started.wait(timeout=240)
     found = [summarise(read_reports(folder / identity_in(path), 2)) for path in (plan_file, other)]
     alone = run_arguments(plan_file, "--result-dir", str(tmp_path / "alone"))
     with ranks([alone] * 2, tmp_path / "logs") as started:
-        started.wait(timeout=90)
+        started.wait(timeout=240)
     expected = summarise(read_reports(tmp_path / "alone", 2)).losses
     for summary in found:
         assert summary.losses == pytest.approx(expected, rel=1e-5)
@@ -99,12 +106,10 @@ def identity_in(path: Path) -> str:
 def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Path) -> None:
     problem = problem_of(2, 4)
     other = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(4)))
-    with (
-        ranks([run_arguments(plan_file), run_arguments(other)], tmp_path / "logs") as started,
-        pytest.raises(LaunchError, match=r"ended with status 2"),
-    ):
-        started.wait(timeout=60)
-    time.sleep(0.5)
+    with ranks([run_arguments(plan_file), run_arguments(other)], tmp_path / "logs") as started:
+        with pytest.raises(LaunchError, match=r"ended with status 2"):
+            started.wait(timeout=240)
+        until_said(started, "the ranks differ")  # it may have been the other one that ended
     assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
 
 
@@ -112,21 +117,17 @@ def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Pa
 def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
     plan_file: Path, tmp_path: Path, sign: signal.Signals
 ) -> None:
-    arguments = run_arguments(plan_file, steps=1_000_000, timeout=1.5)
+    arguments = run_arguments(plan_file, steps=1_000_000, timeout=4.5)
     with ranks([arguments] * 2, tmp_path / "logs") as started:
-        deadline = time.monotonic() + 60
-        while "step 3:" not in started.log(0) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until_said(started, "step 3:")
         os.kill(started.pids[1], sign)
         with pytest.raises(LaunchError):
-            started.wait(timeout=30)
-        deadline = time.monotonic() + 10
-        while "zbv-worker:" not in started.log(0) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            started.wait(timeout=240)
+        until_said(started, "zbv-worker:")
         if sign == signal.SIGSTOP:
             os.kill(started.pids[1], signal.SIGKILL)
         waited = (
-            r"rank 0 waited 1\.5 s at \d[FIB]\d for the .* from rank 1"
+            r"rank 0 waited 4\.5 s at \d[FIB]\d for the .* from rank 1"
             if sign == signal.SIGSTOP
             else r"connection|earlier send"
         )
@@ -194,4 +195,4 @@ def test_a_broken_plan_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_help_does_not_import_torch() -> None:
     code = "import sys, zbv_worker.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

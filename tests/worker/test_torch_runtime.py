@@ -400,7 +400,7 @@ def test_both_runtimes_train_alike(plan_file: Path, tmp_path: Path) -> None:
             plan_file, "--runtime", runtime, "--result-dir", str(tmp_path / runtime), steps=4
         )
         with started([arguments] * 2, tmp_path / f"logs-{runtime}") as ranks:
-            ranks.wait(timeout=90)
+            ranks.wait(timeout=240)
         documents = read_reports(tmp_path / runtime, 2)
         losses[runtime] = summarise(documents).losses
         ranks_ran = [[action[0] for action in d["steps"][-1]["actions"]] for d in documents]
@@ -417,7 +417,7 @@ def test_ranks_with_different_runtimes_refuse(plan_file: Path, tmp_path: Path) -
         started([run_arguments(plan_file), torch_run], tmp_path / "logs") as ranks,
         pytest.raises(LaunchError, match="ended with status 2"),
     ):
-        ranks.wait(timeout=60)
+        ranks.wait(timeout=240)
     wait_for(lambda: "zbv-worker:" in ranks.log(0))
     assert "the ranks differ in runtime (rank 0: zbv; rank 1: torch)" in ranks.log(0)
 
@@ -426,22 +426,22 @@ def test_ranks_with_different_runtimes_refuse(plan_file: Path, tmp_path: Path) -
 def test_a_peer_that_hangs_or_dies_in_mid_step_is_noticed_and_named(
     plan_file: Path, tmp_path: Path, sign: signal.Signals
 ) -> None:
-    arguments = run_arguments(plan_file, "--runtime", "torch", steps=1_000_000, timeout=2)
+    arguments = run_arguments(plan_file, "--runtime", "torch", steps=1_000_000, timeout=6)
     with started([arguments] * 2, tmp_path / "logs") as ranks:
-        wait_for(lambda: "step 3:" in ranks.log(0), seconds=60)
+        wait_for(lambda: "step 3:" in ranks.log(0))
         os.kill(ranks.pids[1], sign)
         with pytest.raises(LaunchError):
-            ranks.wait(timeout=30)
+            ranks.wait(timeout=240)
         wait_for(lambda: "zbv-worker:" in ranks.log(0))
         if sign == signal.SIGSTOP:
             os.kill(ranks.pids[1], signal.SIGKILL)
-        waited = "waited 2 s at" if sign == signal.SIGSTOP else "waited at"
+        waited = "waited 6 s at" if sign == signal.SIGSTOP else "waited at"
         says = rf"rank 0 {waited} step \d+, (\d[A-Z_]+\d for rank 1|between the actions for a neigh)"
         assert re.search(says, ranks.log(0)), ranks.log(0)
         assert "Traceback" not in ranks.log(0)
 
 
-def wait_for(condition: Any, seconds: float = 10) -> None:
+def wait_for(condition: Any, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

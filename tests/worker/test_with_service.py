@@ -33,12 +33,12 @@ def test_each_rank_fetches_its_list_from_the_service_and_trains(tmp_path: Path) 
         with Client(service.address) as client:
             assert client.import_plan(plan_json(plan)) == plan.plan_id
         for rank in range(2):
-            fetched = PlanSource(service.address, plan.plan_id).rank_plan(rank, timeout=10)
+            fetched = PlanSource(service.address, plan.plan_id).rank_plan(rank, timeout=60)
             assert fetched == RankPlan.of(plan.plan_id, problem, plan.orders, rank)
-        whole = PlanSource(service.address, plan.plan_id).whole(timeout=10)
+        whole = PlanSource(service.address, plan.plan_id).whole(timeout=60)
         assert whole.orders == plan.orders
         with pytest.raises(InvalidRun, match="rank 7: no action list"):
-            PlanSource(service.address, plan.plan_id).rank_plan(7, timeout=10)
+            PlanSource(service.address, plan.plan_id).rank_plan(7, timeout=60)
         command = python_command(
             "zbv_worker",
             *("run", "--server", service.address, "--plan", plan.plan_id, "--steps", "2", "--threads", "1"),
@@ -46,7 +46,7 @@ def test_each_rank_fetches_its_list_from_the_service_and_trains(tmp_path: Path) 
             *("--timeout", "30", "--pin", "--result-dir", str(tmp_path / "results")),
         )
         with LocalRanks([command] * 2, tmp_path / "logs") as ranks:
-            ranks.wait(timeout=90)
+            ranks.wait(timeout=240)
     found = summarise(read_reports(tmp_path / "results", 2))
     assert found.plan_id == plan.plan_id
     assert len(found.losses) == 2

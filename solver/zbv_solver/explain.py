@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.export.quantities import percent
-from zbv_solver.measured import Account, MeasuredStep, sources
+from zbv_solver.measured import Account
+from zbv_solver.measured_step import MeasuredStep, sources
 from zbv_solver.plan import Plan
 from zbv_solver.problem import LETTERS, B, F, I, Problem, W
 

@@ -135,9 +135,11 @@ class Orders:
         letter = LETTERS[code] if 0 <= code < len(LETTERS) else f"(letter {code})"
         return f"{self.stage[index]}{letter}{self.microbatch[index]}"
 
-    def text(self, rank: int) -> list[str]:
-        """A rank's actions as text."""
-        return self._texts(self.slice_of(rank))
+    def text(self, rank: int, at_most: int | None = None) -> list[str]:
+        """A rank's actions as text; the first ones where only some are asked for."""
+        part = self.slice_of(rank)
+        stop = part.stop if at_most is None else min(part.stop, part.start + at_most)
+        return self._texts(slice(part.start, stop))
 
     def all_text(self) -> list[list[str]]:
         """Every rank's actions as text, as a plan file carries them."""

@@ -190,6 +190,7 @@ def test_a_search_is_deleted_and_whoever_looks_at_it_is_told(
     deletes.page.get_by_role("button", name="Delete this search").click()
     deletes.page.wait_for_url(f"{service.url}/searches")
     looks.page.get_by_text("This search was deleted; a plan that it found is still there.").wait_for()
+    assert looks.page.get_by_role("button", name="Delete this search").count() == 0
     assert deletes.complaints == []
     assert looks.complaints == []
 

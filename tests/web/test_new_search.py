@@ -215,6 +215,77 @@ def test_numbers_are_pasted_from_a_spreadsheet(form: Form) -> None:
     assert costs["forward"] == [1, 2, 3, 4, 5, 6, 7, 8.5]
     assert (costs["backward_input"], costs["backward_weight"]) == ([10, 20], [30, 40])
 
+    # As many as there are, with empty cells behind them, and with the commas of many a spreadsheet.
+    paste("costs.forward", "1,5\t2,25\t\n3\t4,125\t\t\n")
+    assert form.cells("costs.forward")[:3] == ["1.5", "2.25", "3"]
+    assert form.cells("costs.backward_input") == ["3", "4.125"]
+    # Too many are not dropped in silence; they have room once there are more ranks.
+    paste("costs.forward", "\t".join(str(value) for value in range(1, 13)))
+    assert "found 12 values" in form.issue("costs.forward")
+    form.field("pp_degree").fill("6")
+    form.says(READY)
+    assert form.problem()["costs"]["forward"] == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("1,2,3", [["1", "2", "3"]]),
+        ("1, 2, 3", [["1", "2", "3"]]),
+        ("1000,1000,1000,1000", [["1000"] * 4]),
+        ("1,5;2,5", [["1.5", "2.5"]]),
+        ("-1,5 2,0e3", [["-1.5", "2.0e3"]]),
+        ("1,000\t2,000", [["1,000", "2,000"]]),  # thousands or not: the service asks
+        ("1.5\t2,5", [["1.5", "2,5"]]),
+        ("1\t2\t\t\r\n3\t4\r\n", [["1", "2"], ["3", "4"]]),
+        ("\t7", [["", "7"]]),
+        ("1\n2\n3", [["1", "2", "3"]]),
+        ("", [[]]),
+    ],
+)
+def test_a_list_of_numbers_is_read_as_it_was_meant_or_not_at_all(
+    shared: Form, text: str, rows: list[list[str]]
+) -> None:
+    module = "/static/pages/new-search/values.js"
+    if not shared.page.url.startswith(shared.look.origin):
+        shared.open()
+    read = "async ([module, text]) => (await import(module)).pasted(text)"
+    assert shared.page.evaluate(read, [module, text]) == rows
+
+
+def test_what_is_no_number_is_never_sent_as_nothing(form: Form) -> None:
+    """JSON has no infinity: it would become null, which means no limit."""
+    form.field("limit_kind").select_option("amount")
+    form.field("memory.limit").fill("1e309")
+    assert "found '1e309'" in form.issue("memory.limit")
+    assert form.problem()["memory"]["limit"] == "1e309"
+    form.field("memory.limit").fill("16")
+    form.field("costs.backward").fill("-1e400")
+    assert "found '-1e400'" in form.issue("costs.backward")
+
+
+def test_many_values_are_one_field_that_says_when_their_number_is_wrong(form: Form) -> None:
+    form.field("pp_degree").fill("200")
+    form.give("costs.forward", "each")
+    field = form.field("costs.forward")
+    assert field.evaluate("field => field.localName") == "textarea"
+    field.fill(" ".join(["1,5"] * 400))
+    form.says(READY)
+    assert form.problem()["costs"]["forward"] == [1.5] * 400
+    field.fill("7 " * 401)
+    assert "found 401 values" in form.issue("costs.forward")
+    field.fill("7 " * 400)
+    form.says(READY)
+    field.fill("7 " * 399)
+    assert "found 399 values" in form.issue("costs.forward")
+    assert len(form.problem()["costs"]["forward"]) == 399
+
+
+def test_every_column_has_a_name_for_those_who_hear_it(form: Form) -> None:
+    names = form.page.locator("#app thead th").all_text_contents()
+    assert len(names) == 9
+    assert all(names)
+
 
 def test_the_weights_memory_follows_until_it_is_given_otherwise(form: Form) -> None:
     form.field("memory.forward").fill("5")
@@ -297,6 +368,15 @@ def test_a_file_of_rubbish_changes_nothing(form: Form, content: str, words: str)
     form.upload("<b>rubbish</b>.json", content)
     form.page.locator("#note").get_by_text(f"<b>rubbish</b>.json cannot be used. {words}").wait_for()
     assert form.problem() == before
+
+
+def test_what_a_file_does_not_say_is_asked_for_and_not_made_up(form: Form) -> None:
+    form.upload("half.json", json.dumps({"microbatches": 8, "costs": {"forward": 1}}))
+    form.says("3 things to correct.")
+    assert form.field("pp_degree").input_value() == ""
+    form.upload("bare.json", json.dumps({"pp_degree": 4, "microbatches": 8}))
+    form.says("3 things to correct.")
+    assert form.cells("costs.forward") == [""]
 
 
 def test_wrong_types_in_a_file_are_the_services_business(form: Form) -> None:

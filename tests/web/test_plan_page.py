@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, Route
 from web.browsing import Look, Service
+from web.oracle import Oracle
 from zbv_solver.export import export, quantities
 from zbv_solver.export.per_rank import idle_shares
 from zbv_solver.plan import Plan
-from zbv_solver.problem import LETTERS
 from zbv_solver.timing import earliest_times, evaluate, memory_profile
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -37,55 +37,6 @@ def opened(page_of_plan: Look) -> Look:
     page_of_plan.page.get_by_role("button", name="Show all").click()
     page_of_plan.settle()
     return page_of_plan
-
-
-class Oracle:
-    """What every action of a plan waited for, from the definitions alone."""
-
-    def __init__(self, plan: Plan):
-        orders, problem = plan.orders, plan.problem
-        start, end = earliest_times(problem, orders)
-        self.start, self.end = start.tolist(), end.tolist()
-        self.texts = [text for texts in orders.all_text() for text in texts]
-        self.rank = orders.rank_index().tolist()
-        where = {text: at for at, text in enumerate(self.texts)}
-        p2p, rank_of = problem.costs.p2p, problem.placement.rank_of
-        self.waits: list[tuple[str, int]] = []
-        for at, text in enumerate(self.texts):
-            stage, letter, microbatch = int(orders.stage[at]), self.letter(at), int(orders.microbatch[at])
-            before = at - 1 if at > 0 and self.rank[at - 1] == self.rank[at] else None
-            other = stage - 1 if letter == "F" else stage + 1
-            letters = {"F": "F", "I": "IB", "B": "IB", "W": ""}[letter]
-            names = (f"{other}{each}{microbatch}" for each in letters)
-            source = next((where[name] for name in names if name in where), None)
-            free = -1.0 if before is None else self.end[before]
-            arrival = -1.0
-            if source is not None:
-                is_sent = rank_of[stage] != rank_of[other]
-                arrival = self.end[source] + (p2p[min(stage, other)] if is_sent else 0)
-            assert start[at] == max(0, free, arrival), text
-            if source is not None and arrival > free:
-                self.waits.append(("input", source))
-            elif before is not None:
-                self.waits.append(("rank", before))
-            else:
-                self.waits.append(("nothing", -1))
-
-    def letter(self, at: int) -> str:
-        """Of an action."""
-        return next(letter for letter in LETTERS if letter in self.texts[at])
-
-    def idle(self, at: int) -> float | None:
-        """How long its rank idled before it; None for the first."""
-        is_first = at == 0 or self.rank[at - 1] != self.rank[at]
-        return None if is_first else self.start[at] - self.end[at - 1]
-
-    def path(self, at: int) -> list[int]:
-        """The critical path to an action, from the beginning."""
-        found = [at]
-        while (awaited := self.waits[found[-1]][1]) >= 0:
-            found.append(awaited)
-        return found[::-1]
 
 
 def place(look: Look, plan: Plan, at: int) -> tuple[float, float]:
@@ -542,6 +493,64 @@ def test_a_large_plan_is_a_picture_that_turns_into_bars_when_zoomed_in(large: Lo
     assert len(drawn) <= len(visible) + 2 * large_plan.problem.pp_degree
     assert found.complaints == []
     found.keep("large-plan-zoomed", whole=False)
+
+
+def test_the_first_picture_answers_and_the_chart_takes_over_what_was_pointed_out(
+    look: Callable[..., Look], service: Service, address: str, plan: Plan
+) -> None:
+    found, held = look(service.url), list[Route]()
+    page, known = found.page, Oracle(plan)
+    page.route("**/bokeh.min.js*", lambda route: held.append(route))
+    page.goto(address)
+    page.wait_for_function("() => performance.getEntriesByName('zbv:answers').length > 0")
+    box = page.locator(".placeholder .picture").bounding_box()
+    assert box is not None
+
+    def spot(at: int) -> tuple[float, float]:
+        middle = (known.start[at] + known.end[at]) / 2 / plan.metrics.makespan
+        row = (known.rank[at] + 0.5) / plan.orders.pp_degree
+        return box["x"] + middle * box["width"], box["y"] + row * box["height"]
+
+    for at in (0, known.texts.index("3I5"), len(known.texts) - 1):
+        page.mouse.move(*spot(at))
+        found.tooltip().get_by_text(known.texts[at], exact=True).wait_for()
+    chosen = known.texts.index("3I5")
+    page.mouse.click(*spot(chosen))
+    assert page.locator("#inspector").inner_text().startswith("3I5")
+    frame = page.locator(".placeholder .frame").bounding_box()
+    assert frame is not None
+    assert frame["x"] < spot(chosen)[0] < frame["x"] + frame["width"]
+    assert frame["y"] < spot(chosen)[1] < frame["y"] + frame["height"]
+    page.get_by_role("button", name="Idle time").click()
+    page.get_by_role("button", name="Zoom to it").click()
+
+    for route in held:
+        route.continue_()
+    page.wait_for_selector('#chart[data-state="ready"]')
+    page.wait_for_selector(".placeholder", state="detached")
+    found.settle()
+    start, end = found.window()
+    assert start < known.start[chosen] < known.end[chosen] < end < start + plan.metrics.makespan
+    assert column(page, "chosen", "left") == [known.start[chosen]]
+    assert column(page, "path", "x")[-1] == known.end[chosen]
+    assert column(page, "idle", "left") != []
+    assert page.locator(".tip").count() == 1
+    assert found.complaints == []
+
+
+def test_without_bokeh_the_first_picture_stays_and_says_so(
+    look: Callable[..., Look], service: Service, address: str
+) -> None:
+    found = look(service.url)
+    page = found.page
+    page.route("**/bokeh.min.js*", lambda route: route.abort())
+    page.goto(address)
+    page.wait_for_selector('#chart[data-state="failed"]')
+    assert "Bokeh's script did not load" in page.locator("#chart").inner_text()
+    page.get_by_label("Find action", exact=True).fill("3F2")
+    page.get_by_label("Find action", exact=True).press("Enter")
+    assert page.locator("#inspector").inner_text().startswith("3F2")
+    assert page.locator(".placeholder .frame").is_visible()
 
 
 def test_the_file_that_opens_from_disk_does_all_that_the_page_does(

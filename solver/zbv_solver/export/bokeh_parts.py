@@ -7,6 +7,8 @@ from typing import Any
 
 from bokeh.models import (
     BoxZoomTool,
+    ColumnDataSource,
+    Glyph,
     NumeralTickFormatter,
     PanTool,
     Range1d,
@@ -80,6 +82,12 @@ def time_figure(colours: Colours, *, height: int, x_range: Range1d, tools: list[
     figure.xaxis.ticker.desired_num_ticks = TICKS
     figure.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
     return figure
+
+
+def layer(figure: Any, glyph: Glyph, source: ColumnDataSource, name: str, **options: Any) -> Any:
+    """A renderer of a figure: ``figure.hbar(…)`` adds glyphs for selections, too, that nobody makes here."""
+    unused: dict[str, Any] = {"selection_glyph": None, "nonselection_glyph": None}
+    return figure.add_glyph(source, glyph, name=name, **unused, **options)
 
 
 def navigation() -> list[Any]:

@@ -18,16 +18,20 @@ from bokeh.core.properties import value
 from bokeh.models import (
     ColumnDataSource,
     FixedTicker,
+    HBar,
+    HSpan,
     ImageRGBA,
+    Line,
     LinearAxis,
     LinearColorMapper,
     Range1d,
     RangeTool,
+    Text,
 )
 from bokeh.models.annotations import BoxAnnotation
 
 from zbv_solver.export import palette, quantities
-from zbv_solver.export.bokeh_parts import FONT, Colours, navigation, time_figure
+from zbv_solver.export.bokeh_parts import FONT, Colours, layer, navigation, time_figure
 from zbv_solver.export.dimensions import ALL_ROWS, AXES_HEIGHT, OVERVIEW_HEIGHT, rows_height
 from zbv_solver.export.timeline import Timeline
 from zbv_solver.export.timeline_data import MAX_GLYPHS
@@ -182,24 +186,21 @@ def _picture(figure: Any, p: int, name: str, *, is_shown: bool = True) -> None:
     blank = np.zeros((1, 1), dtype=np.uint32)
     source = ColumnDataSource({"image": [blank], "x": [0.0], "dw": [1.0]}, name=f"{name}:pixels")
     glyph = ImageRGBA(image="image", x="x", y=-0.5, dw="dw", dh=p)
-    renderer = figure.add_glyph(source, glyph, name=f"{name}:picture", level="glyph")  # above the grid
+    renderer = layer(figure, glyph, source, f"{name}:picture")
     renderer.visible = is_shown
 
 
 def _separators(figure: Any, p: int, row: float, colours: Colours, name: str, *, is_shown: bool) -> None:
     """Gaps between the ranks of the picture, which bars have by themselves."""
-    renderer = figure.hspan(
-        y=[rank + 0.5 for rank in range(p - 1)],
-        line_width=max(1.0, (1 - BAR_HEIGHT) * row),
-        level="glyph",
-        name=f"{name}:separators",
-    )
+    source = ColumnDataSource({"y": [rank + 0.5 for rank in range(p - 1)]})
+    glyph = HSpan(y="y", line_width=max(1.0, (1 - BAR_HEIGHT) * row))
+    renderer = layer(figure, glyph, source, f"{name}:separators")
     renderer.visible = is_shown
     colours.paint(renderer.glyph, line_color="background")
 
 
 def _idle(figure: Any, colours: Colours, name: str) -> None:
-    renderer = figure.hbar(
+    glyph = HBar(
         y="rank",
         left="left",
         right="right",
@@ -208,53 +209,42 @@ def _idle(figure: Any, colours: Colours, name: str) -> None:
         hatch_pattern="right_diagonal_line",
         hatch_scale=8,
         hatch_weight=1,
-        source=_source(name, "idle", ("left", "right", "rank")),
-        name=f"{name}:idle-bars",
     )
+    renderer = layer(figure, glyph, _source(name, "idle", ("left", "right", "rank")), f"{name}:idle-bars")
     colours.paint(renderer.glyph, fill_color="idle", hatch_color="muted")
 
 
-def _bars(figure: Any, name: str, layer: str, source: str, columns: tuple[str, ...]) -> Any:
+def _bars(figure: Any, name: str, bars: str, source: str, columns: tuple[str, ...]) -> Any:
     """A bar per action."""
     mapper = LinearColorMapper(palette=palette.KIND_FILLS, low=-0.5, high=len(palette.KIND_FILLS) - 0.5)
-    return figure.hbar(
+    glyph = HBar(
         y="rank",
         left="left",
         right="right",
         height=BAR_HEIGHT,
         fill_color={"field": "kind", "transform": mapper},
-        source=_source(name, source, columns),
-        name=f"{name}:{layer}",
     )
+    return layer(figure, glyph, _source(name, source, columns), f"{name}:{bars}")
 
 
 def _path(figure: Any, colours: Colours, name: str) -> None:
     """A critical path: a line under the actions it consists of, with a casing so that it shows on all."""
     source = _source(name, "path", ("x", "y"))
-    for layer, width, role in (("casing", 6.0, "background"), ("path-line", 2.5, "text")):
-        renderer = figure.line(
-            x="x", y="y", line_width=width, line_join="round", source=source, name=f"{name}:{layer}"
-        )
-        colours.paint(renderer.glyph, line_color=role)
+    for part, width, role in (("casing", 6.0, "background"), ("path-line", 2.5, "text")):
+        glyph = Line(x="x", y="y", line_width=width, line_join="round")
+        layer(figure, glyph, source, f"{name}:{part}")
+        colours.paint(glyph, line_color=role)
 
 
 def _chosen(figure: Any, colours: Colours, name: str) -> None:
-    renderer = figure.hbar(
-        y="rank",
-        left="left",
-        right="right",
-        height=1.0,
-        fill_color=None,
-        line_width=2.5,
-        source=_source(name, "chosen", ("left", "right", "rank")),
-        name=f"{name}:chosen-bar",
-    )
-    colours.paint(renderer.glyph, line_color="text")
+    glyph = HBar(y="rank", left="left", right="right", height=1.0, fill_color=None, line_width=2.5)
+    layer(figure, glyph, _source(name, "chosen", ("left", "right", "rank")), f"{name}:chosen-bar")
+    colours.paint(glyph, line_color="text")
 
 
 def _labels(figure: Any, name: str) -> None:
     """Microbatch numbers, where the zoom leaves room for them."""
-    figure.text(
+    glyph = Text(
         x="x",
         y="y",
         text="text",
@@ -264,11 +254,11 @@ def _labels(figure: Any, name: str) -> None:
         text_baseline="middle",
         text_font=value(FONT),
         text_font_size="11px",
-        source=_source(name, "labels", ("x", "y", "text", "ink", "alpha")),
-        name=f"{name}:microbatches",
     )
+    source = _source(name, "labels", ("x", "y", "text", "ink", "alpha"))
+    layer(figure, glyph, source, f"{name}:microbatches")
 
 
-def _source(name: str, layer: str, columns: tuple[str, ...]) -> ColumnDataSource:
+def _source(name: str, part: str, columns: tuple[str, ...]) -> ColumnDataSource:
     empty: dict[str, list[Any]] = {column: [] for column in columns}
-    return ColumnDataSource(empty, name=f"{name}:{layer}")
+    return ColumnDataSource(empty, name=f"{name}:{part}")

@@ -37,7 +37,7 @@ def render(plan: Plan) -> str:
         version=__version__,
         style=Markup("".join(_text_of(name) for name in ("zbv.css", "chart.css"))),
         theme=Markup(theme),
-        scripts=[Markup(script) for script in (*bokeh.js_raw, *own)],
+        scripts=[Markup(script) for script in (*own, *bokeh.js_raw)],
     )
 
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d, Step, VAreaStep
 from bokeh.models.annotations import BoxAnnotation, Legend, LegendItem, Span
 
 from zbv_solver.export import palette, quantities
-from zbv_solver.export.bokeh_parts import FONT, Colours, navigation, time_figure, tooltip
+from zbv_solver.export.bokeh_parts import FONT, Colours, layer, navigation, time_figure, tooltip
 from zbv_solver.export.dimensions import MEMORY_HEIGHT
 from zbv_solver.plan import Plan
 
 MAX_LINES = 16
 """Above this many ranks the memory lines are drawn as one band."""
+_MUTED = 0.08
+"""Opacity of what was muted by a click on the legend."""
 
 
 def memory_figure(plan: Plan, x_range: Range1d, colours: Colours) -> Any:
@@ -71,16 +73,13 @@ def _band(figure: Any, plan: Plan) -> list[LegendItem]:
     """Least and most loaded rank at every time, and a line for one rank: the one with the highest peak."""
     # Bokeh paints an area without any point for ever.
     source = ColumnDataSource({"at": [0.0], "low": [0.0], "high": [0.0]}, name="memory:band")
-    band = figure.varea_step(
-        x="at",
-        y1="low",
-        y2="high",
-        step_mode="after",
-        fill_alpha=0.3,
-        fill_color=palette.LINES[0],
-        source=source,
-        name="memory:all",
+    drawn, faint = (
+        VAreaStep(
+            x="at", y1="low", y2="high", step_mode="after", fill_alpha=alpha, fill_color=palette.LINES[0]
+        )
+        for alpha in (0.3, _MUTED)
     )
+    band = layer(figure, drawn, source, "memory:all", muted_glyph=faint)
     peaks = plan.metrics.peak_memory
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     line = _line(figure, "memory:one", palette.LINES[1])
@@ -92,16 +91,12 @@ def _band(figure: Any, plan: Plan) -> list[LegendItem]:
 
 
 def _line(figure: Any, name: str, colour: str) -> Any:
-    return figure.step(
-        x="at",
-        y="held",
-        mode="after",
-        line_width=1.6,
-        line_color=colour,
-        muted_alpha=0.08,
-        source=ColumnDataSource({"at": [], "held": []}, name=name),
-        name=f"{name}-line",
+    source = ColumnDataSource({"at": [], "held": []}, name=name)
+    drawn, faint = (
+        Step(x="at", y="held", mode="after", line_width=1.6, line_color=colour, line_alpha=alpha)
+        for alpha in (1.0, _MUTED)
     )
+    return layer(figure, drawn, source, f"{name}-line", muted_glyph=faint)
 
 
 def _hover(figure: Any, renderers: list[Any], plan: Plan, memory_unit: str) -> None:

@@ -17,11 +17,14 @@ def figure(value: float, digits: int = 4) -> str:
         return "∞" if value > 0 else "−∞"
     magnitude = math.floor(math.log10(abs(value))) if value else 0
     if magnitude >= 12 or magnitude < -6:
-        return f"{value:.{digits - 1}e}".replace("-", "−")
-    text = f"{value:,.{max(0, digits - 1 - magnitude)}f}"
-    if "." in text:
-        text = text.rstrip("0").rstrip(".")
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{_without_zeros(mantissa)}e{int(exponent):+d}".replace("-", "−")
+    text = _without_zeros(f"{value:,.{max(0, digits - 1 - magnitude)}f}")
     return text.replace(",", _NARROW_SPACE).replace("-", "−")
+
+
+def _without_zeros(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def time(value: float, units: Units) -> str:
@@ -59,7 +62,7 @@ def percent(fraction: float, digits: int = 2) -> str:
 def relative(value: float, base: float) -> str:
     """How far a value is above (+) or below (−) a base, in percent."""
     if base == 0:
-        return "±0.0\u202f%" if value == 0 else "∞"
+        return percent(0.0, 1) if value == 0 else "∞"
     change = percent(value / base - 1, 1)
     return change if change.startswith("−") or value <= base else f"+{change}"
 

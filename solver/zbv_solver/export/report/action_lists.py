@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zbv_solver.export import palette, quantities
+from zbv_solver.export.per_rank import accounts_for_memory
 from zbv_solver.plan import Plan
 
 MAX_CHIPS = 4000
@@ -24,7 +25,10 @@ class Chip:
 
 @dataclass(frozen=True)
 class RankLine:
-    """A rank's list of actions. ``chips`` is empty where ``text`` carries them without colour."""
+    """A rank's list of actions. ``chips`` is empty where ``text`` carries them without colour.
+
+    ``peak`` is empty where the problem says nothing of memory.
+    """
 
     rank: int
     stages: str
@@ -39,14 +43,13 @@ class RankLine:
 def action_lists(plan: Plan) -> list[RankLine]:
     """A list for every rank; of large plans their beginnings."""
     orders, problem = plan.orders, plan.problem
-    chips = len(orders) <= MAX_CHIPS
+    chips, has_memory = len(orders) <= MAX_CHIPS, accounts_for_memory(problem)
     span = plan.metrics.span or 1.0
     duration = problem.arrays.duration[orders.letter, orders.stage]
     lines = []
     for rank in range(orders.pp_degree):
         count = orders.slice_of(rank).stop - orders.slice_of(rank).start
         listed = count if len(orders) <= MAX_LISTED else min(count, LISTED_PER_RANK)
-        texts = orders.text(rank)[:listed]
         stages = problem.placement.stages_of[rank]
         lines.append(
             RankLine(
@@ -54,9 +57,9 @@ def action_lists(plan: Plan) -> list[RankLine]:
                 stages=f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}",
                 count=count,
                 busy=quantities.percent(float(duration[orders.slice_of(rank)].sum()) / span, 1),
-                peak=quantities.memory(plan.metrics.peak_memory[rank], problem.units),
+                peak=quantities.memory(plan.metrics.peak_memory[rank], problem.units) if has_memory else "",
                 chips=tuple(_chips(plan, rank)) if chips else (),
-                text="" if chips else " ".join(texts),
+                text="" if chips else " ".join(orders.text(rank, listed)),
                 omitted=count - listed,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from zbv_solver.export import quantities
 from zbv_solver.export.per_rank import accounts_for_memory
 from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
+
+SMALLEST_GAP = 1e-4
+"""That is told as a number."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,14 @@ def cards_of(plan: Plan) -> list[Card]:
         Card("Bubble", quantities.percent(metrics.bubble_rate), "idle share of a span"),
         Card(
             "Gap to the bound",
-            "0" if optimal else quantities.percent(metrics.gap),
+            "0" if optimal else _gap(metrics.gap),
             f"proved optimal: {bound}" if optimal else bound,
             "good" if optimal else "",
         ),
     ]
     peak = max(metrics.peak_memory, default=0.0)
     if limits is not None:
-        use = max(
-            (m / x if x else 0.0 for m, x in zip(metrics.peak_memory, limits, strict=True)), default=0.0
-        )
+        use = max(map(_use, metrics.peak_memory, limits), default=0.0)
         note = f"{quantities.percent(use, 0)} of the limit"
         cards.append(
             Card("Peak memory", quantities.memory(peak, units), note, "bad" if use > 1 + 1e-9 else "")
@@ -115,6 +117,17 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
     facts.append(("Searched for", f"{provenance.seconds:.2f} s"))
     facts.append(("Found by", provenance.method))
     return facts
+
+
+def _use(peak: float, limit: float) -> float:
+    if limit:
+        return peak / limit
+    return math.inf if peak else 0.0
+
+
+def _gap(gap: float) -> str:
+    """Of a plan that is not proved optimal: never none."""
+    return quantities.percent(gap) if gap >= SMALLEST_GAP else f"< {quantities.percent(SMALLEST_GAP)}"
 
 
 def _limit(problem: Problem) -> str:

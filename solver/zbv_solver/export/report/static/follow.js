@@ -7,6 +7,7 @@
   const TICK_WIDTH = 90; // px that the number at a tick needs
   const NARROW = 560; // px of a chart below which the numbers at its right give way
   const MARGIN = 14; // px at the right where there are none
+  const BESIDE = 24; // lengths of an action that are shown after zooming to it
   const borders = new WeakMap(); // of figures, as they were made
 
   // Redraw gantts (zbv.Gantt) that share a range whenever it, the element's size or the theme changes. `drawn`
@@ -65,6 +66,12 @@
     const shift = { left: -0.5, right: 0.5 }[how] ?? 0;
     const length = how === "all" ? high - low : Math.max((end - start) * factor, range.min_interval ?? 0);
     zbv.show(range, (start + end) / 2 + shift * (end - start), length);
+  };
+
+  // Show an action of a zbv.Gantt with a few beside it.
+  zbv.zoomTo = function zoomTo({ range, timeline }, action) {
+    const [from, to] = [timeline.start[action], timeline.end[action]];
+    zbv.show(range, (from + to) / 2, Math.max(range.min_interval ?? 0, BESIDE * (to - from)));
   };
 
   // Show a stretch of time around a middle, as far as the bounds of the range allow.

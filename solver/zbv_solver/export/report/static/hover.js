@@ -5,7 +5,7 @@
   const zbv = (globalThis.zbv ??= {});
   const DISTANCE = 14; // px from the pointer
 
-  // rowsOf(timeline, action) may add rows, [[term, value], …].
+  // rowsOf(timeline, action) may add rows, [[term, value], …]. Answers a function that ends it.
   zbv.explain = function explain(gantt, rowsOf = () => []) {
     const box = document.createElement("div");
     box.className = "tip";
@@ -39,6 +39,10 @@
     });
     el.addEventListener("pointerleave", leave);
     window.addEventListener("scroll", leave, { passive: true });
+    return () => {
+      window.removeEventListener("scroll", leave);
+      box.remove();
+    };
   };
 
   function contentOf(timeline, action, rowsOf) {

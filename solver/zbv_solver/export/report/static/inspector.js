@@ -6,14 +6,13 @@
   const STEPS = { ArrowLeft: ["rank", -1], ArrowRight: ["rank", 1], ArrowUp: ["microbatch", -1], ArrowDown: ["microbatch", 1] };
   const MOVED = 4; // px that a pointer may move and still click
   const AROUND = 40; // px kept free above and below a chosen action
-  const NEAR = 12; // lengths of an action around it after zooming to it
 
   class Inspector {
-    // gantt: zbv.Gantt; draw: redraws it; panel: the element with the parts below
-    constructor(gantt, draw, panel) {
-      this.gantt = gantt;
-      this.timeline = gantt.timeline;
-      this.draw = draw;
+    // preview: zbv.Preview, which stands for the chart until there is one; panel: the element with the parts below
+    constructor(preview, panel) {
+      this.gantt = preview;
+      this.timeline = preview.timeline;
+      this.draw = () => preview.draw();
       this.panel = panel;
       this.parts = Object.fromEntries(
         ["head", "facts", "waited", "path"].map((name) => [name, panel.querySelector(`[data-part="${name}"]`)]),
@@ -23,10 +22,18 @@
       this.complaint = document.getElementById("find-complaint");
       this.summary = document.getElementById("critical-path");
       this.listen();
+      this.listenTo(preview);
     }
 
-    listen() {
-      const { el } = this.gantt.view;
+    // From now on point out in a chart, beginning with what is pointed out already; draw: redraws it.
+    adopt(gantt, draw) {
+      const { showsIdle, emphasis, marked, chosen, path } = this.gantt;
+      Object.assign(gantt, { showsIdle, emphasis, marked, chosen, path });
+      [this.gantt, this.draw] = [gantt, draw];
+      this.listenTo(gantt);
+    }
+
+    listenTo({ view: { el } }) {
       let pressed = null;
       el.addEventListener("pointerdown", (event) => {
         pressed = event;
@@ -38,11 +45,13 @@
           this.choose(action === this.gantt.chosen ? -1 : action);
         }
       });
+    }
+
+    listen() {
       document.addEventListener("keydown", (event) => this.press(event));
       for (const button of this.panel.querySelectorAll("[data-step]")) {
         button.addEventListener("click", () => this.step(...STEPS[button.dataset.step]));
       }
-      this.panel.querySelector("[data-zoom]").addEventListener("click", () => this.zoom());
       this.panel.querySelector("[data-close]").addEventListener("click", () => this.close());
       this.field.form.addEventListener("submit", (event) => {
         event.preventDefault();
@@ -169,7 +178,7 @@
         const of = timeline.facts.objective === "span" ? " It is that of the iteration drawn; the span, from one iteration to the next, may be bound elsewhere." : "";
         this.summary.textContent =
           `Critical path: ${actions(path.length)} from ${path.length > 0 ? timeline.text(path[0]) : "nothing"} to the last end at ` +
-          `${zbv.time(timeline.makespan, timeline.facts)}; its time goes to ${zbv.spentInWords(timeline, path)}.${of}`;
+          `${zbv.time(timeline.makespan, timeline.facts)}${timeSpent(timeline, path)}.${of}`;
       }
     }
 
@@ -186,12 +195,6 @@
       if (y < AROUND || y > bottom) {
         window.scrollBy({ top: y < AROUND ? y - AROUND : y - bottom });
       }
-    }
-
-    zoom() {
-      const { chosen, range } = this.gantt;
-      const [from, to] = [this.timeline.start[chosen], this.timeline.end[chosen]];
-      zbv.show(range, (from + to) / 2, Math.max(range.min_interval ?? 0, 2 * NEAR * (to - from)));
     }
 
     describe(action) {
@@ -221,7 +224,7 @@
       this.parts.path.textContent =
         path.length === 1
           ? "Nothing led to it: its critical path is itself."
-          : `Its critical path: ${actions(path.length)} from ${timeline.text(path[0])}; of its time, ${zbv.spentInWords(timeline, path)}.`;
+          : `Its critical path: ${actions(path.length)} from ${timeline.text(path[0])}${timeSpent(timeline, path)}.`;
     }
 
     waitInWords(action) {
@@ -246,5 +249,9 @@
   }
 
   const actions = (count) => (count === 1 ? "1 action" : `${zbv.number(count)} actions`);
+  const timeSpent = (timeline, path) => {
+    const words = zbv.spentInWords(timeline, path);
+    return words === "" ? "" : `; its time goes to ${words}`;
+  };
   zbv.Inspector = Inspector;
 })();

@@ -20,7 +20,8 @@
     return idle > 0 ? zbv.time(idle, timeline.facts) : "none";
   };
 
-  // Where a path's time went: "F 5 000 µs, I 2 200 µs, transfers 100 µs"; `late` is of measured times.
+  // Where a path's time went: "F 5 000 µs, I 2 200 µs, transfers 100 µs", empty where it took none; `late`,
+  // which only measured times have, is "other".
   zbv.spentInWords = function spentInWords(timeline, path) {
     const { letters, transfers, late } = timeline.spent(path);
     const parts = letters
@@ -28,6 +29,6 @@
       .concat([["transfers", transfers], ["other", late]])
       .filter(([, time]) => time > 0)
       .map(([what, time]) => `${what} ${zbv.time(time, timeline.facts)}`);
-    return parts.length === 0 ? "no time" : parts.join(", ");
+    return parts.join(", ");
   };
 })();

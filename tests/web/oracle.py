@@ -1,0 +1,56 @@
+"""What every action of a plan waited for, worked out apart from the scripts that say so."""
+
+from __future__ import annotations
+
+from zbv_solver.plan import Plan
+from zbv_solver.problem import LETTERS
+from zbv_solver.timing import earliest_times
+
+
+class Oracle:
+    """What every action of a plan waited for, from the definitions alone."""
+
+    def __init__(self, plan: Plan):
+        orders, problem = plan.orders, plan.problem
+        start, end = earliest_times(problem, orders)
+        self.start, self.end = start.tolist(), end.tolist()
+        self.texts = [text for texts in orders.all_text() for text in texts]
+        self.rank = orders.rank_index().tolist()
+        where = {text: at for at, text in enumerate(self.texts)}
+        p2p, rank_of = problem.costs.p2p, problem.placement.rank_of
+        self.waits: list[tuple[str, int]] = []
+        for at, text in enumerate(self.texts):
+            stage, letter, microbatch = int(orders.stage[at]), self.letter(at), int(orders.microbatch[at])
+            before = at - 1 if at > 0 and self.rank[at - 1] == self.rank[at] else None
+            other = stage - 1 if letter == "F" else stage + 1
+            letters = {"F": "F", "I": "IB", "B": "IB", "W": ""}[letter]
+            names = (f"{other}{each}{microbatch}" for each in letters)
+            source = next((where[name] for name in names if name in where), None)
+            free = -1.0 if before is None else self.end[before]
+            arrival = -1.0
+            if source is not None:
+                is_sent = rank_of[stage] != rank_of[other]
+                arrival = self.end[source] + (p2p[min(stage, other)] if is_sent else 0)
+            assert start[at] == max(0, free, arrival), text
+            if source is not None and arrival > free:
+                self.waits.append(("input", source))
+            elif before is not None:
+                self.waits.append(("rank", before))
+            else:
+                self.waits.append(("nothing", -1))
+
+    def letter(self, at: int) -> str:
+        """Of an action."""
+        return next(letter for letter in LETTERS if letter in self.texts[at])
+
+    def idle(self, at: int) -> float | None:
+        """How long its rank idled before it; None for the first."""
+        is_first = at == 0 or self.rank[at - 1] != self.rank[at]
+        return None if is_first else self.start[at] - self.end[at - 1]
+
+    def path(self, at: int) -> list[int]:
+        """The critical path to an action, from the beginning."""
+        found = [at]
+        while (awaited := self.waits[found[-1]][1]) >= 0:
+            found.append(awaited)
+        return found[::-1]

@@ -14,6 +14,8 @@ from zbv_worker.agent.cli import add_agent
 from zbv_worker.agent.cli import execute as be_an_agent
 from zbv_worker.bench.cli import add_bench
 from zbv_worker.bench.cli import execute as bench
+from zbv_worker.estimating.cli import add_estimate
+from zbv_worker.estimating.cli import execute as estimate
 from zbv_worker.profiling.cli import add_profile
 from zbv_worker.profiling.cli import execute as profile
 from zbv_worker.profiling.gpu_report_cli import add_gpu_report
@@ -26,6 +28,7 @@ from zbv_worker.training.cli import execute as run
 _COMMANDS = {
     "run": run,
     "profile": profile,
+    "estimate": estimate,
     "bench": bench,
     "gpu-report": gpu_report,
     "agent": be_an_agent,
@@ -64,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     add_run(commands)
     add_profile(commands)
+    add_estimate(commands)
     add_rehearse(commands)
     add_bench(commands)
     add_gpu_report(commands)

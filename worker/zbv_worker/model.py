@@ -29,8 +29,8 @@ class PipelineModel(Protocol):
     - A layer's initial parameters depend on the seed and the layer, never on S or on which other layers are
       built beside it. Then every placement trains the same model.
     - A parameter's name is the same in every cut (name modules after their layer, not after their place).
-    - What else a model may offer: :class:`Tied`, :class:`Evaluated`, a schedule of the learning rate
-      (:class:`zbv_worker.training.update.Scheduled`), data with a state
+    - What else a model may offer: :class:`Layered`, :class:`Tied`, :class:`Evaluated`, a schedule of the
+      learning rate (:class:`zbv_worker.training.update.Scheduled`), data with a state
       (:class:`zbv_worker.training.checkpoint.StatefulData`).
     - A stage maps one floating-point tensor to one; the first takes the microbatch's input. Their shapes do
       not change from microbatch to microbatch. A stage's output may be a view, but a stage must not write to
@@ -51,6 +51,26 @@ class PipelineModel(Protocol):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of one rank's parameters."""
+
+
+@runtime_checkable
+class Layered(Protocol):
+    """A model that can be cut between any two of its layers, as a plan's partition says.
+
+    The modules of a layer have the names that they have in :meth:`PipelineModel.build_stage`, and the same
+    initial parameters. A layer maps one tensor to one and must not write to its input: where its stage is
+    recomputed, that is what is kept of it. What else a stage needs (positions, masks) a layer makes itself.
+    """
+
+    def layer_names(self) -> Sequence[str]:
+        """Names of all layers, in model order, each once."""
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        """One module per name, in their order, on ``device``; never called without names.
+
+        The names lie next to each other in the model. The first layer of all takes the microbatch's input,
+        the last one's output goes to the loss.
+        """
 
 
 @runtime_checkable
@@ -114,9 +134,17 @@ class ModelSpec:
             )
         return model
 
-    def fingerprint(self, n_stages: int) -> str:
-        """Identity of the model as a pipeline of ``n_stages``; equal on ranks that may run together."""
-        parts = [self.factory, dict(self.arguments), self.seed, n_stages]
+    def fingerprint(self, n_stages: int, partition: Sequence[Sequence[str]] | None = None) -> str:
+        """Identity of the model as a pipeline of ``n_stages``; equal on ranks that may run together.
+
+        Parameters
+        ----------
+        partition
+            The layers of every stage; None where the model decides itself.
+        """
+        parts: list[Any] = [self.factory, dict(self.arguments), self.seed, n_stages]
+        if partition is not None:
+            parts.append([list(names) for names in partition])
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def _load(self) -> Callable[..., Any]:
@@ -142,5 +170,22 @@ def build_stage(model: PipelineModel, stage: int, n_stages: int, device: torch.d
     if not isinstance(module, nn.Module):
         raise ModelError(
             f"build_stage({stage}, {n_stages}) returned {type(module).__name__}; must be an nn.Module."
+        )
+    return module.train()
+
+
+def build_layers(model: Layered, names: Sequence[str], device: torch.device) -> nn.Sequential:
+    """Some layers of a model, checked to be what was asked for; raises :class:`ModelError`.
+
+    Without names, what passes its input on.
+    """
+    if not names:
+        return nn.Sequential()
+    module = model.build_layers(names, device)
+    if not isinstance(module, nn.Sequential) or len(module) != len(names):
+        count = f" of {len(module)} modules" if isinstance(module, nn.Sequential) else ""
+        raise ModelError(
+            f"build_layers of {', '.join(names)} returned a {type(module).__name__}{count}; must be an "
+            f"nn.Sequential of {len(names)}, one module per layer."
         )
     return module.train()

@@ -15,7 +15,7 @@ import json
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -29,8 +29,8 @@ from zbv_worker.execution.executor import Executor, StepResult
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_stages
-from zbv_worker.model import PipelineModel, build_stage
+from zbv_worker.execution.stages import build_modules, build_stages
+from zbv_worker.model import PipelineModel
 from zbv_worker.training.run import Runtime
 from zbv_worker.transport.channels import Transport, key_of
 from zbv_worker.transport.distributed import DistributedTransport, World
@@ -51,9 +51,16 @@ class HardModel:
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
         """Layers 8k/S to 8(k+1)/S."""
         first, last = (at * _LAYERS // n_stages for at in (stage, stage + 1))
-        return nn.Sequential(OrderedDict((f"layer{at}", self._layer(at)) for at in range(first, last))).to(
-            device
-        )
+        return self.build_layers(self.layer_names()[first:last], device)
+
+    def layer_names(self) -> Sequence[str]:
+        """The eight layers."""
+        return [f"layer.{at}" for at in range(_LAYERS)]
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        """Some of them."""
+        numbers = [int(name.removeprefix("layer.")) for name in names]
+        return nn.Sequential(OrderedDict((f"layer{at}", self._layer(at)) for at in numbers)).to(device)
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Words (2, 5) and a target of the output's shape."""
@@ -182,9 +189,7 @@ def run_rank_on_torch(
     """As :func:`run_rank`, on PyTorch's runtime; all ranks call it at the same time."""
     from zbv_worker.torch_runtime.executor import TorchExecutor
 
-    n_stages = plan.problem.n_stages
-    stages = plan.problem.placement.stages_of[rank]
-    modules = {index: build_stage(model, index, n_stages, _CPU) for index in stages}
+    modules = build_modules(model, plan.of_rank(rank), _CPU)
     executor = TorchExecutor(plan, rank, modules, model, device=_CPU, backend="gloo", timeout=timeout)
     result = executor.step(0)
     return _gradients(modules.values()), result

@@ -13,6 +13,7 @@ from zbv_solver.schema import problem_json
 from zbv_solver.verify import verify_orders
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.cut import PlannedCut
 from zbv_worker.execution.planned import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan
 
@@ -65,6 +66,7 @@ def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankP
         microbatches=answer.microbatches,
         actions=answer.actions,
         channels=answer.channels,
+        cut=PlannedCut.parse(answer.partition, answer.recompute),
     )
 
 

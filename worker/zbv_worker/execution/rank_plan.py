@@ -6,7 +6,7 @@ A rank plan comes from the service (which sends each rank its own list and chann
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zbv_solver.channels import Channel, ChannelKind, Transfer, channels, channels_of
 from zbv_solver.orders import Action, Orders
@@ -14,6 +14,7 @@ from zbv_solver.placement import Placement
 from zbv_solver.problem import Problem
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.cut import PlannedCut
 from zbv_worker.transport.channels import ChannelKey, key_of
 
 
@@ -27,6 +28,8 @@ class RankPlan:
         In execution order.
     channels
         Those that this rank sends or receives on.
+    cut
+        Of all stages, so that every rank can tell whether it is one of the model.
     """
 
     plan_id: str
@@ -35,8 +38,10 @@ class RankPlan:
     microbatches: int
     actions: tuple[Action, ...]
     channels: tuple[Channel, ...]
+    cut: PlannedCut = field(default_factory=PlannedCut)
 
     def __post_init__(self) -> None:
+        self.cut.require_stages(self.placement.n_stages)
         _check_complete(self)
 
     @classmethod
@@ -49,6 +54,7 @@ class RankPlan:
             microbatches=problem.microbatches,
             actions=tuple(orders.actions(rank)),
             channels=channels_of(rank, channels(problem, orders)),
+            cut=PlannedCut.of(problem),
         )
 
     @property

@@ -3,7 +3,8 @@
 =======  ===========================================================================================
 after    held of that microbatch
 =======  ===========================================================================================
-F        the stage's input and autograd graph (its saved activations); not the output
+F        the stage's input and autograd graph (its saved activations); not the output. Of a stage that
+         is recomputed, only its layers' inputs (:mod:`zbv_worker.execution.recomputation`)
 I        the queued weight gradients: inputs and output gradients of the layers that queue
 W, B     nothing
 =======  ===========================================================================================
@@ -14,15 +15,16 @@ stages never join, not even at the turn of the V where both live on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zbv_worker.errors import ModelError
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.recomputation import Recomputed, Segment
 from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +38,7 @@ class _Forward(NamedTuple):
     """
 
     input: Tensor
-    output: GradientEdge | None
+    output: GradientEdge | Recomputed | None
     loss_seed: Tensor | None
     weight_grads: WeightGrads | None
 
@@ -52,9 +54,14 @@ class Stage:
         Over which the loss is a mean: m, times the replicas of the pipeline. Gradients are divided by it.
     autocast
         The smaller type that operators may compute in; None for none.
+    layers
+        What the module runs one after the other, to recompute them one by one; None where only the module
+        itself knows, which is then recomputed as a whole.
 
     Attributes
     ----------
+    is_recomputed
+        Whether F keeps no activations, and I or B compute them again. Holds from the next F on.
     loss_scale
         What gradients are multiplied by; a step's microbatches must all have the same.
     """
@@ -67,13 +74,18 @@ class Stage:
         microbatches: int,
         loss: Loss | None = None,
         autocast: torch.dtype | None = None,
+        *,
+        layers: Sequence[nn.Module] | None = None,
+        is_recomputed: bool = False,
     ):
         if (index == n_stages - 1) != (loss is not None):
             raise ModelError(f"stage {index} of {n_stages}: the last stage, and no other, takes the loss.")
         self._recorder = defer_weight_gradients(module)
         self.index = index
         self.module = module
+        self.is_recomputed = is_recomputed
         self._is_first = index == 0
+        self._layers = (module,) if layers is None else tuple(layers)
         self._loss = loss
         self._share = 1.0 / microbatches
         self._autocast = autocast
@@ -91,9 +103,11 @@ class Stage:
             Whether the backward will come as I and W, or as B.
         """
         x = input.detach()
+        weight_grads = WeightGrads() if split else None
+        if self.is_recomputed and self._layers:
+            return self._forward_to_recompute(microbatch, x, target, weight_grads)
         if not self._is_first:
             x.requires_grad_()
-        weight_grads = WeightGrads() if split else None
         with self._recorder.into(weight_grads):
             if self._autocast is None:  # a context that does nothing would cost more than asking
                 output = self._computed(x, target)
@@ -131,6 +145,30 @@ class Stage:
         """W: the queued weight gradients, accumulated into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
 
+    def _forward_to_recompute(
+        self, microbatch: int, x: Tensor, target: Tensor | None, weight_grads: WeightGrads | None
+    ) -> Tensor:
+        recomputed = Recomputed(self._computing, None if self._loss is None else self._loss_seed)
+        output = recomputed.forward(self._segments(target), x)
+        self._forwards[microbatch] = _Forward(x, recomputed, None, weight_grads)
+        return output.detach()
+
+    def _segments(self, target: Tensor | None) -> list[Segment]:
+        """What is recomputed one after the other; the loss together with the layer before it."""
+        segments: list[Segment] = [self._checked(layer) for layer in self._layers]
+        if self._loss is None:
+            return segments
+        # Else the layer's output would be kept from F on: with a large vocabulary, the most of all.
+        last = segments.pop()
+        return [*segments, lambda x: self._with_loss(last(x), target)]
+
+    def _checked(self, layer: nn.Module) -> Segment:
+        return lambda x: checked_output(self.index, layer(x))
+
+    def _computing(self, x: Tensor) -> AbstractContextManager[object]:
+        """The context of a forward."""
+        return nullcontext() if self._autocast is None else torch.autocast(x.device.type, self._autocast)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within it the modules are in evaluation mode; afterwards each is in the mode that it was in."""
@@ -162,7 +200,20 @@ class Stage:
 
     def _computed(self, x: Tensor, target: Tensor | None) -> Tensor:
         """The module's output, of the last stage the loss."""
+        if not self._layers:
+            self._require_float(x)
         output = checked_output(self.index, self.module(x))
+        return output if self._loss is None else self._with_loss(output, target)
+
+    def _require_float(self, x: Tensor) -> None:
+        """Data of another type, as an empty first stage would pass it on, has no gradient to come back."""
+        if not x.is_floating_point():
+            raise InvalidRun(
+                f"stage {self.index} has no layers and would pass on a {x.dtype} tensor; between stages it "
+                f"must be floating-point. Plan with a layer in the first stage."
+            )
+
+    def _with_loss(self, output: Tensor, target: Tensor | None) -> Tensor:
         if self._loss is None:
             return output
         if target is None:
@@ -172,12 +223,16 @@ class Stage:
     def _backpropagate(self, held: _Forward, grad_output: Tensor | None) -> Tensor | None:
         gradient = held.loss_seed if grad_output is None else grad_output
         # A stage without trainable parameters before its first use of the input has nothing to propagate.
-        if held.output is not None:
-            with self._recorder.into(held.weight_grads):  # for forwards that checkpointing runs again
-                torch.autograd.backward(held.output, gradient)
+        if isinstance(held.output, Recomputed):
+            with self._recorder.into(held.weight_grads):
+                grad_input = held.output.backward(gradient, needs_input_grad=not self._is_first)
+        else:
+            if held.output is not None:
+                with self._recorder.into(held.weight_grads):  # for forwards that checkpointing runs again
+                    torch.autograd.backward(held.output, gradient)
+            grad_input, held.input.grad = held.input.grad, None
         if self._is_first:
             return None
-        grad_input, held.input.grad = held.input.grad, None
         return torch.zeros_like(held.input) if grad_input is None else grad_input
 
 

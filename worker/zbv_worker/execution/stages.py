@@ -8,22 +8,23 @@ import torch
 from torch import nn
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.cut import require_layers
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
-from zbv_worker.model import PipelineModel, Tied, build_stage
+from zbv_worker.model import Layered, PipelineModel, Tied, build_layers, build_stage
 from zbv_worker.training.precision import AUTOCAST, Precision
 
 
 def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, nn.Module]:
-    """The modules of the stages that a rank hosts, tied where the model says so.
+    """The modules of the stages that a rank hosts, cut as the plan says, tied where the model says so.
 
     Raises
     ------
     InvalidRun
-        When tied parameters lie on different ranks.
+        When tied parameters lie on different ranks, or the plan's layers are not the model's.
     """
-    n_stages = plan.placement.n_stages
-    modules = {index: build_stage(model, index, n_stages, device) for index in plan.stages}
+    require_layers(model, plan.cut)
+    modules = {index: _module(model, index, plan, device) for index in plan.stages}
     if isinstance(model, Tied):
         for first, last in model.tied_parameters():
             _tie(modules, first, last, plan)
@@ -48,9 +49,23 @@ def build_stages(
             plan.microbatches * replicas,
             model.loss if index == n_stages - 1 else None,
             AUTOCAST[precision],
+            layers=_layers(module, plan),
+            is_recomputed=plan.cut.recomputes(index),
         )
         for index, module in build_modules(model, plan, device).items()
     }
+
+
+def _module(model: PipelineModel, index: int, plan: RankPlan, device: torch.device) -> nn.Module:
+    partition = plan.cut.partition
+    if partition is not None and isinstance(model, Layered):
+        return build_layers(model, partition[index], device)
+    return build_stage(model, index, plan.placement.n_stages, device)
+
+
+def _layers(module: nn.Module, plan: RankPlan) -> tuple[nn.Module, ...] | None:
+    """A stage's layers, None where only the model knows them."""
+    return tuple(module) if plan.cut.partition is not None and isinstance(module, nn.Sequential) else None
 
 
 def _tie(modules: Mapping[int, nn.Module], first: str, last: str, plan: RankPlan) -> None:

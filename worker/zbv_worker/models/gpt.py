@@ -1,8 +1,8 @@
 """A small GPT that is cut into stages: character level, pre-norm, causal attention, learned positions.
 
 The first stage begins with the embedding, the last ends with the final norm and the language-model head;
-blocks are spread evenly. Every layer draws its initial parameters from a generator of its own, so the model
-is the same however it is cut.
+blocks are spread evenly unless the plan says where to cut. Every layer draws its initial parameters from a
+generator of its own, so the model is the same however it is cut.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def gpt(
 
 
 class GPT:
-    """The pipeline model (see :class:`zbv_worker.model.PipelineModel`)."""
+    """The pipeline model (see :class:`zbv_worker.model.PipelineModel`), whose layers are ``embedding``,
+    ``block.0`` and so on, and ``head``.
+    """
 
     def __init__(
         self,
@@ -80,14 +82,18 @@ class GPT:
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
         """Stage k of S: blocks kL/S to (k+1)L/S, and the ends of the model at its ends."""
         first, last = (at * self._layers // n_stages for at in (stage, stage + 1))
-        parts: dict[str, nn.Module] = {}
-        if stage == 0:
-            parts["embedding"] = self._seeded(0, Embedding(self._width, self._length))
-        for block in range(first, last):
-            parts[f"block{block}"] = self._seeded(block + 1, Block(self._width, self._heads, self._dropout))
-        if stage == n_stages - 1:
-            parts["head"] = self._seeded(self._layers + 1, Head(self._width))
-        return nn.Sequential(OrderedDict(parts)).to(device)
+        begin = 0 if stage == 0 else first + 1
+        end = self._layers + 2 if stage == n_stages - 1 else last + 1
+        return self.build_layers(self.layer_names()[begin:end], device)
+
+    def layer_names(self) -> Sequence[str]:
+        """The embedding, the blocks, the head."""
+        return ["embedding", *(f"block.{block}" for block in range(self._layers)), "head"]
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        """Layers by name; a module's name has no dot: ``block0``."""
+        parts = OrderedDict((name.replace(".", ""), self._layer(name)) for name in names)
+        return nn.Sequential(parts).to(device)
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Characters and their successors, each (sequences, length)."""
@@ -106,8 +112,16 @@ class GPT:
         """The embedding's weights and the head's, if they are one."""
         return [("embedding.token.weight", "head.logits.weight")] if self._tied else []
 
+    def _layer(self, name: str) -> nn.Module:
+        """A layer with the initial parameters that belong to its place in the model."""
+        if name == "embedding":
+            return self._seeded(0, Embedding(self._width, self._length))
+        if name == "head":
+            return self._seeded(self._layers + 1, Head(self._width))
+        block = int(name.removeprefix("block."))
+        return self._seeded(block + 1, Block(self._width, self._heads, self._dropout))
+
     def _seeded(self, layer: int, module: nn.Module) -> nn.Module:
-        """A layer with the initial parameters that belong to its number."""
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + layer)
         with torch.no_grad():
             for name, parameter in module.named_parameters():

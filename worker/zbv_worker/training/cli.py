@@ -199,5 +199,5 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         type=Path,
         help="when a plan appears in this file, all ranks go on with it from the next step; it must have as "
-        "many ranks and microbatches, and the same placement. Give it to all ranks; rank 0 reads it",
+        "many ranks and microbatches, the same placement and layers. Give it to all ranks; rank 0 reads it",
     )

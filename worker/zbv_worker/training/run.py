@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.execution.cut import require_layers
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.execution.place import CurrentPlace
 from zbv_worker.execution.plan_source import PlanSource
@@ -96,6 +97,8 @@ def run(options: RunOptions, world: World, place: CurrentPlace | None = None) ->
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
     model = options.model.build()
+    for plan in plans:
+        require_layers(model, plan.cut)
     with naming_errors(world.rank, "meeting the other ranks"):
         transport = DistributedTransport(
             world, options.backend, device, options.meeting_timeout, options.training.replicas

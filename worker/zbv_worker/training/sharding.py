@@ -59,6 +59,8 @@ class ShardedGradients(Gradients):
         for parameter in self.stages_of:
             parameter.grad = None
         for module in self._modules.values():
+            # Otherwise done by the module's first forward, but a stage that is recomputed calls its layers'.
+            module._get_fsdp_state()._lazy_init()
             _set_last(module, is_last=False)
             module.unshard()
 

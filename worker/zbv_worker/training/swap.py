@@ -24,6 +24,7 @@ from zbv_solver.plan import identity, parse_orders, parse_plan_document
 from zbv_solver.schema import problem_json
 from zbv_solver.verify import verify_orders
 
+from zbv_worker.execution.cut import PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.transport.channels import Transport
 
@@ -89,6 +90,11 @@ class PlanFile:
                 f"{self.current.placement.pp_degree} ranks, placement {self.current.placement.kind}, "
                 f"{self.current.microbatches} microbatches."
             )
+        if PlannedCut.of(problem).partition != self.current.cut.partition:
+            raise ValueError(
+                "found a plan that cuts the model elsewhere; a running plan can only be changed for one with "
+                "the same layers on every stage. Begin the run anew from a checkpoint: it fits every cut."
+            )
         plan_id = identity(problem_json(problem), orders.all_text())
         if plan_id == self.current.plan_id:
             return None
@@ -150,6 +156,8 @@ def _document(plan: RankPlan) -> dict[str, Any]:
             [c.sender, c.receiver, c.kind, [[t.boundary, t.microbatch] for t in c.transfers]]
             for c in plan.channels
         ],
+        "partition": plan.cut.partition,
+        "recompute": plan.cut.recompute,
     }
 
 
@@ -164,6 +172,7 @@ def _rank_plan(document: dict[str, Any]) -> RankPlan:
             Channel(sender, receiver, kind, tuple(Transfer(*transfer) for transfer in transfers))
             for sender, receiver, kind, transfers in document["channels"]
         ),
+        cut=PlannedCut.parse(document["partition"], document["recompute"]),
     )
 
 

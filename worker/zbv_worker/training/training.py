@@ -224,6 +224,8 @@ class Training:
             self._transport.flush(self._setting.timeout)
         before, self._plan = self._plan, plan
         self._agree()
+        for index, stage in self._stages.items():
+            stage.is_recomputed = plan.cut.recomputes(index)
         self._walk()
         if self._rank == 0:
             _say(f"step {step}: plan {before.plan_id[:12]} gives way to {plan.plan_id[:12]}")
@@ -236,7 +238,7 @@ class Training:
             pp_rank=plan.rank,
             pp_degree=plan.placement.pp_degree,
             world_size=setting.transport.world_size,
-            model=setting.model.fingerprint(plan.placement.n_stages),
+            model=setting.model.fingerprint(plan.placement.n_stages, plan.cut.partition),
             backend=setting.backend,
             runtime="zbv" if self._whole is None else "torch",
             steps=setting.steps,
@@ -255,6 +257,7 @@ class Training:
         options, device = self._options, self._setting.device
         if self._whole is not None:
             _require_plain(options)
+            _require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
         # FSDP2 takes the mean over the replicas itself.
         replicas = 1 if options.is_sharded else options.replicas
@@ -349,6 +352,14 @@ def _require_plain(options: TrainingOptions) -> None:
     found = [flag for flag, is_asked in asked.items() if is_asked]
     if found:
         raise InvalidRun(f"--runtime torch does not go with {', '.join(found)}; use --runtime zbv.")
+
+
+def _require_kept_activations(plan: RankPlan) -> None:
+    if plan.cut.recomputed:
+        raise InvalidRun(
+            f"--runtime torch keeps the activations of every stage; the plan recomputes those of "
+            f"{', '.join(map(str, plan.cut.recomputed))}. Use --runtime zbv, or plan without recomputation."
+        )
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,45 @@
+"""Problems whose stages are given by layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbv_solver.layers.reading import parse_question
+from zbv_solver.problem import Problem
+
+
+def parts(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
+    """The names in lists of the given lengths."""
+    left = iter(names)
+    return [[next(left) for _ in range(size)] for size in sizes]
+
+
+def cut_problem(
+    names: Sequence[str], sizes: Sequence[int], recompute: Sequence[bool] = (), microbatches: int = 4
+) -> Problem:
+    """A V of ``len(sizes) / 2`` ranks whose stages have so many layers, which all cost the same."""
+    document = {
+        "pp_degree": len(sizes) // 2,
+        "microbatches": microbatches,
+        "placement": "v",
+        "layers": [{"name": name, **_LAYER} for name in names],
+        "partition": parts(names, sizes),
+        "recompute": list(recompute) or [False] * len(sizes),
+        "cut": {"allow_empty": True},
+    }
+    problem = parse_question(document)
+    if not isinstance(problem, Problem):
+        raise TypeError(f"a document with a partition gave a {type(problem).__name__}")
+    return problem
+
+
+_LAYER = {
+    "forward": 1.0,
+    "backward_input": 1.0,
+    "backward_weight": 1.0,
+    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1},
+    "recompute": {
+        "backward_input": 2.0,
+        "memory": {"forward": 1, "backward_input": 0, "backward_weight": -1, "workspace": 2},
+    },
+}

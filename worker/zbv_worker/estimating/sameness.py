@@ -1,0 +1,80 @@
+"""Whether two modules are alike, so that only one of them needs a look: most layers of a model are.
+
+Alike means: the same classes with the same settings, tensors of the same shapes that are shared in the same
+way. A module that was told anything else of its own, its number for instance, is like no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+
+
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """An object that is like no other; kept, because a later one could have its id."""
+
+    object: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.object is self.object
+
+    def __hash__(self) -> int:
+        return id(self.object)
+
+
+Likeness = Hashable
+
+
+def likeness(module: nn.Module, input: Tensor, place: int) -> Likeness:
+    """What two modules have in common with nothing unlike them.
+
+    Parameters
+    ----------
+    place
+        What else must be the same.
+    """
+    numbers: dict[int, int] = {}
+    given = _tensor(input, numbers)
+    around: Hashable = None
+    if type(module) is nn.Sequential and len(module) == 1:  # a layer's own name does not matter
+        around, module = _settings(module, numbers), module[0]
+    children = tuple(
+        (name, type(child), _settings(child, numbers))
+        for name, child in module.named_modules(remove_duplicate=False)
+    )
+    return place, given, around, children
+
+
+def _settings(module: nn.Module, numbers: dict[int, int]) -> Hashable:
+    """A module's own attributes, its children aside."""
+    return tuple((name, _value(value, numbers)) for name, value in vars(module).items() if name != "_modules")
+
+
+def _value(value: Any, numbers: dict[int, int]) -> Hashable:
+    if isinstance(value, Tensor):
+        return _tensor(value, numbers)
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, tuple | list):
+        return type(value), tuple(_value(each, numbers) for each in value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(_value(each, numbers) for each in value)
+    if isinstance(value, dict):
+        return type(value), tuple((_value(k, numbers), _value(v, numbers)) for k, v in value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple((f.name, _value(getattr(value, f.name), numbers)) for f in fields(value))
+    return _Itself(value)
+
+
+def _tensor(tensor: Tensor, numbers: dict[int, int]) -> Hashable:
+    """Its kind, and how it is shared: tensors are numbered as they are met."""
+    number = numbers.setdefault(id(tensor), len(numbers))
+    kind = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+    return type(tensor), kind, number

@@ -102,8 +102,10 @@ def test_a_plan_is_executed_in_its_order_and_compared_with_what_was_planned(
     assert len(numbers["steps"]) == 2
     for rank, times in enumerate(numbers["ranks"]):
         assert times["planned_busy"] == pytest.approx(plan.busy(rank) / 1e3)
-        # A sleep is never too short, but what the executor does between may be hidden behind it.
-        assert times["busy"] + times["between"] >= times["planned_busy"] * 0.99
+        # A sleep is never too short, but what the executor does between may be hidden behind it, and so may
+        # a while in which the rank was off its core just when it looked for a tensor.
+        unplanned = max(0.0, times["waiting"] - times["planned_waiting"])
+        assert times["busy"] + times["between"] + unplanned >= times["planned_busy"] * 0.99
     assert numbers["measured"] >= min(times["planned_busy"] for times in numbers["ranks"])
 
     # One host has one clock: what was found between its ranks is what the method may be wrong by.

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plan import BaselineDocument, MetricsDocument, ProvenanceDocument
+from zbv_solver.plan import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
 from zbv_solver.problem import Objective
-from zbv_solver.schema import Number, ProblemDocument, issues_of
+from zbv_solver.schema import Number, issues_of
 
 from zbv_service.http.problems import ProblemDetails
+from zbv_service.questions import QuestionDocument
 from zbv_service.records import PlanSummary, SearchRecord, SearchState
 
 MAX_SEED = 2**31 - 1
@@ -36,7 +37,7 @@ class OptionsDocument(_Request):
 class SearchRequest(_Request):
     """A problem to search a plan for."""
 
-    problem: ProblemDocument
+    problem: QuestionDocument
     options: OptionsDocument = OptionsDocument()
 
 
@@ -48,6 +49,7 @@ class ProblemSummary(BaseModel):
     placement: str
     objective: Objective
     time_unit: str | None = None
+    layers: int | None = Field(None, description="Of a problem given by layers: how many, copies counted.")
 
 
 class SearchDocument(BaseModel):
@@ -162,7 +164,7 @@ class PlanList(BaseModel):
 class CompareRequest(_Request):
     """A problem to see the classical schedules of."""
 
-    problem: ProblemDocument
+    problem: QuestionDocument
 
 
 class Comparison(BaseModel):
@@ -180,12 +182,21 @@ class PlanDocument(BaseModel):
     """A plan. To import one, only ``problem`` and ``ranks`` are needed; the service computes the rest."""
 
     plan_id: str | None = Field(None, description="SHA-256 of the canonical JSON of problem and ranks.")
-    problem: ProblemDocument
+    problem: QuestionDocument
     objective: Objective | None = None
     ranks: list[list[str]] = Field(description="Every rank's actions in execution order, such as 7I3.")
     metrics: MetricsDocument | None = None
     baselines: list[BaselineDocument] = []
     provenance: ProvenanceDocument = ProvenanceDocument()
+    partition: list[list[str]] | None = Field(
+        None, description="Of a problem given by layers: the layer names of every stage."
+    )
+    recompute: list[bool] | None = Field(
+        None, description="Which stages are recomputed in their backward; where a layer has an alternative."
+    )
+    cut: CutDocument | None = Field(
+        None, description="How the layers came to be cut, and a bound on the plans of every other cut."
+    )
 
 
 class ImportedPlan(BaseModel):
@@ -222,6 +233,12 @@ class RankDocument(BaseModel):
     actions: list[str] = Field(description="In execution order.")
     peers: list[int] = Field(description="The ranks it exchanges tensors with.")
     channels: list[ChannelDocument]
+    partition: list[list[str]] | None = Field(
+        None, description="Layer names of every stage, not of this rank's alone; only of a plan from layers."
+    )
+    recompute: list[bool] | None = Field(
+        None, description="Of every stage, whether it is recomputed; only where the plan says so."
+    )
 
 
 class Health(BaseModel):

@@ -7,6 +7,7 @@ and searches are found by the hashes of that problem, whoever asked for them.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from zbv_solver import frontier, memory_fraction
 from zbv_solver.frontier import Known
 from zbv_solver.options import EFFORTS
-from zbv_solver.plan import Plan
+from zbv_solver.plan import Plan, gap_of
 from zbv_solver.problem import MEMORY_TOLERANCE, Problem
 from zbv_solver.schema import numbers, problem_json
 
@@ -70,7 +71,7 @@ class Point:
         """Whether nothing better can be found."""
         if self.best is None or self.bound is None:
             return False
-        return self.best.value <= self.bound * (1 + MEMORY_TOLERANCE)
+        return gap_of(self.best.value, self.bound) == 0
 
     @property
     def is_missing(self) -> bool:
@@ -111,10 +112,21 @@ class Frontier:
 
 @dataclass(frozen=True)
 class Asked:
-    """What became of a request for points; ``refused`` are more than the caller may have at once."""
+    """What became of a request for points.
+
+    Attributes
+    ----------
+    searched
+        Points whose search was begun, or goes on.
+    refused
+        Points that are more than the caller may have searched at once.
+    known
+        Points whose search with this effort has ended before: asking again says nothing new.
+    """
 
     searched: int
     refused: int
+    known: int
 
 
 class Frontiers:
@@ -142,12 +154,14 @@ class Frontiers:
         requests = {key: each for each in grid for key in documents[each].requests}
         searches = _newest(requests, await self._searches.of_requests(list(requests)))
         bounds = await self._bounds(problem, grid)
+        held = {**others, **{each.key: fraction for fraction, each in documents.items()}}
         points = []
         for index, fraction in enumerate(grid):
             there = documents[fraction]
-            bound = None if bounds is None else bounds[index]
-            if there.key in summaries:
-                bound = max(bound or 0.0, summaries[there.key].lower_bound)
+            proved = [each.lower_bound for key, each in summaries.items() if held[key] >= fraction]
+            if bounds is not None:
+                proved.append(bounds[index])
+            bound = max(proved, default=None)
             best = frontier.best_within(fraction, known)
             searched = there.key in summaries
             points.append(
@@ -167,15 +181,17 @@ class Frontiers:
         """
         found = await self.of(plan)
         wanted = [p for p in found.points if p.is_missing or (again and not p.is_proved and not p.is_open)]
+        known = 0
         for done, point in enumerate(wanted):
             body = {"problem": point.problem, "options": {"effort": effort}}
             try:
-                await self._submit.submit(body, caller=caller, most=most)
+                record = await self._submit.submit(body, caller=caller, most=most)
             except ProblemError as error:
                 if error.kind is not TOO_MANY_SEARCHES:
                     raise
-                return Asked(done, len(wanted) - done)
-        return Asked(len(wanted), 0)
+                return Asked(done - known, len(wanted) - done, known)
+            known += record.state in FINISHED
+        return Asked(len(wanted) - known, 0, known)
 
     async def _known(self, plan: Plan, summaries: Iterable[PlanSummary]) -> list[Known]:
         """The plan itself, and the others."""
@@ -216,10 +232,11 @@ class _Limited:
     requests: tuple[str, ...]
 
 
-def _documents(problem: Problem, grid: Sequence[float]) -> tuple[dict[float, _Limited], tuple[str, str]]:
+def _documents(problem: Problem, grid: Sequence[float]) -> tuple[dict[float, _Limited], dict[str, float]]:
     """The problem at every limit of the grid, and at those in between that somebody may have searched.
 
-    And the hashes of the problem itself, whose limit may be any, and of that without a limit.
+    And the hashes of the problem itself, whose limit may be any, and of that without a limit, with the
+    largest fraction that is within the limit.
     """
     base = problem_json(problem)
     unlimited = {**base, "memory": {**base["memory"], "limit": None}}
@@ -238,7 +255,8 @@ def _documents(problem: Problem, grid: Sequence[float]) -> tuple[dict[float, _Li
             problem_key(document),
             tuple(request_key(document, options) for options in asked),
         )
-    return found, (problem_key(base), problem_key(unlimited))
+    own = memory_fraction.of_limit(problem)
+    return found, {problem_key(unlimited): math.inf, problem_key(base): math.inf if own is None else own}
 
 
 def _newest(requests: Mapping[str, float], found: Mapping[str, SearchRecord]) -> dict[float, SearchRecord]:

@@ -9,7 +9,7 @@ import zlib
 from datetime import UTC, datetime
 from typing import Any
 
-from zbv_solver.plan import Plan, plan_json
+from zbv_solver.plan import Plan, gap_of, plan_json
 from zbv_solver.schema import canonical_json
 
 from zbv_service.records import NewPlan, PlanSummary, Update
@@ -54,19 +54,25 @@ def pack_plan(plan: Plan) -> NewPlan:
         created_at=datetime.now(UTC),
     )
     document = plan_json(plan)
-    return NewPlan(summary, pack(document), problem_key(document["problem"]))
+    bound = None if plan.cut is None else plan.cut.lower_bound
+    return NewPlan(summary, pack(document), problem_key(document["problem"]), bound)
 
 
 def incumbent_of(plan: NewPlan) -> Update:
     """A packed plan as something to go on from."""
-    summary = plan.summary
+    summary, document = plan.summary, unpack(plan.document)
     return Update(
         objective=summary.value,
-        lower_bound=summary.lower_bound,
-        gap=summary.gap,
+        lower_bound=plan.search_bound,
+        gap=finite(gap_of(summary.value, plan.search_bound)),
         method=summary.method,
-        incumbent=pack(unpack(plan.document)["ranks"]),
+        incumbent=pack_incumbent(document["ranks"], document["problem"] if "partition" in document else None),
     )
+
+
+def pack_incumbent(ranks: list[list[str]], cut: dict[str, Any] | None) -> bytes:
+    """The ranks of a plan to go on from, with its problem's document where layers were cut for it."""
+    return pack(ranks if cut is None else {"problem": cut, "ranks": ranks})
 
 
 def finite(value: float) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from zbv_solver.channels import Channel, channels
 from zbv_solver.plan import Plan, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.problem import Problem
 from zbv_solver.schema import canonical_json
 
 from zbv_service.cache import Cache
@@ -18,8 +19,8 @@ from zbv_service.database import PlanTable
 from zbv_service.http.caching import IMMUTABLE
 from zbv_service.http.problems import NOT_FOUND, ProblemError
 from zbv_service.packing import pack_plan, unpack_text
+from zbv_service.questions import require_size
 from zbv_service.records import NewPlan, Page, PlanFilter, PlanSummary, Position
-from zbv_service.searches.searches import require_size
 from zbv_service.settings import Settings
 
 CACHED_PLANS = 16
@@ -157,7 +158,7 @@ def import_plan(body: Any, max_cells: int) -> NewPlan:
 
     document = parse_plan_document(body)
     problem, orders = parse_orders(document)
-    require_size(problem.pp_degree, problem.microbatches, max_cells)
+    require_size(problem, max_cells)
     if document.metrics is not None:
         verify(parse_plan(body))
     provenance = document.provenance
@@ -179,6 +180,17 @@ def rank_texts(plan: Plan) -> list[bytes]:
         ends[channel.sender].append(channel)
         ends[channel.receiver].append(channel)
     return [canonical_json(rank_document(plan, rank, found)).encode() for rank, found in enumerate(ends)]
+
+
+def cut_json(problem: Problem) -> dict[str, Any]:
+    """Which layers every stage has, and which are recomputed; nothing where the stages were given."""
+    model = problem.model
+    if model is None:
+        return {}
+    document: dict[str, Any] = {"partition": [list(names) for names in model.partition]}
+    if model.model.can_recompute:
+        document["recompute"] = list(model.cut.recompute)
+    return document
 
 
 def rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str, Any]:
@@ -204,4 +216,5 @@ def rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str, 
         "actions": plan.orders.text(rank),
         "peers": sorted({channel["peer"] for channel in listed}),
         "channels": listed,
+        **cut_json(plan.problem),
     }

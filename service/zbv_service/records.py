@@ -88,7 +88,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Update:
-    """A better plan or a better bound of a running search; ``incumbent`` is its ranks, packed."""
+    """A better plan or a better bound of a running search.
+
+    ``incumbent`` is its ranks, packed, or an object of problem and ranks where layers were cut.
+    """
 
     objective: float
     lower_bound: float
@@ -154,11 +157,19 @@ class NewPlan:
         The whole plan document, packed.
     problem_key
         Hash of its problem (:func:`zbv_service.packing.problem_key`): plans of equal keys can be compared.
+    cut_bound
+        Where layers were cut: no plan of any cut has a smaller objective.
     """
 
     summary: PlanSummary
     document: bytes
     problem_key: str
+    cut_bound: float | None = None
+
+    @property
+    def search_bound(self) -> float:
+        """The bound of what was searched, which for layers is that of every cut."""
+        return self.summary.lower_bound if self.cut_bound is None else self.cut_bound
 
 
 T = TypeVar("T")

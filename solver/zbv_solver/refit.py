@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.layers.stage_costs import with_stage_costs
 from zbv_solver.problem import LETTERS, B, Costs, F, I, Problem, W
 from zbv_solver.rank_trace import END, START, WAIT, RankTrace
 
@@ -29,7 +30,7 @@ _DIGITS = 6
 
 
 def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
-    """The problem with its costs as they were measured; everything else stays.
+    """The problem with its costs as they were measured; everything else stays, and layers say the same.
 
     Parameters
     ----------
@@ -58,7 +59,7 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
         backward=_fused(costs, inputs, weights, fused, planned),
         p2p=_or_planned(_latencies(problem, samples) / scale, costs.p2p),
     )
-    return replace(problem, costs=measured)
+    return with_stage_costs(problem, measured)
 
 
 def largest_change(planned: Problem, measured: Problem) -> float:

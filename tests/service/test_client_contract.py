@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import fake_searches
 from support.clients import KINDS, Driver, driving
+from support.layered import LAYERED, NAMES
 from support.live import Live, listening
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.app import create_app
@@ -84,6 +85,18 @@ def test_searches_are_cancelled_listed_and_discarded(driver: Driver, folder: Pat
         driver.do(lambda made: made.search(ids[1]))
 
 
+def test_layers_are_checked_searched_and_their_cut_fetched(driver: Driver, folder: Path) -> None:
+    (folder / "release").touch()
+    checked = driver.do(lambda made: made.check(LAYERED))
+    assert (checked.is_valid, checked.facts, checked.layers["layers"]) == (True, None, 8)
+    search = driver.do(lambda made: made.submit(LAYERED, {"seed": hash(driver.client) % 2**31}))
+    ended = driver.do(lambda made: made.wait(search.id, timeout=DEADLINE))
+    plan = driver.do(lambda made: made.plan(ended.plan_id))
+    assert [name for names in plan.problem.model.partition for name in names] == NAMES
+    rank = driver.do(lambda made: made.rank(ended.plan_id, 0))
+    assert (rank.partition, rank.recompute) == (plan.problem.model.partition, None)
+
+
 def _submit(seed: int, made: Any) -> Any:
     return made.submit(PROBLEM, {"seed": seed})
 
@@ -113,6 +126,22 @@ def test_plans_are_imported_read_and_exported(driver: Driver) -> None:
 def test_baselines_of_a_problem_are_compared(driver: Driver) -> None:
     found: dict[str, Any] = driver.do(lambda made: made.compare(PROBLEM))
     assert {row["name"] for row in found["baselines"]} >= {"1f1b", "interleaved-1f1b"}
+
+
+def test_a_problem_is_checked_and_estimated_before_it_is_searched(driver: Driver) -> None:
+    unlimited = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
+    found = driver.do(lambda made: made.check(unlimited, {"effort": "quick"}, limit_fraction=1.0))
+    assert found.is_valid
+    assert found.facts["limit_fraction"] == 1
+    wrong = driver.do(lambda made: made.check({**PROBLEM, "microbatches": 0}, {"effort": "most"}))
+    assert (wrong.is_valid, wrong.facts) == (False, None)
+    assert "/problem/microbatches" in [issue.pointer for issue in wrong.issues]
+
+    estimate = driver.do(lambda made: made.estimate(PROBLEM))
+    assert 0 < estimate.lower_bound <= estimate.plan["span"]
+    assert "1f1b" in [row["name"] for row in estimate.baselines]
+    with pytest.raises(InvalidRequest):
+        driver.do(lambda made: made.estimate({**PROBLEM, "microbatches": 0}))
 
 
 def test_what_is_wrong_is_said(driver: Driver) -> None:

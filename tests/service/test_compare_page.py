@@ -93,6 +93,13 @@ async def test_other_problems_are_told_apart_and_what_cannot_be_drawn_is_left_ou
         assert ("forward F", "1", "2") in lines
         assert [name for name, _, _ in lines] == ["microbatches", "forward F"]
 
+        weighed = await import_plan(service, {**PROBLEM, "units": {"memory": "bytes"}})
+        page = await page_of(service, plan_id, weighed)
+        (line,) = re.findall(rf'<th scope="row"><a href="/plans/{weighed}">.*?</tr>', page, re.DOTALL)
+        assert re.search(r"<td>[\d.]+ B</td>", line), "the other plan's own unit"
+        assert 'class="yes"' not in line, "nobody knows whether bytes fit a limit in something else"
+        assert 'class="no"' not in line
+
         timed = await import_plan(service, TIMED)
         page = await page_of(service, plan_id, timed, "0" * 64, '"><script>', "1f1b")
         assert titles(page) == ["this plan", "1f1b"]

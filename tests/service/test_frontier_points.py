@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.frontier import Frontier
+from zbv_service.frontier import Frontier, Point
 from zbv_service.pages.frontier import frontier_view
 from zbv_solver import memory_fraction
 from zbv_solver.frontier import Known
@@ -58,6 +58,8 @@ async def test_a_plan_counts_where_it_fits_and_is_drawn_and_linked(serving: Serv
         values = [point.best.value for point in found.points if point.best is not None]
         assert values == sorted(values, reverse=True)
         bounds = [point.bound for point in found.points if point.bound is not None]
+        # A bound that was proved for little memory says nothing of more.
+        assert all(bound <= value * (1 + 1e-9) for bound, value in zip(bounds, values, strict=True))
         assert len(bounds) == len(found.points)
         assert bounds == sorted(bounds, reverse=True)
         assert all(point.bound <= point.best.value for point in found.points if point.best and point.bound)
@@ -68,6 +70,14 @@ async def test_a_plan_counts_where_it_fits_and_is_drawn_and_linked(serving: Serv
         for plan_id in (tight, own):
             assert re.search(rf'<a href="/plans/{plan_id}" aria-label="', page.text)
         assert "unsafe-inline" not in page.headers["content-security-policy"]
+
+
+async def test_only_what_reaches_its_bound_is_called_proved() -> None:
+    point = Point(1.0, 8.0, {}, Known("plan", 1.0, 100.0), 99.5, None, True)
+    assert not point.is_proved
+    assert replace(point, bound=100.0 * (1 - 1e-12)).is_proved
+    assert not replace(point, bound=None).is_proved
+    assert not replace(point, best=None).is_proved
 
 
 async def test_plans_between_the_limits_and_without_one_are_found_too(serving: Serving) -> None:
@@ -96,6 +106,14 @@ async def test_missing_points_are_searched_once(serving: Serving) -> None:
         assert not found.open
         await ask(service, plan_id, effort="quick")
         assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1 + len(missing)
+
+        unproved = sum(not point.is_proved for point in found.points)
+        answer = await ask(service, plan_id, effort="quick", again="1")
+        assert answer.headers["location"] == f"/plans/{plan_id}/frontier?known={unproved}"
+        assert "searched with that effort before" in (await service.http.get(answer.headers["location"])).text
+        answer = await ask(service, plan_id, effort="standard", again="1")
+        assert answer.headers["location"] == f"/plans/{plan_id}/frontier"
+        assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1 + len(missing) + unproved
 
 
 async def test_a_caller_with_too_many_searches_is_told_how_many_points_wait(serving: Serving) -> None:

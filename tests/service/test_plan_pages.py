@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import httpx
@@ -29,10 +30,12 @@ async def test_a_chart_loads_the_actions_of_its_plan_once(serving: Serving) -> N
         plan = parse_plan((await service.http.get(f"/v1/plans/{plan_id}")).json())
         page = await service.http.get(f"/plans/{plan_id}")
         assert page.status_code == 200
+        [facts] = re.findall(r'id="chart-timeline">([^<]+)<', page.text)
+        assert json.loads(facts) == timeline_facts(timeline(plan), plan.problem)
         [chart] = re.findall(r'data-chart="([^"]+)"', page.text)
         assert f'<link rel="preload" as="fetch" href="{chart}"' in page.text
         drawn = await service.http.get(chart)
-        assert drawn.json()["facts"] == timeline_facts(timeline(plan), plan.problem)
+        assert set(drawn.json()) == {"item", "rules"}
         assert drawn.headers["cache-control"] == IMMUTABLE
         [address] = re.findall(r'data-actions="([^"]+)"', page.text)
         assert f'<link rel="preload" as="fetch" href="{address}"' in page.text
@@ -57,9 +60,10 @@ async def test_scripts_and_styles_are_kept_for_good_under_the_address_of_their_v
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
         page = await service.http.get(f"/plans/{plan_id}")
-        addresses = re.findall(r'(?:src|href)="(/static/[^"?]+)\?v=([^"]+)"', page.text)
+        addresses = re.findall(r'(?:src|href|data-bokeh)="(/static/[^"?]+)\?v=([^"]+)"', page.text)
         names = [address.removeprefix("/static/") for address, _ in addresses]
-        assert names[-len(report.SCRIPTS) :] == list(report.SCRIPTS)
+        scripts = [name for name in names if name in report.SCRIPTS]
+        assert scripts == list(report.SCRIPTS)
         assert {"zbv.css", "chart.css", "theme.js", "bokeh/js/bokeh.min.js"} <= set(names)
         for address, version in addresses:
             assert version == (BOKEH_VERSION if "/bokeh/" in address else assets())
@@ -74,13 +78,39 @@ async def test_scripts_and_styles_are_kept_for_good_under_the_address_of_their_v
         assert "immutable" not in missing.headers.get("cache-control", "")
 
 
+async def test_scripts_travel_packed_to_those_who_take_it(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        address = f"/static/bokeh/js/bokeh.min.js?v={BOKEH_VERSION}"
+        plain = await service.http.get(address, headers={"Accept-Encoding": "identity"})
+        for asked in ("gzip", "br, GZIP;q=0.5", "gzip"):
+            packed = await service.http.get(address, headers={"Accept-Encoding": asked})
+            assert packed.content == plain.content
+            assert packed.headers["content-encoding"] == "gzip"
+            assert 3 * int(packed.headers["content-length"]) < len(plain.content)
+            assert packed.headers["vary"] == "Accept-Encoding"
+            assert packed.headers["content-type"] == plain.headers["content-type"]
+        for refused in ("", "identity", "gzip;q=0", "xgzip"):
+            found = await service.http.get(address, headers={"Accept-Encoding": refused})
+            assert "content-encoding" not in found.headers
+            assert found.content == plain.content
+        for known in (packed.headers["etag"], plain.headers["etag"]):
+            again = await service.http.get(address, headers={"If-None-Match": known})
+            assert (again.status_code, again.content) == (304, b"")
+        part = await service.http.get(address, headers={"Range": "bytes=2-5"})
+        assert (part.status_code, part.content) == (206, plain.content[2:6])
+        head = await service.http.head(address)
+        assert (head.status_code, head.content) == (200, b"")
+        changing = await service.http.get("/static/plan.js")
+        assert "content-encoding" not in changing.headers
+
+
 async def test_every_address_is_under_the_prefix_of_a_proxy(serving: Serving) -> None:
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
         transport = httpx.ASGITransport(service.app, root_path="/planner")
         async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as behind:
             page = await behind.get(f"/planner/plans/{plan_id}")
-    addresses = re.findall(r'(?:src|href|action|data-actions|data-chart)="(/[^"]*)"', page.text)
+    addresses = re.findall(r'(?:src|href|action|data-actions|data-chart|data-bokeh)="(/[^"]*)"', page.text)
     assert len(addresses) > 20
     assert [address for address in addresses if not address.startswith("/planner/")] == []
 

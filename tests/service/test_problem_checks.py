@@ -81,7 +81,10 @@ async def test_a_limit_may_be_a_fraction_of_what_1f1b_takes(serving: Serving) ->
         ):
             (issue,) = (await checked(service, body))["issues"]
             assert issue["pointer"] == "/limit_fraction", issue
-        large = {**UNLIMITED, "memory": {"forward": 1e15, "backward_input": -1e15, "backward_weight": 0}}
+        wrong = {"problem": {**UNLIMITED, "microbatches": 0}, "limit_fraction": -1, "options": {"seed": "a"}}
+        pointers = [issue["pointer"] for issue in (await checked(service, wrong))["issues"]]
+        assert pointers == ["/problem/microbatches", "/options/seed", "/limit_fraction"]
+        large = {**UNLIMITED, "memory": {"forward": 5e14, "backward_input": -5e14, "backward_weight": 0}}
         (issue,) = (await checked(service, {"problem": large, "limit_fraction": 1000}))["issues"]
         assert issue["pointer"] == "/limit_fraction"
 
@@ -104,10 +107,10 @@ async def test_an_estimate_is_a_real_plan_that_is_not_stored(
             assert (await service.http.get(f"/v1/{collection}")).json()[collection] == []
 
         # The worker process has the module's own constant: what is too large has to be large.
-        large = {**UNLIMITED, "pp_degree": 1, "microbatches": 65_537, "placement": "single"}
+        large = {**UNLIMITED, "pp_degree": 1, "microbatches": 131_073, "placement": "single"}
         generous = await service.http.post("/v1/problems/estimate", json={"problem": large})
         assert generous.status_code == 422  # more than this service takes
-    async with serving("honest", max_cells=100_000) as service:
+    async with serving("honest", max_cells=200_000) as service:
         found = (await service.http.post("/v1/problems/estimate", json={"problem": large})).json()
         assert found["plan"] is None
         assert len(found["baselines"]) == 5
@@ -115,6 +118,9 @@ async def test_an_estimate_is_a_real_plan_that_is_not_stored(
 
 async def test_what_cannot_be_estimated_is_refused(serving: Serving) -> None:
     async with serving("honest") as service:
+        deep = {**UNLIMITED, "pp_degree": 512, "microbatches": 1, "placement": "loop", "chunks": 33}
+        answer = await service.http.post("/v1/problems/estimate", json={"problem": deep})
+        assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/problem/chunks")
         tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
         answer = await service.http.post("/v1/problems/estimate", json={"problem": tight})
         assert (answer.status_code, answer.json()["type"]) == (422, "/problems/infeasible-memory")

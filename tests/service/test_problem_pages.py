@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.runs_over_http import submit
 from support.serving import Serving
 from support.tokens import add, kind_of
 from zbv_service.database import DatabaseAway
@@ -62,6 +63,20 @@ async def test_what_may_pass_can_be_tried_again(
         assert f"/problems/{kind}" in answer.text
         assert "secret" not in answer.text
         assert kind_of(await service.http.get("/searches")) == kind
+
+
+async def test_wrong_parameters_can_be_left_out_but_a_wrong_form_is_no_address(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        answer = await service.http.get("/searches?limit=x", headers=BROWSER)
+        assert answer.status_code == 422
+        assert 'href="/searches">Without the parameters' in answer.text
+        answer = await service.http.get("/runs/x/measured?step=x", headers=BROWSER)
+        assert 'href="/runs/x/measured">Without' in answer.text
+        fields = {**BROWSER, "Sec-Fetch-Site": "same-origin"}
+        run = f"/runs/{(await submit(service)).json()['id']}/plan?a=b"
+        answer = await service.http.post(run, data={"plan_id": "0" * 64}, headers=fields)
+        assert answer.status_code == 422
+        assert "Without the parameters" not in answer.text
 
 
 async def test_who_may_not_see_something_is_told_so_in_the_frame(serving: Serving) -> None:

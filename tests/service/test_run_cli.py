@@ -288,6 +288,6 @@ def test_the_command_needs_no_web_framework() -> None:
         "print([name for name in ('fastapi', 'sqlalchemy', 'torch') if name in sys.modules])"
     )
     made = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert made.stdout.strip() == "[]"

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
-from support.runs_over_http import beat, end, import_plan, run_of, started, submit, work
+from support.runs_over_http import beat, end, events, import_plan, run_of, started, submit, work
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.pages.run import run_view
 from zbv_service.pages.shell import Shell
+from zbv_service.routers.pages import runs as pages
 from zbv_service.runs.measurements import most_shared
 from zbv_solver.rank_trace import parse_rank_trace
 from zbv_solver.schema import parse_problem
@@ -105,6 +106,24 @@ async def test_a_run_that_goes_on_shows_its_ranks_steps_and_losses(serving: Serv
             assert "Not there" in await words(service, f"/runs/{run_id}/measured?{query}")
         assert (await service.http.get(f"/runs/{run_id}/measured?step=x")).status_code == 422
         assert (await service.http.get(f"/runs/{run_id}/measured?generation=-1")).status_code == 422
+
+
+async def test_a_loss_is_that_of_its_own_step_and_the_newest_events_are_shown(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "EVENTS", 1)
+    async with serving("immediate") as service:
+        plan_id = await import_plan(service, TIMED)
+        run_id, first, second = await started(service, plan_id=plan_id)
+        made = traces(TIMED, plan_id, steps=3)
+        made[0]["steps"][2]["loss"] = None
+        for rank, agent in enumerate((first, second)):
+            await send(service, agent, run_id, rank, made[rank])
+        assert "Loss 3 of step 1" in await words(service, f"/runs/{run_id}")
+        told = [event["kind"] for event in await events(service, run_id)]
+        shown = re.findall(r'class="kind">([^<]+)<', await page_of(service, f"/runs/{run_id}"))
+        assert len(told) > 1
+        assert shown == told[-1:]
 
 
 async def test_only_what_ranks_have_sent_is_measured(serving: Serving) -> None:

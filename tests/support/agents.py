@@ -142,7 +142,7 @@ class Cluster:
         os.kill(self.service, signal.SIGSTOP)
         try:
             yield
-            time.sleep(4.0)
+            time.sleep(6.0)
         finally:
             os.kill(self.service, signal.SIGCONT)
 
@@ -154,7 +154,7 @@ class Cluster:
 @contextmanager
 def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
     """A service whose agents' timeout is short, unless settings say otherwise."""
-    chosen = {"agent_heartbeat_seconds": 0.3, "agent_timeout_seconds": 3.0, **settings}
+    chosen = {"agent_heartbeat_seconds": 0.8, "agent_timeout_seconds": 5.0, **settings}
     changed = {f"ZBV_{name.upper()}": str(value) for name, value in chosen.items()}
     # For the ranks, so that they find their model.
     changed["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
@@ -178,7 +178,7 @@ def until(holds: Callable[[], object], story: Callable[[], str] = str) -> None:
     deadline = time.monotonic() + DEADLINE
     while not holds():
         assert time.monotonic() < deadline, f"did not happen in time\n{story()}"
-        time.sleep(0.2)  # every look costs the service as much CPU as a step costs a rank
+        time.sleep(0.4)  # every look costs the service as much CPU as a step costs a rank
 
 
 def is_alive(pid: int) -> bool:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbv_service.searches.task import ProgressLike, SearchFunction
+from zbv_service.questions import Question
+from zbv_service.searches.task import ProgressLike, SearchFunction, solver_search
+from zbv_solver.layers.cut import Cut
 from zbv_solver.orders import Action, Orders
 from zbv_solver.plan import Metrics, Plan, Provenance
 from zbv_solver.problem import Problem
@@ -25,6 +27,15 @@ DEADLINE = 120.0
 
 def directory() -> Path:
     return Path(os.environ["ZBV_TEST_DIRECTORY"])
+
+
+def stages_of(question: Question) -> Problem:
+    """What was asked; layers are cut evenly."""
+    if isinstance(question, Problem):
+        return question
+    placement = question.placements[0]
+    stages, layers = placement.n_stages, question.model.n_layers
+    return question.cut_into(placement, Cut.at(layers * stage // stages for stage in range(stages + 1)))
 
 
 def orders_of(problem: Problem) -> Orders:
@@ -53,68 +64,71 @@ class FakeProgress:
     gap: float
     method: str
     orders: Orders
+    problem: Problem
 
 
 def immediate(
-    problem: Problem,
+    problem: Question,
     options: dict[str, Any],
     on_progress: Callable[[ProgressLike], None],
     cancelled: Callable[[], bool],
-    incumbent: Orders | None,
+    incumbent: Orders | Plan | None,
 ) -> Plan:
     """Ends at once."""
-    return plan_of(problem)
+    return plan_of(stages_of(problem))
 
 
 def honest(
-    problem: Problem,
+    problem: Question,
     options: dict[str, Any],
     on_progress: Callable[[ProgressLike], None],
     cancelled: Callable[[], bool],
-    incumbent: Orders | None,
+    incumbent: Orders | Plan | None,
 ) -> Plan:
     """Ends at once, and states what its plan really achieves."""
-    return make_plan(problem, orders_of(problem), method="honest")
+    return make_plan(stages_of(problem), orders_of(stages_of(problem)), method="honest")
 
 
 def held(
-    problem: Problem,
+    problem: Question,
     options: dict[str, Any],
     on_progress: Callable[[ProgressLike], None],
     cancelled: Callable[[], bool],
-    incumbent: Orders | None,
+    incumbent: Orders | Plan | None,
 ) -> Plan:
     """Reports one incumbent, then waits for the file ``release`` or for cancellation."""
     here = directory()
     (here / f"started-{os.getpid()}").touch()
     if incumbent is not None:
-        (here / "resumed").write_text("\n".join(incumbent.text(0)))
-    on_progress(FakeProgress(9.0, 4.0, 1.25, "held", orders_of(problem)))
+        orders = incumbent.orders if isinstance(incumbent, Plan) else incumbent
+        (here / "resumed").write_text("\n".join(orders.text(0)))
+    stages = stages_of(problem)
+    on_progress(FakeProgress(9.0, 4.0, 1.25, "held", orders_of(stages), stages))
     until = time.monotonic() + DEADLINE
     while not (here / "release").exists() and not cancelled():
         if time.monotonic() > until:
             raise TimeoutError("the test neither released nor cancelled its search.")
         time.sleep(0.01)
-    return plan_of(problem, "cancelled" if cancelled() else "released")
+    return plan_of(stages_of(problem), "cancelled" if cancelled() else "released")
 
 
 def deaf(
-    problem: Problem,
+    problem: Question,
     options: dict[str, Any],
     on_progress: Callable[[ProgressLike], None],
     cancelled: Callable[[], bool],
-    incumbent: Orders | None,
+    incumbent: Orders | Plan | None,
 ) -> Plan:
     """Never asks whether it is cancelled."""
     return held(problem, options, on_progress, lambda: False, incumbent)
 
 
 def dying(
-    problem: Problem,
+    problem: Question,
     options: dict[str, Any],
     on_progress: Callable[[ProgressLike], None],
     cancelled: Callable[[], bool],
-    incumbent: Orders | None,
+    incumbent: Orders | Plan | None,
 ) -> Plan:
     """Dies by SIGKILL while there is a file ``die-N`` left, each of which it uses up; then ends."""
     here = directory()
@@ -122,15 +136,15 @@ def dying(
     if fatal:
         fatal[0].unlink()
         os.kill(os.getpid(), signal.SIGKILL)
-    return plan_of(problem)
+    return plan_of(stages_of(problem))
 
 
 def broken(
-    problem: Problem,
+    problem: Question,
     options: dict[str, Any],
     on_progress: Callable[[ProgressLike], None],
     cancelled: Callable[[], bool],
-    incumbent: Orders | None,
+    incumbent: Orders | Plan | None,
 ) -> Plan:
     """Fails with an error that is nobody's input."""
     raise ZeroDivisionError("secret detail")
@@ -145,11 +159,11 @@ class InDirectory:
 
     def __call__(
         self,
-        problem: Problem,
+        problem: Question,
         options: dict[str, Any],
         on_progress: Callable[[ProgressLike], None],
         cancelled: Callable[[], bool],
-        incumbent: Orders | None,
+        incumbent: Orders | Plan | None,
     ) -> Plan:
         os.environ["ZBV_TEST_DIRECTORY"] = str(self.directory)
         return self.search(problem, options, on_progress, cancelled, incumbent)
@@ -162,4 +176,6 @@ BY_NAME: dict[str, SearchFunction] = {
     "deaf": deaf,
     "dying": dying,
     "broken": broken,
+    "solver": solver_search,
 }
+"""The last is no fake: for what only the solver's answers show."""

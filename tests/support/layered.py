@@ -1,146 +1,48 @@
-"""Layered problems for tests: given ones, random ones, and every cut there is."""
+"""A small language model given by layers: a light embedding, equal blocks, a heavy head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import combinations_with_replacement, pairwise, product
 from typing import Any
 
-from hypothesis import strategies as st
-from zbv_solver.errors import InvalidInput
-from zbv_solver.layers.cut import Cut
-from zbv_solver.layers.layered_problem import LayeredProblem
-from zbv_solver.layers.reading import parse_question
-from zbv_solver.placement import Placement
-from zbv_solver.problem import Problem
-
-BLOCK = {
+_DELTAS = {"forward": 2, "backward_input": -1, "backward_weight": -1}
+_BLOCK = {
     "name": "block",
-    "forward": 2,
-    "backward_input": 2,
-    "backward_weight": 1,
-    "memory": {"forward": 4, "backward_input": -2, "backward_weight": -2, "static": 1},
+    "forward": 10,
+    "backward_input": 11,
+    "backward_weight": 8,
+    "memory": {**_DELTAS, "static": 5},
+    "parameters_bytes": 400,
     "output_bytes": 100,
-    "repeat": 8,
+    "repeat": 6,
 }
-EMBEDDING = {
-    "name": "embedding",
-    "forward": 1,
-    "backward_input": 0,
-    "backward_weight": 1,
-    "output_bytes": 100,
+LAYERED: dict[str, Any] = {
+    "pp_degree": 2,
+    "microbatches": 4,
+    "placement": "v",
+    "layers": [
+        {"name": "embedding", "forward": 1, "backward_input": 0, "backward_weight": 1, "output_bytes": 100},
+        _BLOCK,
+        {"name": "head", "forward": 22, "backward_input": 22, "backward_weight": 22, "memory": _DELTAS},
+    ],
+    "costs": {"link": {"latency": 1, "bandwidth": 100}},
+    "cut": {"together": [["embedding", "block.0"]]},
+    "units": {"time": "us", "memory": "MiB"},
 }
-HEAD = {"name": "head", "forward": 5, "backward_input": 5, "backward_weight": 5}
-RECOMPUTE = {
-    "backward_input": 4,
-    "memory": {"forward": 1, "backward_input": 1, "backward_weight": -2, "workspace": 2},
-}
-
-
-def document(**changes: Any) -> dict[str, Any]:
-    """A GPT-like model of ten layers on two ranks."""
-    return {
-        "pp_degree": 2,
-        "microbatches": 4,
-        "layers": [EMBEDDING, BLOCK, HEAD],
-        "costs": {"p2p": 0.5},
-        **changes,
-    }
-
-
-def layered(**changes: Any) -> LayeredProblem:
-    """:func:`document` as a problem."""
-    problem = parse_question(document(**changes))
-    assert isinstance(problem, LayeredProblem)
-    return problem
-
-
-@st.composite
-def layered_problems(
-    draw: st.DrawFn, most_layers: int = 7, placements: tuple[str, ...] = ("v", "single"), **changes: Any
-) -> LayeredProblem:
-    """Small layered problems of every kind; memory is tight often, and sometimes too tight."""
-    p = draw(st.integers(1, 3))
-    layers = []
-    for number in range(draw(st.integers(1, most_layers))):
-        held = draw(st.sampled_from((0, 1, 2, 4)))
-        layer: dict[str, Any] = {
-            "name": f"layer{number}",
-            "forward": draw(st.sampled_from((0, 1, 2, 9))),
-            "backward_input": draw(st.sampled_from((0, 1, 3))),
-            "backward_weight": draw(st.sampled_from((0, 1, 2))),
-            "backward": draw(st.sampled_from((None, None, 1, 4))),
-            "memory": {
-                "forward": held,
-                "backward_input": 0,
-                "backward_weight": -held,
-                "static": draw(st.sampled_from((0, 0, 2))),
-                "workspace": draw(st.sampled_from((0, 0, 1))),
+RECOMPUTED: dict[str, Any] = {
+    **LAYERED,
+    "layers": [
+        LAYERED["layers"][0],
+        {
+            **_BLOCK,
+            "recompute": {
+                "backward_input": 21,
+                "memory": {"forward": 0.2, "backward_input": 0.8, "static": 5, "workspace": 1.8}
+                | {"backward_weight": -1},
             },
-        }
-        if draw(st.booleans()):
-            layer["recompute"] = {
-                "backward_input": draw(st.sampled_from((2, 4))),
-                "memory": {
-                    "forward": 0.5,
-                    "backward_weight": -0.5,
-                    "workspace": draw(st.sampled_from((0, 2))),
-                },
-            }
-        layers.append(layer)
-    rules: dict[str, Any] = {"allow_empty": draw(st.booleans())}
-    if draw(st.integers(0, 3)) == 0:
-        rules["first"] = draw(st.integers(1, 2))
-    if draw(st.integers(0, 3)) == 0:
-        rules["last"] = draw(st.integers(1, 2))
-    if len(layers) > 1 and draw(st.integers(0, 3)) == 0:
-        begin = draw(st.integers(0, len(layers) - 2))
-        rules["together"] = [[f"layer{begin}", f"layer{begin + 1}"]]
-    body = {
-        "pp_degree": p,
-        "microbatches": draw(st.integers(1, 3)),
-        "placement": draw(st.sampled_from(placements)),
-        "layers": layers,
-        "cut": rules,
-        "memory": {"limit": draw(st.sampled_from((None, 5, 8, 12, 30)))},
-        **changes,
-    }
-    try:
-        problem = parse_question(body)
-    except InvalidInput:
-        # Too few layers for the stages, or rules that contradict each other.
-        problem = parse_question({**body, "pp_degree": 1, "placement": "single", "cut": {}})
-    assert isinstance(problem, LayeredProblem)
-    return problem
-
-
-def every_cut(problem: LayeredProblem, placement: Placement) -> Iterator[Problem]:
-    """Every cut that the rules and the memory limit allow, by enumeration."""
-    n, stages, rules = problem.model.n_layers, placement.n_stages, problem.rules
-    places = problem.model.place
-    variants = product((False, True), repeat=stages) if problem.model.can_recompute else [(False,) * stages]
-    recompute = list(variants)
-    for inner in combinations_with_replacement(range(n + 1), stages - 1):
-        bounds = (0, *inner, n)
-        if not rules.allow_empty and any(end == begin for begin, end in pairwise(bounds)):
-            continue
-        if rules.first not in (None, bounds[1]) or rules.last not in (None, n - bounds[-2]):
-            continue
-        if any(
-            places[group[0]] < bound <= places[group[-1]]
-            for group in rules.together
-            for bound in bounds[1:-1]
-        ):
-            continue
-        for choice in recompute:
-            found = problem.cut_into(placement, Cut.at(bounds, choice))
-            limit = found.memory.limit
-            if limit is None or all(
-                need <= most + 1e-6 for need, most in zip(found.smallest_limit, limit, strict=True)
-            ):
-                yield found
-
-
-def worst_load(problem: Problem) -> float:
-    """Work of the most loaded rank for one microbatch."""
-    return max(map(problem.busy_time, range(problem.pp_degree))) / problem.microbatches
+        },
+        LAYERED["layers"][2],
+    ],
+    "memory": {"limit": 24},
+}
+"""With a limit that something must be recomputed for."""
+NAMES = ["embedding", *(f"block.{copy}" for copy in range(6)), "head"]

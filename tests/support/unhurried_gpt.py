@@ -1,15 +1,22 @@
-"""A model for runs that last until something happens to them: its ranks sleep more than they compute."""
+"""A model for runs that last until something happens to them: its ranks sleep more than they compute.
+
+Its optimizer is one that costs nothing to import.
+"""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from zbv_worker.models import gpt as hurried
 from zbv_worker.models.gpt import GPT
 
-PAUSE_SECONDS = 0.02
+from support.momentum import Momentum
+
+PAUSE_SECONDS = 0.05
+LEARNING_RATE = 0.01
 
 
 def gpt(*, pause: float = PAUSE_SECONDS, **arguments: Any) -> GPT:
@@ -22,4 +29,5 @@ def gpt(*, pause: float = PAUSE_SECONDS, **arguments: Any) -> GPT:
         return microbatch(step, index)
 
     model.microbatch = unhurried  # type: ignore[method-assign]  # of this one model
+    model.optimizer = partial(Momentum, lr=LEARNING_RATE)  # type: ignore[method-assign,assignment]  # as far as it goes
     return model

@@ -4,7 +4,7 @@
 :mod:`zbv_service.client.errors` draws the errors.
 """
 
-from zbv_service.client.answers import RankPlan, Search, SearchEvent
+from zbv_service.client.answers import Check, Estimate, RankPlan, Search, SearchEvent
 from zbv_service.client.asynchronous import AsyncClient
 from zbv_service.client.errors import (
     ClientError,
@@ -23,8 +23,10 @@ from zbv_service.client.sync import Client
 
 __all__ = [
     "AsyncClient",
+    "Check",
     "Client",
     "ClientError",
+    "Estimate",
     "InvalidAnswer",
     "InvalidRequest",
     "NotFound",

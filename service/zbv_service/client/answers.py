@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from zbv_solver.channels import Channel, ChannelKind, Transfer
-from zbv_solver.errors import InvalidInput
+from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.orders import Action
 from zbv_solver.plan import Plan, parse_plan
 
@@ -69,6 +69,49 @@ class SearchPage:
 
 
 @dataclass(frozen=True)
+class Check:
+    """What the service says of a problem before it is searched.
+
+    Attributes
+    ----------
+    issues
+        Every broken rule; pointers are into what was sent.
+    facts
+        What its numbers mean, as the API names it; None when a rule is broken, or the stages are unknown.
+    layers
+        In place of facts, of layers that are still to be cut.
+    """
+
+    issues: tuple[Issue, ...]
+    facts: dict[str, Any] | None
+    layers: dict[str, Any] | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether a search of it would be accepted."""
+        return not self.issues
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a moment's search reaches on a problem.
+
+    Attributes
+    ----------
+    lower_bound
+        No plan of the problem has a smaller objective.
+    plan
+        Metrics of a verified plan, as the API names them; None of a problem that is too large for one.
+    baselines
+        The classical schedules, as in a plan's document.
+    """
+
+    lower_bound: float
+    plan: dict[str, Any] | None
+    baselines: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """One rank's part of a plan.
 
@@ -82,6 +125,10 @@ class RankPlan:
         The ranks it exchanges tensors with.
     channels
         What it sends and receives, in the order in which the sending rank produces it.
+    partition
+        The layer names of every stage, of all ranks; None where the plan knows of no layers.
+    recompute
+        Of every stage, whether it is recomputed; None where the plan does not say.
     """
 
     plan_id: str
@@ -94,6 +141,8 @@ class RankPlan:
     actions: tuple[Action, ...]
     peers: tuple[int, ...]
     channels: tuple[Channel, ...]
+    partition: tuple[tuple[str, ...], ...] | None = None
+    recompute: tuple[bool, ...] | None = None
 
 
 def member(answer: Any, key: str) -> Any:
@@ -145,6 +194,30 @@ def read_search_page(answer: Any) -> SearchPage:
     return SearchPage(tuple(map(read_search, searches)), after)
 
 
+def read_check(answer: Any) -> Check:
+    """What is said of a problem."""
+    issues, facts = member(answer, "issues"), member(answer, "facts")
+    if not isinstance(issues, list):
+        raise InvalidAnswer(f"found {type(issues).__name__} for issues; it must be a list.")
+    found = (Issue(str(member(each, "pointer")), str(member(each, "detail"))) for each in issues)
+    layers = answer.get("layers")
+    return Check(
+        tuple(found),
+        None if facts is None else read_object(facts),
+        None if layers is None else read_object(layers),
+    )
+
+
+def read_estimate(answer: Any) -> Estimate:
+    """What a moment's search reached."""
+    bound, plan = member(answer, "lower_bound"), member(answer, "plan")
+    baselines = member(answer, "baselines")
+    if not isinstance(bound, int | float) or not isinstance(baselines, list):
+        raise InvalidAnswer("found no estimate; it must have a number as its bound, and a list of baselines.")
+    own = None if plan is None else read_object(plan)
+    return Estimate(float(bound), own, tuple(map(read_object, baselines)))
+
+
 def read_plan(plan_id: str, answer: Any) -> Plan:
     """A plan; that it hashes to its id is checked here."""
     try:
@@ -171,9 +244,30 @@ def read_rank(answer: Any) -> RankPlan:
             actions=tuple(map(Action.parse, member(answer, "actions"))),
             peers=tuple(member(answer, "peers")),
             channels=tuple(_channel(rank, entry) for entry in member(answer, "channels")),
+            partition=_partition(answer.get("partition")),
+            recompute=_flags(answer.get("recompute")),
         )
     except (InvalidInput, TypeError, ValueError) as error:
         raise InvalidAnswer(f"the answer for a rank cannot be read: {error}") from error
+
+
+def _partition(answer: Any) -> tuple[tuple[str, ...], ...] | None:
+    if answer is None:
+        return None
+    is_one = isinstance(answer, list) and all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in answer
+    )
+    if not is_one:
+        raise InvalidAnswer("found a partition that is no list of lists of layer names.")
+    return tuple(map(tuple, answer))
+
+
+def _flags(answer: Any) -> tuple[bool, ...] | None:
+    if answer is None:
+        return None
+    if not isinstance(answer, list) or not all(isinstance(flag, bool) for flag in answer):
+        raise InvalidAnswer(f"found recompute {answer!r}; it must be a list of booleans.")
+    return tuple(answer)
 
 
 def _channel(rank: int, entry: Any) -> Channel:

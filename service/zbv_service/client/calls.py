@@ -15,10 +15,14 @@ import httpx
 from zbv_solver import __version__
 
 from zbv_service.client.answers import (
+    Check,
+    Estimate,
     RankPlan,
     Search,
     SearchPage,
     member,
+    read_check,
+    read_estimate,
     read_object,
     read_rank,
     read_search,
@@ -110,6 +114,19 @@ def events(search_id: str, last_event_id: str | None) -> Call[None]:
     if last_event_id is not None:
         headers["Last-Event-ID"] = last_event_id
     return Call("GET", below("searches", search_id, "events"), lambda _response: None, headers=headers)
+
+
+def check(problem: Any, options: Mapping[str, Any] | None, limit_fraction: float | None) -> Call[Check]:
+    """Whether a search would be accepted, and what a problem's numbers mean."""
+    body = {"problem": problem, "options": dict(options or {})}
+    if limit_fraction is not None:
+        body["limit_fraction"] = limit_fraction
+    return Call("POST", "/v1/problems/check", as_json(read_check), json=body)
+
+
+def estimate(problem: Any) -> Call[Estimate]:
+    """What a moment's search of a problem reaches; nothing is stored."""
+    return Call("POST", "/v1/problems/estimate", as_json(read_estimate), json={"problem": problem})
 
 
 def compare(problem: Any) -> Call[dict[str, Any]]:

@@ -13,7 +13,7 @@ from zbv_solver.plan import Plan
 
 from zbv_service import client_tls
 from zbv_service.client import calls
-from zbv_service.client.answers import RankPlan, Search, SearchEvent, read_plan
+from zbv_service.client.answers import Check, Estimate, RankPlan, Search, SearchEvent, read_plan
 from zbv_service.client.calls import HEADERS, Call
 from zbv_service.client.credentials import Bearer
 from zbv_service.client.errors import ClientError, SearchTimeout
@@ -174,6 +174,34 @@ class Client:
             # What the service says last has every field; and whoever waits for a plan wants it stored.
             watch.saw(self.search(search_id))
         return watch.result()
+
+    def check(
+        self,
+        problem: Any,
+        options: Mapping[str, Any] | None = None,
+        *,
+        limit_fraction: float | None = None,
+    ) -> Check:
+        """Whether a search of a problem document would be accepted, and what its numbers mean.
+
+        A problem that breaks a rule is no error here: the answer says so.
+
+        Parameters
+        ----------
+        limit_fraction
+            In place of ``memory.limit``: a fraction of what 1F1B's activations take on the same model.
+        """
+        return self._call(calls.check(problem, options, limit_fraction))
+
+    def estimate(self, problem: Any) -> Estimate:
+        """What a moment's search reaches on a problem document; nothing is stored.
+
+        Raises
+        ------
+        InvalidRequest
+            When the problem breaks a rule, or no plan fits its memory limit.
+        """
+        return self._call(calls.estimate(problem))
 
     def compare(self, problem: Any) -> dict[str, Any]:
         """Every classical schedule for a problem document; nothing is searched or stored."""

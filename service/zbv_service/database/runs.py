@@ -116,6 +116,13 @@ class RunTable:
             rows = await session.scalars(query.order_by(EventRow.id).limit(limit))
             return [EventRecord(row.id, row.at, row.kind, row.detail) for row in rows]
 
+    async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
+        """What happened to a run last, the newest first."""
+        query = select(EventRow).where(EventRow.run_id == run_id).order_by(EventRow.id.desc())
+        async with self._database.reading() as session:
+            rows = await session.scalars(query.limit(limit))
+            return [EventRecord(row.id, row.at, row.kind, row.detail) for row in rows]
+
     async def request_cancel(self, run_id: str) -> RunRecord | None:
         """Cancel a run that has no nodes yet; have those of any other unfinished one stopped."""
         async with self._database.writing() as session:

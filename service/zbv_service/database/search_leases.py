@@ -170,9 +170,9 @@ class SearchLeases:
             summary = plan.summary
             is_better = row.objective is None or summary.value < row.objective
             # A bound that an earlier attempt proved holds, whatever this one got to.
-            bound = summary.lower_bound if row.lower_bound is None else row.lower_bound
+            bound = plan.search_bound if row.lower_bound is None else row.lower_bound
             row.objective, row.method = summary.value, summary.method
-            row.lower_bound = min(max(bound, summary.lower_bound), summary.value)
+            row.lower_bound = min(max(bound, plan.search_bound), summary.value)
             row.gap = finite(gap_of(row.objective, row.lower_bound))
             row.plan_id, row.incumbent = summary.plan_id, None
             if is_better:

@@ -10,18 +10,27 @@ from zbv_solver.difference import Difference, differences
 from zbv_solver.export import quantities, report
 from zbv_solver.export.per_rank import idle_shares
 from zbv_solver.export.timeline import timeline
-from zbv_solver.plan import Plan
-from zbv_solver.problem import Units, exceeds
+from zbv_solver.plan import Baseline, Metrics, Plan
+from zbv_solver.problem import Objective, Units, exceeds
 
 from zbv_service.beside import Beside
 from zbv_service.pages.lanes import Lane, LanesView, lanes_view
 from zbv_service.pages.shell import Shell, assets, render
+from zbv_service.pages.words import shape_of
 from zbv_service.records import PlanSummary
 
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule of the table; ``share`` is its objective relative to the largest, from 0 to 1."""
+    """A schedule of the table.
+
+    Attributes
+    ----------
+    fits
+        Whether it keeps to this plan's memory limit; None where their memory is in different units.
+    share
+        Its objective relative to the largest, from 0 to 1.
+    """
 
     name: str
     url: str | None
@@ -29,7 +38,7 @@ class Row:
     makespan: str
     bubble: str
     peak: str
-    fits: bool
+    fits: bool | None
     relative: str
     share: float
     is_plan: bool
@@ -77,6 +86,7 @@ class CompareView:
     others: tuple[Offer, ...]
     complaints: tuple[tuple[str, str], ...]
     problems: tuple[Other, ...]
+    has_cuts: bool
 
 
 def compare_page(view: CompareView, shell: Shell) -> str:
@@ -97,7 +107,7 @@ def compare_view(
     alike, others = ([_offer(each) for each in part] for part in offered)
     return CompareView(
         plan_id=plan.plan_id,
-        title=f"{plan.problem.pp_degree} ranks × {plan.problem.microbatches} microbatches",
+        title=shape_of(plan.problem),
         objective=plan.problem.objective,
         unit=unit,
         lanes=None if awaited else lanes_view(_lanes(plan, found, root), unit),
@@ -112,6 +122,7 @@ def compare_view(
             for each, other in found
             if not each.is_baseline and other.problem != plan.problem
         ),
+        has_cuts=any(each.name not in BASELINES for each in plan.baselines),
     )
 
 
@@ -135,39 +146,57 @@ def _title(each: Beside) -> str:
 
 def _rows(plan: Plan, found: Sequence[tuple[Beside, Plan]], root: str) -> list[Row]:
     objective = plan.problem.objective
-    every = [plan, *(other for _, other in found)]
-    largest = max(other.metrics.value(objective) for other in every) or 1.0
+    # What became of other cuts and placements of the same layers is known, though not as schedules.
+    cuts = [each for each in plan.baselines if each.name not in BASELINES]
+    every: list[Metrics | Baseline] = [plan.metrics, *(other.metrics for _, other in found), *cuts]
+    largest = max(_value(each, objective) for each in every) or 1.0
 
-    def row(name: str, other: Plan, url: str | None) -> Row:
-        metrics = other.metrics
-        value, own = metrics.value(objective), plan.objective
+    def row(name: str, found: Metrics | Baseline, units: Units, fits: bool | None, url: str | None) -> Row:
+        value = _value(found, objective)
         return Row(
             name=name,
             url=url,
-            span=quantities.figure(metrics.span),
-            makespan=quantities.figure(metrics.makespan),
-            bubble=quantities.percent(metrics.bubble_rate),
-            peak=quantities.memory(max(metrics.peak_memory, default=0.0), plan.problem.units),
-            fits=_fits(plan, metrics.peak_memory),
-            relative="" if other is plan else quantities.relative(value, own),
+            span=quantities.figure(found.span),
+            makespan=quantities.figure(found.makespan),
+            bubble=quantities.percent(found.bubble_rate),
+            peak=quantities.memory(max(found.peak_memory, default=0.0), units),
+            fits=fits,
+            relative="" if found is plan.metrics else quantities.relative(value, plan.objective),
             share=value / largest,
-            is_plan=other is plan,
+            is_plan=found is plan.metrics,
         )
 
+    units = plan.problem.units
     return [
-        row("this plan", plan, f"{root}/plans/{plan.plan_id}"),
+        row("this plan", plan.metrics, units, _fits(plan, plan), f"{root}/plans/{plan.plan_id}"),
         *(
-            row(_title(each), other, None if each.is_baseline else f"{root}/plans/{each.name}")
+            row(
+                _title(each),
+                other.metrics,
+                other.problem.units,
+                _fits(plan, other),
+                None if each.is_baseline else f"{root}/plans/{each.name}",
+            )
             for each, other in found
         ),
+        *(row(each.name, each, units, each.fits, None) for each in cuts),
     ]
 
 
-def _fits(plan: Plan, peaks: Sequence[float]) -> bool:
-    """Whether peaks keep to this plan's limits; of other numbers of ranks, the least limit counts for all."""
-    limits = plan.problem.memory.limit
+def _value(found: Metrics | Baseline, objective: Objective) -> float:
+    return found.span if objective == "span" else found.makespan
+
+
+def _fits(plan: Plan, other: Plan) -> bool | None:
+    """Whether another keeps to this plan's limits; of other numbers of ranks, the least limit counts for all.
+
+    None where nobody can say, as the two measure memory in different units.
+    """
+    limits, peaks = plan.problem.memory.limit, other.metrics.peak_memory
     if limits is None:
         return True
+    if plan.problem.units.memory != other.problem.units.memory:
+        return None
     if len(limits) != len(peaks):
         limits = (min(limits),) * len(peaks)
     return not any(exceeds(peak, limit) for peak, limit in zip(peaks, limits, strict=True))

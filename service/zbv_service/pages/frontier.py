@@ -13,6 +13,7 @@ from zbv_solver.problem import Units
 from zbv_service.frontier import Frontier, Point
 from zbv_service.pages.frontier_picture import Picture, picture_of, state_of, times
 from zbv_service.pages.shell import Shell, render
+from zbv_service.pages.words import shape_of
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class FrontierView:
     has_bounds: bool
     efforts: tuple[str, ...]
     refused: int
+    known: int
 
 
 def frontier_page(view: FrontierView, shell: Shell) -> str:
@@ -59,7 +61,7 @@ def frontier_page(view: FrontierView, shell: Shell) -> str:
 
 
 def frontier_view(
-    plan: Plan, found: Frontier | None, *, most_effort: str, refused: int, root: str
+    plan: Plan, found: Frontier | None, *, most_effort: str, refused: int = 0, known: int = 0, root: str
 ) -> FrontierView:
     """What is known, ready for the template.
 
@@ -71,12 +73,14 @@ def frontier_view(
         The highest effort that the service takes.
     refused
         Points that the last request could not have searched yet.
+    known
+        Points that the last request asked for, which had been searched like that before.
     """
     problem, units = plan.problem, plan.problem.units
     points = () if found is None else found.points
     return FrontierView(
         plan_id=plan.plan_id,
-        title=f"{problem.pp_degree} ranks × {problem.microbatches} microbatches",
+        title=shape_of(problem),
         objective=problem.objective,
         unit=quantities.time_unit(units),
         picture=None if found is None else picture_of(found, root),
@@ -88,6 +92,7 @@ def frontier_view(
         has_bounds=all(point.bound is not None for point in points),
         efforts=EFFORTS[: EFFORTS.index(most_effort) + 1],
         refused=refused,
+        known=known,
     )
 
 

@@ -16,7 +16,6 @@ from zbv_service.frontier import Frontier, Point
 RIGHT = 1.04
 """The picture goes on a little beyond the last limit."""
 _MARGIN = 0.08
-_DASH = 0.02
 _APART = 1.5
 """Percent of the picture: marks that are closer cover each other."""
 _LEFT_FROM = 70
@@ -147,7 +146,7 @@ def picture_of(found: Frontier, root: str) -> Picture:
         y_ticks=tuple(Tick(y(at), quantities.figure(at)) for at in _ticks(low, high)),
         infeasible=x(found.points[0].fraction),
         below=tuple(Box(x(a), y(v), round(x(b) - x(a), 3), round(100 - y(v), 3)) for a, b, v in pieces),
-        bound=tuple(Line(x(a), y(v), x(b), y(v)) for a, b, v in (*_least(found.points), *pieces)),
+        bound=tuple(Line(x(a), y(v), x(b), y(w)) for a, v, b, w in _bound_line(found.points, pieces)),
         steps=tuple(Line(x(a), y(v), x(b), y(w)) for a, v, b, w in _stairs(corners)),
         marks=tuple(_marks(found, shown, corners, place, root)),
         asked=tuple(
@@ -155,17 +154,22 @@ def picture_of(found: Frontier, root: str) -> Picture:
             for p in found.points
         ),
         beyond=tuple(
-            f"{each.name} needs {times(each.needs)}: {quantities.time(each.value, units)}"
-            for each in found.baselines
-            if each not in inside
+            f"{name} needs {times(each.needs)}: {quantities.time(each.value, units)}"
+            for name, each in (("this plan", found.own), *((each.name, each) for each in found.baselines))
+            if not fits(each.needs, LARGEST)
         ),
     )
 
 
-def _least(points: Sequence[Point]) -> list[tuple[float, float, float]]:
-    """The bound at the smallest limit, which holds there alone: a short dash."""
+def _bound_line(
+    points: Sequence[Point], pieces: Sequence[tuple[float, float, float]]
+) -> list[tuple[float, float, float, float]]:
+    """The pieces, and an upright one at the smallest limit, up to the bound that holds there alone."""
+    lines = [(start, bound, end, bound) for start, end, bound in pieces]
     first = points[0]
-    return [] if first.bound is None else [(first.fraction - _DASH, first.fraction + _DASH, first.bound)]
+    if lines and first.bound is not None and lines[0][0] == first.fraction:
+        lines.insert(0, (first.fraction, first.bound, first.fraction, lines[0][1]))
+    return lines
 
 
 def _bound_pieces(points: Sequence[Point]) -> list[tuple[float, float, float]]:

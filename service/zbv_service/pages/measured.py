@@ -3,69 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from zbv_solver.explain import Cause, Explanation, sentence, told
 from zbv_solver.export import quantities, report
 from zbv_solver.export.per_rank import idle_shares
 from zbv_solver.export.timeline import Timeline, timeline
-from zbv_solver.measured import KindTimes, MeasuredStep, Parts, RankAccount
+from zbv_solver.measured import RankAccount
+from zbv_solver.measured_step import MeasuredStep
+from zbv_solver.plan import Plan
 from zbv_solver.problem import LETTERS, Units
 
 from zbv_service.pages.lanes import Lane, LanesView, lanes_view
+from zbv_service.pages.measured_rows import (
+    NOTICEABLE,
+    PARTS,
+    AccountRow,
+    KindRow,
+    account_rows,
+    kind_rows,
+    signed,
+)
 from zbv_service.pages.shell import Shell, assets, render
 from zbv_service.runs.measurements import Measured, NothingMeasured
 
-PARTS = (
-    ("compute", "Actions", "actions that took longer or shorter than planned"),
-    ("transfer", "Transfer", "standing still while an input was under way"),
-    ("waiting", "Waiting", "standing still because an input was still made, or before and after its work"),
-    ("between", "Between", "from the end of an action to turning to the next one"),
-)
-"""What a rank's step consists of: its name in :class:`Parts`, the column's heading, and what it means."""
-NOTICEABLE = 0.05
-"""A kind whose time differs by more than this share is marked."""
 _CAUSES = 4
-_BAR = 200.0
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A piece of a rank's bar, in its own units of width."""
-
-    x: float
-    width: float
-    style: str
-
-
-@dataclass(frozen=True)
-class AccountRow:
-    """Where a rank's step went, measured minus planned; ``parts`` are told and named like :data:`PARTS`."""
-
-    rank: int
-    parts: tuple[tuple[str, str, str], ...]
-    total: str
-    segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True)
-class KindCell:
-    """A rank's actions of one letter; ``tone`` is slow, fast or empty."""
-
-    planned: str
-    measured: str
-    ratio: str
-    tone: str
-    count: int
-
-
-@dataclass(frozen=True)
-class KindRow:
-    """A rank's actions by letter; None where it has none of one."""
-
-    rank: int
-    cells: tuple[KindCell | None, ...]
 
 
 @dataclass(frozen=True)
@@ -132,9 +95,9 @@ def measured_view(run_id: str, found: Measured, root: str, *, is_open: bool) -> 
         notices=tuple(_notices(found, units)),
         lanes=lanes_view(_lanes(found, root), unit),
         unit=unit,
-        rows=tuple(_account_rows(_told_apart(found))),
+        rows=tuple(account_rows(_told_apart(found))),
         letters=letters,
-        kinds=tuple(_kind_rows(found.kinds, letters)),
+        kinds=tuple(kind_rows(found.kinds, letters)),
         generation=found.generation,
         generations=found.generations,
         replica=found.replica,
@@ -167,15 +130,18 @@ def _cards(found: Measured, units: Units) -> Iterator[report.Card]:
     yield report.Card(
         "Difference",
         relative,
-        f"{_signed(account.difference)} {quantities.time_unit(units)}".strip(),
+        f"{signed(account.difference)} {quantities.time_unit(units)}".strip(),
         "bad" if is_off else "",
     )
-    busy = sum(row.measured.compute for row in account.ranks)
-    whole = account.measured * len(account.ranks)
-    idle = 1 - busy / whole if whole > 0 else 0.0
-    planned = found.plan.metrics.bubble_rate
+    idle = _idle_share([row.measured.compute for row in account.ranks], account.measured)
+    planned = _idle_share([row.planned.compute for row in account.ranks], account.planned)
     note = f"of the step; planned {quantities.percent(planned, 1)}"
     yield report.Card("Idle", quantities.percent(idle, 1), note)
+
+
+def _idle_share(busy: Sequence[float], length: float) -> float:
+    """Which share of a step of some ranks is no compute."""
+    return 1 - sum(busy) / (len(busy) * length) if busy and length > 0 else 0.0
 
 
 def _causes(explanation: Explanation, units: Units) -> Iterator[CauseLine]:
@@ -186,7 +152,7 @@ def _causes(explanation: Explanation, units: Units) -> Iterator[CauseLine]:
     chosen = [main, *shown][:_CAUSES]
     largest = max(abs(cause.effect) for cause in chosen) or 1.0
     for cause in chosen:
-        effect = f"{_signed(cause.effect)} {quantities.time_unit(units)}".strip()
+        effect = f"{signed(cause.effect)} {quantities.time_unit(units)}".strip()
         share = quantities.percent(explanation.share(cause), 0)
         yield CauseLine(told(cause), effect, share, round(100 * abs(cause.effect) / largest, 2))
 
@@ -233,7 +199,7 @@ def _lanes(found: Measured, root: str) -> list[Lane]:
             planned,
             plan.problem,
             url,
-            idle=tuple(idle_shares(plan)),
+            idle=tuple(_planned_idle(plan)),
         ),
         Lane(
             f"measured, step {found.step.step}: {quantities.time(account.measured, units)}",
@@ -244,6 +210,13 @@ def _lanes(found: Measured, root: str) -> list[Lane]:
             idle=tuple(_idle(found)),
         ),
     ]
+
+
+def _planned_idle(plan: Plan) -> Iterator[float]:
+    """The share of the planned step that each rank is idle: of its objective, as of the measured one."""
+    scale = plan.metrics.span / plan.objective if plan.objective > 0 else 1.0
+    for share in idle_shares(plan):
+        yield 1 - (1 - share) * scale
 
 
 def _idle(found: Measured) -> Iterator[float]:
@@ -276,72 +249,3 @@ def _told_apart(found: Measured) -> tuple[RankAccount, ...]:
         replace(row, planned=row.planned.without_transfer(), measured=row.measured.without_transfer())
         for row in found.account.ranks
     )
-
-
-def _account_rows(ranks: Sequence[RankAccount]) -> Iterator[AccountRow]:
-    every = [row.difference for row in ranks]
-    reach = max((max(_above(parts), _below(parts)) for parts in every), default=0.0) or 1.0
-    for row in ranks:
-        parts = row.difference
-        yield AccountRow(
-            rank=row.rank,
-            parts=tuple(_told_part(row, name) for name, _, _ in PARTS),
-            total=_signed(parts.total),
-            segments=tuple(_segments(parts, reach)),
-        )
-
-
-def _told_part(row: RankAccount, name: str) -> tuple[str, str, str]:
-    """The difference, and planned and measured for whoever points at it."""
-    planned, measured = getattr(row.planned, name), getattr(row.measured, name)
-    both = f"planned {quantities.figure(planned)}, measured {quantities.figure(measured)}"
-    return name, _signed(measured - planned), both
-
-
-def _segments(parts: Parts, reach: float) -> Iterator[Segment]:
-    """What was lost to the right of the middle, what was won to the left."""
-    middle, scale = _BAR / 2, _BAR / 2 / reach
-    right = left = middle
-    for name, _, _ in PARTS:
-        width = scale * abs(getattr(parts, name))
-        if width < 0.01:
-            continue
-        if getattr(parts, name) > 0:
-            yield Segment(round(right, 2), round(width, 2), name)
-            right += width
-        else:
-            left -= width
-            yield Segment(round(left, 2), round(width, 2), name)
-
-
-def _above(parts: Parts) -> float:
-    values: tuple[float, ...] = astuple(parts)
-    return sum(max(value, 0.0) for value in values)
-
-
-def _below(parts: Parts) -> float:
-    values: tuple[float, ...] = astuple(parts)
-    return sum(max(-value, 0.0) for value in values)
-
-
-def _kind_rows(kinds: Sequence[KindTimes], letters: Sequence[str]) -> Iterator[KindRow]:
-    cells = {(kind.rank, kind.letter): _kind_cell(kind) for kind in kinds}
-    for rank in sorted({kind.rank for kind in kinds}):
-        yield KindRow(rank, tuple(cells.get((rank, letter)) for letter in letters))
-
-
-def _kind_cell(kind: KindTimes) -> KindCell:
-    tone = "slow" if kind.ratio > 1 + NOTICEABLE else "fast" if kind.ratio < 1 - NOTICEABLE else ""
-    return KindCell(
-        planned=quantities.figure(kind.planned),
-        measured=quantities.figure(kind.measured),
-        ratio=f"{kind.ratio:.2f}",
-        tone=tone,
-        count=kind.count,
-    )
-
-
-def _signed(value: float) -> str:
-    """A difference with its sign; what rounds to nothing has none."""
-    text = quantities.figure(value)
-    return text if value <= 0 or text == "0" else f"+{text}"

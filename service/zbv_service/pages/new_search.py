@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from math import isclose
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from zbv_solver import memory_fraction
 from zbv_solver.export.report import script_json
+from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.writing import layered_json
 from zbv_solver.options import EFFORTS, Effort
 from zbv_solver.problem import MAX_PP_DEGREE, Problem
 from zbv_solver.schema import numbers, problem_json
@@ -69,6 +72,8 @@ def start_from(
     problem: Problem, options: Mapping[str, Any], note: str, *, at_smallest_limit: bool = False
 ) -> Start:
     """The form as an earlier problem has it, perhaps with the smallest memory limit that some plan fits."""
+    if problem.model is not None:
+        return start_from_layers(uncut(problem), options, f"{note} Its layers are cut anew.")
     document = problem_json(problem)
     if at_smallest_limit:
         limit = problem.smallest_limit
@@ -78,6 +83,47 @@ def start_from(
     if fraction is not None:
         document["memory"]["limit"] = None
     return Start(document, dict(options), fraction, note)
+
+
+def start_from_layers(
+    problem: LayeredProblem,
+    options: Mapping[str, Any],
+    note: str,
+    limit: Sequence[float] | None = None,
+) -> Start:
+    """The form as earlier layers have it, perhaps with another memory limit of every rank."""
+    document = layered_json(problem if limit is None else replace(problem, limit=tuple(limit)))
+    for name, values in document["memory"].items():
+        if values is not None and len(set(values)) == 1:
+            document["memory"][name] = values[0]
+    return Start(document, dict(options), None, note)
+
+
+def uncut(problem: Problem) -> LayeredProblem:
+    """The question whose answer a cut is; transfers that follow from no link are their mean at every place.
+
+    Raises
+    ------
+    ValueError
+        Of a problem without layers.
+    """
+    if problem.model is None:
+        raise ValueError("found a problem without layers; there is no cut to forget.")
+    cut, placement, p2p = problem.model, problem.placement, problem.costs.p2p
+    return LayeredProblem(
+        model=cut.model,
+        pp_degree=problem.pp_degree,
+        microbatches=problem.microbatches,
+        static=cut.static,
+        limit=problem.memory.limit,
+        placement=placement.kind,
+        chunks=placement.chunks if placement.kind == "loop" else None,
+        objective=problem.objective,
+        p2p=fmean(p2p) if p2p and cut.link is None else 0.0,
+        link=cut.link,
+        rules=cut.rules,
+        units=problem.units,
+    )
 
 
 def new_search_page(start: Start, shell: Shell, *, max_effort: Effort) -> str:

@@ -11,6 +11,7 @@ from zbv_service.pages.shell import Shell, render
 _KNOWN_STATUS = frozenset(map(int, HTTPStatus))
 _PASSING = frozenset({429, 500, 503})
 """Statuses of what may be over in a moment."""
+_WRONG_PARAMETERS = 422
 
 
 def problem_page(document: Mapping[str, Any], shell: Shell, again: str | None = None) -> str:
@@ -35,6 +36,7 @@ def problem_page(document: Mapping[str, Any], shell: Shell, again: str | None = 
         errors=errors,
         about=kind if kind.startswith("/") else None,
         again=again if status in _PASSING else None,
+        bare=again is not None and "?" in again and status == _WRONG_PARAMETERS,
     )
 
 

@@ -166,9 +166,10 @@ def _facts(
         yield Fact("Step time", duration(middle), note)
     elif planned:
         yield Fact("Step time", "–", f"planned {duration(planned)}")
-    losses = [line.loss for line in lines if line.loss is not None]
-    if losses:
-        yield Fact("Loss", quantities.figure(losses[-1]), f"of step {lines[-1].step}")
+    for line in reversed(lines):
+        if line.loss is not None:
+            yield Fact("Loss", quantities.figure(line.loss), f"of step {line.step}")
+            break
     ranks = run.nodes * run.ranks_per_node
     nodes = f"on {run.nodes} node{'' if run.nodes == 1 else 's'}"
     replicas = int(run.options.get("data_parallel", 1))

@@ -10,9 +10,14 @@ from typing import Any
 from zbv_solver import memory_fraction
 from zbv_solver.export import quantities
 from zbv_solver.export.report import script_json
-from zbv_solver.problem import Problem
+from zbv_solver.layers.layer import Model
+from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.problem import Problem, Units, exceeds
 
+from zbv_service.pages.layers import LayersTable, facts_of_layers, layers_table
 from zbv_service.pages.shell import Shell, render
+from zbv_service.pages.words import counted, shape_of
+from zbv_service.questions import Question
 from zbv_service.records import FINISHED, SearchRecord
 
 LISTED_RANKS = 16
@@ -48,6 +53,10 @@ class SearchView:
         Ranks whose memory limit no plan fits, and how many more groups of them there are than are listed.
     fraction
         The smallest feasible limit as a fraction of 1F1B's memory, as text; empty where there is none.
+    layers
+        The model's layers, where the problem was given by them.
+    every_cut
+        Whether they were to be cut, so that the bound is of all cuts.
     """
 
     record: SearchRecord
@@ -67,19 +76,22 @@ class SearchView:
     hidden_shortages: int
     fraction: str
     facts: tuple[tuple[str, str], ...]
+    layers: LayersTable | None
+    every_cut: bool
 
 
 def search_view(
-    record: SearchRecord, problem: Problem, queued_before: int | None, now: datetime | None = None
+    record: SearchRecord, problem: Question, queued_before: int | None, now: datetime | None = None
 ) -> SearchView:
     """A search as its page shows it."""
     units, value, bound = problem.units, record.objective, record.lower_bound
-    shortages = _shortages(problem) if record.state == "infeasible" else []
+    shortages = _shortages(record, problem) if record.state == "infeasible" else []
     method, _, details = (record.method or "").partition("(")
+    model = _model_of(problem)
     return SearchView(
         record=record,
-        title=f"{_count(problem.pp_degree, 'rank')} × {_count(problem.microbatches, 'microbatch')}",
-        subtitle=f"the {problem.objective} is to be as small as can be",
+        title=shape_of(problem),
+        subtitle=_subtitle(problem),
         is_open=record.state not in FINISHED,
         seconds=_seconds(record, now or datetime.now(UTC)),
         queued_before=queued_before,
@@ -88,12 +100,14 @@ def search_view(
         bound="–" if bound is None else quantities.time(bound, units),
         gap="–" if record.gap is None else quantities.percent(record.gap),
         method=method or "–",
-        details=details.rstrip(")"),
+        details=details.removesuffix(")"),
         optimal=record.plan_id is not None and record.gap == 0,
         shortages=tuple(shortages[:LISTED_RANKS]),
         hidden_shortages=max(0, len(shortages) - LISTED_RANKS),
-        fraction=_smallest(problem) if shortages else "",
+        fraction=_smallest(problem) if shortages and isinstance(problem, Problem) else "",
         facts=tuple(_facts(record, problem)),
+        layers=None if model is None else layers_table(model, units),
+        every_cut=isinstance(problem, LayeredProblem),
     )
 
 
@@ -120,12 +134,32 @@ def _seconds(record: SearchRecord, now: datetime) -> float | None:
     return round(max(0.0, (until - record.started_at).total_seconds()), 3)
 
 
-def _shortages(problem: Problem) -> list[Shortage]:
-    limits = problem.memory.limit or ()
+def _model_of(problem: Question) -> Model | None:
+    if isinstance(problem, LayeredProblem):
+        return problem.model
+    return None if problem.model is None else problem.model.model
+
+
+def _subtitle(problem: Question) -> str:
+    aim = f"the {problem.objective} is to be as small as can be"
+    if isinstance(problem, LayeredProblem):
+        return f"{counted(problem.model.n_layers, 'layer')} to be cut into stages; {aim}"
+    return aim
+
+
+def _shortages(record: SearchRecord, problem: Question) -> list[Shortage]:
+    if isinstance(problem, Problem):
+        return _lacking(problem.memory.limit or (), problem.smallest_limit, problem.units)
+    # What the best of all cuts needs, the search has found out.
+    smallest = (record.error or {}).get("smallest_limit", [])
+    return _lacking((problem.limit or ())[: len(smallest)], smallest, problem.units)
+
+
+def _lacking(limits: Sequence[float], smallest: Sequence[float], units: Units) -> list[Shortage]:
     found: list[Shortage] = []
-    for rank, (limit, least) in enumerate(zip(limits, problem.smallest_limit, strict=True)):
-        if limit < least:
-            texts = quantities.memory(limit, problem.units), quantities.memory(least, problem.units)
+    for rank, (limit, least) in enumerate(zip(limits, smallest, strict=True)):
+        if exceeds(least, limit):
+            texts = quantities.memory(limit, units), quantities.memory(least, units)
             before = found[-1] if found else None
             if before is not None and (before.last, before.limit, before.smallest) == (rank - 1, *texts):
                 found[-1] = Shortage(before.first, rank, *texts)
@@ -134,7 +168,9 @@ def _shortages(problem: Problem) -> list[Shortage]:
     return found
 
 
-def _facts(record: SearchRecord, problem: Problem) -> list[tuple[str, str]]:
+def _facts(record: SearchRecord, problem: Question) -> list[tuple[str, str]]:
+    if isinstance(problem, LayeredProblem):
+        return facts_of_layers(problem) + _asked(record.options, record)
     costs, memory, unit = problem.costs, problem.memory, quantities.time_unit(problem.units)
     facts = [
         ("Placement", PLACEMENTS[problem.placement.kind]),
@@ -194,8 +230,3 @@ def _fraction(value: float) -> str:
 def _spread(values: Sequence[float], unit: str) -> str:
     low, high = quantities.figure(min(values)), quantities.figure(max(values))
     return " ".join(filter(None, [low if low == high else f"{low} to {high}", unit]))
-
-
-def _count(count: int, word: str) -> str:
-    plural = word if count == 1 else f"{word}es" if word.endswith("ch") else f"{word}s"
-    return f"{count} {plural}"

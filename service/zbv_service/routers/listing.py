@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
+from zbv_solver.layers.layered_problem import PlacementChoice
 from zbv_solver.placement import PlacementKind
 from zbv_solver.problem import MAX_CELLS, MAX_PP_DEGREE, Objective
 
@@ -49,7 +50,6 @@ class ListQuery(PageQuery):
     q: Text | None = Field(None, description="How the id begins, or that of a search's plan.")
     pp_degree: int | None = Field(None, ge=1, le=MAX_PP_DEGREE)
     microbatches: int | None = Field(None, ge=1, le=MAX_CELLS)
-    placement: PlacementKind | None = None
     objective: Objective | None = None
     created_after: Moment | None = Field(None, description="With an offset, such as Z.")
     created_before: Moment | None = Field(None, description="With an offset, such as Z.")
@@ -62,6 +62,9 @@ class SearchListQuery(ListQuery):
     """Which searches to list."""
 
     state: list[SearchState] = Field([], description=_ANY_STATE)
+    placement: PlacementChoice | None = Field(
+        None, description="As it was asked for; auto leaves it to the planner."
+    )
 
     @property
     def filter(self) -> SearchFilter:
@@ -73,6 +76,7 @@ class SearchListQuery(ListQuery):
 class PlanListQuery(ListQuery):
     """Which plans to list."""
 
+    placement: PlacementKind | None = None
     status: Literal["optimal", "feasible"] | None = None
 
     @property

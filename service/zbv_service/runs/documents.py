@@ -6,10 +6,10 @@ from datetime import datetime
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from zbv_solver.schema import ProblemDocument
 
 from zbv_service.documents import NEXT, PREVIOUS, OptionsDocument
 from zbv_service.http.problems import ProblemDetails
+from zbv_service.questions import QuestionDocument
 from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
 from zbv_service.runs.records import EventRecord, NodeOutcome, NodeRecord, NodeState, RunRecord, RunState
 
@@ -39,7 +39,7 @@ class RunRequest(_Request):
         None, description="Chosen at random by the caller: the same id again is the same run."
     )
     plan_id: PlanId | None = None
-    problem: ProblemDocument | None = None
+    problem: QuestionDocument | None = None
     search_options: OptionsDocument | None = Field(
         None, description="Of the search for the problem's plan, and of those that measured costs call for."
     )

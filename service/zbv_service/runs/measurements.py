@@ -9,14 +9,11 @@ from dataclasses import dataclass
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.explain import Explanation, explain
-from zbv_solver.measured import (
-    Account,
+from zbv_solver.measured import Account, KindTimes, account, kind_times
+from zbv_solver.measured_step import (
     ClockConflict,
-    KindTimes,
     MeasuredStep,
-    account,
     clock_conflict,
-    kind_times,
     lay_out,
     nanoseconds_of_unit,
     step_length,
@@ -127,20 +124,26 @@ class Measurements:
         traces = await self._parts.traces(run.id, generation, [part.rank for part in parts])
         traces = tuple(trace for trace in traces if trace.plan_id == plan.plan_id)
         try:
-            return await asyncio.to_thread(_measure, plan, traces, chosen, generation, generations, replicas)
+            return await asyncio.to_thread(measure, plan, traces, chosen, generation, generations, replicas)
         except InvalidInput as error:
             return NothingMeasured("foreign", f"The traces do not fit the run's plan: {error}")
 
 
-def _measure(
+def measure(
     plan: Plan,
     traces: Sequence[RankTrace],
     chosen: Chosen,
-    generation: int,
-    generations: tuple[int, ...],
-    replicas: tuple[int, ...],
+    generation: int = 0,
+    generations: tuple[int, ...] = (0,),
+    replicas: tuple[int, ...] = (0,),
 ) -> Measured | NothingMeasured:
-    """The account of a step; takes seconds for the largest plans."""
+    """The account of a step of some ranks of one replica; takes seconds for the largest plans.
+
+    Raises
+    ------
+    InvalidInput
+        When a rank did not run its list of the plan.
+    """
     numbers = most_shared(traces)
     if not numbers:
         return NothingMeasured("no-step", "The ranks have sent traces without a finished step.")

@@ -108,6 +108,11 @@ class Runs:
         await self.get(run_id)
         return await self._runs.events(run_id, after, limit)
 
+    async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
+        """What happened to a run last, the newest first; raises :class:`ProblemError` 404."""
+        await self.get(run_id)
+        return await self._runs.newest_events(run_id, limit)
+
     async def cancel(self, run_id: str) -> RunRecord:
         """Stop a run on all of its nodes; one that has ended stays as it is."""
         before = await self.get(run_id)
@@ -176,6 +181,17 @@ class Runs:
                 f"found a plan with {other}; the run has {mine}. A run keeps its ranks, its stages' places "
                 f"and its microbatches.",
             )
+        if _partition(ours) != _partition(theirs):
+            raise InvalidInput.at(
+                "/plan_id",
+                "found a plan that cuts the model elsewhere; a run keeps every stage's layers. Begin a new "
+                "run of that plan, from a checkpoint of this one.",
+            )
+
+
+def _partition(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
+    """The layers of every stage; None where stages were given."""
+    return None if plan.problem.model is None else plan.problem.model.partition
 
 
 def _shape(plan: Plan) -> str:

@@ -7,11 +7,14 @@ from typing import Any
 
 from zbv_solver import memory_fraction
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.problem import Problem, exceeds
 
 from zbv_service.documents import ProblemSummary, parse_body
+from zbv_service.questions import Question, summary_of
 from zbv_service.searches.check_documents import CheckRequest, IssueDocument, ProblemCheck, ProblemFacts
-from zbv_service.searches.searches import parse_request, summary_of
+from zbv_service.searches.layered import facts_of_layers
+from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 
 
@@ -22,19 +25,44 @@ async def check(body: Any, settings: Settings) -> ProblemCheck:
 
 def _check(body: Any, settings: Settings) -> ProblemCheck:
     try:
-        problem = _problem_of(body, settings)
+        question = _question_of(body, settings)
     except InvalidInput as error:
         issues = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in error.issues]
         return ProblemCheck(is_valid=False, issues=issues, problem_summary=None, facts=None)
-    summary = ProblemSummary.model_validate(summary_of(problem))
-    return ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=facts_of(problem))
+    summary = ProblemSummary.model_validate(summary_of(question))
+    if isinstance(question, LayeredProblem):
+        layers = facts_of_layers(question)
+        return ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=None, layers=layers)
+    return ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=facts_of(question))
 
 
-def _problem_of(body: Any, settings: Settings) -> Problem:
+def _question_of(body: Any, settings: Settings) -> Question:
+    asked = body
+    if isinstance(body, dict):
+        asked = {key: value for key, value in body.items() if key != "limit_fraction"}
+    try:
+        question, _ = parse_request(asked, settings)
+    except InvalidInput as error:
+        raise InvalidInput([*error.issues, *_wrong_fraction(body)]) from None
     request = parse_body(CheckRequest, body)
-    asked = {key: value for key, value in body.items() if key != "limit_fraction"}
-    problem, _ = parse_request(asked, settings)
-    return problem if request.limit_fraction is None else _limited(problem, request.limit_fraction)
+    if request.limit_fraction is None:
+        return question
+    if isinstance(question, LayeredProblem):
+        raise InvalidInput.at(
+            "/limit_fraction",
+            "found a fraction of what 1F1B takes, and layers that are not cut into stages yet: what it takes "
+            "depends on the cut. Give memory.limit.",
+        )
+    return _limited(question, request.limit_fraction)
+
+
+def _wrong_fraction(body: Any) -> list[Issue]:
+    """What is wrong with the limit's fraction, beside all that is wrong with the rest."""
+    try:
+        parse_body(CheckRequest, body)
+    except InvalidInput as error:
+        return [issue for issue in error.issues if issue.pointer == "/limit_fraction"]
+    return []
 
 
 def _limited(problem: Problem, fraction: float) -> Problem:

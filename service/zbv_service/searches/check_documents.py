@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.plan import BaselineDocument
-from zbv_solver.schema import Number, ProblemDocument
+from zbv_solver.schema import Number
 
 from zbv_service.documents import ProblemSummary
+from zbv_service.questions import QuestionDocument
 
 
 class _Request(BaseModel):
@@ -53,19 +54,46 @@ class ProblemFacts(BaseModel):
     busy: list[float] = Field(description="Least work of every rank; no iteration is shorter.")
 
 
+class PlacementFacts(BaseModel):
+    """A placement that is planned."""
+
+    placement: str
+    chunks: int = Field(description="Stages per rank.")
+    stages: int
+
+
+class LayersFacts(BaseModel):
+    """What can be said of layers before they are cut into stages."""
+
+    layers: int = Field(description="Copies counted.")
+    parts: int = Field(description="What is left to be cut apart, with together's groups as one each.")
+    placements: list[PlacementFacts]
+    work: float = Field(description="Least work of a microbatch on all layers.")
+    mean_busy: float = Field(description="Least work of the mean rank; no iteration is shorter.")
+    static: float = Field(description="What all layers hold while nothing runs, in the memory unit.")
+    held: float = Field(description="What the forwards of one microbatch hold, with nothing recomputed.")
+    limit: list[float] | None = Field(description="Of every rank, in the memory unit; null is unlimited.")
+    can_recompute: bool = Field(description="Whether any layer has an alternative.")
+
+
 class ProblemCheck(BaseModel):
     """Whether a search would be accepted."""
 
     is_valid: bool
     issues: list[IssueDocument]
     problem_summary: ProblemSummary | None = Field(description="Null unless the problem is valid.")
-    facts: ProblemFacts | None = Field(description="Null unless the problem is valid.")
+    facts: ProblemFacts | None = Field(
+        description="Null unless the problem is valid, and its stages are known."
+    )
+    layers: LayersFacts | None = Field(
+        None, description="In place of facts, of a valid problem whose layers are still to be cut."
+    )
 
 
 class EstimateRequest(_Request):
     """A problem to be estimated."""
 
-    problem: ProblemDocument
+    problem: QuestionDocument
 
 
 class EstimatedPlan(BaseModel):

@@ -13,8 +13,8 @@ from zbv_service.cache import Cache
 from zbv_service.database import PlanTable
 from zbv_service.documents import CompareRequest, Comparison, PlanSummaryDocument, parse_body
 from zbv_service.packing import problem_key
+from zbv_service.questions import read_problem, summary_of
 from zbv_service.searches.aside import Aside
-from zbv_service.searches.searches import read_problem, summary_of
 from zbv_service.settings import Settings
 
 CACHED = 64

@@ -15,8 +15,7 @@ from typing import Any
 from zbv_solver import __version__
 from zbv_solver.errors import InvalidInput
 from zbv_solver.options import EFFORTS
-from zbv_solver.problem import Problem
-from zbv_solver.schema import ProblemDocument, canonical_json, parse_problem, problem_json, to_problem
+from zbv_solver.schema import canonical_json
 
 from zbv_service.database import NameTaken, SearchDiscarded, SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents import OptionsDocument, SearchRequest, parse_body
@@ -30,6 +29,7 @@ from zbv_service.http.problems import (
     ProblemError,
 )
 from zbv_service.packing import pack, unpack
+from zbv_service.questions import Question, parse_question, question_json, read_question, summary_of
 from zbv_service.records import NamedRequest, NewSearch, Page, Position, SearchFilter, SearchRecord
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
@@ -150,12 +150,12 @@ class Searches:
         """How many searches come before one that is queued; None of one that is not."""
         return await self._table.queued_before(record) if record.state == "queued" else None
 
-    async def asked(self, search_id: str) -> tuple[SearchRecord, Problem]:
+    async def asked(self, search_id: str) -> tuple[SearchRecord, Question]:
         """A search and its problem; raises :class:`ProblemError` 404."""
         record, packed = await self.get(search_id), await self._table.problem(search_id)
         if packed is None:
             raise _not_found(search_id)
-        return record, await asyncio.to_thread(lambda: parse_problem(unpack(packed)))
+        return record, await asyncio.to_thread(lambda: parse_question(unpack(packed)))
 
     async def problem(self, search_id: str) -> bytes | None:
         """The normalised problem document of a search, packed, or None when it is gone."""
@@ -196,22 +196,22 @@ class Searches:
 
 def new_search(body: Any, settings: Settings) -> NewSearch:
     """The search that a request body asks for; raises :class:`InvalidInput`."""
-    problem, options = parse_request(body, settings)
-    document, chosen = problem_json(problem), options.model_dump()
+    question, options = parse_request(body, settings)
+    document, chosen = question_json(question), options.model_dump()
     return NewSearch(
         id=uuid.uuid4().hex,
         request_key=request_key(document, chosen),
         problem=pack(document),
-        summary=summary_of(problem),
+        summary=summary_of(question),
         options=chosen,
         created_at=datetime.now(UTC),
     )
 
 
-def parse_request(body: Any, settings: Settings) -> tuple[Problem, OptionsDocument]:
+def parse_request(body: Any, settings: Settings) -> tuple[Question, OptionsDocument]:
     """The problem and options of a request body; raises :class:`InvalidInput`."""
     request = parse_body(SearchRequest, body)
-    problem = read_problem(request.problem, settings.max_cells)
+    question = read_question(request.problem, settings.max_cells)
     limit = request.options.time_limit
     if limit is not None and limit > settings.max_time_limit:
         raise InvalidInput.at(
@@ -224,44 +224,13 @@ def parse_request(body: Any, settings: Settings) -> tuple[Problem, OptionsDocume
             "/options/effort",
             f"found {request.options.effort}; this service takes at most {highest}.",
         )
-    return problem, request.options
-
-
-def read_problem(document: ProblemDocument, max_cells: int) -> Problem:
-    """The problem of a request body, not larger than is accepted; raises :class:`InvalidInput`."""
-    try:
-        problem = to_problem(document)
-    except InvalidInput as error:
-        raise error.below("/problem") from None
-    require_size(problem.pp_degree, problem.microbatches, max_cells)
-    return problem
-
-
-def require_size(pp_degree: int, microbatches: int, max_cells: int) -> None:
-    """Raise :class:`InvalidInput` for a problem that is larger than the service accepts."""
-    if pp_degree * microbatches > max_cells:
-        raise InvalidInput.at(
-            "/problem/microbatches",
-            f"found {pp_degree} ranks times {microbatches} microbatches; this service takes at most "
-            f"{max_cells}. Plan fewer microbatches: the steady state repeats.",
-        )
+    return question, request.options
 
 
 def request_key(problem: dict[str, Any], options: dict[str, Any]) -> str:
     """Hash of what determines an answer: the normalised problem, the options, and the planner's version."""
     asked = {"problem": problem, "options": options, "version": __version__}
     return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
-
-
-def summary_of(problem: Problem) -> dict[str, Any]:
-    """The few numbers of a problem that a list shows."""
-    return {
-        "pp_degree": problem.pp_degree,
-        "microbatches": problem.microbatches,
-        "placement": problem.placement.kind,
-        "objective": problem.objective,
-        "time_unit": problem.units.time,
-    }
 
 
 def _known(search_id: str) -> str:

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from zbv_solver.orders import Orders
 from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
-from zbv_solver.schema import parse_problem
+from zbv_solver.schema import parse_problem, problem_json
 
-from zbv_service.packing import finite, pack, pack_plan, unpack
+from zbv_service.packing import finite, pack_incumbent, pack_plan, unpack
+from zbv_service.questions import Question, parse_question
 from zbv_service.records import NewPlan, Update
 
 METHOD_CHARACTERS = 200
@@ -34,6 +35,8 @@ class ProgressLike(Protocol):
     def method(self) -> str: ...  # noqa: D102
     @property
     def orders(self) -> Orders: ...  # noqa: D102
+    @property
+    def problem(self) -> Problem: ...  # noqa: D102
 
 
 class SearchFunction(Protocol):
@@ -41,11 +44,11 @@ class SearchFunction(Protocol):
 
     def __call__(
         self,
-        problem: Problem,
+        problem: Question,
         options: dict[str, Any],
         on_progress: Callable[[ProgressLike], None],
         cancelled: Callable[[], bool],
-        incumbent: Orders | None,
+        incumbent: Orders | Plan | None,
     ) -> Plan:
         """Search; returns a verified plan, the best so far when cancelled."""
 
@@ -67,7 +70,7 @@ class SearchTask:
     Attributes
     ----------
     problem, incumbent
-        Packed documents: the problem, and the ranks of the best plan known.
+        Packed documents: the problem, and the ranks of the best plan known (:func:`pack_incumbent`).
     """
 
     search_id: str
@@ -77,11 +80,11 @@ class SearchTask:
 
 
 def solver_search(
-    problem: Problem,
+    problem: Question,
     options: dict[str, Any],
     on_progress: Callable[[ProgressLike], None],
     cancelled: Callable[[], bool],
-    incumbent: Orders | None,
+    incumbent: Orders | Plan | None,
 ) -> Plan:
     """The solver's own search."""
     # Imported here: the solver's kernels take a second that only search processes should spend.
@@ -92,18 +95,34 @@ def solver_search(
 
 def compute(task: SearchTask, search: SearchFunction, reporter: Reporter) -> NewPlan:
     """Run a search to its end; raises :class:`zbv_solver.errors.InfeasibleMemory` when no plan fits."""
-    problem = parse_problem(unpack(task.problem))
-    incumbent = None if task.incumbent is None else Orders.from_text(unpack(task.incumbent))
-    problem.require_feasible()
-    return pack_plan(search(problem, task.options, reporter.report, reporter.is_stopped, incumbent))
+    question = parse_question(unpack(task.problem))
+    incumbent = None if task.incumbent is None else _incumbent(question, unpack(task.incumbent))
+    if isinstance(question, Problem):  # of layers, only the search finds out
+        question.require_feasible()
+    return pack_plan(search(question, task.options, reporter.report, reporter.is_stopped, incumbent))
+
+
+def _incumbent(question: Question, found: Any) -> Orders | Plan:
+    """What to go on from: orders, and of layers those of a cut."""
+    ranks = found if isinstance(found, list) else found["ranks"]
+    orders = Orders.from_text(ranks)
+    if isinstance(question, Problem):
+        return orders
+    # Imported here, as the solver's own search is.
+    from zbv_solver.search import make_plan
+
+    return make_plan(parse_problem(found["problem"]), orders, method="resumed")
 
 
 def update_of(progress: ProgressLike) -> Update:
     """A report as it is stored; packing the ranks of a large problem takes a while."""
+    problem = progress.problem
     return Update(
         objective=progress.objective,
         lower_bound=progress.lower_bound,
         gap=finite(progress.gap),
         method=progress.method[:METHOD_CHARACTERS],
-        incumbent=pack(progress.orders.all_text()),
+        incumbent=pack_incumbent(
+            progress.orders.all_text(), None if problem.model is None else problem_json(problem)
+        ),
     )

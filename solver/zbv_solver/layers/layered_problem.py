@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.amounts import broken_rule
+from zbv_solver.amounts import MAX_NUMBER, broken_rule
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layers.cut import Cut, CutModel, CutRules, Link
 from zbv_solver.layers.layer import Model
@@ -19,6 +20,8 @@ from zbv_solver.problem import MAX_PP_DEGREE, OBJECTIVES, Costs, Memory, Objecti
 
 PlacementChoice = Literal["auto", "v", "loop", "single"]
 
+_COSTS = ("forward", "backward_input", "backward_weight", "fused")
+_MEMORY = ("forward", "backward_input", "backward_weight", "static")
 AUTO_CHUNKS = (2, 3, 4)
 """Chunks per rank of the loop placements that ``auto`` tries."""
 
@@ -60,7 +63,7 @@ class LayeredProblem:
     units: Units = field(default_factory=Units)
 
     def __post_init__(self) -> None:
-        issues = _shape_issues(self) or [*_number_issues(self), *_rule_issues(self)]
+        issues = _shape_issues(self) or [*_number_issues(self), *_rule_issues(self)] or _sum_issues(self)
         if issues:
             raise InvalidInput(issues)
 
@@ -222,9 +225,10 @@ def _number_issues(problem: LayeredProblem) -> list[Issue]:
     ]
     if problem.link is not None:
         numbers.append(("/costs/link/latency", problem.link.latency))
-        if not problem.link.bandwidth > 0:
+        bandwidth = problem.link.bandwidth
+        if not 0 < bandwidth < math.inf:
             issues.append(
-                Issue("/costs/link/bandwidth", f"found {problem.link.bandwidth:.15g}; must be positive.")
+                Issue("/costs/link/bandwidth", f"found {bandwidth:.15g}; must be positive and finite.")
             )
     broken = {pointer: broken_rule(value) for pointer, value in reversed(numbers) if broken_rule(value)}
     return issues + [Issue(pointer, rule) for pointer, rule in broken.items() if rule]
@@ -246,6 +250,25 @@ def _rule_issues(problem: LayeredProblem) -> list[Issue]:
                 Issue(f"/cut/{name}", f"found {count}; that cuts layers apart that cut.together keeps.")
             )
     return issues or _too_few(problem)
+
+
+def _sum_issues(problem: LayeredProblem) -> list[Issue]:
+    """A stage may get any of the layers, so all of them together must be what a stage may cost and hold."""
+    each, link = problem.model.each, problem.link
+    kinds = [[layer.costs_when(variant) for layer in each] for variant in (False, True)]
+    largest = max(
+        *(sum(getattr(costs, name) for costs in kind) for kind in kinds for name in _COSTS),
+        *(sum(abs(getattr(costs.memory, name)) for costs in kind) for kind in kinds for name in _MEMORY),
+        *(max(costs.memory.workspace for costs in kind) for kind in kinds),
+    )
+    issues = []
+    if broken_rule(3 * (largest + max(problem.static))):
+        rule = f"found {largest:.6g} for all of them together; must be at most {MAX_NUMBER / 3:.6g}, beside "
+        issues.append(Issue("/layers", rule + "memory.static. Use a larger unit."))
+    if link is not None and broken_rule(link.transfer(max(layer.output_bytes for layer in each))):
+        rule = f"found a bandwidth of {link.bandwidth:.6g}: the longest transfer takes longer than "
+        issues.append(Issue("/costs/link", rule + f"{MAX_NUMBER:g}. Use a larger unit of time."))
+    return issues
 
 
 def _too_few(problem: LayeredProblem) -> list[Issue]:

@@ -22,14 +22,21 @@
     for (const shown of old.querySelectorAll("details[open][id]")) {
       taken.querySelector(`#${CSS.escape(shown.id)}`)?.setAttribute("open", "");
     }
+    for (const given of old.querySelectorAll("select[id], input[id]")) {
+      const same = taken.querySelector(`#${CSS.escape(given.id)}`);
+      if (same !== null) {
+        same.value = given.value;
+      }
+    }
     const scrolled = old.querySelector(".scroll")?.scrollLeft;
     old.replaceWith(taken);
     if (scrolled) {
       taken.querySelector(".scroll").scrollLeft = scrolled;
     }
     if (focused !== null) {
-      const same = [...taken.querySelectorAll("a, button, [tabindex]")];
-      same.find((part) => part.getAttribute("href") === focused.getAttribute("href"))?.focus({ preventScroll: true });
+      const same = [...taken.querySelectorAll(focused.localName)];
+      const name = (part) => part.id || part.getAttribute("href") || part.getAttribute("aria-label") || part.textContent;
+      same.find((part) => name(part) === name(focused))?.focus({ preventScroll: true });
     }
   }
 

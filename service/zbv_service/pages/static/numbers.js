@@ -1,44 +1,7 @@
-// Numbers as the server writes them (zbv_solver/export/quantities.py): four significant digits, narrow spaces
-// between thousands, a true minus.
+// Numbers as the server writes them, for modules; those with charts have the same as `zbv.number`.
+import "../numbers.js";
 
-const NARROW = "\u202f";
-
-// Like toFixed, but what lies exactly between two numbers becomes the even one, as it does in Python.
-function fixed(value, decimals) {
-  const scaled = Math.abs(value) * 10 ** decimals;
-  const isExact = Number.isInteger(value * 2 ** (decimals + 1)); // else it only looks like a tie
-  const isTie = isExact && scaled % 1 === 0.5 && Math.floor(scaled) % 2 === 0;
-  return (isTie ? (Math.sign(value) * Math.floor(scaled)) / 10 ** decimals : value).toFixed(decimals);
-}
-
-export function figure(value, digits = 4) {
-  if (!Number.isFinite(value)) {
-    return value > 0 ? "∞" : "−∞";
-  }
-  const magnitude = value === 0 ? 0 : Math.floor(Math.log10(Math.abs(value)));
-  if (magnitude >= 12 || magnitude < -6) {
-    return value.toExponential(digits - 1).replace(/(?<=e[+-])(?=\d$)/, "0").replaceAll("-", "−");
-  }
-  let [whole, fraction = ""] = fixed(value, Math.max(0, digits - 1 - magnitude)).split(".");
-  whole = whole.replace(/\B(?=(\d{3})+$)/g, NARROW).replace("-", "−");
-  fraction = fraction.replace(/0+$/, "");
-  return fraction === "" ? whole : `${whole}.${fraction}`;
-}
-
-export function withUnit(value, unit) {
-  return unit ? `${figure(value)} ${unit}` : figure(value);
-}
-
-export function percent(fraction, digits = 2) {
-  if (!Number.isFinite(fraction)) {
-    return fraction > 0 ? "∞" : "−∞";
-  }
-  let text = fixed(100 * fraction, digits);
-  if (/^-?0*\.?0*$/.test(text)) {
-    text = text.replace("-", "");
-  }
-  return `${text}${NARROW}%`.replace("-", "−");
-}
+export const { number: figure, percent, amount: withUnit } = globalThis.zbv;
 
 // Seconds as a clock on a page: tenths while they matter.
 export function duration(seconds) {

@@ -20,14 +20,16 @@ from zbv_service.routers.rooms import caller_of, most_searches, rooms
 from zbv_service.security.scheme import READ, needs
 
 MAX_FORM_BYTES = 1024
-_MOST_REFUSED = 1000
+_MOST_POINTS = 1000
+
+Points = Annotated[int, Query(ge=0, le=_MOST_POINTS)]
 
 router = APIRouter(include_in_schema=False)
 
 
 @router.get("/plans/{plan_id}/frontier", dependencies=[READ])
 async def get_frontier_page(
-    request: Request, plan_id: str, refused: Annotated[int, Query(ge=0, le=_MOST_REFUSED)] = 0
+    request: Request, plan_id: str, refused: Points = 0, known: Points = 0
 ) -> Response:
     """The frontier of a plan's model."""
     found = rooms(request)
@@ -38,7 +40,7 @@ async def get_frontier_page(
         return problem_answer(error, request)
     shell, most = shell_of(request), found.settings.max_effort
     view = await asyncio.to_thread(
-        frontier_view, plan, frontier, most_effort=most, refused=refused, root=shell.root
+        frontier_view, plan, frontier, most_effort=most, refused=refused, known=known, root=shell.root
     )
     return page(frontier_page(view, shell), headers={"Cache-Control": "no-store"})
 
@@ -61,7 +63,11 @@ async def post_frontier(request: Request, plan_id: str) -> Response:
         return problem_answer(error, request)
     except InvalidInput as error:
         return problem_answer(ProblemError(INVALID_BODY, str(error)), request)
-    query = f"?refused={min(asked.refused, _MOST_REFUSED)}" if asked.refused else ""
+    query = ""
+    if asked.refused:
+        query = f"?refused={min(asked.refused, _MOST_POINTS)}"
+    elif asked.known and not asked.searched:
+        query = f"?known={min(asked.known, _MOST_POINTS)}"
     return RedirectResponse(f"{root_of(request)}/plans/{quote(plan_id)}/frontier{query}", 303)
 
 

@@ -6,9 +6,18 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
+from zbv_solver.layers.layered_problem import LayeredProblem
 
 from zbv_service.http.problems import ProblemError
-from zbv_service.pages.new_search import Start, new_search_page, presets, start_at, start_from
+from zbv_service.pages.new_search import (
+    Start,
+    new_search_page,
+    presets,
+    start_at,
+    start_from,
+    start_from_layers,
+)
+from zbv_service.questions import Question
 from zbv_service.routers.answers import page, shell_of
 from zbv_service.routers.rooms import rooms
 from zbv_service.security.scheme import READ
@@ -44,12 +53,16 @@ async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) ->
     found = rooms(request)
     kind: Literal["plan", "search"] = "plan" if len(source) == PLAN_ID else "search"
     options: dict[str, Any] = {}
+    problem: Question
+    needed: list[float] | None = None
     if kind == "plan":
         problem = (await found.plans.plan(source)).problem
     else:
         record, problem = await found.searches.asked(source)
-        options = record.options
+        options, needed = record.options, (record.error or {}).get("smallest_limit")
     note = f"This is the problem of {kind} {source[:12]}."
     if at_smallest_limit:
         note += " Its memory limit is the smallest that some plan fits; a little more leaves less idle time."
+    if isinstance(problem, LayeredProblem):
+        return start_from_layers(problem, options, note, needed if at_smallest_limit else None)
     return start_from(problem, options, note, at_smallest_limit=at_smallest_limit)

@@ -24,7 +24,6 @@ from zbv_service.security.scheme import READ, needs
 MAX_FORM_BYTES = 1024
 EVENTS = 200
 """Of the newest that a page shows."""
-_MOST_EVENTS = 10_000
 _MAX_INDEX = 2**31 - 1
 NO_STORE = {"Cache-Control": "no-store"}
 
@@ -40,14 +39,14 @@ async def get_run_page(request: Request, run_id: str) -> Response:
     found = rooms(request)
     try:
         run = await found.runs.get(run_id)
-        events = await found.runs.events(run_id, 0, _MOST_EVENTS)
+        events = await found.runs.newest_events(run_id, EVENTS)
         index = await found.parts.index(run_id)
         lines = await found.steps.newest(run_id, index)
         plan = None if run.plan_id is None else await _summary(request, run.plan_id)
     except ProblemError as error:
         return problem_answer(error, request)
     shell = shell_of(request)
-    view = run_view(run, plan, events[::-1][:EVENTS], index, lines, shell)
+    view = run_view(run, plan, events, index, lines, shell)
     return page(run_page(view, shell), headers=NO_STORE)
 
 

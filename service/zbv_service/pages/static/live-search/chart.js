@@ -4,7 +4,7 @@ import { duration, figure, percent, ticks, withUnit } from "../numbers.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 300;
-const MARGIN = { top: 14, right: 16, bottom: 34 };
+const MARGIN = { top: 20, right: 16, bottom: 34 };
 const TICK_GAP = 8; // px between a number and its axis
 const DIGIT = 7; // px of a digit of an axis
 const FAR = 6; // a first plan this many times farther from the bound than the best one is cut off
@@ -118,8 +118,11 @@ export class Chart {
       }
     }
     if (isCut) {
-      const first = `first plan: ${withUnit(this.points[0].best, this.unit)} ↑`;
-      element("text", { x: this.x(this.points[0].seconds) + 8, y: MARGIN.top + 12 }, svg, first);
+      // Above all lines, and to the left of where it would leave the picture.
+      const first = `↑ first plan: ${withUnit(this.points[0].best, this.unit)}`;
+      const left = this.x(this.points[0].seconds);
+      const isLate = left > this.holder.clientWidth / 2;
+      element("text", { x: left, y: MARGIN.top - 8, "text-anchor": isLate ? "end" : "start" }, svg, first);
     }
   }
 

@@ -102,7 +102,7 @@ function showNumbers() {
 }
 
 function showSteps() {
-  if (!at("steps").open) {
+  if (!at("steps")?.open) {
     return;
   }
   const rows = course.points.map((point) => {
@@ -146,6 +146,7 @@ async function finish() {
   at("line").textContent = "";
   at("controls")?.remove();
   if (course.end.state === "discarded") {
+    at("delete")?.parentElement.remove();
     at("outcome").textContent = "This search was deleted; a plan that it found is still there.";
     return;
   }

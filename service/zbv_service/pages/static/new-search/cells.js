@@ -1,6 +1,6 @@
 // Tables of cells: a row per quantity, and as many columns as the finest of them needs.
 
-import { pasted } from "./values.js";
+import { listed, pasted } from "./values.js";
 
 const MOST_COLUMNS = 256; // beyond it a row is one field with all its numbers
 const MODES = {
@@ -63,7 +63,10 @@ export class Cells {
     const heads = names.map(([name, more]) =>
       make("th", { scope: "col" }, name, ...(more ? [make("small", { textContent: more })] : [])),
     );
-    return make("thead", {}, make("tr", {}, make("th", { scope: "col" }), make("th", { scope: "col" }), ...heads));
+    const unseen = ["Quantity", "How it is given"].map((name) =>
+      make("th", { scope: "col" }, make("span", { className: "hidden-text", textContent: name })),
+    );
+    return make("thead", {}, make("tr", {}, ...unseen, ...heads));
   }
 
   #rows(shape) {
@@ -99,7 +102,7 @@ export class Cells {
     const texts = values.texts(shape);
     const count = shape.count(quantity.per);
     if (values.mode === "each" && count > MOST_COLUMNS) {
-      const area = make("textarea", { id: cellId(key, 0), value: texts.join(" "), rows: 3, spellcheck: false });
+      const area = make("textarea", { id: cellId(key, 0), value: (values.list ?? texts).join(" "), rows: 3, spellcheck: false });
       area.dataset.all = key;
       area.setAttribute("aria-label", `${label} ${letter}, ${count} values in model order`);
       return [make("td", { colSpan: this.columns }, area)];
@@ -129,10 +132,7 @@ export class Cells {
       this.form.values[key].set(Number(at), event.target.value, shape);
       this.changed(key);
     } else if (all !== undefined) {
-      const texts = event.target.value.split(/[\s,;]+/).filter(Boolean);
-      for (let index = 0; index < shape.count(this.form.values[all].per); index += 1) {
-        this.form.values[all].set(index, texts[index] ?? "", shape);
-      }
+      this.form.values[all].setAll(listed(event.target.value), shape);
       this.changed(all);
     }
   }
@@ -166,12 +166,16 @@ export class Cells {
     const { shape } = this.form;
     const values = this.form.values[key];
     values.asIs = undefined;
-    const room = (mode) => ({ same: 1, chunk: shape.chunks, each: shape.count(values.per) })[mode];
     if (values.mode !== "each") {
       const mode = texts.length === shape.chunks && values.per === "stage" && from === 0 ? "chunk" : "each";
       values.setMode(mode, shape);
     }
-    texts.slice(0, room(values.mode) - from).forEach((text, index) => values.set(from + index, text, shape));
+    const before = values.texts(shape).slice(0, from);
+    if (values.mode === "each" && from + texts.length > shape.count(values.per)) {
+      values.setAll([...before, ...texts], shape);
+    } else {
+      texts.forEach((text, index) => values.set(from + index, text, shape));
+    }
   }
 
   #replaced(event) {

@@ -34,6 +34,12 @@ export class Expectation {
     this.#moved();
   }
 
+  // Its layers are still to be cut: what they cost, no slider changes.
+  startLayers(problem) {
+    this.problem = problem;
+    this.soon({ of: problem, question: null });
+  }
+
   // It has none: nothing can be expected.
   refuse(why) {
     this.problem = null;

@@ -12,8 +12,8 @@ export function problemIn(document) {
   if (isObject(document.problem)) {
     return { problem: document.problem, options: isObject(document.options) ? document.options : {} };
   }
-  if (!("pp_degree" in document) && !("costs" in document) && !("microbatches" in document)) {
-    throw new TypeError("It is JSON, but no problem: it has no pp_degree, microbatches or costs.");
+  if (!["pp_degree", "costs", "microbatches", "layers"].some((key) => key in document)) {
+    throw new TypeError("It is JSON, but no problem: it has no pp_degree, microbatches, costs or layers.");
   }
   return { problem: document, options: {} };
 }
@@ -22,7 +22,10 @@ export async function readFile(file) {
   if (file.size > MOST_BYTES) {
     throw new TypeError(`It has ${file.size} bytes; a problem file has at most ${MOST_BYTES}.`);
   }
-  const text = await file.text();
+  return readText(await file.text());
+}
+
+export function readText(text) {
   let document;
   try {
     document = JSON.parse(text);
@@ -65,6 +68,17 @@ export function acceptFiles(input, veil, take) {
     if (hasFiles(event) && event.dataTransfer.files.length > 0) {
       event.preventDefault();
       take(event.dataTransfer.files[0]);
+    }
+  });
+}
+
+// take(text) is called for a document that is pasted anywhere but into a field.
+export function acceptPaste(take) {
+  document.addEventListener("paste", (event) => {
+    const text = event.clipboardData?.getData("text/plain").trim() ?? "";
+    if (!event.target.closest("input, textarea, select") && text.startsWith("{")) {
+      event.preventDefault();
+      take(text);
     }
   });
 }

@@ -3,8 +3,9 @@
 
 import { Cells } from "./cells.js";
 import { Expectation } from "./expectation.js";
-import { acceptFiles, readFile } from "./files.js";
+import { acceptFiles, acceptPaste, readFile, readText } from "./files.js";
 import { Issues } from "./issues.js";
+import { layerRows, showLayers } from "./layers-panel.js";
 import { COSTS, DELTAS, LIMIT, ProblemForm, STATIC } from "./problem-form.js";
 import { copy, curl, pretty } from "./script-view.js";
 import { Service, latest, newKey, said } from "./service.js";
@@ -22,6 +23,7 @@ class NewSearch {
     this.service = new Service(page.root);
     this.form = new ProblemForm();
     this.facts = null; // of the problem that was checked last, where it was valid
+    this.layerFacts = null; // in their place, of layers that are still to be cut
     this.checked = null; // the text of what was checked last
     this.intent = null; // {text, key} of a request that may have to be sent again
     const changed = (key) => this.#cellChanged(key);
@@ -66,6 +68,10 @@ class NewSearch {
       this.#draw();
       this.changed();
     });
+    at("keep_cut").addEventListener("change", () => {
+      this.form.layers.keepsCut = at("keep_cut").checked;
+      this.changed();
+    });
     at("preset").addEventListener("change", () => {
       const preset = page.presets[at("preset").value];
       if (preset !== undefined) {
@@ -79,7 +85,8 @@ class NewSearch {
     for (const button of document.querySelectorAll("[data-copy]")) {
       button.addEventListener("click", () => this.#copy(button.dataset.copy));
     }
-    acceptFiles(at("file"), at("drop"), (file) => this.#open(file));
+    acceptFiles(at("file"), at("drop"), (file) => this.#open(file.name, () => readFile(file)));
+    acceptPaste((text) => this.#open("what you pasted", () => readText(text)));
   }
 
   #choose(name, value) {
@@ -110,6 +117,7 @@ class NewSearch {
     const kept = unshown.length === 0 ? "" : `No field shows ${unshown.join(", ")}; that is kept and sent along.`;
     this.say([note, kept].filter(Boolean).join(" "));
     this.facts = null;
+    this.layerFacts = null;
     this.#draw();
     this.changed();
   }
@@ -125,14 +133,19 @@ class NewSearch {
     at("has_memory").checked = form.hasMemory;
     at("memory-fields").hidden = !form.hasMemory;
     at("chunks-field").hidden = form.placement !== "loop";
+    showLayers(form.layers, this.#units);
     at("limit_fraction-field").hidden = form.limitKind !== "fraction";
     this.tables.ranks.quantities = form.limitKind === "amount" ? [STATIC, LIMIT] : [STATIC];
     this.#drawTables();
   }
 
   #drawTables() {
-    for (const table of Object.values(this.tables)) {
-      table.draw();
+    for (const [name, table] of Object.entries(this.tables)) {
+      if (this.form.layers !== null && name !== "ranks") {
+        table.table.replaceChildren(); // else their issues would be shown where nobody sees them
+      } else {
+        table.draw();
+      }
     }
     this.issues.show(this.issues.shown);
   }
@@ -160,7 +173,7 @@ class NewSearch {
   #drawText() {
     const body = this.body();
     const text = pretty(body.problem);
-    const isStale = this.facts === null;
+    const isStale = !this.#isValid;
     for (const id of ["json", "curl"]) {
       at(id).classList.toggle("stale", isStale);
     }
@@ -183,6 +196,8 @@ class NewSearch {
     at("verdict").setAttribute("aria-busy", "false");
     if (!answer.ok) {
       this.facts = null;
+      this.layerFacts = null;
+      this.#drawText();
       this.#verdict("bad", said(answer));
       this.expectation.refuse("");
       if (answer.status === 401) {
@@ -190,10 +205,15 @@ class NewSearch {
       }
       return;
     }
-    const { is_valid: isValid, issues, facts } = answer.body;
+    const { is_valid: isValid, issues, facts, layers } = answer.body;
     this.facts = facts;
+    this.layerFacts = layers;
     this.issues.show(issues);
     this.#drawText();
+    if (layers !== null) {
+      this.#expectLayers(layers);
+      return;
+    }
     this.#verdict(...verdictOf(facts, issues, this.issues.homeless));
     at("facts").replaceChildren(...(isValid ? factRows(facts, this.#units) : []));
     const { hasFraction } = this.form;
@@ -206,6 +226,18 @@ class NewSearch {
     this.expectation.start(this.body().problem, facts, hasFraction);
   }
 
+  #expectLayers(layers) {
+    this.#verdict("good", "Ready to search.");
+    at("facts").replaceChildren(...layerRows(layers, this.#units));
+    at("limit-meaning").textContent = "";
+    at("summary").hidden = true;
+    this.expectation.startLayers(this.body().problem);
+  }
+
+  get #isValid() {
+    return this.facts !== null || this.layerFacts !== null;
+  }
+
   #verdict(style, text) {
     at("verdict").className = `verdict-line ${style}`;
     at("verdict").textContent = text;
@@ -213,16 +245,15 @@ class NewSearch {
 
   // ---- files, copies, and the search itself
 
-  async #open(file) {
+  async #open(name, read) {
     at("preset").value = "";
     try {
-      const found = await readFile(file);
-      this.begin(found, `This is ${file.name}.`);
+      this.begin(await read(), `This is ${name}.`);
     } catch (error) {
       if (!(error instanceof TypeError)) {
         throw error;
       }
-      this.say(`${file.name} cannot be used. ${error.message}`, true);
+      this.say(`${name[0].toUpperCase()}${name.slice(1)} cannot be used. ${error.message}`, true);
     }
   }
 
@@ -239,7 +270,7 @@ class NewSearch {
       do {
         await this.check(); // what is sent is what was checked, whatever is typed meanwhile
       } while (this.checked !== JSON.stringify(this.form.question()));
-      if (this.facts === null) {
+      if (!this.#isValid) {
         if (this.issues.shown.length > 0) {
           this.issues.summarise(at("summary"), "Correct these first");
         } else {

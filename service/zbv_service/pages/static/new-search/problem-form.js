@@ -1,5 +1,6 @@
 // What the form holds, to and from documents. Keys that it does not know are kept and sent along.
 
+import { Layers } from "./layers.js";
 import { Shape, Values, typed } from "./values.js";
 
 export const COSTS = [
@@ -18,6 +19,7 @@ export const STATIC = { key: "memory.static", label: "Static", letter: "", per: 
 export const LIMIT = { key: "memory.limit", label: "Limit", letter: "", per: "rank", start: "16" };
 export const QUANTITIES = [...COSTS, ...DELTAS, STATIC, LIMIT];
 
+const LAYERED = ["layers", "cut", "partition", "recompute"];
 const LARGEST_TABLE = 1024;
 const SIMPLE = ["pp_degree", "microbatches", "chunks"];
 const CHOICES = { placement: ["v", "loop", "single"], objective: ["span", "makespan"] };
@@ -39,6 +41,7 @@ export class ProblemForm {
     this.limitKind = "fraction";
     this.values = Object.fromEntries(QUANTITIES.map(({ key, per, start }) => [key, new Values(per, start)]));
     this.kept = nothing();
+    this.layers = null; // in place of what stages cost and hold
     this.ranks = 4;
   }
 
@@ -63,6 +66,9 @@ export class ProblemForm {
       problem.chunks = typed(texts.chunks);
     }
     problem.objective = this.objective;
+    if (this.layers !== null) {
+      return this.#withLayers(problem);
+    }
     problem.costs = {};
     for (const { key } of COSTS) {
       const value = this.values[key].toJson(shape);
@@ -76,21 +82,30 @@ export class ProblemForm {
       );
       problem.memory.limit = this.#limit(limit);
     }
-    problem.units = {};
-    for (const [key, text] of [["time", texts.time_unit], ["memory", texts.memory_unit]]) {
-      if (text.trim() !== "") {
-        problem.units[key] = text.trim();
-      }
-    }
-    for (const part of ["costs", "memory", "units"]) {
+    for (const part of ["costs", "memory"]) {
       if (problem[part] !== undefined || Object.keys(kept[part]).length > 0) {
         problem[part] = { ...problem[part], ...kept[part] };
       }
     }
-    if (Object.keys(problem.units).length === 0) {
-      delete problem.units;
+    return { ...problem, ...this.#units(), ...kept.problem };
+  }
+
+  #withLayers(problem) {
+    const { shape, kept } = this;
+    const memory = { static: this.values[STATIC.key].toJson(shape), limit: this.#limit(), ...kept.memory };
+    return { ...problem, ...this.layers.document(), memory, ...this.#units(), ...kept.problem };
+  }
+
+  #units() {
+    const { texts, kept } = this;
+    const units = {};
+    for (const [key, text] of [["time", texts.time_unit], ["memory", texts.memory_unit]]) {
+      if (text.trim() !== "") {
+        units[key] = text.trim();
+      }
     }
-    return { ...problem, ...kept.problem };
+    Object.assign(units, kept.units);
+    return Object.keys(units).length === 0 ? {} : { units };
   }
 
   #limit(limit) {
@@ -116,7 +131,7 @@ export class ProblemForm {
   }
 
   get hasFraction() {
-    return this.hasMemory && this.limitKind === "fraction";
+    return this.layers === null && this.hasMemory && this.limitKind === "fraction";
   }
 
   // What a check is asked.
@@ -133,26 +148,34 @@ export class ProblemForm {
       throw new TypeError("a problem is a JSON object");
     }
     this.kept = nothing();
+    this.layers = Layers.of(problem);
     for (const key of SIMPLE) {
       if (isValue(problem[key])) {
         this.texts[key] = String(problem[key]);
       } else if (problem[key] !== undefined && problem[key] !== null) {
         this.kept.problem[key] = problem[key];
+      } else if (key !== "chunks") {
+        this.texts[key] = ""; // what a file does not say, nobody may have meant
       }
     }
-    for (const [key, known] of Object.entries(CHOICES)) {
+    for (const [key, choices] of Object.entries(CHOICES)) {
+      const known = key === "placement" && this.layers !== null ? [...choices, "auto"] : choices;
       this[key] = known.includes(problem[key]) ? problem[key] : known[0];
       if (problem[key] !== undefined && !known.includes(problem[key])) {
         this.kept.problem[key] = problem[key];
       }
     }
-    this.#readPart("costs", problem.costs, COSTS);
-    this.#readMemory(problem.memory, limitFraction);
+    if (this.layers === null) {
+      this.#readPart("costs", problem.costs ?? {}, COSTS);
+      this.#readMemory(problem.memory, limitFraction);
+    } else {
+      this.#readMemoryBeside(problem.memory);
+    }
     this.#readUnits(problem.units);
     this.#readOptions(options);
     const known = [...SIMPLE, ...Object.keys(CHOICES), "costs", "memory", "units"];
     for (const [key, value] of Object.entries(problem)) {
-      if (!known.includes(key)) {
+      if (!known.includes(key) && !(this.layers !== null && LAYERED.includes(key))) {
         this.kept.problem[key] = value;
       }
     }
@@ -193,6 +216,18 @@ export class ProblemForm {
       this.texts.limit_fraction = String(limitFraction);
       this.values[LIMIT.key] = new Values("rank", "");
     }
+  }
+
+  // What ranks hold beside their layers; what those hold, a cut's document says too, and it follows from them.
+  #readMemoryBeside(found) {
+    const { static_beside_layers: beside, ...others } = isObject(found) ? found : {};
+    for (const name of this.layers.hasCut ? DELTAS.map(({ key }) => key.split(".")[1]) : []) {
+      delete others[name];
+    }
+    const own = beside === undefined ? others : { ...others, static: beside };
+    this.#readPart("memory", isObject(found) || (found ?? null) === null ? own : found, [STATIC, LIMIT]);
+    this.hasMemory = true;
+    this.limitKind = (others.limit ?? null) === null ? "none" : "amount";
   }
 
   #readUnits(found) {

@@ -4,19 +4,41 @@
 
 const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
 
-// What is sent for a field: a number, or, as it was typed, what is none; the service says what is wrong.
+// What is sent for a field: a number, or, as it was typed, what is none; the service says what is wrong. JSON would
+// make null of what is beyond the largest number, and null means something else.
 export function typed(text) {
   const trimmed = text.trim();
-  return NUMBER.test(trimmed) ? Number(trimmed) : trimmed;
+  const value = NUMBER.test(trimmed) ? Number(trimmed) : NaN;
+  return Number.isFinite(value) ? value : trimmed;
 }
 
-// Numbers in what was pasted: rows of a spreadsheet, one list per row.
+// Numbers of a list: between them are spaces, semicolons, or commas where nothing else is. One comma alone is rather
+// a decimal one.
+export function listed(text) {
+  const trimmed = text.trim();
+  const separator = /[\s;]/.test(trimmed) ? /\s*;\s*|,?\s+/ : /,.*,/.test(trimmed) ? "," : /$^/;
+  return withPoints(trimmed.split(separator).filter(Boolean));
+}
+
+// Numbers in what was pasted: rows of a spreadsheet, one list per row; the empty cells after the last are none.
 export function pasted(text) {
-  const lines = text.trim().split(/\r?\n/);
-  if (lines.length > 1 && lines.every((line) => line.includes("\t"))) {
-    return lines.map((line) => line.split("\t").map((cell) => cell.trim()));
+  const lines = text.replace(/^[\r\n]+|[\r\n]+$/g, "").split(/\r?\n/);
+  if (!lines.every((line) => line.includes("\t"))) {
+    return [listed(text)];
   }
-  return [text.trim().split(/[\s;]+|,\s+|,(?=\S+,)/).filter(Boolean)];
+  const rows = lines.map((line) => line.replace(/\t\s*$/, "").split("\t").map((cell) => cell.trim()));
+  const points = withPoints(rows.flat());
+  return rows.map((row) => points.splice(0, row.length));
+}
+
+const WITH_COMMA = /^[+-]?\d*,(\d+)(e[+-]?\d+)?$/i;
+
+// Decimal commas as points, where they can be nothing else: no other number has a point, and some comma is not
+// followed by three digits, as one between thousands would be.
+function withPoints(texts) {
+  const commas = texts.map((text) => WITH_COMMA.exec(text)).filter(Boolean);
+  const isDecimal = commas.some(([, digits]) => digits.length !== 3) && !texts.some((text) => text.includes("."));
+  return isDecimal ? texts.map((text) => (WITH_COMMA.test(text) ? text.replace(",", ".") : text)) : texts;
 }
 
 export class Shape {
@@ -59,6 +81,7 @@ export class Values {
     this.same = text;
     this.byChunk = [];
     this.each = new Map(); // by "chunk position", so that it stays in place when the number of ranks changes
+    this.list = null; // texts that were given at once, and are more or fewer than there are fields
     this.asIs = undefined; // of a file, what no field can show
     this.collapsed = null; // what hides the values of a finer mode
   }
@@ -80,6 +103,9 @@ export class Values {
       const usual = mostCommon(this.byChunk, this.same);
       return Array.from({ length: shape.chunks }, (_, chunk) => this.byChunk[chunk] ?? usual);
     }
+    if (this.list !== null) {
+      return Array.from({ length: shape.count(this.per) }, (_, index) => this.list[index] ?? "");
+    }
     const usual = mostCommon(this.each.values(), this.same);
     return Array.from(
       { length: shape.count(this.per) },
@@ -93,7 +119,20 @@ export class Values {
     } else if (this.mode === "chunk") {
       this.byChunk[index] = text;
     } else {
+      this.list?.forEach((each, at) => this.each.set(this.#slot(at, shape), each));
+      this.list = null;
       this.each.set(this.#slot(index, shape), text);
+    }
+  }
+
+  // One each, all at once, and perhaps too many or too few: what is sent then has them all, and the service says so.
+  setAll(texts, shape) {
+    this.mode = "each";
+    this.list = null;
+    if (texts.length === shape.count(this.per)) {
+      texts.forEach((text, index) => this.set(index, text, shape));
+    } else {
+      this.list = texts;
     }
   }
 
@@ -124,6 +163,7 @@ export class Values {
     } else if (mode === "same") {
       this.same = mostCommon(spread);
     }
+    this.list = null;
     this.mode = mode;
     this.collapsed = wasFiner ? { mode: before, to: mode, texts: this.texts(shape).join(" ") } : null;
   }
@@ -135,6 +175,7 @@ export class Values {
 
   fill(spread, shape) {
     this.asIs = undefined;
+    this.list = null;
     this.collapsed = null;
     const allEqual = (texts) => texts.every((text) => text === texts[0]);
     const chunks = Array.from({ length: shape.chunks }, (_, chunk) =>
@@ -157,13 +198,14 @@ export class Values {
     if (this.asIs !== undefined) {
       return this.asIs;
     }
-    const values = this.texts(shape).map(typed);
+    const values = (this.list ?? this.texts(shape)).map(typed);
     return this.mode === "same" ? values[0] : values;
   }
 
   // Takes a value of a document in the simplest way that says the same; what no field can show stays as it is.
   fromJson(value, shape) {
     this.asIs = undefined;
+    this.list = null;
     this.collapsed = null;
     const count = shape.count(this.per);
     if (isValue(value)) {

@@ -1,0 +1,135 @@
+// Layers of a problem file: shown, and sent along as they are. Where the file has them cut into stages, that
+// can be forgotten, and they are cut anew.
+
+import { figure } from "../numbers.js";
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
+
+export class Layers {
+  constructor(problem) {
+    this.layers = problem.layers;
+    this.costs = problem.costs;
+    this.rules = problem.cut;
+    this.partition = problem.partition ?? undefined;
+    this.recompute = problem.recompute;
+    this.keepsCut = this.hasCut;
+  }
+
+  // Null where a problem is given by stages.
+  static of(problem) {
+    return Array.isArray(problem.layers) ? new Layers(problem) : null;
+  }
+
+  get hasCut() {
+    return this.partition !== undefined;
+  }
+
+  // What a problem document says of them.
+  document() {
+    const found = { layers: this.layers, costs: this.#costs(), cut: this.rules };
+    if (this.keepsCut) {
+      Object.assign(found, { partition: this.partition, recompute: this.recompute });
+    } else if (!this.hasCut) {
+      found.recompute = this.recompute; // which is wrong without a cut, and for the service to say
+    }
+    return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== undefined));
+  }
+
+  // What stages of a cut cost follows from the layers; what is left to be said is what transfers cost.
+  #costs() {
+    const { costs } = this;
+    if (!this.hasCut || !isObject(costs)) {
+      return costs;
+    }
+    if (costs.link !== undefined) {
+      return { link: costs.link };
+    }
+    const isList = Array.isArray(costs.p2p) && costs.p2p.length > 0;
+    return costs.p2p === undefined ? undefined : { p2p: isList && !this.keepsCut ? mean(costs.p2p) : costs.p2p };
+  }
+
+  // ---- as a table
+
+  get #isFused() {
+    return this.layers.some((layer) => (layer?.backward ?? null) !== null);
+  }
+
+  get #isRecomputed() {
+    return this.layers.some((layer) => isObject(layer?.recompute));
+  }
+
+  draw(table) {
+    const columns = [
+      ["F", ({ forward }) => told(forward)],
+      ["I", ({ backward_input: value }) => told(value)],
+      ["W", ({ backward_weight: value }) => told(value)],
+      ...(this.#isFused ? [["B", ({ backward }) => (backward ?? null) === null ? "I + W" : told(backward)]] : []),
+      ["A forward holds", ({ memory }) => told(memory?.forward ?? 0)],
+      ["Static", ({ memory, parameters_bytes: bytes }) => told(memory?.static ?? bytes ?? 0)],
+      ["Output, bytes", ({ output_bytes: bytes }) => told(bytes ?? 0)],
+      ...(this.#isRecomputed ? [["Recomputed", ({ recompute }) => recomputed(recompute)]] : []),
+    ];
+    const head = row("th", ["Layer", ...columns.map(([name]) => name)]);
+    for (const cell of head.children) {
+      cell.scope = "col";
+    }
+    const lines = this.layers.map((layer) => {
+      const found = isObject(layer) ? layer : {};
+      const line = row("td", columns.map(([, of]) => of(found)));
+      const name = Object.assign(document.createElement("th"), { scope: "row", textContent: told(found.name) });
+      if ((found.repeat ?? null) !== null) {
+        name.append(Object.assign(document.createElement("span"), { className: "muted", textContent: ` × ${told(found.repeat)}` }));
+      }
+      line.prepend(name);
+      return line;
+    });
+    const [thead, tbody] = ["thead", "tbody"].map((name) => document.createElement(name));
+    thead.append(head);
+    tbody.append(...lines);
+    table.replaceChildren(thead, tbody);
+  }
+
+  // The constraints on the cut, and what transfers cost, in words.
+  said(units) {
+    const rules = isObject(this.rules) ? this.rules : {};
+    const time = units.time || "unit of time";
+    const { link, p2p } = isObject(this.costs) ? this.costs : {};
+    const found = [];
+    if (isObject(link)) {
+      found.push(`A transfer takes ${told(link.latency ?? 0)} ${units.time} and its bytes at ${told(link.bandwidth)} per ${time}.`.replace("  ", " "));
+    } else if (typeof p2p === "number") {
+      found.push(`A transfer takes ${told(p2p)} ${units.time}`.trim() + ".");
+    }
+    for (const group of Array.isArray(rules.together) ? rules.together : []) {
+      found.push(`${[group].flat().map(told).join(", ")} stay together.`);
+    }
+    for (const [key, name] of [["first", "first"], ["last", "last"]]) {
+      if ((rules[key] ?? null) !== null) {
+        found.push(`The ${name} stage has ${told(rules[key])} of them.`);
+      }
+    }
+    if (rules.allow_empty === true) {
+      found.push("Stages may be empty.");
+    }
+    return found.join(" ");
+  }
+}
+
+function told(value) {
+  if (typeof value === "number") {
+    return figure(value);
+  }
+  const text = typeof value === "string" ? value : (JSON.stringify(value) ?? "–");
+  return text.length > 40 ? `${text.slice(0, 37)}…` : text;
+}
+
+function recomputed(alternative) {
+  return isObject(alternative) ? `holds ${told(alternative.memory?.forward ?? "as much")}` : "–";
+}
+
+function row(kind, texts) {
+  const line = document.createElement("tr");
+  line.append(...texts.map((text) => Object.assign(document.createElement(kind), { textContent: text })));
+  return line;
+}

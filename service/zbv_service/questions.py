@@ -1,0 +1,119 @@
+"""What a search is asked: a problem given by stages, or layers that are still to be cut into stages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag
+from zbv_solver.errors import InvalidInput
+from zbv_solver.layers.document import LayeredProblemDocument
+from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.reading import parse_question, to_cut_problem, to_layered
+from zbv_solver.layers.writing import layered_json
+from zbv_solver.problem import MAX_CELLS, Problem
+from zbv_solver.schema import ProblemDocument, problem_json, to_problem
+
+__all__ = [
+    "Question",
+    "QuestionDocument",
+    "largest_stages",
+    "parse_question",
+    "question_json",
+    "read_problem",
+    "read_question",
+    "require_size",
+    "summary_of",
+]
+
+Question = Problem | LayeredProblem
+
+
+def _kind(document: Any) -> str:
+    has_layers = isinstance(document, LayeredProblemDocument) or (
+        isinstance(document, dict) and "layers" in document
+    )
+    return "by layers" if has_layers else "by stages"
+
+
+# No key has a space: the tags stand in the places of errors, and must not be taken for parts of a document.
+QuestionDocument = Annotated[
+    Annotated[ProblemDocument, Tag("by stages")] | Annotated[LayeredProblemDocument, Tag("by layers")],
+    Discriminator(_kind),
+]
+"""A problem document: with ``layers`` it is one of layers, with ``partition`` beside them they are cut."""
+
+
+def read_question(document: QuestionDocument, max_cells: int) -> Question:
+    """What a request body asks, not larger than is accepted; raises :class:`InvalidInput`."""
+    try:
+        question: Question
+        if isinstance(document, ProblemDocument):
+            question = to_problem(document)
+        elif document.partition is None:
+            question = to_layered(document)
+        else:
+            question = to_cut_problem(document)
+    except InvalidInput as error:
+        raise error.below("/problem") from None
+    require_size(question, max_cells)
+    return question
+
+
+def read_problem(document: QuestionDocument, max_cells: int) -> Problem:
+    """As :func:`read_question`, of stages that are known; raises :class:`InvalidInput`."""
+    question = read_question(document, max_cells)
+    if isinstance(question, LayeredProblem):
+        raise InvalidInput.at(
+            "/problem/partition",
+            "this key is absent: the layers are not cut into stages yet. POST /v1/searches cuts them, and "
+            "the plan has the partition.",
+        )
+    return question
+
+
+def require_size(question: Question, max_cells: int) -> None:
+    """Raise :class:`InvalidInput` for a problem that is larger than the service accepts."""
+    p, m = question.pp_degree, question.microbatches
+    if p * m > max_cells:
+        raise InvalidInput.at(
+            "/problem/microbatches",
+            f"found {p} ranks times {m} microbatches; this service takes at most {max_cells}. Plan fewer "
+            f"microbatches: the steady state repeats.",
+        )
+    # Of layers the planner may choose the placement, and every one that it tries must be possible.
+    stages, most = largest_stages(question), 2 * min(max_cells, MAX_CELLS)
+    if isinstance(question, LayeredProblem) and stages * m > most:
+        raise InvalidInput.at(
+            "/problem/microbatches",
+            f"found {m} microbatches times the {stages} stages of the finest placement; this service takes "
+            f"at most {most}. Plan fewer microbatches: the steady state repeats.",
+        )
+
+
+def largest_stages(question: Question) -> int:
+    """Number of stages; of layers, that of the finest placement that is planned."""
+    if isinstance(question, Problem):
+        return question.n_stages
+    return max(placement.n_stages for placement in question.placements)
+
+
+def question_json(question: Question) -> dict[str, Any]:
+    """The normalised document: equal ones ask the same."""
+    return problem_json(question) if isinstance(question, Problem) else layered_json(question)
+
+
+def summary_of(question: Question) -> dict[str, Any]:
+    """The few numbers of a problem that a list shows."""
+    if isinstance(question, Problem):
+        placement: str = question.placement.kind
+        model = None if question.model is None else question.model.model
+    else:
+        placement, model = question.placement, question.model
+    return {
+        "pp_degree": question.pp_degree,
+        "microbatches": question.microbatches,
+        "placement": placement,
+        "objective": question.objective,
+        "time_unit": question.units.time,
+        "layers": None if model is None else model.n_layers,
+    }

@@ -1,0 +1,132 @@
+"""A model given by its layers in a browser: from a file to the search, to where the plan cuts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page
+from support.layered import LAYERED, NAMES, RECOMPUTED
+from web.browsing import Look, Service
+
+READY = "Ready to search."
+
+
+@pytest.fixture(scope="module")
+def shared(look: Callable[..., Look], service: Service) -> Iterator[Look]:
+    found = look(service.url)
+    yield found
+    assert found.complaints == []
+    assert found.strangers() == []
+
+
+def begin(shared: Look, document: dict[str, Any], name: str = "layers.json") -> Page:
+    """The form with a file in it."""
+    page = shared.page
+    page.goto(f"{shared.origin}/new")
+    content = json.dumps(document).encode()
+    page.set_input_files("#file", {"name": name, "mimeType": "application/json", "buffer": content})
+    page.locator("#note").filter(has_text=name).wait_for()
+    return page
+
+
+def says(page: Page, text: str) -> None:
+    page.locator('#verdict[aria-busy="false"]').filter(has_text=text).wait_for()
+
+
+def shown(page: Page) -> dict[str, Any]:
+    """The problem that the page shows as JSON."""
+    found: dict[str, Any] = json.loads(page.locator("#json").inner_text())
+    return found
+
+
+def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
+    page = begin(shared, LAYERED)
+    says(page, READY)
+    assert page.locator("#layers-panel").is_visible()
+    assert not page.locator("#costs-panel").is_visible()
+    rows = page.locator("#table-layers tbody tr").all_inner_texts()
+    assert [row.split("\t")[0] for row in rows] == ["embedding", "block × 6", "head"]
+    assert "embedding, block.0 stay together" in page.locator("#layers-said").inner_text()
+    page.locator("#bars .own").wait_for()
+    assert "Histogram cut" in page.locator("#bars").inner_text()
+
+    # What a user may change is what is not the model's.
+    page.fill("#microbatches", "6")
+    page.select_option("#placement", "auto")
+    page.select_option("#limit_kind", "amount")
+    page.fill('[id="memory.limit-0"]', "60")
+    page.select_option("#effort", "quick")
+    says(page, READY)
+    assert "one stage per rank" in page.locator("#facts").inner_text()
+    shared.keep("new-search-of-layers")
+    asked = shown(page)
+    assert (asked["microbatches"], asked["placement"], asked["memory"]["limit"]) == (6, "auto", 60)
+    assert (asked["layers"], asked["costs"], asked["cut"]) == (
+        LAYERED["layers"],
+        LAYERED["costs"],
+        LAYERED["cut"],
+    )
+    page.click("#submit")
+
+    page.wait_for_url(f"{shared.origin}/searches/*")
+    assert "8 layers to be cut into stages" in page.locator(".sub").inner_text()
+    page.locator("#to-plan").wait_for()
+    asked_of = page.locator('section[aria-labelledby="asked"]').inner_text()
+    assert "the best of V, interleaved × 2, interleaved × 3, one stage per rank" in asked_of
+    assert "block × 6" in asked_of
+    shared.keep("search-of-layers")
+    page.click("#to-plan")
+    page.wait_for_selector('#chart[data-state="ready"]')
+    layers = page.locator('section[aria-labelledby="layers"]')
+    text = layers.inner_text()
+    assert "other cut" in text
+    assert all(name in text for name in ("embedding", "head"))
+    assert layers.locator("tbody tr").count() == 2
+    assert "histogram-cut" in page.locator('section[aria-labelledby="beside"]').inner_text()
+    shared.keep("plan-of-layers")
+
+    page.get_by_role("link", name="Compare", exact=True).click()
+    page.wait_for_selector("#numbers")
+    numbers = page.locator('section[aria-labelledby="numbers"]').inner_text()
+    assert all(name in numbers for name in ("1f1b", "even-cut", "histogram-cut"))
+
+
+def test_a_plan_leads_back_to_its_layers_and_a_cut_of_a_file_can_be_kept(
+    shared: Look, service: Service
+) -> None:
+    partition = [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]
+    page = begin(shared, {**RECOMPUTED, "partition": partition, "recompute": [False, True, True, False]})
+    says(page, READY)
+    assert shown(page)["partition"] == partition
+    assert "holds 0.2" in page.locator("#table-layers").inner_text()
+    page.uncheck("#keep_cut")
+    says(page, READY)
+    assert "partition" not in shown(page)
+    assert "recompute" not in shown(page)
+    page.check("#keep_cut")
+    page.fill("#pp_degree", "3")
+    says(page, "/problem/partition")  # which has the stages of two ranks
+
+    plan = service.search({**LAYERED, "microbatches": 5})
+    page.goto(f"{shared.origin}/new?from={plan.plan_id}")
+    says(page, READY)
+    asked = shown(page)
+    assert "partition" not in asked
+    assert [layer["name"] for layer in asked["layers"]] == ["embedding", "block", "head"]
+    assert asked["costs"] == LAYERED["costs"]
+    page.select_option("#preset", "equal-stages")
+    says(page, READY)
+    assert page.locator("#costs-panel").is_visible()
+    assert "layers" not in shown(page)
+
+
+def test_a_wrong_layer_is_said_and_what_is_no_number_is_shown_as_it_is(shared: Look) -> None:
+    wrong = [{**LAYERED["layers"][0], "forward": "<b>a lot</b>"}, *LAYERED["layers"][1:]]
+    page = begin(shared, {**LAYERED, "layers": wrong})
+    says(page, "/problem/layers/0/forward")
+    assert "<b>a lot</b>" in page.locator("#table-layers").inner_text()
+    page.click("#submit")
+    page.locator("#summary").filter(has_text="/problem/layers/0/forward").wait_for()

@@ -110,6 +110,20 @@ def test_a_cancelled_search_returns_the_best_so_far() -> None:
     assert found.provenance.extra["cut"] == "cancelled"
 
 
+def test_the_first_plan_is_there_before_cuts_are_told_apart() -> None:
+    heard: list[Progress] = []
+    search(layered(placement="auto", microbatches=8), QUICK, heard.append, lambda: bool(heard))
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.3])
+def test_however_short_the_time_no_baseline_that_fits_is_better(seconds: float) -> None:
+    problem = layered(placement="auto", microbatches=32, memory={"limit": 30})
+    found = search(problem, SearchOptions(time_limit=seconds))
+    verify(found)
+    assert all(row.span >= found.objective * (1 - 1e-9) for row in found.baselines if row.fits)
+
+
 def test_an_incumbent_is_where_the_search_starts(plan: Plan) -> None:
     resumed = search(layered(placement="auto"), SearchOptions(), cancelled=lambda: True, incumbent=plan)
     assert resumed.objective <= plan.objective * (1 + 1e-9)

@@ -22,7 +22,7 @@ from zbv_solver.problem import Problem
 from zbv_solver.search import SearchOptions, search
 
 VOCABULARY, SEQUENCE = 128_000, 4096
-MODELS = ((4, 32, 2560), (8, 32, 4096), (8, 48, 4096), (16, 64, 4096), (32, 96, 4096))
+MODELS = ((4, 32, 2560), (8, 32, 4096), (8, 48, 4096), (16, 64, 4096), (32, 96, 4096), (32, 128, 4096))
 """Ranks, blocks and width."""
 MICROBATCHES_PER_RANK = 4
 ROOM = 1.0

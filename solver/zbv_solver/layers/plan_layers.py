@@ -25,7 +25,7 @@ from zbv_solver.layers.settle import settled_cut
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.layers.space import Bounds, CutSpace
 from zbv_solver.layers.tables import CutTables
-from zbv_solver.options import SearchOptions
+from zbv_solver.options import STAGES, SearchOptions
 from zbv_solver.pipeline import Cancelled, OnProgress, Pipeline, Progress
 from zbv_solver.placement import Placement
 from zbv_solver.plan import OPTIMAL_GAP, Baseline, CutCertificate, Plan, gap_of
@@ -98,9 +98,12 @@ class _LayersSearch:
         feasible = [(space, found) for space, found in starts if found]
         if not feasible:
             raise self._infeasible()
-        entrants = self._entrants(feasible)
         if incumbent is not None:
             self.best = incumbent
+        else:
+            self._begin(*feasible[0])
+        entrants = self._entrants(feasible)
+        if incumbent is not None:
             entrants.insert(0, _Entrant("resumed", incumbent.objective, incumbent.problem))
         self._search(entrants)
         return self._finish(entrants)
@@ -125,6 +128,15 @@ class _LayersSearch:
             if recompute is not None:
                 found[name] = bounds, recompute
         return found
+
+    def _begin(self, space: CutSpace, starts: dict[str, tuple[Bounds, tuple[bool, ...]]]) -> None:
+        """A first plan, as soon as can be: telling cuts apart takes a while."""
+        name, (bounds, recompute) = next(iter(starts.items()))
+        problem = self.problem.cut_into(space.placement, space.cut(bounds, recompute))
+        options = replace(self._limited(JUDGE_SHARE), effort="quick", without=STAGES)
+        with Pipeline(problem, options, self._hear, self.cancelled) as pipeline:
+            pipeline.run()
+            self.best, self.method = pipeline.finish(), name
 
     def _entrants(
         self, feasible: list[tuple[CutSpace, dict[str, tuple[Bounds, tuple[bool, ...]]]]]
@@ -173,12 +185,17 @@ class _LayersSearch:
                 pipeline.resume_from(best.orders)
             pipeline.run()
             plan = pipeline.finish()
+        self._take(entrant.name, plan)
+
+    def _take(self, name: str, plan: Plan) -> None:
+        """Make a plan the best if it is; one as good of the same cut too: it knows a better bound."""
+        best = self.best
         if (
             best is None
-            or best.problem == plan.problem
             or plan.objective < best.objective * (1 - OPTIMAL_GAP)
+            or (plan.problem == best.problem and plan.objective <= best.objective)
         ):
-            self.best, self.method = plan, entrant.name
+            self.best, self.method = plan, name
 
     def _limited(self, share: float) -> SearchOptions:
         """The options with a share of the time limit, where there is one."""
@@ -195,15 +212,18 @@ class _LayersSearch:
     def _finish(self, entrants: list[_Entrant]) -> Plan:
         if self.best is None:
             raise RuntimeError("no cut was searched; this is a fault of ours, please report it.")
+        beside = tuple(self._beside(entrants))
         best = self.best
         bound = min(*self.floors.values(), best.objective)
-        extra = dict(best.provenance.extra)
+        extra = {**best.provenance.extra, "effort": self.options.effort}
+        if not self.options.without:
+            extra.pop("without", None)
         if self.cancelled is not None and self.cancelled():
             extra["cut"] = "cancelled"
         provenance = replace(best.provenance, seconds=time.monotonic() - self.began, extra=extra)
         return replace(
             best,
-            baselines=(*best.baselines, *self._beside(entrants)),
+            baselines=(*best.baselines, *beside),
             cut=CutCertificate(self.method, bound, gap_of(best.objective, bound)),
             provenance=provenance,
         )
@@ -235,7 +255,10 @@ class _LayersSearch:
         options = replace(self._limited(share), effort="quick")
         with Pipeline(problem, options, None, self.cancelled) as pipeline:
             pipeline.run()
-            metrics = pipeline.finish().metrics
+            plan = pipeline.finish()
+        if fits:
+            self._take(name, plan)  # where time was short, it may be the better one
+        metrics = plan.metrics
         return Baseline(name, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits)
 
     def _hear(self, progress: Progress) -> None:

@@ -10,6 +10,8 @@ from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut,
 from zbv_solver.bounds import lower_bound
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.layers.cut import Cut
+from zbv_solver.layers.joint_search import Candidate, improve_cut
+from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut
 from zbv_solver.layers.space import CutSpace
 from zbv_solver.layers.tables import CutTables
@@ -151,6 +153,20 @@ def test_what_fits_no_cut_is_told_with_the_least_that_would(placement: str) -> N
     least = caught.value.smallest
     assert max(least) > 10
     search(layered(placement=placement, memory={"limit": list(least)}), QUICK)
+
+
+@pytest.mark.parametrize("placement", ["auto", "v", "single", "loop"])
+def test_one_rank_has_all_layers(placement: str) -> None:
+    found = search(layered(pp_degree=1, placement=placement, memory={"limit": 70}), QUICK)
+    assert found.metrics.status == "optimal"
+    assert len(plan_json(found)["partition"]) == found.problem.n_stages
+
+
+def test_a_single_stage_has_no_neighbours() -> None:
+    problem = layered(pp_degree=1, placement="single")
+    judge = Judge(CutSpace(problem, problem.placements[0], CutTables.of(problem)))
+    start = Candidate("start", (0, 10), (False,), 1e9)
+    assert improve_cut(judge, start, 10_000, 0, lambda: False) == start
 
 
 def test_a_given_partition_is_kept() -> None:

@@ -65,6 +65,8 @@ def _moved(
         stage = int(random.integers(space.n_stages))
         recompute = tuple(value != (number == stage) for number, value in enumerate(start.recompute))
         return (start.bounds, recompute) if _fits(space, start.bounds, recompute) else None
+    if space.n_stages == 1:
+        return None
     low, high = sorted(map(int, random.choice(space.n_stages, 2, replace=False)))
     step = int(random.choice((-1, 1)))
     bounds = tuple(

@@ -43,6 +43,7 @@ def test_a_plan_is_found_by_what_it_is_and_opened_by_its_row(
     page.get_by_label("Microbatches").fill("8")
     page.get_by_label("Find").fill(plan.plan_id[:6])
     page.get_by_role("button", name="Filter").click()
+    page.wait_for_url(f"**q={plan.plan_id[:6]}*")
     assert rows(page) == [plan.plan_id[:12]]
     assert page.get_by_label("Ranks").input_value() == "4"
     page.get_by_label("Ranks").fill("5")

@@ -82,6 +82,7 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(
     assert page.locator("#to-plan").get_attribute("href") == f"/plans/{ended['plan_id']}"
     assert f"{ended['objective']:,.0f}".replace(",", "\u202f") in values(page)["best"]
     page.get_by_text("Every improvement as a table").click()
+    page.locator("#steps-body tr").first.wait_for()
     rows = page.locator("#steps-body tr").all_inner_texts()
     assert len(rows) == drawn(page)
     found.keep("live-search-stopped")
@@ -154,6 +155,7 @@ def test_a_broken_stream_is_said_to_be_and_goes_on_where_it_broke(
         told = service.call(f"/v1/searches/{going_on}/events?after=0")["events"]
         page.get_by_text("Every improvement as a table").click()
         course = [event for event in told if event["event"] in ("improvement", "bound")]
+        page.locator("#steps-body tr").first.wait_for()
         shown = page.locator("#steps-body tr").count()
         assert shown in (len(course), len(course) + 1), "none is lost, and none is told twice"
     assert all("net::ERR_" in text for text in found.complaints), found.complaints

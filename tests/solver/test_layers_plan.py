@@ -77,6 +77,18 @@ def test_the_other_placements_and_the_simple_cuts_stand_beside_it(plan: Plan) ->
         assert beside[name].span >= plan.objective * (1 - 1e-9)
 
 
+def test_a_placement_on_which_nothing_fits_is_left_out() -> None:
+    """One layer a stage: of a loop, rank 0 would have both heavy ones."""
+    layers = [
+        {**EMBEDDING, "name": f"layer{number}", "memory": {"static": held}}
+        for number, held in enumerate((10, 0, 10, 0))
+    ]
+    found = search(layered(placement="auto", layers=layers, memory={"limit": 10}), QUICK)
+    names = {found.problem.placement.kind, *(baseline.name for baseline in found.baselines)}
+    assert {"v", "single"} <= names
+    assert "loop-2" not in names
+
+
 @pytest.mark.parametrize("placement", ["v", "loop", "single"])
 def test_a_placement_can_be_forced(placement: str) -> None:
     found = search(layered(placement=placement), QUICK)

@@ -27,7 +27,7 @@ from zbv_solver.layers.space import Bounds, CutSpace
 from zbv_solver.layers.tables import CutTables
 from zbv_solver.options import STAGES, SearchOptions
 from zbv_solver.pipeline import Cancelled, OnProgress, Pipeline, Progress
-from zbv_solver.placement import Placement
+from zbv_solver.placement import PLACEMENT_KINDS, Placement
 from zbv_solver.plan import OPTIMAL_GAP, Baseline, CutCertificate, Plan, gap_of
 from zbv_solver.problem import Problem
 
@@ -234,16 +234,16 @@ class _LayersSearch:
             return
         chosen = self.best.problem.placement
         space = next(space for space in self.spaces if space.placement == chosen)
-        others = [placement for placement in self.floors if placement != chosen]
+        others = {each.problem.placement: each for each in reversed(entrants)}
+        others.pop(chosen, None)
         share = (1 - SEARCH_SHARE) / (2 + len(others))
         for name, bounds in ((EVEN, even_cut(space)), (HISTOGRAM, histogram_cut(space))):
             recompute = space.fitting(bounds) or (False,) * space.n_stages
             problem = self.problem.cut_into(chosen, space.cut(bounds, recompute))
             yield self._baseline(name, problem, share)
-        for placement in others:
-            best = next(each for each in entrants if each.problem.placement == placement)
+        for placement in sorted(others, key=lambda each: (PLACEMENT_KINDS.index(each.kind), each.chunks)):
             name = placement.kind if placement.kind != "loop" else f"loop-{placement.chunks}"
-            yield self._baseline(name, best.problem, share)
+            yield self._baseline(name, others[placement].problem, share)
 
     def _baseline(self, name: str, problem: Problem, share: float) -> Baseline:
         """What a brief search finds for another cut; without the limit where it does not fit."""

@@ -87,7 +87,9 @@ def test_settling_evens_out_the_loads_of_a_loop() -> None:
     problem = layered(placement="loop", chunks=2)
     space = space_of(problem)
     best = min(map(worst_load, every_cut(problem, space.placement)))
-    settled = settled_cut(space, level_cut(space))
+    even = even_cut(space)
+    assert space.worst_load(even, (False,) * 4) > best
+    settled = settled_cut(space, even)
     recompute = space.fitting(settled)
     assert recompute is not None
     assert space.worst_load(settled, recompute) == best

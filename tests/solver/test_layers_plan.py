@@ -9,11 +9,12 @@ import pytest
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered
 from zbv_solver.bounds import lower_bound
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
+from zbv_solver.layers.balance import balanced_cut
 from zbv_solver.layers.cut import Cut
 from zbv_solver.layers.joint_search import Candidate, improve_cut
 from zbv_solver.layers.judge import Judge
-from zbv_solver.layers.simple_cuts import even_cut, histogram_cut
-from zbv_solver.layers.space import CutSpace
+from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.layers.space import Bounds, CutSpace
 from zbv_solver.layers.tables import CutTables
 from zbv_solver.plan import Plan, parse_plan, plan_json
 from zbv_solver.search import Progress, SearchOptions, search
@@ -102,6 +103,28 @@ def test_it_is_never_worse_than_the_same_search_on_a_simple_cut() -> None:
     for bounds in (even_cut(space), histogram_cut(space)):
         cut = problem.cut_into(space.placement, space.cut(bounds, (False,) * space.n_stages))
         assert found <= search(cut, QUICK).objective * (1 + 1e-9)
+
+
+def test_the_certificate_is_what_no_cut_can_beat_and_not_what_was_reached() -> None:
+    problem = layered(microbatches=8, memory={"limit": 24})
+    space = CutSpace(problem, problem.placements[0], CutTables.of(problem))
+    balanced = balanced_cut(space, level_cut(space))
+    assert balanced is not None
+    found = search(problem, QUICK)
+    assert found.cut is not None
+    assert found.cut.lower_bound == pytest.approx(8 * balanced.worst)
+    assert found.objective > found.cut.lower_bound
+    assert found.cut.gap == pytest.approx(found.objective / found.cut.lower_bound - 1)
+
+
+def test_a_judge_that_is_wrong_costs_time_and_not_the_better_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worst_first(judge: Judge, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+        return -judge.floor(bounds, recompute)
+
+    problem = layered(microbatches=8)
+    right = search(problem, QUICK).objective
+    monkeypatch.setattr(Judge, "value", worst_first)
+    assert search(problem, QUICK).objective == pytest.approx(right)
 
 
 def test_the_same_question_has_the_same_answer(plan: Plan) -> None:

@@ -35,8 +35,8 @@ def delta_rule(forward: float, backward_input: float, backward_weight: float) ->
     if abs(sum(deltas)) > MEMORY_TOLERANCE * sum(map(abs, deltas)):
         shown = " + ".join(f"{delta:.15g}" for delta in deltas)
         return "", (
-            f"sum to {sum(deltas):.15g} ({shown}); forward + backward_input + backward_weight must be 0, or "
-            f"memory would leak."
+            f"the deltas sum to {sum(deltas):.15g} ({shown}); forward + backward_input + backward_weight "
+            f"must be 0, or memory would leak."
         )
     if backward_weight > 0:
         return "/backward_weight", (

@@ -141,7 +141,7 @@ def test_a_partition_has_all_layers_in_order_and_a_list_per_stage(
         ({"layers": [BLOCK, {**BLOCK, "repeat": 2}]}, "/layers/1/name", "found 'block.0' twice"),
         ({"layers": [{**BLOCK, "repeat": 1000}]}, "/layers", "at most 512"),
         ({"layers": [{**BLOCK, "forward": -1}]}, "/layers/0/forward", "must not be negative"),
-        ({"layers": [{**BLOCK, "memory": {"forward": 1}}]}, "/layers/0/memory", "must be 0"),
+        ({"layers": [{**BLOCK, "memory": {"forward": 1}}]}, "/layers/0/memory", "the deltas sum to 1"),
         (
             {"layers": [{**BLOCK, "recompute": {"memory": {"forward": 2}}}]},
             "/layers/0/recompute/memory",

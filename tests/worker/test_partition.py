@@ -89,6 +89,19 @@ def test_a_rank_builds_the_layers_of_its_stages_and_no_others() -> None:
     ]
 
 
+def test_the_stages_that_the_plan_recomputes_are_and_no_others() -> None:
+    problem = cut_problem(NAMES, (3, 1, 3, 1))
+    orders = random_orders(problem, Random(0))
+    found: dict[int, bool] = {}
+    for rank in (0, 1):
+        plan = RankPlan.of("plan", problem, orders, rank)
+        plan = replace(plan, cut=replace(plan.cut, recompute=(False, True, False, True)))
+        found |= {
+            index: stage.is_recomputed for index, stage in build_stages(hard_model(), plan, CPU).items()
+        }
+    assert found == {0: False, 1: True, 2: False, 3: True}
+
+
 def test_an_empty_first_stage_of_words_is_refused_where_it_would_pass_them_on() -> None:
     problem = cut_problem(NAMES, (0, 3, 4, 1))
     with pytest.raises(InvalidRun, match=r"stage 0 has no layers and would pass on a torch\.int64 tensor"):

@@ -230,14 +230,19 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _placement(document: ProblemDocument) -> Placement:
-    expected = {"v": 2, "single": 1}.get(document.placement)
-    if document.chunks is not None and expected is not None and document.chunks != expected:
+def require_possible_chunks(placement: str, chunks: int | None) -> None:
+    """Raise :class:`InvalidInput` where a placement has another number of stages per rank than is stated."""
+    expected = {"v": 2, "single": 1}.get(placement)
+    if chunks is not None and expected is not None and chunks != expected:
         raise InvalidInput.at(
             "/chunks",
-            f"found {document.chunks}; placement {document.placement} has {expected} per rank. "
+            f"found {chunks}; placement {placement} has {expected} per rank. "
             f"Leave it out, or use placement loop.",
         )
+
+
+def _placement(document: ProblemDocument) -> Placement:
+    require_possible_chunks(document.placement, document.chunks)
     placement = Placement.of(document.placement, document.pp_degree, document.chunks)
     if placement.n_stages * document.microbatches > 2 * MAX_CELLS:
         raise InvalidInput.at(

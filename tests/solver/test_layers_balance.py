@@ -109,6 +109,24 @@ def test_the_even_cut_deals_blocks_and_leaves_the_ends_on_top() -> None:
     assert even_cut(space_of(layered())) == (0, 3, 5, 7, 10)
 
 
+def test_the_even_cut_deals_blocks_that_are_two_layers_each() -> None:
+    layers = [{"name": "embedding", "forward": 1, "backward_input": 1, "backward_weight": 1}]
+    for number in range(6):
+        for part, cost in (("attention", 2), ("mlp", 3)):
+            name = f"{part}.{number}"
+            layers.append({"name": name, "forward": cost, "backward_input": cost, "backward_weight": cost})
+    layers += [{"name": "head", "forward": 9, "backward_input": 9, "backward_weight": 9}]
+    assert even_cut(space_of(layered(pp_degree=2, layers=layers))) == (0, 4, 7, 10, 14)
+
+
+def test_the_even_cut_of_layers_that_are_all_different_deals_all_of_them() -> None:
+    layers = [
+        {"name": f"l{number}", "forward": cost, "backward_input": 0, "backward_weight": 0}
+        for number, cost in enumerate((9, 1, 2, 3, 4, 5, 6, 7))
+    ]
+    assert even_cut(space_of(layered(pp_degree=2, layers=layers))) == (0, 2, 4, 6, 8)
+
+
 def test_of_equal_layers_every_stage_gets_as_many() -> None:
     block = {"name": "a", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 12}
     problem = layered(pp_degree=3, layers=[block])

@@ -169,7 +169,8 @@ def test_a_partition_has_all_layers_in_order_and_a_list_per_stage(
         ({"memory": {"limit": -1}}, "/memory/limit", "must not be negative"),
         ({"recompute": [True]}, "/recompute", "without a partition"),
         ({"placement": "w"}, "/placement", "found 'w'"),
-        ({"chunks": 3}, "/chunks", "only placement loop has a choice"),
+        ({"chunks": 3}, "/chunks", "placement v has 2 per rank"),
+        ({"placement": "auto", "chunks": 2}, "/chunks", "with placement auto, which chooses them"),
         ({"pp_degree": 1000, "layers": [{**BLOCK, "repeat": 512}]}, "/layers", "2000 stages"),
     ],
 )
@@ -179,6 +180,12 @@ def test_a_wrong_document_is_told_what_was_found_and_where(
     found = issues(**changes)
     assert set(found) == {pointer}
     assert detail in found[pointer]
+
+
+@pytest.mark.parametrize(("placement", "chunks"), [("v", 2), ("single", 1), ("loop", 3)])
+def test_stages_per_rank_may_be_stated_where_they_follow(placement: str, chunks: int) -> None:
+    (found,) = layered(placement=placement, chunks=chunks).placements
+    assert (found.kind, found.chunks) == (placement, chunks)
 
 
 def test_auto_leaves_out_placements_that_have_not_layers_enough() -> None:

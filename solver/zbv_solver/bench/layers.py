@@ -15,15 +15,25 @@ from zbv_solver.layers.balance import balanced_cut
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.reading import parse_question
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
-from zbv_solver.layers.space import CutSpace
+from zbv_solver.layers.space import Bounds, CutSpace
 from zbv_solver.layers.tables import CutTables
 from zbv_solver.plan import Plan, gap_of
 from zbv_solver.problem import Problem
 from zbv_solver.search import SearchOptions, search
 
 VOCABULARY, SEQUENCE = 128_000, 4096
-MODELS = ((4, 32, 2560), (8, 32, 4096), (8, 48, 4096), (16, 64, 4096), (32, 96, 4096), (32, 128, 4096))
-"""Ranks, blocks and width."""
+MODELS = (
+    (4, 32, 2560, 1),
+    (8, 32, 4096, 1),
+    (8, 48, 4096, 1),
+    (16, 64, 4096, 1),
+    (32, 96, 4096, 1),
+    (32, 96, 4096, 2),
+    (32, 128, 4096, 1),
+)
+"""Ranks, blocks, width, and layers per block: 2 are attention and MLP apart."""
+HELD_BY_ATTENTION = 11 / 30
+"""Of a block's activations without the scores (FlashAttention): Korthikanti et al. 2022, section 4.1."""
 MICROBATCHES_PER_RANK = 4
 ROOM = 1.0
 """Memory limit, as a share of what 1F1B holds with evenly cut blocks."""
@@ -37,7 +47,7 @@ class CutRow:
 
     pp_degree: int
     blocks: int
-    width: int
+    layers_per_block: int
     head: float
     even: Plan
     histogram: Plan
@@ -49,26 +59,18 @@ class CutRow:
         return self.plan.cut.lower_bound if self.plan.cut is not None else 0.0
 
 
-def gpt_layers(p: int, blocks: int, width: int, microbatches: int | None = None) -> LayeredProblem:
+def gpt_layers(
+    p: int, blocks: int, width: int, layers_per_block: int = 1, microbatches: int | None = None
+) -> LayeredProblem:
     """A GPT with a vocabulary of 128 k; a block's F takes 1 and holds 2, of which I releases half."""
     block = 24 * width**2 + 4 * width * SEQUENCE
     head = 2 * width * VOCABULARY / block
-    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1}
-    # Attention scores have no weights: their backward is I's.
-    scores = 4 * width * SEQUENCE / block
     document: dict[str, Any] = {
         "pp_degree": p,
         "microbatches": microbatches or MICROBATCHES_PER_RANK * p,
         "layers": [
             {"name": "embedding", "forward": 0.02, "backward_input": 0, "backward_weight": 0.05},
-            {
-                "name": "block",
-                "repeat": blocks,
-                "forward": 1,
-                "backward_input": 1 + scores,
-                "backward_weight": 1 - scores,
-                "memory": memory,
-            },
+            *_blocks(blocks, 4 * width * SEQUENCE / block, 16 * width**2 / block, layers_per_block),
             {"name": "head", "forward": head, "backward_input": head, "backward_weight": head},
         ],
         "costs": {"p2p": 0.02},
@@ -80,19 +82,53 @@ def gpt_layers(p: int, blocks: int, width: int, microbatches: int | None = None)
     return layered
 
 
-def cut_row(p: int, blocks: int, width: int, options: SearchOptions) -> CutRow:
-    """The same search on the even cut, on the histogram cut, and with the cut free."""
-    layered = gpt_layers(p, blocks, width)
-    space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
+def _blocks(blocks: int, scores: float, mlp: float, layers_per_block: int) -> list[dict[str, Any]]:
+    """Blocks whole, or as attention and MLP; ``scores`` and ``mlp`` are shares of a block's F.
 
-    def on(bounds: tuple[int, ...]) -> Plan:
+    Attention scores have no weights: their backward is I's.
+    """
+    if layers_per_block == 1:
+        return [{"name": "block", "repeat": blocks, **_part(1.0, scores, 1.0)}]
+    halves = (
+        ("attention", _part(1 - mlp, scores, HELD_BY_ATTENTION)),
+        ("mlp", _part(mlp, 0.0, 1 - HELD_BY_ATTENTION)),
+    )
+    return [{"name": f"{name}.{block}", **part} for block in range(blocks) for name, part in halves]
+
+
+def _part(forward: float, scores: float, held: float) -> dict[str, Any]:
+    return {
+        "forward": forward,
+        "backward_input": forward + scores,
+        "backward_weight": forward - scores,
+        "memory": {"forward": 2 * held, "backward_input": -held, "backward_weight": -held},
+    }
+
+
+def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: SearchOptions) -> CutRow:
+    """The same search on the even cut, on the histogram cut, and with the cut free.
+
+    Of blocks in parts the even cut is the better one of parts and of whole blocks.
+    """
+    layered = gpt_layers(p, blocks, width, layers_per_block)
+    evenly = {layers_per_block: layered, 1: gpt_layers(p, blocks, width)}
+
+    def on(layered: LayeredProblem, rule: Callable[[CutSpace], Bounds]) -> Plan:
+        space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
+        bounds = rule(space)
         recompute = space.fitting(bounds)
         problem = layered.cut_into(space.placement, space.cut(bounds, recompute or (False,) * space.n_stages))
         return search(problem if recompute else _without_limit(problem), options)
 
     head = layered.model.layers[-1].costs.forward
     return CutRow(
-        p, blocks, width, head, on(even_cut(space)), on(histogram_cut(space)), search(layered, options)
+        p,
+        blocks,
+        layers_per_block,
+        head,
+        min((on(each, even_cut) for each in evenly.values()), key=lambda plan: plan.objective),
+        on(layered, histogram_cut),
+        search(layered, options),
     )
 
 
@@ -115,13 +151,16 @@ def partition_seconds() -> float:
 def cut_table(options: SearchOptions, write: Callable[[str], object]) -> None:
     """Write the table, a row as soon as it is there."""
     write(f"objective of one search (effort {options.effort}) on three cuts; head in blocks\n")
-    write(f"{'p':>3} {'blocks':>6} {'head':>5} {'m':>4} {'even':>9} {'histogram':>9} {'zbv':>9} ")
+    write(
+        f"{'p':>3} {'blocks':>6} {'parts':>5} {'head':>5} {'m':>4} {'even':>9} {'histogram':>9} {'zbv':>9} "
+    )
     write(f"{'to even':>8} {'to hist.':>8} {'bound':>9} {'gap':>7} {'seconds':>7}\n")
-    for p, blocks, width in MODELS:
-        row = cut_row(p, blocks, width, options)
+    for model in MODELS:
+        row = cut_row(*model, options)
         own = row.plan.objective
         write(
-            f"{p:>3} {blocks:>6} {row.head:>5.2f} {row.plan.problem.microbatches:>4} "
+            f"{row.pp_degree:>3} {row.blocks:>6} {row.layers_per_block:>5} {row.head:>5.2f} "
+            f"{row.plan.problem.microbatches:>4} "
             f"{row.even.objective:>9.2f} {row.histogram.objective:>9.2f} {own:>9.2f} "
             f"{own / row.even.objective - 1:>8.1%} {own / row.histogram.objective - 1:>8.1%} "
             f"{row.lower_bound:>9.2f} {gap_of(own, row.lower_bound):>7.2%} "

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zbv_solver.plan import Plan
+    from zbv_solver.problem import Problem
+
+COARSE = 0.03
+"""Share above the mean load from which on it is worth saying that whole layers do not go up evenly."""
 
 
 def cut_summary(plan: Plan) -> str:
@@ -27,7 +31,19 @@ def cut_summary(plan: Plan) -> str:
             f"  placement {problem.placement.kind}; no cut of these layers has a {problem.objective} below "
             f"{plan.cut.lower_bound:.6g} (gap {plan.cut.gap:.2%})"
         )
+        above = _least_above_mean(problem, plan.cut.lower_bound)
+        if above >= COARSE:
+            lines.append(
+                f"  whole layers do not go up evenly: some rank has at least {above:.0%} more than the mean; "
+                "finer layers (attention and MLP apart) may help"
+            )
     return "".join(f"{line}\n" for line in lines)
+
+
+def _least_above_mean(problem: Problem, lower_bound: float) -> float:
+    """By what share the most loaded rank of any cut has more to do than the ranks of this one on average."""
+    mean = sum(map(problem.busy_time, range(problem.pp_degree))) / problem.pp_degree
+    return lower_bound / mean - 1 if mean > 0 else 0.0
 
 
 def _shown(names: Sequence[str]) -> str:

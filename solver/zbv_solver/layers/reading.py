@@ -22,7 +22,7 @@ from zbv_solver.layers.document import (
 from zbv_solver.layers.layer import Layer, LayerCosts, LayerMemory, Model
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.problem import Problem, Units
-from zbv_solver.schema import UnitsDocument, parse_problem
+from zbv_solver.schema import UnitsDocument, parse_problem, require_possible_chunks
 
 
 def parse_question(document: Any) -> Problem | LayeredProblem:
@@ -46,10 +46,11 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
     units = document.units or UnitsDocument(time=None, memory=None)
     static = memory.static if memory.static_beside_layers is None else memory.static_beside_layers
     p = document.pp_degree
-    if document.chunks is not None and document.placement != "loop":
+    require_possible_chunks(document.placement, document.chunks)
+    if document.chunks is not None and document.placement == "auto":
         raise InvalidInput.at(
             "/chunks",
-            f"found {document.chunks}; only placement loop has a choice. Remove it, or use placement loop.",
+            f"found {document.chunks} with placement auto, which chooses them. Remove it, or use placement loop.",
         )
     if costs.link is not None and costs.p2p is not None and document.partition is None:
         raise InvalidInput.at("/costs", "found p2p and link; transfers follow from one of them. Remove one.")

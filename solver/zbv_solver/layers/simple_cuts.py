@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 
 from zbv_solver.layers.space import Bounds, CutSpace
 
+LONGEST_PERIOD = 4
+"""Parts after which a model repeats itself, at most: a block is one part, or attention and MLP, or finer."""
+
 
 def even_cut(space: CutSpace) -> Bounds:
-    """The longest run of equal layers dealt evenly; what comes before and after goes to the end stages.
+    """The longest run of repeated layers dealt evenly; what comes before and after goes to the end stages.
 
     That is what Megatron-LM does without first and last pipeline layers being set: transformer blocks are
     dealt, the embedding and the head come on top. Without a run long enough, all parts are dealt evenly.
     """
     problem, stages = space.problem, space.n_stages
-    layers = [problem.model.each[place] for place in problem.places[:-1]]
-    best, begin = (0, len(layers)), 0
-    length = 0
-    for place in range(1, len(layers) + 1):
-        if place == len(layers) or layers[place] is not layers[begin]:
-            if place - begin > length and place - begin >= stages:
-                best, length = (begin, place), place - begin
-            begin = place
-    dealt = np.linspace(best[0], best[1], stages + 1).round().astype(np.int64)
-    dealt[0], dealt[-1] = 0, len(layers)
+    each = problem.model.each
+    parts = [
+        tuple((layer.costs, layer.recompute) for layer in each[begin:end])
+        for begin, end in pairwise(problem.places)
+    ]
+    begin, end = max(
+        (_longest_run(parts, period) for period in range(1, LONGEST_PERIOD + 1)),
+        key=lambda run: run[1] - run[0],  # of the same length, the first: the shortest period
+    )
+    if end - begin < stages:
+        begin, end = 0, len(parts)
+    dealt = np.linspace(begin, end, stages + 1).round().astype(np.int64)
+    dealt[0], dealt[-1] = 0, len(parts)
     return space.repaired(dealt)
+
+
+def _longest_run(parts: Sequence[object], period: int) -> tuple[int, int]:
+    """Begin and end of the longest run in which every part is that of a period before; at least twice."""
+    best, begin = (0, 0), 0
+    for place in range(period, len(parts) + 1):
+        if place == len(parts) or parts[place] != parts[place - period]:
+            if place - begin >= 2 * period and place - begin > best[1] - best[0]:
+                best = begin, place
+            begin = place - period + 1
+    return best
 
 
 def histogram_cut(space: CutSpace) -> Bounds:

@@ -50,7 +50,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
     if document.chunks is not None and document.placement == "auto":
         raise InvalidInput.at(
             "/chunks",
-            f"found {document.chunks} with placement auto, which chooses them. Remove it, or use placement loop.",
+            f"found {document.chunks} with placement auto, which chooses them. Remove it, or use loop.",
         )
     if costs.link is not None and costs.p2p is not None and document.partition is None:
         raise InvalidInput.at("/costs", "found p2p and link; transfers follow from one of them. Remove one.")

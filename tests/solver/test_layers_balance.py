@@ -65,6 +65,17 @@ def test_the_floor_is_a_sum_of_whole_layers() -> None:
     assert least_worst_load(problem, CutTables.of(problem)) == 30
 
 
+def test_some_rank_has_more_parts_than_the_mean_rank() -> None:
+    # 16 blocks of 10, an embedding of 6, a head of 22 on 4 ranks: the mean is 47, and embedding, head and two
+    # blocks would be 48. But of the 17 largest some rank has 5.
+    layers = [
+        {"name": name, "forward": cost, "backward_input": 0, "backward_weight": 0, "repeat": copies}
+        for name, cost, copies in (("embedding", 6, 1), ("block", 10, 16), ("head", 22, 1))
+    ]
+    problem = layered(pp_degree=4, layers=layers)
+    assert least_worst_load(problem, CutTables.of(problem)) == pytest.approx(50)
+
+
 def test_the_floor_counts_what_memory_forces_to_be_recomputed() -> None:
     block = {"forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 4}
     again = {"backward_input": 2, "memory": {"forward": 1, "backward_weight": -1}}

@@ -15,15 +15,27 @@ ROUNDING = 1e-12
 def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
     """A lower bound on the most loaded rank's work for one microbatch, for any placement.
 
-    It is at least the mean, with as much recomputed as the memory of all ranks together demands; and it is
-    a sum of whole layers.
+    It is at least the mean, with as much recomputed as the memory of all ranks together demands; it is
+    at least what the rank with the most parts has; and it is a sum of whole layers.
     """
-    mean = _least_total(tables) / problem.pp_degree
+    mean = max(_least_total(tables) / problem.pp_degree, _most_parts(problem.pp_degree, tables))
     sums = _possible_loads(problem)
     if sums is None:
         return mean
     at = int(np.searchsorted(sums, mean * (1 - ROUNDING)))
     return max(mean, float(sums[at])) if at < len(sums) else mean
+
+
+def _most_parts(p: int, tables: CutTables) -> float:
+    """Of the kp + 1 largest parts some rank has k + 1, whatever the cut: at least the smallest of them.
+
+    The pigeonhole bound of scheduling on identical machines (Dell'Amico and Martello 1995, section 2.2).
+    """
+    parts = np.sort(np.diff(tables.cheapest))[::-1]
+    more = np.arange(1, (len(parts) - 1) // p + 1)
+    up_to = np.concatenate(([0.0], np.cumsum(parts)))
+    crowded = up_to[more * p + 1] - up_to[more * p - more]
+    return float(max(parts[0], crowded.max(initial=0.0))) * (1 - ROUNDING)
 
 
 def _least_total(tables: CutTables) -> float:

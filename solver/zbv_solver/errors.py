@@ -69,22 +69,40 @@ class InfeasibleMemory(ZbvError):
         The smallest feasible limit of every rank, in the problem's memory unit.
     ranks
         The ranks whose limit is below it.
+    of_cut
+        Whether layers were to be cut: ``smallest`` is then of the cut whose worst rank lacks least.
+    is_proved
+        Whether no plan exists; otherwise none was found, which only cuts for the loop placement leave open.
     """
 
-    def __init__(self, smallest: tuple[float, ...], limits: tuple[float, ...]):
+    def __init__(
+        self,
+        smallest: tuple[float, ...],
+        limits: tuple[float, ...],
+        of_cut: bool = False,
+        is_proved: bool = True,
+    ):
         self.smallest = smallest
         self.limits = limits
+        self.of_cut, self.is_proved = of_cut, is_proved
         self.ranks = tuple(r for r, (s, limit) in enumerate(zip(smallest, limits, strict=True)) if limit < s)
         shown = ", ".join(f"rank {r}: {limits[r]:.15g} < {smallest[r]:.15g}" for r in self.ranks[:4])
         more = f" and {len(self.ranks) - 4} more ranks" if len(self.ranks) > 4 else ""
+        what = "the smallest feasible limit per rank is"
+        if of_cut:
+            what = "the cut that lacks least needs, per rank,"
+        begin, end = "no plan fits", ""
+        if not is_proved:
+            begin, end = "no plan was found that fits", " That no other cut fits is not proved."
         super().__init__(
-            f"no plan fits memory.limit ({shown}{more}). A rank must hold its static memory and the forwards "
-            f"of one microbatch on all of its stages; the smallest feasible limit per rank is "
-            f"{[_plain(value) for value in smallest]}."
+            f"{begin} memory.limit ({shown}{more}). A rank must hold its static memory and the forwards of "
+            f"one microbatch on all of its stages; {what} {[_plain(value) for value in smallest]}.{end}"
         )
 
-    def __reduce__(self) -> tuple[type[InfeasibleMemory], tuple[tuple[float, ...], tuple[float, ...]]]:
-        return type(self), (self.smallest, self.limits)
+    def __reduce__(
+        self,
+    ) -> tuple[type[InfeasibleMemory], tuple[tuple[float, ...], tuple[float, ...], bool, bool]]:
+        return type(self), (self.smallest, self.limits, self.of_cut, self.is_proved)
 
 
 class InvalidPlan(ZbvError):

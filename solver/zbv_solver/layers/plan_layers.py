@@ -16,11 +16,12 @@ import numpy as np
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.layers.balance import balanced_cut, smallest_cut
+from zbv_solver.layers.balance import balanced_cut
 from zbv_solver.layers.floors import least_worst_load
 from zbv_solver.layers.joint_search import Candidate, improve_cut
 from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.least_memory import least_memory_cut
 from zbv_solver.layers.settle import settled_cut
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.layers.space import Bounds, CutSpace
@@ -94,10 +95,8 @@ class _LayersSearch:
         self.heard = np.inf
 
     def run(self, incumbent: Plan | None) -> Plan:
-        starts = [(space, self._starts(space)) for space in self.spaces]
-        feasible = [(space, found) for space, found in starts if found]
-        if not feasible:
-            raise self._infeasible()
+        starts = [(space, self._starts(space, level_cut(space))) for space in self.spaces]
+        feasible = [(space, found) for space, found in starts if found] or self._hard_starts()
         if incumbent is not None:
             self.best = incumbent
         else:
@@ -108,9 +107,8 @@ class _LayersSearch:
         self._search(entrants)
         return self._finish(entrants)
 
-    def _starts(self, space: CutSpace) -> dict[str, tuple[Bounds, tuple[bool, ...]]]:
+    def _starts(self, space: CutSpace, level: Bounds) -> dict[str, tuple[Bounds, tuple[bool, ...]]]:
         """Cuts to begin with, by name, that fit; also notes what no cut of the placement can beat."""
-        level = level_cut(space)
         simple = {"level": level, HISTOGRAM: histogram_cut(space), EVEN: even_cut(space)}
         found: dict[str, tuple[Bounds, tuple[bool, ...]]] = {}
         least = self.least
@@ -128,6 +126,34 @@ class _LayersSearch:
             if recompute is not None:
                 found[name] = bounds, recompute
         return found
+
+    def _hard_starts(self) -> list[tuple[CutSpace, dict[str, tuple[Bounds, tuple[bool, ...]]]]]:
+        """Cuts that fit where none was found at first sight; that there are none is an error."""
+        limit, found = self.options.time_limit, []
+        for space in self.spaces:
+            seconds = None if limit is None else JUDGE_SHARE * limit / len(self.spaces)
+            least = least_memory_cut(
+                space,
+                level_cut(space),
+                enough=0.0,
+                seed=self.options.seed,
+                seconds=seconds,
+                cancelled=self.cancelled,
+            )
+            found.append((space, least))
+        fits = [
+            (space, self._starts(space, space.bounds_of(least.cut))) for space, least in found if least.fits
+        ]
+        if fits:
+            return fits
+        space, best = min(found, key=lambda each: each[1].excess)
+        problem = self.problem.cut_into(space.placement, best.cut)
+        raise InfeasibleMemory(
+            problem.smallest_limit,
+            problem.memory.limit or (),
+            of_cut=True,
+            is_proved=all(least.bound > 0 for _, least in found),
+        )
 
     def _begin(self, space: CutSpace, starts: dict[str, tuple[Bounds, tuple[bool, ...]]]) -> None:
         """A first plan, as soon as can be: telling cuts apart takes a while."""
@@ -285,17 +311,3 @@ class _LayersSearch:
 
     def _problem_of(self, space: CutSpace, candidate: Candidate) -> Problem:
         return self.problem.cut_into(space.placement, space.cut(candidate.bounds, candidate.recompute))
-
-    def _infeasible(self) -> InfeasibleMemory:
-        """What the cut that needs least would need; under loop, the one that was found to need least."""
-        space = min(self.spaces, key=lambda space: space.placement.kind == "loop")
-        level = level_cut(space)
-        if space.placement.kind == "loop":
-            cut = space.cut(settled_cut(space, level), (space.tables.variants == 2,) * space.n_stages)
-        else:
-            smallest = smallest_cut(space, level)
-            if smallest is None:
-                raise RuntimeError("there is no cut at all; this is a fault of ours, please report it.")
-            cut = smallest.cut
-        least = self.problem.cut_into(space.placement, cut)
-        return InfeasibleMemory(least.smallest_limit, least.memory.limit or ())

@@ -18,14 +18,23 @@ from zbv_solver.layers.tables import FloatArray
 IntArray = NDArray[Any]
 
 MOVES_PER_STAGE = 2_000
-WARMEST, COLDEST = 0.3, 1e-4
-"""Temperatures, in units of the energy of a rank with mean load."""
-OVERFLOW = 10.0
-"""Times the mean load that a rank is charged for not fitting its memory, and more by how far."""
+LOAD, EXCESS = 0, 1
+"""What is made small: the loads of the ranks, of cuts that fit; or what ranks need beyond their room."""
+WARMEST, COLDEST = (0.3, 1.0), 1e-4
+"""Temperatures, in units of the energy of a rank with mean load, or of one that needs twice its room."""
 
 
 def settled_cut(space: CutSpace, start: Bounds, seed: int = 0) -> Bounds:
     """Bounds with even loads that fit the memory limit, or exceed it by as little as was found."""
+    if space.fitting(start) is None:
+        start = _annealed(space, start, EXCESS, seed)
+        if space.fitting(start) is None:
+            return start
+    return _annealed(space, start, LOAD, seed)
+
+
+def _annealed(space: CutSpace, start: Bounds, mode: int, seed: int) -> Bounds:
+    """In mode LOAD the start has to fit; what does not is never gone to."""
     tables = space.tables
     lower, upper = space.ranges
     mean = float(tables.cheapest[-1]) / space.placement.pp_degree or 1.0
@@ -34,6 +43,7 @@ def settled_cut(space: CutSpace, start: Bounds, seed: int = 0) -> Bounds:
         tables.workspace,
         tables.room,
         tables.variants,
+        mode,
         np.array(space.placement.stages_of),
         np.array(space.placement.rank_of),
         lower,
@@ -41,6 +51,7 @@ def settled_cut(space: CutSpace, start: Bounds, seed: int = 0) -> Bounds:
         space.least,
         np.array(start),
         mean,
+        WARMEST[mode],
         MOVES_PER_STAGE * space.n_stages,
         seed,
     )
@@ -53,12 +64,16 @@ def _energy(
     workspace: FloatArray,
     room: FloatArray,
     variants: int,
+    mode: int,
     stages: IntArray,
     bounds: IntArray,
     rank: int,
     mean: float,
 ) -> float:  # pragma: no cover - compiled
-    """A high power of a rank's load: the sum over ranks is governed by the most loaded ones."""
+    """A high power of a rank's load: the sum over ranks is governed by the most loaded ones.
+
+    Or the share of its room that the rank needs beyond it: a sum that is 0 where all ranks fit.
+    """
     chunks = stages.shape[1]
     best, excess = np.inf, np.inf
     for variant in range(1 if variants == 1 else 1 << min(chunks, 8)):
@@ -73,8 +88,8 @@ def _energy(
         if held + largest <= room[rank]:
             best = min(best, load)
         excess = min(excess, held + largest - room[rank])
-    if best == np.inf:
-        best = mean * OVERFLOW * (1 + max(0.0, excess) / max(abs(room[rank]), 1e-30))
+    if mode == EXCESS:
+        return max(0.0, excess) / float(max(abs(room[rank]), 1e-30))
     return (best / mean) ** 8
 
 
@@ -84,6 +99,7 @@ def _settle(
     workspace: FloatArray,
     room: FloatArray,
     variants: int,
+    mode: int,
     stages: IntArray,
     rank_of: IntArray,
     lower: IntArray,
@@ -91,6 +107,7 @@ def _settle(
     least: int,
     start: IntArray,
     mean: float,
+    warmest: float,
     moves: int,
     seed: int,
 ) -> IntArray:  # pragma: no cover - compiled
@@ -99,7 +116,7 @@ def _settle(
     p = len(room)
     energy = np.empty(p)
     for rank in range(p):
-        energy[rank] = _energy(sums, workspace, room, variants, stages, bounds, rank, mean)
+        energy[rank] = _energy(sums, workspace, room, variants, mode, stages, bounds, rank, mean)
     total = energy.sum()
     lowest = total
     for move in range(moves):
@@ -125,14 +142,16 @@ def _settle(
         fresh = energy.copy()
         for stage in range(low, high + 1):
             rank = rank_of[stage]
-            fresh[rank] = _energy(sums, workspace, room, variants, stages, bounds, rank, mean)
+            fresh[rank] = _energy(sums, workspace, room, variants, mode, stages, bounds, rank, mean)
         changed = fresh.sum() - total
-        temperature = WARMEST * (COLDEST / WARMEST) ** (move / moves)
+        temperature = warmest * (COLDEST / warmest) ** (move / moves)
         if changed <= 0 or np.random.random() < np.exp(-changed / temperature):
             energy, total = fresh, total + changed
             if total < lowest * (1 - 1e-12):
                 lowest = total
                 best[:] = bounds
+                if lowest <= 0:
+                    break
         else:
             bounds[low + 1 : high + 1] -= step
     return best

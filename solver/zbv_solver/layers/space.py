@@ -111,6 +111,24 @@ class CutSpace:
                 recompute[stage] = variant
         return tuple(recompute)
 
+    def leanest(self, bounds: Bounds) -> tuple[bool, ...]:
+        """The stages to recompute (S,) so that every rank needs the least memory."""
+        recompute = [False] * self.n_stages
+        for rank, stages in enumerate(self.placement.stages_of):
+            options = self._variants(len(stages))
+            best = min(options, key=lambda variant: self.needs(bounds, rank, variant))
+            for stage, variant in zip(stages, best, strict=True):
+                recompute[stage] = variant
+        return tuple(recompute)
+
+    def excess(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+        """What the worst rank needs beyond its room; not positive where every rank fits."""
+        return max(
+            self.needs(bounds, rank, tuple(recompute[stage] for stage in stages))
+            - float(self.tables.room[rank])
+            for rank, stages in enumerate(self.placement.stages_of)
+        )
+
     def worst_load(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
         """Work of the most loaded rank for one microbatch."""
         return max(

@@ -17,6 +17,8 @@ from zbv_solver.layers.space import Bounds, CutSpace
 
 MOST_IN_VAIN = 12
 """Times the number of stages: moves in a row without a gain, after which the climb ends."""
+RECOMPUTING = 0.4
+"""Share of the moves that change what is recomputed, where anything can be."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,8 @@ def _moved(
     space: CutSpace, start: Candidate, random: np.random.Generator
 ) -> tuple[Bounds, tuple[bool, ...]] | None:
     """A random neighbour that the rules and the memory limit allow."""
-    if space.tables.variants > 1 and random.random() < 0.25:
-        stage = int(random.integers(space.n_stages))
-        recompute = tuple(value != (number == stage) for number, value in enumerate(start.recompute))
+    if space.tables.variants > 1 and random.random() < RECOMPUTING:
+        recompute = _recomputed_elsewhere(start.recompute, random)
         return (start.bounds, recompute) if _fits(space, start.bounds, recompute) else None
     if space.n_stages == 1:
         return None
@@ -76,11 +77,25 @@ def _moved(
         return None
     recompute = start.recompute
     if not _fits(space, bounds, recompute):
-        fitting = space.fitting(bounds)
+        fitting = space.fitting(bounds, recompute)
         if fitting is None:
             return None
         recompute = fitting
     return bounds, recompute
+
+
+def _recomputed_elsewhere(recompute: tuple[bool, ...], random: np.random.Generator) -> tuple[bool, ...]:
+    """One stage changes, or a run of stages becomes alike, or a stage is recomputed in place of another."""
+    changed, stages = list(recompute), len(recompute)
+    one, other = sorted(map(int, random.integers(stages, size=2)))
+    kind = int(random.integers(3))
+    if kind == 0:
+        changed[one] = not changed[one]
+    elif kind == 1:
+        changed[one : other + 1] = [bool(random.integers(2))] * (other + 1 - one)
+    else:
+        changed[one], changed[other] = changed[other], changed[one]
+    return tuple(changed)
 
 
 def _fits(space: CutSpace, bounds: Bounds, recompute: tuple[bool, ...]) -> bool:

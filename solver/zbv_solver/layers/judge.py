@@ -9,10 +9,16 @@ import numpy as np
 
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import ListScheduler, simple_rule
+from zbv_solver.layers.cut import Cut
+from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.space import Bounds, CutSpace
 
-FEW = 2
-"""Times p: microbatches at which cuts are judged; more of them only repeat the steady state."""
+FEW, FEWER = 2, 1
+"""Times p: microbatches at which cuts are judged; more of them only repeat the steady state.
+
+Where memory is limited, what a microbatch of it takes is more than the most loaded rank's work, and is told
+from the difference between the two.
+"""
 GREEDY_ORDERS = 4
 GREEDY_COST = 4
 """Times that placing an action takes the greedy longer than list scheduling; that many it counts for."""
@@ -35,8 +41,9 @@ class Judge:
 
     def __init__(self, space: CutSpace):
         self.space, self.placed = space, 0
-        few = max(FEW * space.problem.pp_degree, 8)
-        self.few = replace(space.problem, microbatches=min(few, space.problem.microbatches))
+        p, microbatches = space.problem.pp_degree, space.problem.microbatches
+        self.few = replace(space.problem, microbatches=min(max(FEW * p, 8), microbatches))
+        self.fewer = replace(space.problem, microbatches=min(max(FEWER * p, 4), microbatches))
         self.known: dict[tuple[Bounds, tuple[bool, ...]], float] = {}
 
     def floor(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
@@ -51,7 +58,17 @@ class Judge:
         return self.known[key]
 
     def _construct(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
-        problem = self.few.cut_into(self.space.placement, self.space.cut(bounds, recompute))
+        cut, problem = self.space.cut(bounds, recompute), self.space.problem
+        value, each = self._best(self.few, cut), self.space.worst_load(bounds, recompute)
+        more = problem.microbatches - self.few.microbatches
+        if more > 0 and problem.limit is not None and np.isfinite(value):
+            between = self.few.microbatches - self.fewer.microbatches
+            each = max(each, (value - self._best(self.fewer, cut)) / between)
+        return float(value + more * each)
+
+    def _best(self, layered: LayeredProblem, cut: Cut) -> float:
+        """The best of a few orders for a cut; inf where none was constructed."""
+        problem = layered.cut_into(self.space.placement, cut)
         best = np.inf
         if problem.placement.kind == "v":
             for attempt in islice(get_v_schedule(problem), GREEDY_ORDERS):
@@ -61,5 +78,4 @@ class Judge:
         for preference, share, patience in RULES:
             best = min(best, scheduler.value(simple_rule(problem, preference, share, patience), most=best))
         self.placed += len(RULES) * problem.max_actions
-        more = self.space.problem.microbatches - self.few.microbatches
-        return float(best + more * self.space.worst_load(bounds, recompute))
+        return float(best)

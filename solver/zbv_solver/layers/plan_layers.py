@@ -22,6 +22,7 @@ from zbv_solver.layers.joint_search import Candidate, improve_cut
 from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.least_memory import least_memory_cut
+from zbv_solver.layers.roomy_cuts import roomy_cuts
 from zbv_solver.layers.settle import settled_cut
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.layers.space import Bounds, CutSpace
@@ -40,6 +41,8 @@ JUDGE_SHARE, SEARCH_SHARE = 0.25, 0.85
 """Of a time limit: until when cuts are told apart, and searched; the rest is for what stands beside."""
 LEAST_SECONDS = 0.01
 EVEN, HISTOGRAM = "even-cut", "histogram-cut"
+Starts = dict[str, tuple[Bounds, tuple[bool, ...]]]
+"""Bounds and recomputed stages by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +110,10 @@ class _LayersSearch:
         self._search(entrants)
         return self._finish(entrants)
 
-    def _starts(self, space: CutSpace, level: Bounds) -> dict[str, tuple[Bounds, tuple[bool, ...]]]:
+    def _starts(self, space: CutSpace, level: Bounds) -> Starts:
         """Cuts to begin with, by name, that fit; also notes what no cut of the placement can beat."""
         simple = {"level": level, HISTOGRAM: histogram_cut(space), EVEN: even_cut(space)}
-        found: dict[str, tuple[Bounds, tuple[bool, ...]]] = {}
+        found: Starts = {}
         least = self.least
         if space.placement.kind == "loop":
             simple = {"balanced": settled_cut(space, level, self.options.seed), **simple}
@@ -127,7 +130,7 @@ class _LayersSearch:
                 found[name] = bounds, recompute
         return found
 
-    def _hard_starts(self) -> list[tuple[CutSpace, dict[str, tuple[Bounds, tuple[bool, ...]]]]]:
+    def _hard_starts(self) -> list[tuple[CutSpace, Starts]]:
         """Cuts that fit where none was found at first sight; that there are none is an error."""
         limit, found = self.options.time_limit, []
         for space in self.spaces:
@@ -155,7 +158,7 @@ class _LayersSearch:
             is_proved=all(least.bound > 0 for _, least in found),
         )
 
-    def _begin(self, space: CutSpace, starts: dict[str, tuple[Bounds, tuple[bool, ...]]]) -> None:
+    def _begin(self, space: CutSpace, starts: Starts) -> None:
         """A first plan, as soon as can be: telling cuts apart takes a while."""
         name, (bounds, recompute) = next(iter(starts.items()))
         problem = self.problem.cut_into(space.placement, space.cut(bounds, recompute))
@@ -164,14 +167,15 @@ class _LayersSearch:
             pipeline.run()
             self.best, self.method = pipeline.finish(), name
 
-    def _entrants(
-        self, feasible: list[tuple[CutSpace, dict[str, tuple[Bounds, tuple[bool, ...]]]]]
-    ) -> list[_Entrant]:
+    def _entrants(self, feasible: list[tuple[CutSpace, Starts]]) -> list[_Entrant]:
         """What the real search is to run on, the most promising first."""
         judges = [Judge(space) for space, _ in feasible]
         judged = [
-            [Candidate(name, *cut, judge.value(*cut)) for name, cut in found.items()]
-            for judge, (_, found) in zip(judges, feasible, strict=True)
+            [
+                Candidate(name, bounds, recompute, judge.value(bounds, recompute))
+                for name, bounds, recompute in self._judged(space, found)
+            ]
+            for judge, (space, found) in zip(judges, feasible, strict=True)
         ]
         lowest = min(candidate.value for candidates in judged for candidate in candidates)
         climbing = [
@@ -192,6 +196,16 @@ class _LayersSearch:
                 if key not in entrants or each.name == HISTOGRAM:
                     entrants[key] = _Entrant(each.name, each.value, self._problem_of(space, each))
         return sorted(entrants.values(), key=lambda entrant: entrant.judged)
+
+    def _judged(self, space: CutSpace, found: Starts) -> Iterator[tuple[str, Bounds, tuple[bool, ...]]]:
+        """What is judged on a placement: cuts that just fit, and such that have room to spare."""
+        for name, (bounds, recompute) in found.items():
+            yield name, bounds, recompute
+        start, _ = next(iter(found.values()))
+        for bounds, recompute in roomy_cuts(space, start):
+            if self._is_over(JUDGE_SHARE):
+                return
+            yield "roomy", bounds, recompute
 
     def _search(self, entrants: list[_Entrant]) -> None:
         """The real search on the most promising, and on the rest while they could be better."""

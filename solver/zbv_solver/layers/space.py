@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
+from operator import ge
 from typing import Any
 
 import numpy as np
@@ -96,11 +97,17 @@ class CutSpace:
             workspace = max(workspace, float(self.tables.workspace[at, begin, end]))
         return held + workspace
 
-    def fitting(self, bounds: Bounds) -> tuple[bool, ...] | None:
-        """The stages to recompute (S,) so that every rank fits with the least work; None where none fits."""
+    def fitting(self, bounds: Bounds, with_these: tuple[bool, ...] = ()) -> tuple[bool, ...] | None:
+        """The stages to recompute (S,) so that every rank fits with the least work; None where none fits.
+
+        ``with_these`` (S,) are recomputed in any case.
+        """
         recompute = [False] * self.n_stages
         for rank, stages in enumerate(self.placement.stages_of):
             options = self._variants(len(stages))
+            if with_these:
+                kept = [with_these[stage] for stage in stages]
+                options = [variant for variant in options if all(map(ge, variant, kept))]
             fitting = [
                 variant for variant in options if self.needs(bounds, rank, variant) <= self.tables.room[rank]
             ]

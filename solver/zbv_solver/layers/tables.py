@@ -21,6 +21,8 @@ class CutTables:
     ----------
     sums
         (2, 4, n+1) running sums over n parts: F, I + W, B, and memory held by F and statically.
+    held
+        (2, n+1) running sums of the memory held by F alone.
     workspace
         (2, n+1, n+1): [i, j] is the largest workspace of the parts from i to before j.
     cheapest
@@ -33,6 +35,7 @@ class CutTables:
     """
 
     sums: FloatArray
+    held: FloatArray
     workspace: FloatArray
     cheapest: FloatArray
     room: FloatArray
@@ -47,7 +50,7 @@ class CutTables:
     def of(cls, problem: LayeredProblem) -> CutTables:
         """The tables of a problem."""
         n = problem.model.n_layers
-        per_layer = np.zeros((2, 5, n))
+        per_layer = np.zeros((2, 6, n))
         for place, layer in enumerate(problem.model.each):
             for variant in (0, 1):
                 costs = layer.costs_when(variant == 1)
@@ -57,12 +60,14 @@ class CutTables:
                     costs.split,
                     costs.fused,
                     memory.forward + memory.static,
+                    memory.forward,
                     memory.workspace,
                 )
-        sums = np.zeros((2, 4, n + 1))
-        np.cumsum(per_layer[:, :4], axis=2, out=sums[:, :, 1:])
+        sums = np.zeros((2, 5, n + 1))
+        np.cumsum(per_layer[:, :5], axis=2, out=sums[:, :, 1:])
         places = problem.places
-        largest = np.maximum.reduceat(per_layer[:, 4], places[:-1], axis=1)
+        sums = sums[:, :, places]
+        largest = np.maximum.reduceat(per_layer[:, 5], places[:-1], axis=1)
         workspace = np.zeros((2, len(places), len(places)))
         for begin in range(len(places) - 1):
             workspace[:, begin, begin + 1 :] = np.maximum.accumulate(largest[:, begin:], axis=1)
@@ -75,4 +80,5 @@ class CutTables:
         each = np.minimum(*(per_layer[:, 0] + backward))
         cheapest = np.concatenate(([0.0], np.cumsum(each)))[places]
         variants = 2 if problem.model.can_recompute else 1
-        return cls(np.ascontiguousarray(sums[:, :, places]), workspace, cheapest, room, variants)
+        activations = sums[:, 4].copy()
+        return cls(np.ascontiguousarray(sums[:, :4]), activations, workspace, cheapest, room, variants)

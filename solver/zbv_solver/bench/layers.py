@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.layers.balance import balanced_cut
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.reading import parse_question
@@ -34,6 +35,10 @@ MODELS = (
 """Ranks, blocks, width, and layers per block: 2 are attention and MLP apart."""
 HELD_BY_ATTENTION = 11 / 30
 """Of a block's activations without the scores (FlashAttention): Korthikanti et al. 2022, section 4.1."""
+KEPT = 2 / 34
+"""Of a block's activations, what is its input: the same section."""
+ROOMS = (0.15, 0.3, 0.5, 0.8)
+RECOMPUTED_CASE = (8, 32, 4096)
 MICROBATCHES_PER_RANK = 4
 ROOM = 1.0
 """Memory limit, as a share of what 1F1B holds with evenly cut blocks."""
@@ -60,21 +65,35 @@ class CutRow:
 
 
 def gpt_layers(
-    p: int, blocks: int, width: int, layers_per_block: int = 1, microbatches: int | None = None
+    p: int,
+    blocks: int,
+    width: int,
+    layers_per_block: int = 1,
+    *,
+    room: float = ROOM,
+    can_recompute: bool = False,
 ) -> LayeredProblem:
-    """A GPT with a vocabulary of 128 k; a block's F takes 1 and holds 2, of which I releases half."""
+    """A GPT with a vocabulary of 128 k; a block's F takes 1 and holds 2, of which I releases half.
+
+    The memory limit is ``room`` times what 1F1B holds with evenly cut blocks.
+    """
     block = 24 * width**2 + 4 * width * SEQUENCE
     head = 2 * width * VOCABULARY / block
     document: dict[str, Any] = {
         "pp_degree": p,
-        "microbatches": microbatches or MICROBATCHES_PER_RANK * p,
+        "microbatches": MICROBATCHES_PER_RANK * p,
         "layers": [
             {"name": "embedding", "forward": 0.02, "backward_input": 0, "backward_weight": 0.05},
-            *_blocks(blocks, 4 * width * SEQUENCE / block, 16 * width**2 / block, layers_per_block),
+            *(
+                {**each, "recompute": _again(each)} if can_recompute else each
+                for each in _blocks(
+                    blocks, 4 * width * SEQUENCE / block, 16 * width**2 / block, layers_per_block
+                )
+            ),
             {"name": "head", "forward": head, "backward_input": head, "backward_weight": head},
         ],
         "costs": {"p2p": 0.02},
-        "memory": {"limit": ROOM * 2 * blocks},
+        "memory": {"limit": room * 2 * blocks},
     }
     layered = parse_question(document)
     if not isinstance(layered, LayeredProblem):
@@ -102,6 +121,20 @@ def _part(forward: float, scores: float, held: float) -> dict[str, Any]:
         "backward_input": forward + scores,
         "backward_weight": forward - scores,
         "memory": {"forward": 2 * held, "backward_input": -held, "backward_weight": -held},
+    }
+
+
+def _again(part: dict[str, Any]) -> dict[str, Any]:
+    """The part recomputed: its F once more before I, and of its activations only its input is kept."""
+    kept, held = KEPT * part["memory"]["forward"], -part["memory"]["backward_weight"]
+    return {
+        "backward_input": part["backward_input"] + part["forward"],
+        "memory": {
+            "forward": kept,
+            "backward_input": held - kept,
+            "backward_weight": -held,
+            "workspace": held,
+        },
     }
 
 
@@ -168,3 +201,34 @@ def cut_table(options: SearchOptions, write: Callable[[str], object]) -> None:
         )
     p, blocks, _ = PARTITION_CASE
     write(f"partition alone, {blocks + 2} layers on {p} ranks: {partition_seconds():.3f} s\n")
+
+
+def recompute_table(options: SearchOptions, write: Callable[[str], object]) -> None:
+    """Write what deciding per stage is worth: one search with no stage recomputed, with all, and free."""
+    p, blocks, _ = RECOMPUTED_CASE
+    write(f"\nrecomputation: {p} ranks, {blocks} blocks, one search within a share of 1F1B's memory\n")
+    write(f"{'share':>5} {'none':>9} {'all':>9} {'zbv':>9} {'stages':>6} {'bound':>9} {'seconds':>7}\n")
+    for room in ROOMS:
+        layered = gpt_layers(*RECOMPUTED_CASE, room=room, can_recompute=True)
+        plan = search(layered, options)
+        model = plan.problem.model
+        stages = 0 if model is None else sum(model.cut.recompute)
+        none, every = (_recomputed(layered, again, options) for again in (False, True))
+        write(
+            f"{room:>5.2f} {none:>9} {every:>9} {plan.objective:>9.2f} {stages:>6} "
+            f"{0 if plan.cut is None else plan.cut.lower_bound:>9.2f} {plan.provenance.seconds:>7.1f}\n"
+        )
+
+
+def _recomputed(layered: LayeredProblem, again: bool, options: SearchOptions) -> str:
+    """What the search reaches on the most even cut with all stages recomputed, or none of them."""
+    tables = CutTables.of(replace(layered, limit=None))
+    space = CutSpace(layered, layered.placements[0], tables)
+    balanced = balanced_cut(space, level_cut(space))
+    if balanced is None:
+        raise RuntimeError("without a limit there is always a cut; this is a fault of ours.")
+    cut = replace(balanced.cut, recompute=(again,) * space.n_stages)
+    try:
+        return f"{search(layered.cut_into(space.placement, cut), options).objective:.2f}"
+    except InfeasibleMemory:
+        return "-"

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 from zbv_solver import __version__
 from zbv_solver.console.cuts import cut_summary
-from zbv_solver.console.files import read_json, read_problem, read_question, shown, write
+from zbv_solver.console.files import read_json, read_question, shown, write
 from zbv_solver.console.searching import spinner, useful_workers, watched_search
-from zbv_solver.console.tables import print_comparison, print_frontier
+from zbv_solver.console.tables import print_comparison, print_frontier, print_layered_frontier
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
 from zbv_solver.estimate.command import add_arguments as add_estimate_arguments
 
 if TYPE_CHECKING:
+    from zbv_solver.layers.layered_problem import LayeredProblem
     from zbv_solver.plan import Plan
     from zbv_solver.problem import Problem
 
@@ -96,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
         "frontier",
         help="print the best objective within every memory limit",
         description="Search the problem at memory limits from the smallest feasible one to twice what 1F1B "
-        "holds, whatever its own limit is.",
+        "holds, whatever its own limit is. Layers are cut anew for every limit, and recomputed where that "
+        "makes them fit.",
     )
     frontier.add_argument("problem", help="problem file (JSON), or -")
     frontier.add_argument("--effort", choices=("quick", "standard", "thorough"), default="quick")
@@ -206,8 +208,12 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _frontier(arguments: argparse.Namespace) -> None:
     from zbv_solver.frontier_search import baseline_points, frontier_points, point_json
+    from zbv_solver.layers.layered_problem import LayeredProblem
 
-    problem = read_problem(arguments.problem)
+    problem = read_question(arguments.problem)
+    if isinstance(problem, LayeredProblem):
+        _frontier_of_layers(problem, arguments)
+        return
     plans: list[Plan] = []
 
     def search(limited: Problem) -> Plan:
@@ -220,6 +226,17 @@ def _frontier(arguments: argparse.Namespace) -> None:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return
     print_frontier(problem.objective, points, baseline_points(plans[0]))
+
+
+def _frontier_of_layers(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
+    from zbv_solver.frontier_layers import layered_points, point_json
+
+    points = layered_points(problem, lambda limited: watched_search(limited, arguments.effort, None))
+    if arguments.json:
+        document = {"objective": problem.objective, "points": [point_json(point) for point in points]}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        return
+    print_layered_frontier(problem, points)
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -278,10 +295,12 @@ def _bench(arguments: argparse.Namespace) -> None:
         sys.stdout.write(speed_table())
         return
     if arguments.layers:
-        from zbv_solver.bench.layers import cut_table
+        from zbv_solver.bench.layers import cut_table, recompute_table
         from zbv_solver.search import SearchOptions
 
-        cut_table(SearchOptions(arguments.effort, arguments.time_limit, arguments.seed), sys.stdout.write)
+        options = SearchOptions(arguments.effort, arguments.time_limit, arguments.seed)
+        cut_table(options, sys.stdout.write)
+        recompute_table(options, sys.stdout.write)
         return
     if not arguments.instances:
         raise InvalidInput.at("", "found no benchmark file; name one or more, as benchmarks/public.json.")

@@ -14,7 +14,7 @@ from zbv_solver.layers.balance import balanced_cut
 from zbv_solver.layers.joint_search import Candidate, improve_cut
 from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.layered_problem import LayeredProblem
-from zbv_solver.layers.roomy_cuts import roomy_cuts, with_room
+from zbv_solver.layers.roomy_cuts import NEVER, rooms, roomy_cuts, with_room
 from zbv_solver.layers.simple_cuts import level_cut
 from zbv_solver.layers.space import CutSpace
 from zbv_solver.layers.tables import CutTables
@@ -94,6 +94,23 @@ def test_early_stages_are_recomputed_before_late_ones() -> None:
     chosen = {recompute for _, recompute in roomy_cuts(space, level_cut(space))}
     first = [recompute for recompute in chosen if recompute == tuple(sorted(recompute, reverse=True))]
     assert any(0 < sum(recompute) < 7 for recompute in first)
+
+
+def test_room_is_for_as_many_everywhere_or_for_more_where_activations_live_longer() -> None:
+    space = space_of(short_of_memory(40))
+    times = list(rooms(space))
+    flat = [each for each in times if np.ptp(each) == 0]
+    falling = [each for each in times if np.ptp(each) > 0 and (np.diff(each) <= 0).all() and each.max() < 9]
+    assert [each.max() for each in flat] == pytest.approx([1, 1, 4 / 3, 2, 8 / 3, 4])
+    assert len(falling) == len(flat)
+    assert falling[-1][0, 0] == pytest.approx(8, rel=0.05)  # twice the mean, at the very beginning
+    assert falling[-1][0, -1] == 1
+    forced = [each for each in times if each.max() == NEVER]
+    assert [int((each[0] == NEVER).sum()) for each in forced] == sorted(
+        int((each[0] == NEVER).sum()) for each in forced
+    )
+    assert (forced[-1][0] == NEVER).all()
+    assert all((each[1] == 1).all() for each in forced)
 
 
 def test_room_is_made_for_activations_and_not_for_parameters() -> None:

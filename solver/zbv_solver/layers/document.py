@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.layers.layer import MAX_LAYERS
 from zbv_solver.problem import MAX_CELLS, MAX_PP_DEGREE, Objective
 from zbv_solver.schema import Count, Document, Number, NumberOrList, UnitsDocument, issues_of
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class LayerMemoryDocument(Document):
@@ -84,12 +86,14 @@ class LayeredMemoryDocument(Document):
 class CutRulesDocument(Document):
     """Which cuts are allowed."""
 
-    together: list[list[Name]] = Field(
-        [], description="Groups of names; from a group's first layer to its last nothing is cut."
+    together: list[Annotated[list[Name], Field(max_length=MAX_LAYERS)]] = Field(
+        [],
+        max_length=MAX_LAYERS,
+        description="Groups of names; from a group's first layer to its last nothing is cut.",
     )
     first: Annotated[int, Field(strict=True, ge=0)] | None = None
     last: Annotated[int, Field(strict=True, ge=0)] | None = None
-    allow_empty: bool = False
+    allow_empty: Flag = False
 
 
 class LayeredProblemDocument(Document):
@@ -108,7 +112,7 @@ class LayeredProblemDocument(Document):
     partition: list[list[str]] | None = Field(
         None, description="Layer names of every stage: a cut that is given."
     )
-    recompute: list[bool] | None = Field(None, description="Of a given partition: the stages recomputed.")
+    recompute: list[Flag] | None = Field(None, description="Of a given partition: the stages recomputed.")
 
 
 def parse_layered(document: Any) -> LayeredProblemDocument:

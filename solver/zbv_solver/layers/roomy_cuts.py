@@ -34,19 +34,23 @@ def roomy_cuts(space: CutSpace, start: Bounds) -> Iterator[tuple[Bounds, tuple[b
     """
     if not np.isfinite(space.tables.room).all():
         return
-    work = np.diff(space.tables.cheapest)
-    done = (np.cumsum(work) - work / 2) / max(float(work.sum()), 1e-300)
-    times = []
-    for share in IN_FLIGHT:
-        flat = max(1.0, share * space.placement.pp_degree) * np.ones((2, space.tables.n))
-        times += [flat, np.maximum(1.0, 2 * flat * (1 - done))]
-    if space.tables.variants == 2:
-        for share in FIRST_SHARES:
-            times.append(np.array([np.where(done < share, NEVER, 1.0), np.ones(space.tables.n)]))
-    for each in times:
-        found = _most_even(with_room(space, each), start)
+    for times in rooms(space):
+        found = _most_even(with_room(space, times), start)
         if found is not None:
             yield found
+
+
+def rooms(space: CutSpace) -> Iterator[FloatArray]:
+    """How many times each part's activations there is to be room for: (2, n), as it is and recomputed."""
+    work = np.diff(space.tables.cheapest)
+    done = (np.cumsum(work) - work / 2) / max(float(work.sum()), 1e-300)
+    for share in IN_FLIGHT:
+        flat = max(1.0, share * space.placement.pp_degree) * np.ones((2, space.tables.n))
+        yield flat
+        yield np.maximum(1.0, 2 * flat * (1 - done))
+    if space.tables.variants == 2:
+        for share in FIRST_SHARES:
+            yield np.array([np.where(done < share, NEVER, 1.0), np.ones(space.tables.n)])
 
 
 def with_room(space: CutSpace, times: FloatArray) -> CutSpace:

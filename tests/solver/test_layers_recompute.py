@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, layered, layered_problems
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.layers.balance import balanced_cut
-from zbv_solver.layers.joint_search import Candidate, improve_cut
+from zbv_solver.layers.joint_search import Candidate, improve_cut, neighbour
 from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.roomy_cuts import NEVER, rooms, roomy_cuts, with_room
@@ -145,6 +145,32 @@ def test_the_climb_finds_what_to_recompute_from_either_end() -> None:
         climbed = improve_cut(judge, start, 300_000, 1, lambda: False)
         assert climbed.value < start.value
         assert space.excess(climbed.bounds, climbed.recompute) <= 0
+
+
+def test_stages_change_alone_in_runs_and_in_place_of_each_other() -> None:
+    space = space_of(short_of_memory(200))
+    bounds, random = level_cut(space), np.random.default_rng(1)
+
+    def drawn(recompute: tuple[bool, ...]) -> set[tuple[bool, ...]]:
+        start = Candidate("start", bounds, recompute, 0.0)
+        moves = (neighbour(space, start, random) for _ in range(1000))
+        return {move[1] for move in moves if move is not None and move[0] == bounds}
+
+    from_none = {sum(recompute) for recompute in drawn((False,) * 8)}
+    assert from_none == set(range(9))
+    assert (False,) * 7 + (True,) in drawn((True,) + (False,) * 7)
+
+
+def test_a_bound_that_moves_leaves_what_is_recomputed() -> None:
+    space = space_of(short_of_memory(18))
+    bounds, random = level_cut(space), np.random.default_rng(1)
+    start = Candidate("start", bounds, (True, False) * 4, 0.0)
+    moves = (neighbour(space, start, random) for _ in range(1000))
+    moved = [move for move in moves if move is not None and move[0] != bounds]
+    assert moved
+    assert any(recompute != start.recompute for _, recompute in moved)
+    for _, recompute in moved:
+        assert all(again for again, before in zip(recompute, start.recompute, strict=True) if before)
 
 
 def test_a_judge_sees_that_a_tight_limit_slows_every_microbatch() -> None:

@@ -48,7 +48,7 @@ def improve_cut(
     until, in_vain = judge.placed + placements, 0
     while judge.placed < until and in_vain < MOST_IN_VAIN * space.n_stages and not is_over():
         in_vain += 1
-        moved = _moved(space, best, random)
+        moved = neighbour(space, best, random)
         if moved is None or judge.floor(*moved) >= best.value:
             continue
         value = judge.value(*moved)
@@ -59,10 +59,10 @@ def improve_cut(
     return best
 
 
-def _moved(
+def neighbour(
     space: CutSpace, start: Candidate, random: np.random.Generator
 ) -> tuple[Bounds, tuple[bool, ...]] | None:
-    """A random neighbour that the rules and the memory limit allow."""
+    """A random cut beside another; None where the rules or the memory limit forbid what was drawn."""
     if space.tables.variants > 1 and random.random() < RECOMPUTING:
         recompute = _recomputed_elsewhere(start.recompute, random)
         return (start.bounds, recompute) if _fits(space, start.bounds, recompute) else None

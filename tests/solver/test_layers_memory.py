@@ -12,7 +12,7 @@ from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, 
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.layers import plan_layers
 from zbv_solver.layers.layered_problem import LayeredProblem
-from zbv_solver.layers.least_memory import LeastMemory, least_memory_cut
+from zbv_solver.layers.least_memory import LeastMemory, least_memory_cut, surely_lacking
 from zbv_solver.layers.settle import settled_cut
 from zbv_solver.layers.simple_cuts import level_cut
 from zbv_solver.layers.space import CutSpace
@@ -48,6 +48,19 @@ def test_it_is_the_least_of_all_cuts(problem: LayeredProblem) -> None:
     assert lacking(space, found) == pytest.approx(least, abs=1e-4)
     assert found.excess == pytest.approx(least, abs=1e-4)
     assert found.bound == pytest.approx(least, abs=1e-4)
+    assert surely_lacking(space) <= least + 1e-4
+
+
+def test_what_one_part_or_all_of_them_lack_needs_no_search() -> None:
+    layers = [layer(number, 2, 1, 1) for number in range(8)]
+    tight = space_of(layered(placement="loop", layers=layers, memory={"limit": [3, 2]}))
+    assert surely_lacking(tight) == pytest.approx((8 * 3 - 5) / 2, abs=1e-4)
+    large = [layer(0, 9, 9, 1), *layers[1:]]
+    uneven = space_of(layered(placement="loop", layers=large, memory={"limit": [16, 30]}))
+    assert surely_lacking(uneven) == pytest.approx(-3.5, abs=1e-4)  # 39 of 46; and 19 fits rank 1
+    assert surely_lacking(
+        space_of(layered(placement="loop", layers=large, memory={"limit": 18}))
+    ) == pytest.approx(1.5, abs=1e-4)
 
 
 def layer(number: int, held: int, static: int, workspace: int) -> dict[str, Any]:
@@ -115,8 +128,9 @@ def test_that_nothing_fits_is_proved(placement: str) -> None:
 
 def test_what_the_effort_does_not_prove_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zbv_solver.layers.least_memory.EFFORT", 0.0)
-    layers = [layer(number, 1 + number % 3, number % 2, 0) for number in range(12)]
+    # 11 layers of 2 on two ranks: 22 is less than 2 * 11.5, and one rank has 12.
+    layers = [layer(number, 2, 0, 0) for number in range(11)]
     with pytest.raises(InfeasibleMemory) as caught:
-        search(layered(placement="loop", layers=layers, memory={"limit": 12}), QUICK)
+        search(layered(placement="loop", layers=layers, memory={"limit": 11.5}), QUICK)
     assert not caught.value.is_proved
     assert "That no other cut fits is not proved" in str(caught.value)

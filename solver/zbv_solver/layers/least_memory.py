@@ -22,8 +22,8 @@ from zbv_solver.layers.space import Bounds, CutSpace
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-EFFORT = 20.0
-"""CP-SAT's deterministic time, about seconds, after which what is known has to do."""
+EFFORT = 1.0
+"""CP-SAT's deterministic time, some seconds, after which what is known has to do."""
 GRID = 1 << 36
 """Steps into which the largest amount is divided."""
 
@@ -80,6 +80,16 @@ def least_memory_cut(
     return _Model(space).solve(known, enough, seed, seconds, cancelled)
 
 
+def surely_lacking(space: CutSpace) -> float:
+    """What some rank needs beyond its room whatever the cut: for one part, or of all parts together."""
+    tables = space.tables
+    held = np.diff(tables.sums[:, 3], axis=1)
+    workspace = np.array([np.diagonal(each, offset=1) for each in tables.workspace])
+    alone = float((held + workspace).min(axis=0).max() - tables.room.max())
+    together = float(held.min(axis=0).sum() - tables.room.sum()) / len(tables.room)
+    return max(alone, together)
+
+
 class _Model:
     """The literals, in a grid that rounds what is needed down: a bound of it is one of the truth."""
 
@@ -91,7 +101,7 @@ class _Model:
         tables = self.tables
         held, workspace = np.diff(tables.sums[:, 3], axis=1), tables.workspace
         self.held = held
-        self.workspace = np.array([[each[i, i + 1] for i in range(tables.n)] for each in workspace])
+        self.workspace = np.array([np.diagonal(each, offset=1) for each in workspace])
         largest = float(held.max(axis=0).sum() + workspace.max() + np.abs(tables.room).max())
         self.step = largest / GRID if largest > 0 else 1.0
         self.before = [[self.model.new_bool_var("") for _ in range(tables.n)] for _ in range(self.stages + 1)]
@@ -163,7 +173,7 @@ class _Model:
 
         self._hint(known.cut)
         solver = make_solver(EFFORT, seconds, seed)
-        solver.parameters.linearization_level = 2  # here the relaxation says nearly all
+        solver.parameters.linearization_level = 1  # without recomputation the relaxation says nearly all
         if np.isfinite(enough):
             self.model.add(self.excess >= self._steps(enough))
         with stopped_when(cancelled, solver):
@@ -174,7 +184,7 @@ class _Model:
             reached = self.space.excess(self.space.bounds_of(found), found.recompute)
             if reached < excess:
                 cut, excess = found, reached
-        bound = solver.best_objective_bound * self.step
+        bound = max(solver.best_objective_bound * self.step, surely_lacking(self.space))
         return LeastMemory(cut, excess, min(bound, excess) if bound > enough else -np.inf)
 
     def _hint(self, cut: Cut) -> None:

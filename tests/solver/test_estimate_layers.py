@@ -241,15 +241,15 @@ def test_the_ends_of_the_model_cost_what_a_large_vocabulary_makes_of_them() -> N
     ("shape", "embedding", "attention", "mlp", "head"),
     [
         # 100 tokens of 8 values and 4 bytes are 3200; the table of 1000 has 32000, logits in float32 400000.
-        ({}, 32000, (1 + 1 + 2 * 3) * 3200, (1 + 2 * 4) * 3200, 2 * 400_000),
+        ({}, 3200 + 32000, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 400_000),
         # Rows of tokens, of positions and their sum; gradients around the final norm.
-        ({"vocabulary": 2}, 3 * 3200, (1 + 1 + 2 * 3) * 3200, (1 + 2 * 4) * 3200, 2 * 3200),
-        # Scores and their gradient, 4 heads of 100 · 100; a gate that is not fused keeps another gradient.
+        ({"vocabulary": 2}, 3 * 3200, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 3200),
+        # Scores and their gradient, 4 heads of 100 · 100; a gate has a gradient of its own.
         (
             {"attention": "plain", "gated": True, "fused_activation": False},
-            32000,
+            3200 + 32000,
             (1 + 1 + 2 * 3) * 3200 + 2 * 4 * 4 * 100 * 100,
-            (1 + 4 * 4) * 3200,
+            (1 + 3 * 4) * 3200,
             2 * 400_000,
         ),
     ],
@@ -263,10 +263,37 @@ def test_workspace_is_the_fullest_moment_of_an_action(
     assert found == [embedding, attention, mlp, head]
 
 
-def test_gradients_of_another_type_are_made_before_they_are_added() -> None:
-    """The largest weight of a block is the MLP's; 2 bytes are those of its gradient."""
-    model = gpt(hidden=1024, sequence=1, microbatch_size=1)
-    plain = block_of(estimate_config(model, precision="mixed"))
-    other = block_of(estimate_config(model, precision="mixed-fp32-gradients"))
-    assert other.plain.workspace == 2 * 4 * 1024**2
-    assert plain.plain.workspace < other.plain.workspace
+@pytest.mark.parametrize(
+    ("shape", "embedding", "attention", "mlp", "head"),
+    [
+        # Of one token, 4096 bytes. In B there are, beside the gradient of a weight: that of the last matrix's
+        # input and the residual stream's; of the first matrix, and of the head, its input's alone.
+        ({}, 1 + 8, 1 + 3 * 1024, 1 + 4 + 4 * 1024, 8 + 1),
+        ({"kv_heads": 1}, 1 + 8, 1 + 1024 * 1.5, 1 + 4 + 4 * 1024, 8 + 1),
+        # Of a gate's first matrix, twice as large, when three tensors of the MLP's width are gone.
+        ({"gated": True, "fused_activation": False}, 1 + 8, 1 + 3 * 1024, 2 - 8 + 8 * 1024, 8 + 1),
+        ({"gated": True, "fused_activation": True}, 1 + 8, 1 + 3 * 1024, 2 - 4 + 8 * 1024, 8 + 1),
+    ],
+)
+def test_of_few_tokens_the_gradient_of_a_weight_is_most_of_the_workspace(
+    shape: dict[str, Any], embedding: float, attention: float, mlp: float, head: float
+) -> None:
+    """B makes it before it is added to what there is."""
+    few = {"hidden": 1024, "layers": 1, "heads": 4, "vocabulary": 8, "sequence": 1, "dtype": "float32"}
+    model = ModelConfig.model_validate({**few, "ffn": 4096, **shape})
+    found = [layer.plain.workspace for layer in estimate_layers(estimate_config(model, granularity="half"))]
+    assert found == [4096 * tokens for tokens in (embedding, attention, mlp, head)]
+
+
+def test_of_few_keys_it_is_the_gradient_of_the_matrix_behind_attention() -> None:
+    """That of the first matrix comes when the heads' output is gone, and is not much larger."""
+    shape = {"hidden": 1024, "layers": 1, "heads": 4, "kv_heads": 1, "vocabulary": 8, "sequence": 600}
+    model = ModelConfig.model_validate({**shape, "dtype": "float32"})
+    _, attention, *_ = estimate_layers(estimate_config(model, granularity="half"))
+    assert attention.plain.workspace == (600 + 600 + 1024) * 1024 * 4
+
+
+def test_the_heads_gradient_is_made_when_the_logits_in_float32_are_gone() -> None:
+    few = {"hidden": 1024, "layers": 1, "heads": 4, "vocabulary": 512, "sequence": 1, "dtype": "bfloat16"}
+    *_, head = estimate_layers(estimate_config(ModelConfig.model_validate(few)))
+    assert head.plain.workspace == 2 * 512 * 1024 + 2 * 1024 + 2 * 512 - 4 * 512

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +27,16 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A service and two agents that outlive run after run: none may be disturbed by the one before."""
-    with cluster(tmp_path_factory.mktemp("pair")) as started:
-        yield Pair(started, *started.start_two())
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A service without agents."""
+    with cluster(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair(started: Cluster) -> Pair:
+    """Two agents that outlive run after run: none may be disturbed by the one before."""
+    return Pair(started, *started.start_two())
 
 
 @dataclass
@@ -55,6 +60,25 @@ def all_gone(*agents: AgentProcess) -> bool:
 
 def node_rank_of(run: Run, name: str) -> int:
     return next(int(node["node_rank"]) for node in run.document["members"] if node["agent"] == name)
+
+
+def test_a_model_that_no_pattern_allows_is_refused_without_being_loaded(started: Cluster) -> None:
+    """First: its agents leave before others come."""
+    agents = [started.start("wary", allow=None), started.start("choosy", allow="another.*")]
+    ended = started.client.wait_run(started.submit().id, DEADLINE)
+    assert ended.state == "failed"
+    assert ended.error is not None
+    assert ended.failures[0]["kind"] == "refused"
+    said = str(ended.error["detail"])
+    assert f"does not load model {FACTORY}: it allows" in said
+    assert "--allow-model 'support.unhurried_gpt'" in said
+    assert all_gone(*agents)
+    made = [path for agent in agents for path in (agent.folder / "state").iterdir() if path.is_dir()]
+    assert made == [], "what a run needs was prepared"
+    for agent in agents:
+        agent.process.terminate()
+        assert agent.process.wait(timeout=DEADLINE) == 0, agent.log
+    assert started.names() == set()
 
 
 def test_a_rank_killed_in_mid_step_is_named_and_no_rank_is_left_anywhere(pair: Pair) -> None:
@@ -111,21 +135,6 @@ def test_a_run_outlasts_a_service_that_is_away_and_an_agent_that_is_told_to_end(
     pair.one.process.terminate()  # idle: it need not wait for anything
     assert pair.one.process.wait(timeout=DEADLINE) == 0, pair.one.log
     assert started.names() == set()
-
-
-def test_a_model_that_no_pattern_allows_is_refused_without_being_loaded(tmp_path: Path) -> None:
-    with cluster(tmp_path) as started:
-        agents = [started.start("one", allow=None), started.start("two", allow="another.*")]
-        ended = started.client.wait_run(started.submit().id, DEADLINE)
-        assert ended.state == "failed"
-        assert ended.error is not None
-        assert ended.failures[0]["kind"] == "refused"
-        said = str(ended.error["detail"])
-        assert f"does not load model {FACTORY}: it allows" in said
-        assert "--allow-model 'support.unhurried_gpt'" in said
-        assert all_gone(*agents)
-        made = [path for agent in agents for path in (agent.folder / "state").iterdir() if path.is_dir()]
-        assert made == [], "what a run needs was prepared"
 
 
 def test_a_daemon_imports_no_torch() -> None:

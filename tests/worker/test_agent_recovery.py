@@ -55,13 +55,13 @@ def logged(started: Cluster, run: Run, generation: int) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
 
 
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A service and three agents, of which a run needs two.
 
     They are given time: one that is held for lost because the machine is busy would use up a retry.
     """
-    with cluster(tmp_path, agent_timeout_seconds=12.0) as started:
+    with cluster(tmp_path_factory.mktemp("three"), agent_timeout_seconds=12.0) as started:
         for name in ("one", "two", "three"):
             started.start(name)
         until(lambda: len(started.names()) == 3, started.story)
@@ -86,9 +86,42 @@ def until_generation(started: Cluster, run: Run, generation: int, step: int) -> 
     until(holds, started.story)
 
 
+def trace_of(started: Cluster, run: Run) -> dict[str, Any]:
+    """The merged trace, empty while the ranks have no step in common."""
+    try:
+        return started.client.run_trace(run.id)
+    except NotFound:
+        return {}
+
+
+def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(three: Cluster) -> None:
+    """The plan is in no good order, and for equal stages, which the first and the last are not."""
+    run = three.submit(model={"pause": 0.02}, replan="auto")
+
+    def has_swapped() -> bool:
+        found = three.client.run(run.id)
+        assert not found.is_finished, (found.document, three.story())
+        return found.plan_id != run.plan_id
+
+    until(has_swapped, three.story)
+    found = three.client.run(run.id)
+    kinds = [event["kind"] for event in three.client.run_events(run.id)]
+    assert kinds.index("offer") < kinds.index("swapped")
+    until(lambda: "traceEvents" in trace_of(three, run), three.story)
+    names = {event["name"] for event in trace_of(three, run)["traceEvents"]}
+    assert {"0F0", "3F3"} <= names
+    three.client.cancel_run(run.id)
+    assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
+    until(lambda: not busy(three), three.story)
+    log = three.client.rank_log(run.id, 0)
+    assert f"plan {str(run.plan_id)[:12]} gives way to" in log
+    assert str(found.plan_id)[:12] in log
+
+
 def test_a_killed_agent_is_lost_by_name_and_the_run_goes_on_elsewhere_as_if_undisturbed(
     three: Cluster, tmp_path: Path
 ) -> None:
+    """Last: one of the three is lost."""
     checkpoint = {"directory": str(tmp_path / "saved"), "every": 3}
     run = three.submit(model=DROPOUT, retries=1, checkpoint=checkpoint)
     until_generation(three, run, 0, 3)
@@ -113,34 +146,3 @@ def test_a_killed_agent_is_lost_by_name_and_the_run_goes_on_elsewhere_as_if_undi
     assert "1 of 1" in retry
     assert f"agent {dead.name}" in retry
     assert "gave no sign of life for 12 s; its ranks were rank" in retry
-
-
-def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(three: Cluster) -> None:
-    """The plan is in no good order, and for equal stages, which the first and the last are not."""
-    run = three.submit(model={"pause": 0.02}, replan="auto")
-
-    def has_swapped() -> bool:
-        found = three.client.run(run.id)
-        assert not found.is_finished, (found.document, three.story())
-        return found.plan_id != run.plan_id
-
-    until(has_swapped, three.story)
-    found = three.client.run(run.id)
-    kinds = [event["kind"] for event in three.client.run_events(run.id)]
-    assert kinds.index("offer") < kinds.index("swapped")
-    until(lambda: "traceEvents" in trace_of(three, run), three.story)
-    names = {event["name"] for event in trace_of(three, run)["traceEvents"]}
-    assert {"0F0", "3F3"} <= names
-    three.client.cancel_run(run.id)
-    assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
-    log = three.client.rank_log(run.id, 0)
-    assert f"plan {str(run.plan_id)[:12]} gives way to" in log
-    assert str(found.plan_id)[:12] in log
-
-
-def trace_of(started: Cluster, run: Run) -> dict[str, Any]:
-    """The merged trace, empty while the ranks have no step in common."""
-    try:
-        return started.client.run_trace(run.id)
-    except NotFound:
-        return {}

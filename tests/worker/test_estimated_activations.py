@@ -12,7 +12,8 @@ from zbv_worker.models.gpt import Block, Embedding, Head
 from zbv_worker.models.text import VOCABULARY
 from zbv_worker.profiling.held_memory import StageMemory, stage_memory
 
-SHAPES = [(192, 6, 128, 4), (64, 4, 96, 3)]
+SHAPES = [(192, 6, 128, 4), (64, 4, 96, 3), (64, 4, 32, 1), (128, 4, 16, 1)]
+"""Width, heads, length, sequences. Of few tokens the gradient of a weight is most of the workspace."""
 STAGES = 3
 
 
@@ -67,4 +68,4 @@ def test_the_embedding_and_the_head_too(shape: tuple[int, int, int, int]) -> Non
     last = measured(STAGES - 1, Head(width), torch.randn(sequences, length, width), characters)
     assert last.after_forward + characters.nbytes == pytest.approx(head.plain.after_forward, abs=64)
     assert last.after_input == pytest.approx(head.plain.after_input, abs=64)
-    assert last.workspace == pytest.approx(head.plain.workspace, rel=0.05)
+    assert last.workspace == pytest.approx(head.plain.workspace, rel=0.02)

@@ -17,8 +17,8 @@ from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.reading import parse_question
 from zbv_solver.schema import parse_problem
 from zbv_worker.cli import main
-from zbv_worker.errors import InvalidRun
-from zbv_worker.estimating.document import Scale, layered_document
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.estimating.document import Scale, estimated_document
 from zbv_worker.estimating.estimate import Estimate, estimate_layers, estimate_stages
 from zbv_worker.estimating.sameness import likeness
 from zbv_worker.execution.stage import Stage
@@ -295,12 +295,38 @@ def test_a_layer_that_looks_at_values_is_named(layer: type[nn.Module], operator:
         list(estimate_layers(Pieces(Mlp, layer, Mlp)))
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["piece.0", "piece.0"], r"layer 1 is 'piece\.0' again; every layer must have a name of its own"),
+        (["piece.0", ""], r"layer 1 is ''; every layer must have a name"),
+        ([], r"layer_names of a Named names no layers"),
+    ],
+)
+def test_layers_need_names_of_their_own(names: list[str], message: str) -> None:
+    class Named(Pieces):
+        def layer_names(self) -> Sequence[str]:
+            return names
+
+    with pytest.raises(ModelError, match=message):
+        list(estimate_layers(Named(Mlp, Mlp)))
+
+
+def test_data_that_cannot_be_had_are_named() -> None:
+    class Lost(Pieces):
+        def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+            raise FileNotFoundError("no text here")
+
+    with pytest.raises(InvalidRun, match=r"microbatch\(0, 0\) raised FileNotFoundError: no text here"):
+        list(estimate_layers(Lost(Mlp)))
+
+
 # --- documents and the command
 
 
 def test_equal_layers_are_written_once_and_keep_their_names(layers_of_gpt: list[Estimate]) -> None:
     (model, _), layers = MODELS["gpt"], layers_of_gpt
-    document = layered_document(layers, 2, 8, Scale(teraflops=2.0, latency=3.0, bandwidth=0.5))
+    document = estimated_document(layers, 2, 8, Scale(teraflops=2.0, latency=3.0, bandwidth=0.5))
     assert [(layer["name"], layer.get("repeat")) for layer in document["layers"]] == [
         ("embedding", None),
         ("block", 2),
@@ -318,6 +344,12 @@ def test_equal_layers_are_written_once_and_keep_their_names(layers_of_gpt: list[
     assert problem.link.transfer(500) == pytest.approx(3.0 + 500 / 0.5e9 * 1e6)
 
 
+def test_ends_that_are_tied_are_planned_on_one_rank(tmp_path: Path) -> None:
+    command = ["estimate", "zbv_worker.models.gpt:gpt", "--pp-degree", "2", "-o", str(tmp_path / "p.json")]
+    assert main([*command, "--model-args", json.dumps({**ARGUMENTS, "tied": True})]) == 0
+    assert json.loads((tmp_path / "p.json").read_text())["placement"] == "v"
+
+
 @pytest.mark.parametrize(
     ("kinds", "written"),
     [
@@ -329,9 +361,19 @@ def test_copies_are_numbered_from_0_or_keep_their_names(
     kinds: tuple[Any, ...], written: list[tuple[str, int | None]]
 ) -> None:
     """The first takes data, so it is unlike the next: no run of equal ones begins at 0."""
-    document = layered_document(list(estimate_layers(Pieces(*kinds))), 1, 1, Scale())
+    document = estimated_document(list(estimate_layers(Pieces(*kinds))), 1, 1, Scale())
     assert [(layer["name"], layer.get("repeat")) for layer in document["layers"]] == written
     assert document["memory"]["static"] == 0  # one rank receives nothing
+
+
+def test_recomputing_what_keeps_its_input_alone_is_no_alternative() -> None:
+    """A Linear; of an MLP it is one."""
+    document = estimated_document(list(estimate_layers(Pieces(Mlp, linear, Mlp))), 1, 1, Scale())
+    assert ["recompute" in layer for layer in document["layers"]] == [True, False, True]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 ARGUMENTS = {"layers": 2, "width": 16, "heads": 2, "length": 8, "sequences": 1, "characters": 20_000}
@@ -375,6 +417,16 @@ def test_a_model_without_layers_gives_the_problem_of_its_own_stages(
         (["zbv_worker.models.gpt:gpt", "-o", "x.json"], "--output: found no --pp-degree"),
         (["zbv_worker.models.gpt:gpt", "--pp-degree", "2", "--latency", "3"], "--latency: found no --tflops"),
         (["nowhere.at:all"], "there is no module 'nowhere'"),
+        (
+            ["zbv_worker.models.gpt:gpt", "--model-args", '{"deep": 3}'],
+            "TypeError: .* keyword argument 'deep'",
+        ),
+        (
+            ["zbv_worker.models.gpt:gpt", "--model-args", '{"heads": 7}', "--seed", "5"],
+            r'its factory refuses seed=5 and --model-args {"heads": 7}: ValueError: found .*heads must '
+            r"divide width \(gpt\.py:\d+\)\. It must take",
+        ),
+        (["collections:OrderedDict"], "its result is a OrderedDict without build_stage"),
         (["zbv_worker.models.tiny:tiny", "--stages", "1", "--report", "no/where"], "no/where: No such"),
     ],
 )

@@ -17,7 +17,8 @@ import zbv_worker.training.swap
 from support.cut_models import cut_problem, parts
 from support.trained import Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
-from zbv_solver.orders import Orders
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from zbv_solver.orders import Orders, first_in_first_out
 from zbv_solver.plan import identity
 from zbv_solver.problem import Problem
 from zbv_solver.schema import problem_json
@@ -28,6 +29,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stages import build_modules, build_stages
 from zbv_worker.launch import LocalRanks, python_command
 from zbv_worker.model import Layered, ModelSpec, build_layers
+from zbv_worker.models.gpt import GPT as Gpt
 from zbv_worker.models.gpt import gpt
 from zbv_worker.models.tiny import tiny
 from zbv_worker.selfcheck import (
@@ -301,15 +303,21 @@ def test_a_running_plan_is_not_changed_for_one_that_cuts_elsewhere(
     assert watched.take() is None
 
 
+UNEVEN = cut_problem(gpt(**GPT).layer_names(), (1, 3, 0, 2), (False, True, False, True))  # type: ignore[arg-type]  # JSON
+OTHER = cut_problem(gpt(**GPT).layer_names(), (2, 1, 2, 1), (True, False, False, False))  # type: ignore[arg-type]  # JSON
+
+
+def ascending_orders(problem: Problem) -> Orders:
+    """A random order whose microbatches ascend, so that sums over them have one order in every cut."""
+    return first_in_first_out(random_orders(problem, Random(3), fused=0.0), problem.n_stages)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of a model in two processes, and from their checkpoint three more in another cut."""
     folder = tmp_path_factory.mktemp("cuts")
-    names = gpt(**GPT).layer_names()  # type: ignore[arg-type]  # JSON
-    uneven = cut_problem(names, (1, 3, 0, 2), (False, True, False, True))
-    other = cut_problem(names, (2, 1, 2, 1), (True, False, False, False))
-    for name, problem, steps in (("uneven", uneven, 3), ("other", other, 6)):
-        plan = write_plan(folder / f"{name}.json", problem, random_orders(problem, Random(3)))
+    for name, problem, steps in (("uneven", UNEVEN, 3), ("other", OTHER, 6)):
+        plan = write_plan(folder / f"{name}.json", problem, ascending_orders(problem))
         model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(GPT)]
         arguments = ["run", "--plan-file", str(plan), *model, "--steps", str(steps), "--threads", "1"]
         arguments += ["--checkpoint-dir", str(folder / "checkpoints"), "--result-dir", str(folder / name)]
@@ -346,3 +354,33 @@ def test_two_processes_train_a_cut_as_one_process_trains_the_model(folder: Path,
 def test_a_checkpoint_goes_on_in_another_cut(folder: Path, alone: list[float]) -> None:
     """Parameters and the states of the optimizer go to the ranks that have their layers now."""
     assert losses_of(folder / "other") == pytest.approx(alone[3:], rel=1e-4)
+
+
+class Kept(Gpt):
+    """A model that keeps its modules and optimizers, of all ranks that are threads."""
+
+    modules: ClassVar[list[nn.Sequential]] = []
+    optimizers: ClassVar[list[torch.optim.Optimizer]] = []
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        self.modules.append(super().build_layers(names, device))
+        return self.modules[-1]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        self.optimizers.append(super().optimizer(parameters))
+        return self.optimizers[-1]
+
+
+def test_a_change_of_the_cut_by_a_checkpoint_changes_no_bit_of_what_is_trained(folder: Path) -> None:
+    """Two ranks that exchange layers after three of six steps, and two that keep them."""
+    settings = vars(gpt(**GPT)).values()  # type: ignore[arg-type]  # JSON
+    train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(*settings))
+    dcp_to_torch_save(folder / "checkpoints" / "step-00000006", folder / "step.pt")
+    changed = torch.load(folder / "step.pt", weights_only=False)
+    states = {p: state for optimizer in Kept.optimizers for p, state in optimizer.state.items()}
+    named = [(n, p) for module in Kept.modules for n, p in module.named_parameters()]
+    assert len(named) == len(changed["model"]) == len(states)
+    for name, parameter in named:
+        assert torch.equal(changed["model"][name], parameter)
+        for moment, value in states[parameter].items():
+            assert torch.equal(changed["optimizer"][f"state.{name}.{moment}"], value)

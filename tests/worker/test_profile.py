@@ -73,13 +73,17 @@ def test_a_spread_is_the_middle_and_what_a_tenth_exceed() -> None:
     assert Spread.of([3.0]) == Spread(3.0, 3.0)
 
 
+GPT = ["profile", "--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
+
+
 @pytest.mark.parametrize("p", [1, 2])
-def test_profile_measures_a_real_model(p: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_measures_a_real_models_stages(
+    p: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "problem.json"
-    arguments = ["profile", "--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
     report_path = tmp_path / "report.json"
-    numbers = ["--pp", str(p), "--microbatches", "4", "--repeats", "3", "--timeout", "60"]
-    assert main([*arguments, *numbers, "--report", str(report_path), "-o", str(path)]) == 0
+    numbers = ["--by-stage", "--pp", str(p), "--microbatches", "4", "--repeats", "3", "--timeout", "60"]
+    assert main([*GPT, *numbers, "--report", str(report_path), "-o", str(path)]) == 0
     problem = parse_problem(json.loads(path.read_text()))
     assert (problem.pp_degree, problem.microbatches, problem.n_stages) == (p, 4, 2 * p)
     costs, memory = problem.costs, problem.memory
@@ -114,9 +118,9 @@ def test_profile_measures_a_real_model(p: int, tmp_path: Path, capsys: pytest.Ca
 def test_a_model_that_fails_is_reported_with_its_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["profile", "--model", "zbv_worker.models.gpt:gpt", "--model-args", '{"heads": 7}']
+    arguments = ["profile", "--model", "support.broken_model:broken"]
     assert main([*arguments, "--pp", "1", "--microbatches", "4", "-o", str(tmp_path / "p.json")]) == 1
-    assert "heads must divide width" in capsys.readouterr().err
+    assert "this model never builds a stage" in capsys.readouterr().err
     assert not (tmp_path / "p.json").exists()
 
 

@@ -11,13 +11,20 @@ import torch
 import torch.distributed as dist
 from support.cut_models import cut_problem
 from torch import Tensor, nn
+from zbv_solver.layers.reading import parse_question
+from zbv_solver.orders import Orders
 from zbv_solver.problem import Problem
+from zbv_solver.search import make_plan
 from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.estimating.document import Scale, estimated_document
+from zbv_worker.estimating.estimate import estimate_layers
+from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
 from zbv_worker.execution.stages import build_stages
 from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.profiling.held_memory import stage_memory
+from zbv_worker.profiling.memory import LiveBytes
 from zbv_worker.selfcheck import (
     Gradients,
     hard_model,
@@ -28,6 +35,7 @@ from zbv_worker.selfcheck import (
 )
 from zbv_worker.training.sharding import ShardedGradients
 from zbv_worker.training.training import _require_kept_activations
+from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 16, 32
@@ -114,9 +122,52 @@ def gradients_of(model: GPT, problem: Problem, precision: str, seed: int = 0) ->
 def test_a_recomputation_leaves_the_random_numbers_to_come_as_they_are() -> None:
     stage = Stage(1, 3, nn.Dropout(0.5), 1, is_recomputed=True)
     stage.forward(0, torch.ones(4), split=False)
+    torch.rand(1)  # as another microbatch does, which comes in between
     state = torch.get_rng_state()
     stage.backward(0, torch.ones(4))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- the memory of a run
+
+
+def test_the_peak_of_a_run_is_lower_by_what_the_plan_says_and_never_above_it() -> None:
+    """Of six microbatches, with the account of `zbv-worker estimate`."""
+    model = gpt(layers=4, width=32, heads=2, length=32, sequences=2, characters=20_000)
+    peaks, planned = {}, {}
+    for is_recomputed in (False, True):
+        problem = estimated_problem(model, is_recomputed)
+        orders = random_orders(problem, Random(1))
+        peaks[is_recomputed] = activations_peak(model, problem, orders)
+        assert problem.model is not None
+        parameters = sum(layer.costs.memory.static for layer in problem.model.model.each)
+        (most,) = make_plan(problem, orders, method="test").metrics.peak_memory
+        planned[is_recomputed] = most - parameters
+    for is_recomputed, peak in peaks.items():
+        assert 0.85 * planned[is_recomputed] < peak <= 1.01 * planned[is_recomputed]
+    assert peaks[True] < 0.7 * peaks[False]
+
+
+def estimated_problem(model: GPT, is_recomputed: bool) -> Problem:
+    """Both stages on one rank."""
+    document = estimated_document(list(estimate_layers(model)), 1, 6, Scale())
+    names = list(model.layer_names())
+    document["partition"] = [names[:3], names[3:]]
+    document |= {"placement": "v", "recompute": [is_recomputed] * 2}
+    problem = parse_question(document)
+    assert isinstance(problem, Problem)
+    return problem
+
+
+def activations_peak(model: GPT, problem: Problem, orders: Orders) -> int:
+    """The most bytes alive at once in a step that finds gradients there already."""
+    plan = RankPlan.of("plan", problem, orders, 0)
+    stages = build_stages(model, plan, CPU)
+    executor = Executor(plan, stages, model, ThreadHub(1).transport(0), device=CPU, timeout=5)
+    executor.step(0)
+    with LiveBytes() as live:
+        executor.step(1)
+    return live.peak
 
 
 # --- one stage
@@ -279,6 +330,36 @@ def test_between_layers_there_is_one_tensor() -> None:
     stage = Stage(1, 3, nn.Sequential(*layers), 1, layers=layers, is_recomputed=True)
     with pytest.raises(ModelError, match="stage 1 returned a tuple"):
         stage.forward(0, torch.ones(2), split=False)
+
+
+def test_the_last_layers_output_is_one_tensor_too_although_the_loss_comes_with_it() -> None:
+    stage = Stage(1, 2, Pair(), 1, lambda y, t: y[0].sum(), is_recomputed=True)
+    with pytest.raises(ModelError, match="stage 1 returned a tuple"):
+        stage.forward(0, torch.ones(2), torch.ones(2), split=False)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_layer_that_writes_to_its_input_is_refused_as_that_is_what_is_kept(index: int) -> None:
+    """Without a graph torch does not notice, and its activations would be those of another input."""
+    layers = (nn.Tanh(), nn.Dropout(0.5, inplace=True))
+    stage = Stage(index, 3, nn.Sequential(*layers), 1, layers=layers, is_recomputed=True)
+    with pytest.raises(ModelError, match=rf"stage {index}: a Dropout wrote to its input"):
+        stage.forward(0, torch.ones(2), split=False)
+
+
+def test_a_layer_may_write_to_what_it_made_itself() -> None:
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
+    x, gradient = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH)
+    found = []
+    for is_recomputed in (False, True):
+        stage = Stage(1, 3, layer, 1, is_recomputed=is_recomputed)
+        stage.forward(0, x, split=True)
+        found.append(stage.backward_input(0, gradient))
+        stage.backward_weight(0)
+    kept, again = found
+    assert kept is not None
+    assert again is not None
+    assert torch.equal(kept, again)
 
 
 # --- sharded replicas, and PyTorch's runtime

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -125,16 +124,13 @@ def test_the_overhead_is_measured_with_actions_that_take_no_time(rehearse: Rehea
     assert 0 < found["cpu_thread"] <= found["cpu_process"]
 
 
-def test_under_torchrun_it_is_one_of_the_ranks(tmp_path: Path) -> None:
+def test_in_the_environment_of_torchrun_it_is_one_of_the_ranks(tmp_path: Path) -> None:
+    """That torchrun gives this environment is what the jobs of ``end_to_end/test_clusters.py`` show."""
     path = write_plan(tmp_path / "plan.json", problem_of(2, 2), seed=0)
-    torchrun = python_command("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m")
-    command = [*torchrun, "zbv_worker", "rehearse", "--plan-file", str(path), "--steps", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("measured") == 1  # rank 0 alone reports
+    command = python_command("zbv_worker", "rehearse", "--plan-file", str(path), "--steps", "1")
+    with LocalRanks([command] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+    assert [started.log(rank).count("measured") for rank in range(2)] == [1, 0]  # rank 0 alone reports
 
 
 def test_ranks_with_different_plans_refuse_by_name(tmp_path: Path) -> None:

@@ -26,6 +26,19 @@ class Twice(nn.Module):
         return output
 
 
+class WrittenTo(nn.Module):
+    """What comes after its Linears writes to what they gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.activation(self.two(self.activation(self.one(x))))
+        return output
+
+
 class Tied(nn.Module):
     """Two Linears share a weight, and it is used directly once more."""
 
@@ -91,6 +104,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "no bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
     "used twice": Twice,
+    "written to": WrittenTo,
     "tied": Tied,
     "own parameter": OwnParameter,
     "layer norm": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH)),

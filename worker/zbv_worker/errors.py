@@ -14,9 +14,15 @@ A message names the rank it comes from, the action that could not go on, and the
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+_NOT_THEIRS = re.compile(r"[/\\](torch|zbv_worker)[/\\](?!models[/\\])")
+"""Files in which an error of a model's code may come up, and which are not the model's."""
 
 
 class WorkerError(Exception):
@@ -47,6 +53,15 @@ def said(error: WorkerError) -> int:
     """Print an error as commands do; returns the exit status: 2 where trying again would give the same."""
     print(f"zbv-worker: {error}", file=sys.stderr, flush=True)  # noqa: T201 - what a command says
     return 2 if isinstance(error, InvalidRun | Disagreement) else 1
+
+
+def raised(error: BaseException) -> str:
+    """An error of somebody else's code in one line: what it is, what it says, and where it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not _NOT_THEIRS.search(frame.filename)]
+    where = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
+    (first, *_) = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first.rstrip('. ')}{where}"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.errors import InvalidRun, ModelError, raised
 
 
 @runtime_checkable
@@ -125,8 +125,21 @@ class ModelSpec:
         return cls(factory, decoded, seed)
 
     def build(self) -> PipelineModel:
-        """Call the factory; raises :class:`InvalidRun` when it cannot be found or returns something else."""
-        model = self._load()(**{"seed": self.seed, **self.arguments})
+        """Call the factory.
+
+        Raises
+        ------
+        InvalidRun
+            When it cannot be found, refuses its arguments, or returns something else.
+        """
+        factory = self._load()
+        try:
+            model = factory(**{"seed": self.seed, **self.arguments})
+        except (TypeError, ValueError) as error:
+            raise InvalidRun(
+                f"--model {self.factory}: its factory refuses seed={self.seed} and --model-args "
+                f"{json.dumps(dict(self.arguments))}: {raised(error)}. It must take these keyword arguments."
+            ) from error
         if not isinstance(model, PipelineModel):
             raise InvalidRun(
                 f"--model {self.factory}: its result is a {type(model).__name__} without build_stage, "
@@ -164,6 +177,11 @@ class ModelSpec:
         return factory  # type: ignore[no-any-return]  # what the user's module holds is Any
 
 
+def has_ties(model: PipelineModel) -> bool:
+    """Whether any stages share parameters."""
+    return isinstance(model, Tied) and bool(model.tied_parameters())
+
+
 def build_stage(model: PipelineModel, stage: int, n_stages: int, device: torch.device) -> nn.Module:
     """A model's stage, checked to be one; raises :class:`ModelError`."""
     module = model.build_stage(stage, n_stages, device)
@@ -172,6 +190,23 @@ def build_stage(model: PipelineModel, stage: int, n_stages: int, device: torch.d
             f"build_stage({stage}, {n_stages}) returned {type(module).__name__}; must be an nn.Module."
         )
     return module.train()
+
+
+def layer_names(model: Layered) -> tuple[str, ...]:
+    """A model's layers, checked to have names of their own; raises :class:`ModelError`."""
+    names = tuple(model.layer_names())
+    for at, name in enumerate(names):
+        if not isinstance(name, str) or not name or name in names[:at]:
+            again = " again" if name in names[:at] else ""
+            raise ModelError(
+                f"layer_names of a {type(model).__name__}: layer {at} is {name!r}{again}; every layer must "
+                f"have a name of its own, a text that is not empty."
+            )
+    if not names:
+        raise ModelError(
+            f"layer_names of a {type(model).__name__} names no layers; there must be one at least."
+        )
+    return names
 
 
 def build_layers(model: Layered, names: Sequence[str], device: torch.device) -> nn.Sequential:

@@ -132,16 +132,20 @@ def _attention(config: EstimateConfig) -> LayerEstimate:
     model, degree = config.model, config.parallel.tensor_parallel
     shapes, tensors = _shapes(config), _tensors(config, attention_tensors)
     flops = attention_flops(model) / degree
-    largest_weight = (model.query_width + 2 * model.kv_width) * model.hidden // degree
     # I has most on top when it has made its gradients and released nothing: of the residual stream, of the
-    # heads' output, and of queries, keys and values as the kernel writes and as the projection reads them.
-    made = shapes.whole + shapes.query + 2 * (shapes.query + 2 * shapes.kv)
+    # heads' output, and of queries, keys and values. Of plain attention at most: these once more, and scores.
+    made = shapes.whole + shapes.query + shapes.query + 2 * shapes.kv
     if model.attention == "plain":
-        made += 2 * shapes.scores
+        made += shapes.query + 2 * shapes.kv + 2 * shapes.scores
+    # B makes weights' gradients beside: of the projection back while all that F kept is still there, of the
+    # first one when queries, keys and values (whose gradients are as large) and the other's input are gone.
+    back = shapes.whole + shapes.query + _weight(model, model.query_width * model.hidden // degree)
+    into = _weight(model, (model.query_width + 2 * model.kv_width) * model.hidden // degree)
+    into += shapes.whole + shapes.hidden - shapes.query
     plain = Running(
         _times(config, flops, traffic.attention_traffic(model, shapes), _half_collectives(config)),
         *_held(tensors),
-        workspace=max(made, _weight_workspace(config, largest_weight)),
+        workspace=max(made, back, into),
     )
     if config.recompute == "selective":
         recomputed: Running | None = _without_scores(config, plain, tensors)
@@ -156,12 +160,16 @@ def _mlp(config: EstimateConfig) -> LayerEstimate:
     flops = mlp_flops(model) / degree
     # As above: of the residual stream, the last matrix's input and the activation's.
     made = shapes.whole + (3 if model.gated else 2) * shapes.ffn
-    if model.gated and not model.fused_activation:
-        made += shapes.ffn
+    # B makes weights' gradients beside: of the last matrix while all that F kept is still there, of the first
+    # when the inputs of the activation (whose gradients are as large) and of the last matrix are gone.
+    gone = (2 if model.gated and not model.fused_activation else 1) * shapes.ffn
+    into = _weight(model, model.hidden * (2 if model.gated else 1) * model.ffn_width // degree)
+    into += shapes.whole + shapes.hidden - gone
+    back = shapes.whole + shapes.ffn + _weight(model, model.hidden * model.ffn_width // degree)
     plain = Running(
         _times(config, flops, traffic.mlp_traffic(model, shapes), _half_collectives(config)),
         *_held(tensors),
-        workspace=max(made, _weight_workspace(config, model.hidden * model.ffn_width // degree)),
+        workspace=max(made, back, into),
     )
     recomputed = _fully_recomputed(config, plain, tensors)
     return _layer(config, "mlp", flops, plain, recomputed, mlp_parameters(model))
@@ -173,9 +181,9 @@ def _embedding(config: EstimateConfig) -> LayerEstimate:
     moved = traffic.embedding_traffic(model, shapes, parallel.tensor_parallel, config.precision.gradients)
     collectives = times.embedding_collectives(parallel.sequence_parallel)
     nothing = Flops(0.0, 0.0, 0.0)
-    # F makes rows for tokens and positions, then their sum; W a gradient of the whole table, which it adds.
+    # F makes rows for tokens and positions, then their sum; B a gradient of the whole table, which it adds.
     rows = shapes.whole + (shapes.positions + shapes.whole if model.positions == "learned" else 0)
-    table = model.vocabulary * model.hidden * model.dtype_bytes // parallel.tensor_parallel
+    table = shapes.whole + _weight(model, model.vocabulary * model.hidden // parallel.tensor_parallel)
     plain = Running(_times(config, nothing, moved, collectives), *_held(tensors), workspace=max(rows, table))
     return _layer(config, "embedding", nothing, plain, None, embedding_parameters(model))
 
@@ -185,9 +193,10 @@ def _head(config: EstimateConfig) -> LayerEstimate:
     shapes, tensors = _shapes(config), _tensors(config, head_tensors)
     flops = head_flops(model) / parallel.tensor_parallel
     # Beside what the loss keeps, I makes two tensors as large in float32: the gradients behind and before the
-    # logarithm of the softmax. Where the vocabulary is small, those around the norm are larger.
+    # logarithm of the softmax. Where the vocabulary is small, those around the norm are larger, and where the
+    # tokens are few, the weight's gradient in B, with that of its input, once the logits' loss is gone.
     in_float32 = shapes.logits // model.dtype_bytes * STATISTIC_BYTES
-    table = model.vocabulary * model.hidden // parallel.tensor_parallel
+    table = _weight(model, model.vocabulary * model.hidden // parallel.tensor_parallel)
     plain = Running(
         _times(
             config,
@@ -196,7 +205,7 @@ def _head(config: EstimateConfig) -> LayerEstimate:
             times.head_collectives(parallel.sequence_parallel),
         ),
         *_held(tensors),
-        workspace=max(2 * in_float32, 2 * shapes.whole, _weight_workspace(config, table)),
+        workspace=max(2 * in_float32, 2 * shapes.whole, table + shapes.whole + shapes.logits - in_float32),
     )
     count = head_parameters(model)
     if model.tied_embeddings and config.placement != "v":
@@ -286,7 +295,6 @@ def _half_collectives(config: EstimateConfig) -> times.Collectives:
     return times.half_collectives(config.parallel.sequence_parallel)
 
 
-def _weight_workspace(config: EstimateConfig, largest: int) -> int:
-    """A weight's gradient is made before it is added, unless it has the type of what it is added to."""
-    value = config.model.dtype_bytes
-    return 0 if config.precision.gradients == value else value * largest
+def _weight(model: ModelConfig, size: int) -> int:
+    """A weight's gradient, which B makes before it is added to what there is."""
+    return model.dtype_bytes * size

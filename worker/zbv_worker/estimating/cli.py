@@ -86,7 +86,7 @@ def execute(parsed: argparse.Namespace) -> int:
     from zbv_worker.errors import InvalidRun
     from zbv_worker.estimating.estimate import estimate_layers, estimate_stages
     from zbv_worker.estimating.report import flops_table, held_table, report_json
-    from zbv_worker.model import Layered, ModelSpec
+    from zbv_worker.model import Layered, ModelSpec, has_ties
 
     _require_scale(parsed)
     model = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed).build()
@@ -100,15 +100,16 @@ def execute(parsed: argparse.Namespace) -> int:
     stages = list(estimate_stages(model, n_stages, parsed.precision)) if n_stages else []
     to_pipe = parsed.output is not None and str(parsed.output) == "-"
     out = Console(stderr=to_pipe)
-    for title, estimates in (("Layers", layers), ("Stages as the model cuts them", stages)):
-        if estimates:
-            out.print(flops_table(title, estimates), held_table(title, estimates))
     if layers:
+        out.print(flops_table("Layers", layers), held_table("Layers", layers))
         out.print(held_table("Layers, recomputed", layers, recomputed=True))
+    if stages:
+        title = "Stages as the model cuts them"
+        out.print(flops_table(title, stages), held_table(title, stages))
     if parsed.report is not None:
         _write(parsed.report, "--report", report_json(layers, stages))
     if parsed.output is not None:
-        _write(parsed.output, "--output", _problem(parsed, layers, stages))
+        _write(parsed.output, "--output", _problem(parsed, layers, stages, is_tied=has_ties(model)))
     return 0
 
 
@@ -139,13 +140,15 @@ def _require_scale(parsed: argparse.Namespace) -> None:
         )
 
 
-def _problem(parsed: argparse.Namespace, layers: list[Estimate], stages: list[Estimate]) -> dict[str, Any]:
+def _problem(
+    parsed: argparse.Namespace, layers: list[Estimate], stages: list[Estimate], *, is_tied: bool
+) -> dict[str, Any]:
     from zbv_solver.schema import problem_json
 
-    from zbv_worker.estimating.document import Scale, layered_document, stage_problem
+    from zbv_worker.estimating.document import Scale, estimated_document, stage_problem
 
     scale = Scale(parsed.tflops, parsed.latency or 0.0, parsed.bandwidth)
     microbatches = parsed.microbatches or _MICROBATCHES_PER_RANK * parsed.pp_degree
     if layers:
-        return layered_document(layers, parsed.pp_degree, microbatches, scale)
+        return estimated_document(layers, parsed.pp_degree, microbatches, scale, is_tied=is_tied)
     return problem_json(stage_problem(stages, microbatches, scale))

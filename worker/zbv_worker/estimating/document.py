@@ -56,21 +56,51 @@ class Scale:
 
 
 def layered_document(
-    layers: Sequence[Estimate], pp_degree: int, microbatches: int, scale: Scale
+    layers: Sequence[dict[str, Any]],
+    pp_degree: int,
+    microbatches: int,
+    *,
+    is_tied: bool,
+    transfers: dict[str, Any],
+    time_unit: str,
 ) -> dict[str, Any]:
-    """A problem by layers, whose cut is left to the planner; memory in bytes."""
-    largest = max(layer.output_bytes for layer in layers[:-1] or layers)
+    """A problem by layers, whose cut is left to the planner; memory in bytes.
+
+    Parameters
+    ----------
+    layers
+        As documents, in model order; equal ones are written once.
+    is_tied
+        Whether the ends of the model share parameters, so that one rank must have both: a V.
+    transfers
+        Their costs, as in a problem's ``costs``.
+    """
+    largest = max(layer["output_bytes"] for layer in layers)
     receives = DEFAULT_LOOK_AHEAD * _CHANNELS * largest if pp_degree > 1 else 0
     return {
         "pp_degree": pp_degree,
         "microbatches": microbatches,
-        "placement": "auto",
+        "placement": "v" if is_tied else "auto",
         "objective": "span",
-        "layers": _repeated([layer_json(layer, scale) for layer in layers]),
-        "costs": scale.transfers(),
+        "layers": _repeated(layers),
+        "costs": transfers,
         "memory": {"static": receives, "limit": None},
-        "units": {"time": scale.unit, "memory": "bytes"},
+        "units": {"time": time_unit, "memory": "bytes"},
     }
+
+
+def estimated_document(
+    layers: Sequence[Estimate], pp_degree: int, microbatches: int, scale: Scale, *, is_tied: bool = False
+) -> dict[str, Any]:
+    """The problem of estimated layers."""
+    return layered_document(
+        [layer_json(layer, scale) for layer in layers],
+        pp_degree,
+        microbatches,
+        is_tied=is_tied,
+        transfers=scale.transfers(),
+        time_unit=scale.unit,
+    )
 
 
 def layer_json(layer: Estimate, scale: Scale) -> dict[str, Any]:
@@ -154,17 +184,11 @@ def _repeated(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     while at < len(layers):
         prefix, _, number = layers[at]["name"].rpartition(".")
         count = 0
-        while number == "0" and at + count < len(layers):
+        while prefix and number == "0" and at + count < len(layers):
             named = {**layers[at + count], "name": layers[at]["name"]}
             if layers[at + count]["name"] != f"{prefix}.{count}" or named != layers[at]:
                 break
             count += 1
-        is_run = count > 1 and not _goes_on(layers, at + count, prefix)
-        found.append({**layers[at], "name": prefix, "repeat": count} if is_run else layers[at])
-        at += count if is_run else 1
+        found.append({**layers[at], "name": prefix, "repeat": count} if count > 1 else layers[at])
+        at += max(1, count)
     return found
-
-
-def _goes_on(layers: Sequence[dict[str, Any]], at: int, prefix: str) -> bool:
-    """Whether the name of the next layer would be taken for one more copy."""
-    return at < len(layers) and bool(prefix) and layers[at]["name"].startswith(f"{prefix}.")

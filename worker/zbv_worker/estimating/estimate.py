@@ -21,7 +21,7 @@ from zbv_worker.estimating.flops import CountedFlops
 from zbv_worker.estimating.sameness import Likeness, likeness
 from zbv_worker.estimating.without_memory import CPU, NumbersAreOne, built, without_values
 from zbv_worker.execution.stage import Stage
-from zbv_worker.model import Layered, PipelineModel, build_layers, build_stage
+from zbv_worker.model import Layered, PipelineModel, build_layers, build_stage, layer_names
 from zbv_worker.profiling.held_memory import StageMemory, stage_memory, static_bytes, tensor_bytes
 from zbv_worker.profiling.profile import StaticBytes
 from zbv_worker.training.precision import AUTOCAST, Precision
@@ -85,7 +85,7 @@ def estimate_layers(model: Layered, precision: Precision = "float32") -> Iterato
     """
     if not isinstance(model, PipelineModel):
         raise InvalidRun(f"found a {type(model).__name__}; it must be a zbv_worker.model.PipelineModel, too.")
-    names = list(model.layer_names())
+    names = layer_names(model)
     walk = _Walk(model, len(names), precision, are_layers=True)
     for name in names:
         yield walk.next(name, partial(build_layers, model, [name]))
@@ -99,10 +99,11 @@ class _Walk:
         self._n_pieces = n_pieces
         self._precision = precision
         self._are_layers = are_layers
-        self._mode = FakeTensorMode()
-        input, target = model.microbatch(0, 0)
-        self._input: Tensor = self._mode.from_tensor(input)
-        self._target: Tensor = self._mode.from_tensor(target)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with without_values("microbatch(0, 0)"):
+            input, target = model.microbatch(0, 0)
+            self._input: Tensor = self._mode.from_tensor(input)
+            self._target: Tensor = self._mode.from_tensor(target)
         self._at = 0
         self._known: dict[Likeness, tuple[Estimate, Tensor]] = {}
 
@@ -133,7 +134,6 @@ class _Walk:
         input, target = self._input, self._target if is_last else None
         output = stage.forward(0, input, target, split=False)
         gradient = None if is_last else torch.empty_like(output)
-        stage.backward(0, gradient)  # brings the parameters' gradients into being
         kept = _run(stage, input, target, gradient)
         recomputed = None
         if self._are_layers:
@@ -153,7 +153,7 @@ def _run(stage: Stage, input: Tensor, target: Tensor | None, gradient: Tensor | 
         lambda: stage.backward_weight(0),
     )
     counts = []
-    for action in actions:
+    for action in actions:  # they bring the parameters' gradients into being, which memory is looked at with
         with CountedFlops() as counted:
             action()
         counts.append(counted.total)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zbv_solver.problem import Problem
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model import Layered, PipelineModel
+from zbv_worker.model import Layered, PipelineModel, layer_names
 
 Partition = tuple[tuple[str, ...], ...]
 
@@ -66,20 +67,30 @@ def require_layers(model: PipelineModel, cut: PlannedCut) -> None:
     """Check that a model can be cut as a plan says; raises :class:`InvalidRun` when it cannot."""
     if cut.partition is None:
         return
-    if not isinstance(model, Layered):
-        raise InvalidRun(
-            f"the plan says which layers each stage has, but --model gives a {type(model).__name__}, which "
-            f"has no layer_names and build_layers; see zbv_worker.model.Layered. Add them, or plan without "
-            f"layers."
-        )
     planned = [name for names in cut.partition for name in names]
-    own = list(model.layer_names())
+    own = list(layer_names(require_layered(model, "the plan says which layers each stage has")))
     if planned != own:
         raise InvalidRun(
             f"the plan's partition is of another model: {_difference(planned, own)}. A partition has all "
             f"layers of the model in their order; plan with this model's layers (`zbv-worker estimate`), or "
             f"give the --model-args that the plan was made for."
         )
+
+
+def require_layered(model: PipelineModel, why: str = "layers are to be measured") -> Layered:
+    """A model that has layers; raises :class:`InvalidRun` for others."""
+    if isinstance(model, Layered):
+        return model
+    raise InvalidRun(
+        f"{why}, but --model gives a {type(model).__name__}, which has no layer_names and build_layers; see "
+        f"zbv_worker.model.Layered. Add them, or plan without layers."
+    )
+
+
+def even_partition(names: Sequence[str], n_stages: int) -> Partition:
+    """The layers dealt out evenly, whatever they cost."""
+    bounds = [stage * len(names) // n_stages for stage in range(n_stages + 1)]
+    return tuple(tuple(names[begin:end]) for begin, end in pairwise(bounds))
 
 
 def _difference(planned: Sequence[str], own: Sequence[str]) -> str:

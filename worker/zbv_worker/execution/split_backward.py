@@ -185,7 +185,10 @@ class _LinearFunction(torch.autograd.Function):
         # gradient must reach the parameter itself.
         ctx.weight, ctx.bias = weight, bias
         ctx.queue = queue
-        return nnf.linear(x, weight, bias)  # autocast, where enabled, casts weight and bias
+        output = nnf.linear(x, weight, bias)  # autocast, where enabled, casts weight and bias
+        # Of more than two dimensions it is a view, which autograd lets nobody write to behind a Function:
+        # nn.ReLU(inplace=True) would be refused. What it is a view of, nobody else has.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:

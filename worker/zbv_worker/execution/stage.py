@@ -163,7 +163,19 @@ class Stage:
         return [*segments, lambda x: self._with_loss(last(x), target)]
 
     def _checked(self, layer: nn.Module) -> Segment:
-        return lambda x: checked_output(self.index, layer(x))
+        def run(x: Tensor) -> Tensor:
+            version = x._version
+            output = checked_output(self.index, layer(x))
+            # Without a graph autograd would not notice, and what is computed again would be something else.
+            if x._version != version:
+                raise ModelError(
+                    f"stage {self.index}: a {type(layer).__name__} wrote to its input, from which a "
+                    f"recomputed layer is computed again. Let it write elsewhere (no inplace=True on a "
+                    f"layer's input), or plan without recomputing it."
+                )
+            return output
+
+        return run
 
     def _computing(self, x: Tensor) -> AbstractContextManager[object]:
         """The context of a forward."""

@@ -19,8 +19,9 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add the command."""
     profile = commands.add_parser(
         "profile",
-        help="measure a model's stages on this machine and write a problem",
-        description="Measure F, I, W, B, transfers and memory of a model's 2P stages, by P ranks at once.",
+        help="measure a model's layers or stages on this machine and write a problem",
+        description="Measure F, I, W, B, transfers and memory, by P ranks at once: of every layer where the "
+        "model offers its layers, so that the planner may choose the cut; else of its 2P stages.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -28,6 +29,15 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     profile.add_argument("--pp", type=positive, required=True, metavar="P", help="number of ranks")
     profile.add_argument(
         "--microbatches", type=positive, required=True, metavar="M", help="microbatches per step"
+    )
+    profile.add_argument(
+        "--by-stage", action="store_true", help="measure the 2P stages as the model itself cuts them"
+    )
+    profile.add_argument(
+        "--recompute",
+        action="store_true",
+        help="measure every layer a second time, its activations computed again in the backward: the planner "
+        "may choose that for stages then",
     )
     profile.add_argument("--repeats", type=positive, default=10, help="measurements per number (default 10)")
     profile.add_argument(
@@ -51,23 +61,53 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def execute(parsed: argparse.Namespace) -> int:
     """Measure and write; returns the exit status."""
     from rich.console import Console
+    from zbv_solver.schema import problem_json
 
-    from zbv_worker.model import ModelSpec
+    from zbv_worker.execution.cut import require_layered
+    from zbv_worker.model import Layered, ModelSpec, has_ties
+    from zbv_worker.profiling.layers import to_layered_document
     from zbv_worker.profiling.profile import ProfileOptions, measure_ranks, to_problem, write_problem
     from zbv_worker.profiling.report import print_report, report_json
 
+    _require_possible(parsed)
+    spec = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed)
+    model = spec.build()
+    by_layer = not parsed.by_stage and isinstance(model, Layered)
+    if parsed.recompute and not by_layer:
+        require_layered(model, "--recompute measures layers")
     options = ProfileOptions(
-        model=ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed),
+        model=spec,
         pp_degree=parsed.pp,
         microbatches=parsed.microbatches,
         repeats=parsed.repeats,
+        by_layer=by_layer,
+        recompute=parsed.recompute,
         backend=parsed.backend,
         memory_limit_fraction=parsed.memory_limit_fraction,
         timeout=parsed.timeout,
     )
     ranks = measure_ranks(options)
-    write_problem(to_problem(options, ranks), parsed.output)
+    document = (
+        to_layered_document(options, ranks, is_tied=has_ties(model))
+        if by_layer
+        else problem_json(to_problem(options, ranks))
+    )
+    write_problem(document, parsed.output)
     if parsed.report is not None:
         parsed.report.write_text(json.dumps(report_json(ranks), indent=2) + "\n")
         print_report(ranks, Console(stderr=True))
     return 0
+
+
+def _require_possible(parsed: argparse.Namespace) -> None:
+    """What can be wrong before minutes are spent on measuring."""
+    from zbv_worker.errors import InvalidRun
+
+    if parsed.recompute and parsed.by_stage:
+        raise InvalidRun(
+            "--recompute: found --by-stage; only layers have an alternative that the planner can choose. "
+            "Leave one of them out."
+        )
+    for flag, path in (("--output", parsed.output), ("--report", parsed.report)):
+        if path is not None and not path.parent.is_dir():
+            raise InvalidRun(f"{flag} {path}: there is no directory {path.parent}. Make it, or name another.")

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from pydantic import TypeAdapter
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem, Units
-from zbv_solver.schema import problem_json
 
 from zbv_worker.launch import LocalRanks, python_command
 from zbv_worker.model import ModelSpec
@@ -36,6 +36,10 @@ class ProfileOptions:
     ----------
     repeats
         Rounds that are measured, after warm-up; the median counts.
+    by_layer
+        Whether the model's layers are measured one by one, in place of its stages.
+    recompute
+        Whether every layer is measured recomputed, too; needs ``by_layer``.
     memory_limit_fraction
         Each rank's limit: its static memory plus this fraction of the activations that 1F1B holds on its
         fullest rank. None for no limit.
@@ -47,6 +51,8 @@ class ProfileOptions:
     pp_degree: int
     microbatches: int
     repeats: int = 10
+    by_layer: bool = False
+    recompute: bool = False
     backend: Backend = "gloo"
     memory_limit_fraction: float | None = None
     timeout: float = 120.0
@@ -68,10 +74,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One stage: its times, and memory in bytes.
+    """One stage, or one layer: its times, and memory in bytes.
 
     Attributes
     ----------
+    stage
+        Its number; of a layer, its place in the model.
     held_after_forward, held_after_input, held_after_weight
         Of a microbatch, after F, after I and after W.
     workspace
@@ -117,6 +125,27 @@ class StaticBytes:
 
 
 @dataclass(frozen=True)
+class LayerProfile:
+    """One layer, measured as a stage of its own.
+
+    Attributes
+    ----------
+    recomputed
+        The same with activations computed again in the backward; None where that was not asked for.
+    static
+        Of the layer alone; ``receives`` and ``workspace`` are 0.
+    output_bytes
+        Of one microbatch; of the last layer, the loss.
+    """
+
+    name: str
+    kept: StageProfile
+    recomputed: StageProfile | None
+    static: StaticBytes
+    output_bytes: int
+
+
+@dataclass(frozen=True)
 class LinkSample:
     """Transfers of one size."""
 
@@ -143,6 +172,10 @@ class RankProfile:
 
     Attributes
     ----------
+    stages
+        Empty where layers were measured.
+    static
+        What the rank held all the time while it measured.
     p2p
         One way, in seconds, by boundary, of those whose measurement this rank timed.
     links
@@ -154,6 +187,7 @@ class RankProfile:
     static: StaticBytes
     p2p: dict[int, Spread]
     links: tuple[LinkProfile, ...] = ()
+    layers: tuple[LayerProfile, ...] = ()
 
 
 _RANK_PROFILE = TypeAdapter(RankProfile)
@@ -233,9 +267,9 @@ def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem
     )
 
 
-def write_problem(problem: Problem, path: Path) -> None:
+def write_problem(document: dict[str, Any], path: Path) -> None:
     """Write a problem document; ``-`` is standard output."""
-    text = json.dumps(problem_json(problem), indent=2) + "\n"
+    text = json.dumps(document, indent=2) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)
     else:

@@ -3,6 +3,8 @@
 Run as ``python -m zbv_worker.profiling.rank REQUEST`` with torchrun's environment; writes
 ``profile-RANK.json`` beside the request. The stages are measured on real activations and gradients: one
 microbatch is trained through the whole pipeline first, and every stage keeps what it was given.
+
+Layers are measured as if each were a stage. Every rank has an even share of them, as one stage.
 """
 
 from __future__ import annotations
@@ -10,28 +12,30 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from zbv_solver.channels import channels
 from zbv_solver.orders import Action, Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
 
-from zbv_worker.errors import WorkerError, said
+from zbv_worker.errors import InvalidRun, WorkerError, said
+from zbv_worker.execution.cut import PlannedCut, even_partition, require_layered
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
 from zbv_worker.execution.stages import build_stages
 from zbv_worker.launch import keep_freed_memory, pin_to_core
-from zbv_worker.model import ModelSpec
-from zbv_worker.profiling.held_memory import received_bytes, stage_memory, static_bytes
+from zbv_worker.model import ModelSpec, PipelineModel, layer_names
+from zbv_worker.profiling.given import Given, Seen, layers_of
+from zbv_worker.profiling.held_memory import received_bytes, stage_memory, static_bytes, tensor_bytes
 from zbv_worker.profiling.links import LinkProfiler
 from zbv_worker.profiling.profile import (
     PROGRESS_MARK,
+    LayerProfile,
     LinkProfile,
     ProfileOptions,
     RankProfile,
@@ -43,73 +47,135 @@ from zbv_worker.profiling.stopwatch import Seconds, stopwatch
 from zbv_worker.transport.channels import Transport, key_of
 from zbv_worker.transport.distributed import DistributedTransport, World, select_device
 
+_Times = tuple[Spread, Spread, Spread, Spread]
+
 _WARM_UP = 3
 _IN_FLIGHT = 2
 
 
 class RankProfiler:
-    """One rank of the measurement."""
+    """One rank of the measurement.
+
+    Raises
+    ------
+    InvalidRun
+        When layers are to be measured of a model that has none, or fewer than ranks.
+    """
 
     def __init__(self, options: ProfileOptions, transport: Transport, device: torch.device):
         self._options = options
         self._transport = transport
         self._device = device
+        self._model = options.model.build()
+        self._names = _layer_names(self._model, options) if options.by_layer else ()
         self._stopwatch = stopwatch(device)
         self._link_profiler = LinkProfiler(transport, device, options.timeout, self._stopwatch.settle)
-        self._problem = _one_microbatch(options.pp_degree)
+        p = options.pp_degree
+        self._problem = _one_microbatch(Placement.of("single" if options.by_layer else "v", p))
         orders = _there_and_back(self._problem)
         self._plan = RankPlan.of("profile", self._problem, orders, transport.rank)
+        if options.by_layer:
+            self._plan = replace(self._plan, cut=PlannedCut(even_partition(self._names, p)))
         self._keys = [key_of(channel) for channel in channels(self._problem, orders)]
 
     def measure(self) -> RankProfile:
         """Train one microbatch, then measure; every rank does the same at the same time."""
         transport, timeout = self._transport, self._options.timeout
         transport.open(self._keys, timeout)
-        model = self._options.model.build()
         # m = 1 here: a microbatch costs the same whatever its gradients are scaled by.
-        stages = build_stages(model, self._plan, self._device)
-        seen = {index: _Seen(stage) for index, stage in stages.items()}
+        stages = build_stages(self._model, self._plan, self._device)
+        seen = {index: Seen(stage) for index, stage in stages.items()}
         Executor(
-            self._plan, stages, model, transport, device=self._device, timeout=timeout, look_ahead=1
+            self._plan, stages, self._model, transport, device=self._device, timeout=timeout, look_ahead=1
         ).step(0)
-        for given in seen.values():
-            given.release()
-        placement, mine = self._problem.placement, transport.rank
+        given = {index: each.release() for index, each in seen.items()}
         receives = received_bytes(
-            placement,
-            mine,
-            {index: given.input for index, given in seen.items()},
-            {index: given.gradient for index, given in seen.items()},
+            self._problem.placement,
+            transport.rank,
+            {index: each.input for index, each in given.items()},
+            {index: each.gradient for index, each in given.items()},
         )
-        held = {
-            index: stage_memory(given.stage, given.input, given.target, given.gradient, self._device)
-            for index, given in seen.items()
-        }
-        static = static_bytes(model, stages, receives, max(m.workspace for m in held.values()))
-        times = self._times(seen)
-        profiles = tuple(StageProfile(index, *times[index], *astuple(held[index])) for index in seen)
-        return RankProfile(mine, profiles, static, self._p2p(seen), self._links(seen))
+        layers: tuple[LayerProfile, ...] = ()
+        profiles: tuple[StageProfile, ...] = ()
+        if self._options.by_layer:
+            layers = self._layers(given[transport.rank])
+            workspace = max(layer.kept.workspace for layer in layers)
+        else:
+            (profiles,) = self._profiles([given])
+            workspace = max(profile.workspace for profile in profiles)
+        static = static_bytes(self._model, stages, receives, workspace)
+        return RankProfile(transport.rank, profiles, static, self._p2p(given), self._links(given), layers)
 
-    def _times(self, seen: dict[int, _Seen]) -> dict[int, tuple[Spread, Spread, Spread, Spread]]:
-        """F, I, W and B by stage."""
-        measured: dict[tuple[int, str], list[float]] = {
-            (index, letter): [] for index in seen for letter in "FIWB"
-        }
+    def _layers(self, given: Given) -> tuple[LayerProfile, ...]:
+        """The layers of this rank's stage."""
+        first = sum(map(len, (self._plan.cut.partition or ())[: self._transport.rank]))
+        kept = layers_of(given, self._model, first, len(self._names))
+        variants = [kept]
+        if self._options.recompute:
+            again = layers_of(given, self._model, first, len(self._names), is_recomputed=True)
+            variants.append(again)
+        found = [dict(zip(kept, profiles, strict=True)) for profiles in self._profiles(variants)]
+        return tuple(
+            LayerProfile(
+                self._names[at],
+                found[0][at],
+                found[1][at] if self._options.recompute else None,
+                static_bytes(self._model, {at: each.stage}, receives=0, workspace=0),
+                tensor_bytes([each.output]),
+            )
+            for at, each in kept.items()
+        )
+
+    def _profiles(self, variants: Sequence[Mapping[int, Given]]) -> list[tuple[StageProfile, ...]]:
+        """Memory and times of stages, or of layers, in each variant."""
+        held = [
+            {
+                index: stage_memory(each.stage, each.input, each.target, each.gradient, self._device)
+                for index, each in variant.items()
+            }
+            for variant in variants
+        ]
+        times = self._times(variants)
+        return [
+            tuple(
+                StageProfile(index, *times[number][index], *astuple(held[number][index])) for index in variant
+            )
+            for number, variant in enumerate(variants)
+        ]
+
+    def _times(self, variants: Sequence[Mapping[int, Given]]) -> list[dict[int, _Times]]:
+        """F, I, W and B of every stage, by variant."""
+        measured: dict[tuple[int, int, str], list[float]] = defaultdict(list)
         gc.collect()
         for turn in range(_WARM_UP + self._options.repeats):
-            # Ranks begin every round together, so that each is measured while the others are busy.
-            self._transport.barrier(self._options.timeout)
-            found = self._round(seen)
-            self._stopwatch.settle()
-            if turn >= _WARM_UP:
-                for key, seconds in found:
-                    measured[key].append(seconds())
+            for number, variant in enumerate(variants):
+                # Ranks begin every round together, so that each is measured while the others are busy.
+                self._transport.barrier(self._options.timeout)
+                found = self._round(variant)
+                self._stopwatch.settle()
+                if turn >= _WARM_UP:
+                    for (index, letter), seconds in found:
+                        measured[number, index, letter].append(seconds())
             sys.stdout.write(f"{PROGRESS_MARK} {turn}\n")
             sys.stdout.flush()
-        of = {key: Spread.of(values) for key, values in measured.items()}
-        return {i: (of[i, "F"], of[i, "I"], of[i, "W"], of[i, "B"]) for i in seen}
 
-    def _round(self, seen: dict[int, _Seen]) -> list[tuple[tuple[int, str], Seconds]]:
+        def spread(number: int, index: int, letter: str) -> Spread:
+            return Spread.of(measured[number, index, letter])
+
+        return [
+            {
+                index: (
+                    spread(number, index, "F"),
+                    spread(number, index, "I"),
+                    spread(number, index, "W"),
+                    spread(number, index, "B"),
+                )
+                for index in variant
+            }
+            for number, variant in enumerate(variants)
+        ]
+
+    def _round(self, given: Mapping[int, Given]) -> list[tuple[tuple[int, str], Seconds]]:
         """Times of some actions, in an order as plans have it.
 
         All stages and several microbatches take turns: a stage that runs again and again finds its weights
@@ -119,31 +185,31 @@ class RankProfiler:
         for split, letters in ((True, "FIW"), (False, "FB")):
             for letter in letters:
                 for j in range(_IN_FLIGHT):
-                    for index, given in seen.items():
-                        seconds = self._stopwatch.time(_action(given, letter, j, split=split))
+                    for index, each in given.items():
+                        seconds = self._stopwatch.time(_action(each, letter, j, split=split))
                         found.append(((index, letter), seconds))
         return found
 
-    def _p2p(self, seen: dict[int, _Seen]) -> dict[int, Spread]:
+    def _p2p(self, given: Mapping[int, Given]) -> dict[int, Spread]:
         """One way of what crosses a boundary, there and back alike; on the rank that times it."""
         found = {}
         for boundary, (near, far) in self._crossings():
             self._transport.barrier(self._options.timeout)
             if self._transport.rank not in (near, far):
                 continue
-            tensor = seen[boundary].output if self._transport.rank == near else seen[boundary + 1].input
+            tensor = given[boundary].output if self._transport.rank == near else given[boundary + 1].input
             trips = self._link_profiler.round_trips(near, far, tensor.nbytes, tensor.nbytes)
             if trips:
                 found[boundary] = Spread.of([trip / 2 for trip in trips])
         return found
 
-    def _links(self, seen: dict[int, _Seen]) -> tuple[LinkProfile, ...]:
+    def _links(self, given: Mapping[int, Given]) -> tuple[LinkProfile, ...]:
         """Both directions of every pair of neighbours that this rank is the first of."""
         found: list[LinkProfile] = []
         pairs = {tuple(sorted(ranks)): boundary for boundary, ranks in self._crossings()}
         for (near, far), boundary in sorted(pairs.items()):
             self._transport.barrier(self._options.timeout)
-            mine = [given for index, given in seen.items() if index in (boundary, boundary + 1)]
+            mine = [each for index, each in given.items() if index in (boundary, boundary + 1)]
             if self._transport.rank in (near, far):
                 tensor = mine[0].output if mine[0].stage.index == boundary else mine[0].input
                 found += self._link_profiler.links(near, far, tensor.nbytes)
@@ -158,36 +224,7 @@ class RankProfiler:
                 yield boundary, (near, far)
 
 
-class _Seen:
-    """Watches a stage during the training of one microbatch and keeps what it was given."""
-
-    def __init__(self, stage: Stage):
-        self.stage = stage
-        self.input = self.output = torch.empty(0)
-        self.target: Tensor | None = None
-        self.gradient: Tensor | None = None
-        self._forward, self._backward = stage.forward, stage.backward
-        stage.forward = self._see_forward  # type: ignore[method-assign]  # until release
-        stage.backward = self._see_backward  # type: ignore[method-assign]  # until release
-
-    def release(self) -> None:
-        """Let the stage be as it was."""
-        self.stage.forward = self._forward  # type: ignore[method-assign]
-        self.stage.backward = self._backward  # type: ignore[method-assign]
-
-    def _see_forward(
-        self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool
-    ) -> Tensor:
-        self.input, self.target = input.clone(), target
-        self.output = self._forward(microbatch, input, target, split=split)
-        return self.output
-
-    def _see_backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        self.gradient = None if grad_output is None else grad_output.clone()
-        return self._backward(microbatch, grad_output)
-
-
-def _action(given: _Seen, letter: str, microbatch: int, *, split: bool) -> Callable[[], object]:
+def _action(given: Given, letter: str, microbatch: int, *, split: bool) -> Callable[[], object]:
     """An action of a stage on what the stage was given."""
     stage, gradient = given.stage, given.gradient
     actions: dict[str, Callable[[], object]] = {
@@ -199,14 +236,23 @@ def _action(given: _Seen, letter: str, microbatch: int, *, split: bool) -> Calla
     return actions[letter]
 
 
-def _one_microbatch(p: int) -> Problem:
-    placement = Placement.of("v", p)
+def _layer_names(model: PipelineModel, options: ProfileOptions) -> tuple[str, ...]:
+    names = layer_names(require_layered(model))
+    if len(names) < options.pp_degree:
+        raise InvalidRun(
+            f"found {len(names)} layers and {options.pp_degree} ranks; every rank measures a layer at least. "
+            f"Measure with fewer ranks, or by stages."
+        )
+    return names
+
+
+def _one_microbatch(placement: Placement) -> Problem:
     ones = (1.0,) * placement.n_stages
     return Problem(placement, 1, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
 
 
 def _there_and_back(problem: Problem) -> Orders:
-    """One microbatch down the V and back, with fused backwards."""
+    """One microbatch through all stages and back, with fused backwards."""
     ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
     stages = range(problem.n_stages)
     for letter, order in (("F", stages), ("B", reversed(stages))):

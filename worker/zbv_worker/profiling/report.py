@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from zbv_worker.profiling.layers import layers_of
 from zbv_worker.profiling.profile import LinkProfile, RankProfile, Spread, StageProfile
 
 
@@ -18,32 +19,45 @@ def report_json(ranks: Sequence[RankProfile]) -> dict[str, Any]:
 
 
 def print_report(ranks: Sequence[RankProfile], out: Console) -> None:
-    """Tables of stages, ranks and links."""
-    stages = sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
-    for shown in (_times(stages), _held(stages), _static(ranks)):
-        out.print(shown)
+    """Tables of stages or layers, ranks and links."""
+    for title, named in _measured(ranks):
+        out.print(_times(title, named), _held(title, named))
+    out.print(_static(ranks))
     links = [link for rank in ranks for link in rank.links]
     if links:
         out.print(_links(links))
 
 
-def _times(stages: Sequence[StageProfile]) -> Table:
-    shown = Table(title="Stages: ms, median and 90th percentile", title_justify="left")
-    for column in ("stage", "F", "I", "W", "B"):
+def _measured(ranks: Sequence[RankProfile]) -> Iterator[tuple[str, list[tuple[str, StageProfile]]]]:
+    """What was measured, by the title of its tables: names and numbers."""
+    layers = layers_of(ranks)
+    stages = sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
+    for title, named in (
+        ("Stages", [(str(stage.stage), stage) for stage in stages]),
+        ("Layers", [(layer.name, layer.kept) for layer in layers]),
+        ("Layers, recomputed", [(layer.name, layer.recomputed) for layer in layers if layer.recomputed]),
+    ):
+        if named:
+            yield title, named
+
+
+def _times(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
+    shown = Table(title=f"{title}: ms, median and 90th percentile", title_justify="left")
+    for column in ("", "F", "I", "W", "B"):
         shown.add_column(column, justify="right", no_wrap=True)
-    for stage in stages:
-        times = (stage.forward, stage.backward_input, stage.backward_weight, stage.backward)
-        shown.add_row(str(stage.stage), *map(_ms, times))
+    for name, found in named:
+        times = (found.forward, found.backward_input, found.backward_weight, found.backward)
+        shown.add_row(name, *map(_ms, times))
     return shown
 
 
-def _held(stages: Sequence[StageProfile]) -> Table:
-    shown = Table(title="Held of a microbatch, and beside that within an action: MB", title_justify="left")
-    for column in ("stage", "after F", "after I", "after W", "within"):
+def _held(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
+    shown = Table(title=f"{title}: MB held, and beside that within", title_justify="left")
+    for column in ("", "after F", "after I", "after W", "within"):
         shown.add_column(column, justify="right", no_wrap=True)
-    for stage in stages:
-        held = (stage.held_after_forward, stage.held_after_input, stage.held_after_weight, stage.workspace)
-        shown.add_row(str(stage.stage), *map(_mb, held))
+    for name, found in named:
+        held = (found.held_after_forward, found.held_after_input, found.held_after_weight, found.workspace)
+        shown.add_row(name, *map(_mb, held))
     return shown
 
 

@@ -48,12 +48,14 @@ format: install ## Rewrite the code in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# Browser tests drive a Chromium; Debian's is installed where there is none.
+# Browser tests drive a Chromium; where there is none, Debian's is installed, if possible the one without windows.
 browser:
-	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+	@command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null || { \
 	  echo "installing chromium"; \
 	  if [ "$$(id -u)" = 0 ]; then SUDO=; else SUDO=sudo; fi; \
-	  $$SUDO apt-get -qq update && $$SUDO apt-get -qq install -y --no-install-recommends chromium >/dev/null; }
+	  INSTALL="$$SUDO apt-get -qq install -y --no-install-recommends"; \
+	  $$SUDO apt-get -qq update && \
+	  { $$INSTALL chromium-headless-shell >/dev/null 2>&1 || $$INSTALL chromium >/dev/null; }; }
 
 # Service tests start a PostgreSQL server of their own; Debian's is installed where there is none, and the cluster
 # that its package would make and start is left out.

@@ -26,22 +26,32 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("ZBV_PRELOAD", "at-first-search")
 
 LONGEST_FIRST = (
-    "worker/test_agent_recovery.py",
     "worker/test_agent.py",
+    "worker/test_agent_recovery.py",
     "end_to_end/test_make_run.py",
     "end_to_end/test_clusters.py",
+    "web/test_plan_page.py",
     "service/test_scale_out.py",
     "service/test_processes.py",
     "solver/test_search.py",
     "solver/test_exact.py",
-    "web/test_plan_page.py",
+    "web/test_new_search.py",
     "web/test_live_search.py",
+    "web/test_accessibility.py",
     "web/test_bench_page.py",
-    "worker/test_checkpoint.py",
-    "worker/test_run.py",
-    "worker/test_torch_runtime.py",
     "worker/test_rehearse.py",
+    "worker/test_checkpoint.py",
+    "end_to_end/test_clean_environment.py",
+    "service/test_bench.py",
+    "service/test_many_searches.py",
+    "service/test_api_schema.py",
+    "contract/test_runs_tables.py",
+    "worker/test_torch_runtime.py",
+    "worker/test_estimating.py",
+    "worker/test_swap.py",
     "worker/test_with_service.py",
+    "solver/test_bench.py",
+    "bench/test_bench_command.py",
 )
 
 

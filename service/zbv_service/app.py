@@ -186,7 +186,9 @@ def create_app(
         sign_in.router,
     ):
         require_declared(router)
-        app.include_router(router)
+        # As they are: FastAPI makes the routes of an included router once more, for every application, and
+        # looks for them twice at every request.
+        app.router.routes.extend(router.routes)
     pages.mount_static(app)
     problem_pages.install(app)
     openapi.install(app)

@@ -38,10 +38,7 @@ async def service(serving: Serving) -> AsyncIterator[Service]:
 
 
 def routes(app: FastAPI) -> Iterator[APIRoute]:
-    for entry in app.router.routes:
-        router = getattr(entry, "original_router", None)
-        if router is not None:
-            yield from (route for route in router.routes if isinstance(route, APIRoute))
+    return (route for route in app.router.routes if isinstance(route, APIRoute))
 
 
 def requests(app: FastAPI) -> Iterator[tuple[str, str, list[str] | None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.refusals import refusal
 from support.serving import DEADLINE, PROBLEM
-from zbv_service.cli import main
 from zbv_service.client import Client, Search
 from zbv_solver.plan import parse_plan
 from zbv_solver.verify import verify
@@ -166,23 +165,6 @@ def submit(served_at: str, *arguments: str, text: str | None = None) -> subproce
     )
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Status and standard error of a command that must end before it does anything, in this process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    root, level = logging.getLogger(), logging.getLogger().level
-    hidden = list(root.handlers)
-    try:
-        status = main(arguments)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        root.handlers[:] = hidden
-        root.setLevel(level)
-    said = capsys.readouterr()
-    assert said.out == ""
-    return status, said.err
-
-
 def test_submit_follows_a_search_and_writes_the_plan(served: Served, tmp_path: Path) -> None:
     problem, target = tmp_path / "problem.json", tmp_path / "plan.json"
     problem.write_text(json.dumps(PROBLEM))
@@ -227,13 +209,17 @@ def test_submit_names_a_file_that_is_missing(
     assert "nothing.json" in said
 
 
-def test_submit_says_that_no_service_answers(tmp_path: Path) -> None:
+def test_submit_says_that_no_service_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO(json.dumps(PROBLEM)))
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
-        ran = submit(f"http://127.0.0.1:{unused.getsockname()[1]}", "-", text=json.dumps(PROBLEM))
-    assert ran.returncode == 1
-    assert "zbv-service serve" in ran.stderr
-    assert "Traceback" not in ran.stderr
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        status, said = refusal(capsys, "submit", "--server", address, "-")
+    assert status == 1
+    assert "zbv-service serve" in said
+    assert "Traceback" not in said
 
 
 def test_a_port_in_use_is_said_plainly(

@@ -98,7 +98,7 @@ def test_the_channels_of_a_rank_are_those_it_is_an_end_of() -> None:
     st.integers(1, 4),
     st.sampled_from([("v", None), ("loop", 1), ("loop", 2), ("loop", 3), ("single", None)]),
     st.booleans(),
-    st.randoms(use_true_random=False),
+    st.randoms(use_true_random=True),
 )
 def test_every_crossing_is_transferred_once_in_production_order(
     p: int,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.layered import NAMES, RECOMPUTED
 from support.orders import random_orders
 from support.problems import problems, uniform
 from torch.distributed.pipelining.schedules import (
@@ -23,8 +24,10 @@ from torch.distributed.pipelining.schedules import (
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.export import export
 from zbv_solver.export.torch_csv import relabelled
+from zbv_solver.layers.reading import parse_question
 from zbv_solver.orders import Action, Orders
 from zbv_solver.plan import Plan
+from zbv_solver.problem import Problem
 from zbv_solver.schema import parse_problem
 from zbv_solver.search import make_plan
 from zbv_solver.timing import evaluate
@@ -33,7 +36,7 @@ from zbv_solver.verify import verify_orders
 plans = st.builds(
     lambda problem, random: make_plan(problem, random_orders(problem, random), method="random"),
     problems(kinds=("v", "loop", "single")),
-    st.randoms(use_true_random=False),
+    st.randoms(use_true_random=True),
 )
 COSTS = {"forward": 2, "backward_input": 3, "backward_weight": 1, "p2p": 0.5}
 
@@ -116,6 +119,17 @@ def test_more_than_two_stages_per_rank_are_refused_with_a_way_out() -> None:
     )
     with pytest.raises(InvalidInput, match=r"/problem/chunks: found 3.*torch-csv"):
         export(plan, "torchtitan")
+
+
+def test_the_stages_of_layers_are_named_and_what_is_recomputed_is_said() -> None:
+    cut = {"partition": [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]], "memory": {}}
+    for flags, is_said in (([False, True, False, True], True), ([False] * 4, False)):
+        problem = parse_question({**RECOMPUTED, **cut, "recompute": flags})
+        assert isinstance(problem, Problem)
+        text = export(make_plan(problem, random_orders(problem, Random(1)), method="random"), "torchtitan")
+        assert '#   1: ["block.1", "block.2"]' in text.splitlines()
+        assert ("# Planned to be recomputed: 1, 3." in text) == is_said == ("checkpoint yourself" in text)
+        tomllib.loads(text)
 
 
 # --- the zero-bubble fork

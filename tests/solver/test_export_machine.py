@@ -63,7 +63,7 @@ plans = st.builds(
     st.integers(1, 4),
     st.integers(1, 5),
     st.sampled_from(["v", "loop", "single"]),
-    st.randoms(use_true_random=False),
+    st.randoms(use_true_random=True),
 )
 
 
@@ -132,7 +132,7 @@ def test_csv_has_one_plain_row_per_rank() -> None:
     st.integers(1, 4),
     st.integers(1, 5),
     st.sampled_from(["v", "single"]),
-    st.randoms(use_true_random=False),
+    st.randoms(use_true_random=True),
 )
 def test_pytorch_loads_and_lowers_the_csv(
     tmp_path_factory: pytest.TempPathFactory, p: int, m: int, placement: PlacementKind, random: Random

@@ -28,7 +28,7 @@ from zbv_solver.verify_comms import verify_comms
 Lists = list[list[str]]
 
 any_problem = problems(kinds=("v", "loop", "single"))
-seeds = st.randoms(use_true_random=False)
+seeds = st.randoms(use_true_random=True)
 
 
 def orders_of(problem: Problem, random: Random) -> Orders:

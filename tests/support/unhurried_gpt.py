@@ -15,7 +15,7 @@ from zbv_worker.models.gpt import GPT
 
 from support.momentum import Momentum
 
-PAUSE_SECONDS = 0.05
+PAUSE_SECONDS = 0.1
 LEARNING_RATE = 0.01
 
 

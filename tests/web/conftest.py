@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, StorageState, sync_playwright
 from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, PROBLEM, Look, Service, serving
 from zbv_solver.orders import Action, Orders
 from zbv_solver.plan import Plan
@@ -45,12 +45,36 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def look(browser: Browser) -> Iterator[Callable[..., Look]]:
-    """Open a fresh profile and sign in: ``look(origin, color_scheme="dark", …)``."""
+def profiles() -> Iterator[list[Look]]:
+    """What is open in the browser, the newest last."""
     opened: list[Look] = []
+    yield opened
+    for each in opened:
+        each.page.context.close()
+
+
+@pytest.fixture(autouse=True)
+def _tests_close_what_they_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A page that nobody looks at any more would go on following its search or its run."""
+    if "look" not in request.fixturenames:
+        yield
+        return
+    opened: list[Look] = request.getfixturevalue("profiles")
+    of_the_module = len(opened)
+    yield
+    while len(opened) > of_the_module:
+        opened.pop().page.context.close()
+
+
+@pytest.fixture(scope="module")
+def look(browser: Browser, profiles: list[Look]) -> Callable[..., Look]:
+    """Open a fresh profile of somebody who has signed in: ``look(origin, color_scheme="dark", …)``."""
+    signed_in: dict[str, StorageState] = {}
 
     def make(origin: str, *, is_known: bool = True, **options: Any) -> Look:
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        known = signed_in.get(origin) if is_known else None
+        chosen = {"viewport": {"width": 1280, "height": 900}, "storage_state": known, **options}
+        context = browser.new_context(**chosen)
         context.set_default_timeout(60_000)
         found = Look(context.new_page(), origin)
         page = found.page
@@ -64,14 +88,13 @@ def look(browser: Browser) -> Iterator[Callable[..., Look]]:
             ),
         )
         page.on("request", lambda request: found.requests.append(request.url))
-        opened.append(found)
-        if is_known and origin.startswith("http"):
+        profiles.append(found)
+        if is_known and known is None and origin.startswith("http"):
             found.sign_in()
+            signed_in[origin] = context.storage_state()
         return found
 
-    yield make
-    for each in opened:
-        each.page.context.close()
+    return make
 
 
 @pytest.fixture(scope="session")

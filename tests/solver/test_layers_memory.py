@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, layered_problems
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.layers import plan_layers
+from zbv_solver.layers import least_memory, plan_layers
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.least_memory import LeastMemory, least_memory_cut, surely_lacking
 from zbv_solver.layers.settle import settled_cut
@@ -84,6 +84,14 @@ def test_a_false_optimum_of_the_presolve_is_not_believed() -> None:
     assert found.bound == pytest.approx(3, abs=1e-6)
 
 
+def test_a_stage_is_a_run_of_layers_in_the_proof_too() -> None:
+    layers = [layer(number, held, 0, 0) for number, held in enumerate((9, 2, 1, 9, 2, 5, 2))]
+    space = space_of(layered(placement="loop", layers=layers, memory={"limit": 6}))
+    found = least_memory_cut(space, level_cut(space))
+    assert found.excess == pytest.approx(10, abs=1e-4)  # with layers picked at will it would be 9
+    assert found.bound == pytest.approx(10, abs=1e-4)
+
+
 def test_asked_for_any_cut_that_fits_it_proves_no_more_than_that() -> None:
     roomy = space_of(layered(placement="loop", memory={"limit": 40}))
     found = least_memory_cut(roomy, level_cut(roomy), enough=0)
@@ -105,8 +113,13 @@ def test_settling_goes_where_it_fits_from_where_it_does_not() -> None:
 
 
 def test_a_cut_that_settling_misses_is_searched_in_earnest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_layers, "settled_cut", lambda space, start, seed=0: start)
+    for module in (plan_layers, least_memory):
+        monkeypatch.setattr(module, "settled_cut", lambda space, start, seed=0: start)
     layers = [layer(number, 6 if number < 4 else 1, 0, 0) for number in range(12)]
+    space = space_of(layered(placement="loop", layers=layers, memory={"limit": 17}))
+    found = least_memory_cut(space, level_cut(space), enough=0)
+    assert found.fits
+    assert found.bound == -np.inf  # it stopped at the first that fits
     plan = search(layered(placement="loop", layers=layers, memory={"limit": 17}), QUICK)
     assert max(plan.metrics.peak_memory) <= 17
 

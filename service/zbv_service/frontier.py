@@ -1,30 +1,33 @@
 """The frontier of a plan's model: the best stored plan within every memory limit, and what is still searched.
 
 Nothing is stored for it. A point of the frontier is a problem, the plan's own with another limit; its plans
-and searches are found by the hashes of that problem, whoever asked for them.
+and searches are found by the hashes of that problem, whoever asked for them. Where the plan's layers were cut
+by a search, every point is a search that cuts them anew (:mod:`.frontier_layers`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zbv_solver import frontier, memory_fraction
 from zbv_solver.frontier import Known
 from zbv_solver.options import EFFORTS
-from zbv_solver.plan import Plan, gap_of
+from zbv_solver.plan import Plan
 from zbv_solver.problem import MEMORY_TOLERANCE, Problem
 from zbv_solver.schema import numbers, problem_json
 
 from zbv_service.cache import Cache, wait_a_while
 from zbv_service.database import PlanTable, SearchTable
 from zbv_service.documents import OptionsDocument
+from zbv_service.frontier_layers import LayeredFrontiers
+from zbv_service.frontier_points import Frontier, Point, newest, tightened
 from zbv_service.http.problems import TOO_MANY_SEARCHES, ProblemError
 from zbv_service.packing import problem_key, unpack
-from zbv_service.records import FINISHED, PlanSummary, SearchRecord
+from zbv_service.records import FINISHED, PlanSummary
 from zbv_service.searches.schedules import Schedules
 from zbv_service.searches.searches import Searches, request_key
 
@@ -33,81 +36,6 @@ FINE = 0.025
 PATIENCE_SECONDS = 1.5
 """How long a page waits for bounds; the page after it has them."""
 CACHED_NEEDS = 4096
-
-
-@dataclass(frozen=True)
-class Point:
-    """A limit of the frontier.
-
-    Attributes
-    ----------
-    limit
-        The largest of any rank, in the problem's memory unit.
-    best
-        The best plan that fits, None while there is none.
-    bound
-        No plan within the limit has a smaller objective; None until it is computed.
-    search
-        The last one for exactly this limit, None when there was none.
-    is_searched
-        Whether there is a plan that was searched for exactly this limit.
-    """
-
-    fraction: float
-    limit: float
-    problem: dict[str, Any]
-    best: Known | None
-    bound: float | None
-    search: SearchRecord | None
-    is_searched: bool
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is being searched."""
-        return self.search is not None and self.search.state not in FINISHED
-
-    @property
-    def is_proved(self) -> bool:
-        """Whether nothing better can be found."""
-        if self.best is None or self.bound is None:
-            return False
-        return gap_of(self.best.value, self.bound) == 0
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether a search would tell something that nobody has asked yet."""
-        return not (self.is_searched or self.is_open or self.is_proved)
-
-
-@dataclass(frozen=True)
-class Frontier:
-    """What is known of a model's objective over memory.
-
-    Attributes
-    ----------
-    own
-        The plan itself.
-    plans
-        All stored plans that were found, the plan itself among them, by plan id.
-    baselines
-        The classical schedules.
-    """
-
-    problem: Problem
-    own: Known
-    points: tuple[Point, ...]
-    plans: tuple[Known, ...]
-    baselines: tuple[Known, ...]
-
-    @property
-    def missing(self) -> tuple[Point, ...]:
-        """Points that nobody has searched yet."""
-        return tuple(point for point in self.points if point.is_missing)
-
-    @property
-    def open(self) -> tuple[Point, ...]:
-        """Points that are being searched."""
-        return tuple(point for point in self.points if point.is_open)
 
 
 @dataclass(frozen=True)
@@ -137,6 +65,7 @@ class Frontiers:
         self._searches = searches
         self._submit = submit
         self._schedules = schedules
+        self._layered = LayeredFrontiers(plans, searches, schedules)
         self._needs: Cache[float] = Cache(CACHED_NEEDS)
 
     async def of(self, plan: Plan) -> Frontier:
@@ -146,13 +75,17 @@ class Frontiers:
         ------
         InvalidInput
             When the problem says nothing about memory.
+        ProblemError
+            503 when too many others have something computed already.
         """
+        if plan.cut is not None:
+            return await self._layered.of(plan)
         problem, grid = plan.problem, frontier.grid(plan.problem)
         documents, others = await asyncio.to_thread(_documents, problem, grid)
         summaries = await self._plans.best_of([*(each.key for each in documents.values()), *others])
         known = await self._known(plan, summaries.values())
         requests = {key: each for each in grid for key in documents[each].requests}
-        searches = _newest(requests, await self._searches.of_requests(list(requests)))
+        searches = newest(requests, await self._searches.of_requests(list(requests)))
         bounds = await self._bounds(problem, grid)
         held = {**others, **{each.key: fraction for fraction, each in documents.items()}}
         points = []
@@ -167,7 +100,7 @@ class Frontiers:
             points.append(
                 Point(fraction, there.limit, there.problem, best, bound, searches.get(fraction), searched)
             )
-        return Frontier(problem, known[0], _tightened(points), tuple(known), _baselines(plan))
+        return Frontier(problem, known[0], tightened(points), tuple(known), _baselines(plan))
 
     async def search_missing(
         self, plan: Plan, effort: str, caller: str | None, most: int | None, *, again: bool = False
@@ -257,29 +190,6 @@ def _documents(problem: Problem, grid: Sequence[float]) -> tuple[dict[float, _Li
         )
     own = memory_fraction.of_limit(problem)
     return found, {problem_key(unlimited): math.inf, problem_key(base): math.inf if own is None else own}
-
-
-def _newest(requests: Mapping[str, float], found: Mapping[str, SearchRecord]) -> dict[float, SearchRecord]:
-    """The search of every fraction that matters most: one that goes on, else the newest."""
-    newest: dict[float, SearchRecord] = {}
-    for key, record in sorted(found.items(), key=lambda item: _urgency(item[1])):
-        newest[requests[key]] = record
-    return newest
-
-
-def _urgency(record: SearchRecord) -> tuple[bool, Any]:
-    return record.state not in FINISHED, record.created_at
-
-
-def _tightened(points: Sequence[Point]) -> tuple[Point, ...]:
-    """A bound at a larger limit holds at every smaller one."""
-    if any(point.bound is None for point in points):
-        return tuple(points)
-    raised = frontier.tightened([point.bound or 0.0 for point in points])
-    return tuple(
-        Point(p.fraction, p.limit, p.problem, p.best, bound, p.search, p.is_searched)
-        for p, bound in zip(points, raised, strict=True)
-    )
 
 
 def _baselines(plan: Plan) -> tuple[Known, ...]:

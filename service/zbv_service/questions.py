@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag
 from zbv_solver.errors import InvalidInput
 from zbv_solver.layers.document import LayeredProblemDocument
-from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.layered_problem import LayeredProblem, PlacementChoice
 from zbv_solver.layers.reading import parse_question, to_cut_problem, to_layered
 from zbv_solver.layers.writing import layered_json
+from zbv_solver.plan import Plan
 from zbv_solver.problem import MAX_CELLS, Problem
 from zbv_solver.schema import ProblemDocument, problem_json, to_problem
 
 __all__ = [
     "Question",
     "QuestionDocument",
+    "asked_of",
     "largest_stages",
     "parse_question",
     "question_json",
@@ -23,9 +26,13 @@ __all__ = [
     "read_question",
     "require_size",
     "summary_of",
+    "uncut",
 ]
 
 Question = Problem | LayeredProblem
+
+OTHER_PLACEMENTS = ("v", "single", "loop-")
+"""How the baselines begin that only a search of several placements has."""
 
 
 def _kind(document: Any) -> str:
@@ -95,6 +102,54 @@ def largest_stages(question: Question) -> int:
     if isinstance(question, Problem):
         return question.n_stages
     return max(placement.n_stages for placement in question.placements)
+
+
+def uncut(problem: Problem, placement: PlacementChoice | None = None) -> LayeredProblem:
+    """The question whose answer a cut is; transfers that follow from no link are their mean at every place.
+
+    Parameters
+    ----------
+    placement
+        What to ask for in place of the cut's own.
+
+    Raises
+    ------
+    ValueError
+        Of a problem without layers.
+    """
+    if problem.model is None:
+        raise ValueError("found a problem without layers; there is no cut to forget.")
+    cut, p2p = problem.model, problem.costs.p2p
+    asked = placement or problem.placement.kind
+    return LayeredProblem(
+        model=cut.model,
+        pp_degree=problem.pp_degree,
+        microbatches=problem.microbatches,
+        static=cut.static,
+        limit=problem.memory.limit,
+        placement=asked,
+        chunks=problem.placement.chunks if asked == "loop" else None,
+        objective=problem.objective,
+        p2p=fmean(p2p) if p2p and cut.link is None else 0.0,
+        link=cut.link,
+        rules=cut.rules,
+        units=problem.units,
+    )
+
+
+def asked_of(plan: Plan) -> LayeredProblem:
+    """The question of layers that a plan answers, as far as a plan tells.
+
+    Its problem says on which placement its cut is, and not which others were asked for: where the best of
+    another stands beside it, the planner had the choice.
+
+    Raises
+    ------
+    ValueError
+        Of a plan without layers.
+    """
+    had_choice = any(each.name.startswith(OTHER_PLACEMENTS) for each in plan.baselines)
+    return uncut(plan.problem, placement="auto" if had_choice else None)
 
 
 def question_json(question: Question) -> dict[str, Any]:

@@ -8,9 +8,10 @@ minimum. In the same way a lower bound proven for a limit holds for every smalle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbv_solver import memory_fraction
+from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.problem import MEMORY_TOLERANCE, Problem
 
 LARGEST = 2.0
@@ -21,7 +22,10 @@ STEPS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25, 1.5, LARGEST)
 
 @dataclass(frozen=True)
 class Known:
-    """A plan, or a classical schedule, that is known: the fraction it needs, and its objective."""
+    """A plan, or a classical schedule, that is known: what it needs, and its objective.
+
+    ``needs`` is a fraction of 1F1B's memory; where layers are cut anew, an amount.
+    """
 
     name: str
     needs: float
@@ -40,14 +44,19 @@ def grid(problem: Problem) -> tuple[float, ...]:
     return (least, *(step for step in STEPS if step > least * (1 + MEMORY_TOLERANCE)))
 
 
-def fits(needs: float, fraction: float) -> bool:
-    """Whether what needs a fraction fits in another one."""
-    return needs <= fraction * (1 + MEMORY_TOLERANCE)
+def at_limit(problem: LayeredProblem, limit: float) -> LayeredProblem:
+    """Layers with that limit on every rank, whatever their own is (:mod:`zbv_solver.frontier_layers`)."""
+    return replace(problem, limit=(limit,) * problem.pp_degree)
 
 
-def best_within(fraction: float, known: Sequence[Known]) -> Known | None:
-    """The best of what fits; of equally good ones, that which needs least."""
-    fitting = [each for each in known if fits(each.needs, fraction)]
+def fits(needs: float, limit: float) -> bool:
+    """Whether what needs a fraction, or an amount, fits in another one."""
+    return needs <= limit * (1 + MEMORY_TOLERANCE)
+
+
+def best_within(limit: float, known: Sequence[Known]) -> Known | None:
+    """The best of what fits a fraction, or an amount; of equally good ones, that which needs least."""
+    fitting = [each for each in known if fits(each.needs, limit)]
     return min(fitting, key=lambda each: (each.value, each.needs), default=None)
 
 

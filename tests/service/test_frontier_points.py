@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.frontier import Frontier, Point
+from zbv_service.frontier_points import Frontier, Point
 from zbv_service.pages.frontier import frontier_view
 from zbv_solver import memory_fraction
 from zbv_solver.frontier import Known
@@ -48,11 +48,11 @@ async def test_a_plan_counts_where_it_fits_and_is_drawn_and_linked(serving: Serv
     async with serving("honest") as service:
         tight, own = await planned(service, at(LEAST)), await planned(service, at(1.0))
         found = await frontier(service, own)
-        assert found.points[0].fraction == LEAST
+        assert found.points[0].at == LEAST
         assert {plan.name for plan in found.plans} == {tight, own}
         assert found.own.name == own
         for point in found.points:
-            fitting = [plan for plan in found.plans if plan.needs <= point.fraction * (1 + 1e-9)]
+            fitting = [plan for plan in found.plans if plan.needs <= point.at * (1 + 1e-9)]
             assert point.best is not None
             assert point.best.value == min(plan.value for plan in fitting)
         values = [point.best.value for point in found.points if point.best is not None]

@@ -12,10 +12,10 @@ from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.problems import uniform
 from zbv_service.pages.compare import compare_view
 from zbv_service.pages.layers import facts_of_layers, layers_table
-from zbv_service.pages.new_search import start_from, start_from_layers, uncut
+from zbv_service.pages.new_search import start_from, start_from_layers
 from zbv_service.pages.search import Shortage, search_page, search_view
 from zbv_service.pages.shell import Shell
-from zbv_service.questions import parse_question, question_json
+from zbv_service.questions import parse_question, question_json, uncut
 from zbv_service.records import SearchRecord
 from zbv_solver.export.html import render
 from zbv_solver.export.report import plan_view
@@ -115,6 +115,19 @@ def test_copies_in_a_row_are_a_range_also_where_they_are_layers_of_their_own() -
         assert view.certificate == "", "a cut that was given proves nothing"
 
 
+def test_layers_whose_numbers_leave_some_out_are_no_range() -> None:
+    names = ["embedding", *(f"block.{2 * copy}" for copy in range(6)), "head"]
+    each = [LAYERED["layers"][0], *[{**LAYERED["layers"][1], "repeat": None}] * 6, LAYERED["layers"][2]]
+    layers = [{**layer, "name": name} for name, layer in zip(names, each, strict=True)]
+    question = parse_question(
+        {**LAYERED, "layers": layers, "cut": {}, "partition": [names[:5], names[5:6], names[6:7], names[7:]]}
+    )
+    assert isinstance(question, Problem)
+    view = layers_view(plan_of(question))
+    assert view is not None
+    assert view.ranks[0].stages[0].layers == "embedding, block.0, block.2, block.4, block.6"
+
+
 def test_a_plan_that_meets_the_bound_of_every_cut_is_said_to() -> None:
     view = layers_view(replace(planned(), cut=CutCertificate("moved", 8.0, 0.0)))
     assert view is not None
@@ -127,6 +140,8 @@ def test_the_page_of_a_plan_has_layers_only_where_there_are_any() -> None:
     assert "Layers of every rank" in text
     assert "embedding, block.0" in text
     assert "No other cut can be more than" in text
+    assert "no plan of this cut is below" in text
+    assert "no plan of this cut" not in render(plan_of(uniform(2, 4)))
     assert "<script>x" not in render(planned(cut_named("<script>x</script>"))).split("Layers of every")[1]
 
 
@@ -164,6 +179,11 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
         ("head", ""),
     ]
     assert table.lines[1].recomputed == "holds 0.2 MiB, 10 µs longer"
+    slower = {**RECOMPUTED["layers"][1]["recompute"], "forward": 12}
+    layers = [RECOMPUTED["layers"][0], {**RECOMPUTED["layers"][1], "recompute": slower}]
+    assert (
+        layers_table(layered(layers=layers).model, asked.units).lines[1].recomputed.endswith("12 µs longer")
+    )
     assert (table.has_fused, table.has_recompute, table.is_long) == (False, True, False)
     text = page_of(record(), asked)
     assert "8 layers to be cut into stages" in text

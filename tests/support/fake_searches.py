@@ -16,6 +16,7 @@ from typing import Any
 
 from zbv_service.questions import Question
 from zbv_service.searches.task import ProgressLike, SearchFunction, solver_search
+from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.layers.cut import Cut
 from zbv_solver.orders import Action, Orders
 from zbv_solver.plan import Metrics, Plan, Provenance
@@ -150,6 +151,17 @@ def broken(
     raise ZeroDivisionError("secret detail")
 
 
+def tight(
+    problem: Question,
+    options: dict[str, Any],
+    on_progress: Callable[[ProgressLike], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | Plan | None,
+) -> Plan:
+    """Finds that nothing fits."""
+    raise InfeasibleMemory((9.0,) * problem.pp_degree, (8.0,) * problem.pp_degree)
+
+
 @dataclass(frozen=True)
 class InDirectory:
     """A fake whose directory is told to it, not inherited: for processes that were there before the test."""
@@ -176,6 +188,7 @@ BY_NAME: dict[str, SearchFunction] = {
     "deaf": deaf,
     "dying": dying,
     "broken": broken,
+    "tight": tight,
     "solver": solver_search,
 }
 """The last is no fake: for what only the solver's answers show."""

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from web.browsing import Look, Service
+from zbv_solver.schema import problem_json
 
 READY = "Ready to search."
 
@@ -49,10 +50,18 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     assert not page.locator("#costs-panel").is_visible()
     rows = page.locator("#table-layers tbody tr").all_inner_texts()
     assert [row.split("\t")[0] for row in rows] == ["embedding", "block × 6", "head"]
-    assert "embedding, block.0 stay together" in page.locator("#layers-said").inner_text()
+    said = page.locator("#layers-said").inner_text()
+    assert "A transfer takes 1 µs and its bytes at 100 B per µs." in said
+    assert "embedding, block.0 stay together" in said
     page.locator("#bars .own").wait_for()
     assert "Histogram cut" in page.locator("#bars").inner_text()
 
+    # Amounts are told in their unit, and those of files from `zbv estimate` are bytes.
+    table = page.locator("#table-layers")
+    assert "5 MiB" in table.inner_text()
+    page.fill("#memory_unit", "bytes")
+    assert "5 B" in table.inner_text()
+    page.fill("#memory_unit", "MiB")
     # What a user may change is what is not the model's.
     page.fill("#microbatches", "6")
     page.select_option("#placement", "auto")
@@ -93,6 +102,16 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     numbers = page.locator('section[aria-labelledby="numbers"]').inner_text()
     assert all(name in numbers for name in ("1f1b", "even-cut", "histogram-cut"))
 
+    page.get_by_role("link", name="Time against memory").click()
+    page.wait_for_selector(".plot path.own")
+    assert "cut anew for every limit" in page.locator(".sub").inner_text()
+    assert "[MiB]" in page.locator(".below-axis").inner_text()
+    assert page.get_by_role("button", name="missing points").is_visible()
+    head = page.locator('section[aria-labelledby="limits"] thead').inner_text()
+    assert "Its cut" in head
+    assert "Per rank" not in head
+    shared.keep("frontier-of-layers")
+
 
 def test_a_plan_leads_back_to_its_layers_and_a_cut_of_a_file_can_be_kept(
     shared: Look, service: Service
@@ -110,17 +129,42 @@ def test_a_plan_leads_back_to_its_layers_and_a_cut_of_a_file_can_be_kept(
     page.fill("#pp_degree", "3")
     says(page, "/problem/partition")  # which has the stages of two ranks
 
-    plan = service.search({**LAYERED, "microbatches": 5})
+    # What stages cost follows from the layers; transfers that were measured are their mean elsewhere.
+    measured = {**RECOMPUTED, "costs": {"p2p": [1, 2, 6]}, "partition": partition, "recompute": [False] * 4}
+    page = begin(shared, {**measured, "memory": {}}, "measured.json")
+    says(page, READY)
+    assert shown(page)["costs"] == {"p2p": [1, 2, 6]}
+    page.uncheck("#keep_cut")
+    says(page, READY)
+    assert shown(page)["costs"] == {"p2p": 3}
+
+    plan = service.search({**LAYERED, "microbatches": 5, "placement": "auto"})
+    page = begin(shared, problem_json(plan.problem), "of-a-plan.json")
+    says(page, READY)
+    page.uncheck("#keep_cut")
+    says(page, READY)
+    assert shown(page)["costs"] == LAYERED["costs"]
     page.goto(f"{shared.origin}/new?from={plan.plan_id}")
     says(page, READY)
     asked = shown(page)
     assert "partition" not in asked
     assert [layer["name"] for layer in asked["layers"]] == ["embedding", "block", "head"]
-    assert asked["costs"] == LAYERED["costs"]
+    assert (asked["costs"], asked["placement"]) == (LAYERED["costs"], "auto")
     page.select_option("#preset", "equal-stages")
     says(page, READY)
     assert page.locator("#costs-panel").is_visible()
     assert "layers" not in shown(page)
+
+
+def test_names_as_long_as_a_modules_path_are_broken_and_no_markup(shared: Look, service: Service) -> None:
+    name = "<i>transformer." + "encoder_and_decoder." * 8
+    layers = [{**LAYERED["layers"][0], "name": name}, *LAYERED["layers"][1:]]
+    plan = service.search({**LAYERED, "layers": layers, "cut": {}})
+    shared.open(f"{shared.origin}/plans/{plan.plan_id}")
+    page = shared.page
+    table = page.locator('section[aria-labelledby="layers"] .scroll')
+    assert name in table.inner_text()
+    assert table.evaluate("(it) => it.scrollWidth <= it.clientWidth")
 
 
 def test_a_wrong_layer_is_said_and_what_is_no_number_is_shown_as_it_is(shared: Look) -> None:
@@ -130,3 +174,12 @@ def test_a_wrong_layer_is_said_and_what_is_no_number_is_shown_as_it_is(shared: L
     assert "<b>a lot</b>" in page.locator("#table-layers").inner_text()
     page.click("#submit")
     page.locator("#summary").filter(has_text="/problem/layers/0/forward").wait_for()
+
+    many = [{"name": f"layer {place}"} for place in range(600)]
+    page = begin(shared, {**LAYERED, "layers": many, "cut": {}}, "many.json")
+    says(page, "100 things to correct.")  # the service tells no more
+    assert "/problem/layers/2/forward" in page.locator("#verdict").inner_text()
+    assert page.locator("#verdict").inner_text().endswith("And 92 more.")
+    assert "/problem/layers/3/" not in page.locator("#verdict").inner_text()
+    assert page.locator("#table-layers tbody tr").count() == 513
+    assert page.locator("#table-layers tbody tr").last.inner_text() == "and 88 more"

@@ -16,6 +16,7 @@ from zbv_solver.export.report import STATIC
 from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_facts, timeline_text
 from zbv_solver.plan import Plan
+from zbv_solver.problem import Units
 from zbv_solver.schema import parse_problem
 from zbv_solver.search import baseline_plan, search
 from zbv_solver.timing import memory_profile
@@ -88,6 +89,10 @@ def test_numbers_are_written_as_the_server_writes_them(call: Call) -> None:
     assert said == [quantities.percent(value) for value in shares]
     endless = call("() => [zbv.number(Infinity), zbv.number(-Infinity), zbv.percent(Infinity)]")
     assert endless == ["∞", "−∞", "∞"]
+    sizes = (*(value for value in values if abs(value) < 1e24), 1024.0**2, 27 * 1024.0**3, -1536.0)
+    for unit in ("bytes", "MB", ""):
+        said = call("([all, unit]) => all.map((each) => zbv.storage(each, unit))", [sizes, unit])
+        assert said == [quantities.memory(value, Units(memory=unit or None)) for value in sizes]
     assert call("() => [zbv.amount(1500, ''), zbv.amount(1500, 'ms')]") == ["1\u202f500", "1\u202f500 ms"]
 
 

@@ -9,12 +9,11 @@ from itertools import pairwise
 
 from zbv_solver.export import quantities
 from zbv_solver.export.axis import ticks
-from zbv_solver.frontier import LARGEST, Known, fits, staircase
+from zbv_solver.frontier import Known, staircase
 
-from zbv_service.frontier import Frontier, Point
+from zbv_service.frontier_points import Frontier, Point
+from zbv_service.pages.frontier_axis import Axis
 
-RIGHT = 1.04
-"""The picture goes on a little beyond the last limit."""
 _MARGIN = 0.08
 _APART = 1.5
 """Percent of the picture: marks that are closer cover each other."""
@@ -78,6 +77,7 @@ class Picture:
     """The frontier over memory, in percent of its area; y counts downwards."""
 
     summary: str
+    x_unit: str
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     infeasible: float
@@ -98,27 +98,23 @@ def state_of(point: Point) -> tuple[str, str]:
     if point.is_proved:
         return "optimal", "proved optimal"
     if point.is_searched:
-        return "done", "searched"
+        is_empty = point.search is not None and point.search.state == "infeasible"
+        return ("infeasible", "nothing fits") if is_empty else ("done", "searched")
     if point.search is not None:
         return point.search.state, {"done": "searched"}.get(point.search.state, point.search.state)
     return "missing", "not searched yet"
 
 
-def times(fraction: float) -> str:
-    """A fraction of 1F1B's memory: ``0.75 ×``."""
-    return f"{quantities.figure(fraction, 3)}\u202f×"
-
-
 @dataclass(frozen=True)
 class _Place:
-    """Where fractions and values are in the picture, in percent."""
+    """Where amounts of memory and values are in the picture, in percent."""
 
-    end: float
+    axis: Axis
     low: float
     high: float
 
-    def x(self, fraction: float) -> float:
-        return round(100 * min(fraction, self.end) / self.end, 3)
+    def x(self, at: float) -> float:
+        return self.axis.place(at)
 
     def y(self, value: float) -> float:
         return round(100 * (self.high - value) / (self.high - self.low), 3)
@@ -126,37 +122,37 @@ class _Place:
 
 def picture_of(found: Frontier, root: str) -> Picture:
     """The frontier over memory; ``root`` is the prefix of addresses."""
-    end = LARGEST * RIGHT
+    axis = Axis.of(found)
     units = found.problem.units
-    inside = [each for each in found.baselines if fits(each.needs, LARGEST)]
-    shown = [each for each in found.plans if fits(each.needs, LARGEST)]
+    inside = [each for each in found.baselines if axis.shows(each.needs)]
+    shown = [each for each in found.plans if axis.shows(each.needs)]
     bounds = [point.bound for point in found.points if point.bound is not None]
     values = [*(each.value for each in (*inside, *shown)), *bounds] or [1.0]
     low, high = min(values), max(values)
     pad = _MARGIN * (high - low or high or 1.0)
     low, high = max(0.0, low - 1.6 * pad), high + pad
 
-    place = _Place(end, low, high)
+    place = _Place(axis, low, high)
     x, y = place.x, place.y
     corners = staircase(shown)
     pieces = _bound_pieces(found.points)
     return Picture(
-        summary=_summary(found, corners),
-        x_ticks=tuple(Tick(x(at), quantities.figure(at)) for at in ticks(LARGEST, 8)),
+        summary=_summary(found, corners, axis),
+        x_unit=axis.unit,
+        x_ticks=tuple(Tick(x(at), text) for at, text in axis.ticks()),
         y_ticks=tuple(Tick(y(at), quantities.figure(at)) for at in _ticks(low, high)),
-        infeasible=x(found.points[0].fraction),
+        infeasible=x(found.points[0].at),
         below=tuple(Box(x(a), y(v), round(x(b) - x(a), 3), round(100 - y(v), 3)) for a, b, v in pieces),
         bound=tuple(Line(x(a), y(v), x(b), y(w)) for a, v, b, w in _bound_line(found.points, pieces)),
-        steps=tuple(Line(x(a), y(v), x(b), y(w)) for a, v, b, w in _stairs(corners)),
+        steps=tuple(Line(x(a), y(v), x(b), y(w)) for a, v, b, w in _stairs(corners, axis.last)),
         marks=tuple(_marks(found, shown, corners, place, root)),
         asked=tuple(
-            Asked(x(p.fraction), state_of(p)[0], f"{times(p.fraction)}: {state_of(p)[1]}")
-            for p in found.points
+            Asked(x(p.at), state_of(p)[0], f"{axis.said(p.at)}: {state_of(p)[1]}") for p in found.points
         ),
         beyond=tuple(
-            f"{name} needs {times(each.needs)}: {quantities.time(each.value, units)}"
+            f"{name} needs {axis.said(each.needs)}: {quantities.time(each.value, units)}"
             for name, each in (("this plan", found.own), *((each.name, each) for each in found.baselines))
-            if not fits(each.needs, LARGEST)
+            if not axis.shows(each.needs)
         ),
     )
 
@@ -167,8 +163,8 @@ def _bound_line(
     """The pieces, and an upright one at the smallest limit, up to the bound that holds there alone."""
     lines = [(start, bound, end, bound) for start, end, bound in pieces]
     first = points[0]
-    if lines and first.bound is not None and lines[0][0] == first.fraction:
-        lines.insert(0, (first.fraction, first.bound, first.fraction, lines[0][1]))
+    if lines and first.bound is not None and lines[0][0] == first.at:
+        lines.insert(0, (first.at, first.bound, first.at, lines[0][1]))
     return lines
 
 
@@ -177,16 +173,16 @@ def _bound_pieces(points: Sequence[Point]) -> list[tuple[float, float, float]]:
     pieces = []
     for before, point in pairwise(points):
         if point.bound is not None:
-            pieces.append((before.fraction, point.fraction, point.bound))
+            pieces.append((before.at, point.at, point.bound))
     return pieces
 
 
-def _stairs(corners: Sequence[Known]) -> list[tuple[float, float, float, float]]:
+def _stairs(corners: Sequence[Known], last: float) -> list[tuple[float, float, float, float]]:
     """The pieces of the running minimum, level and upright in turn, up to the last limit."""
     pieces = []
     for at, corner in enumerate(corners):
         is_last = at + 1 == len(corners)
-        until = LARGEST if is_last else corners[at + 1].needs
+        until = last if is_last else corners[at + 1].needs
         pieces.append((corner.needs, corner.value, until, corner.value))
         if not is_last:
             pieces.append((until, corner.value, until, corners[at + 1].value))
@@ -197,12 +193,12 @@ def _marks(
     found: Frontier, shown: Sequence[Known], corners: Sequence[Known], place: _Place, root: str
 ) -> Iterator[Mark]:
     """The schedules, those last that must not be covered."""
-    units = found.problem.units
+    units, axis = found.problem.units, place.axis
 
     def said(each: Known, name: str) -> str:
-        return f"{name}: {quantities.time(each.value, units)}, needs {times(each.needs)} 1F1B's memory"
+        return f"{name}: {quantities.time(each.value, units)}, {axis.needs(each.needs)}"
 
-    for x, y, names in _at_places([each for each in found.baselines if fits(each.needs, LARGEST)], place):
+    for x, y, names in _at_places([each for each in found.baselines if axis.shows(each.needs)], place):
         first = next(each for each in found.baselines if each.name == names[0])
         name = ", ".join(names)
         yield Mark(x, y, "baseline", name, said(first, name), None, x > _LEFT_FROM)
@@ -212,7 +208,7 @@ def _marks(
             url = f"{root}/plans/{each.name}"
             yield Mark(place.x(each.needs), place.y(each.value), style, name, said(each, f"plan {name}"), url)
     own = found.own
-    if fits(own.needs, LARGEST):
+    if axis.shows(own.needs):
         url, at = f"{root}/plans/{own.name}", place.x(own.needs)
         yield Mark(at, place.y(own.value), "own", "this plan", said(own, "this plan"), url, at > _LEFT_FROM)
 
@@ -239,12 +235,13 @@ def _ticks(low: float, high: float) -> list[float]:
     return [index * width for index in range(first, math.floor(high / width + 1e-9) + 1)]
 
 
-def _summary(found: Frontier, corners: Sequence[Known]) -> str:
+def _summary(found: Frontier, corners: Sequence[Known], axis: Axis) -> str:
     units, objective = found.problem.units, found.problem.objective
     if not corners:
-        return f"No plan is known within {times(LARGEST)} the memory of 1F1B."
+        whole = " the memory of 1F1B" if axis.units is None else ""
+        return f"No plan is known within {axis.said(axis.last)}{whole}."
     least, best = corners[0], corners[-1]
-    text = f"Best {objective} known: {quantities.time(best.value, units)} with {times(best.needs)} memory"
+    text = f"Best {objective} known: {quantities.time(best.value, units)} with {axis.said(best.needs)} memory"
     if least != best:
-        text += f"; with {times(least.needs)} it is {quantities.time(least.value, units)}"
+        text += f"; with {axis.said(least.needs)} it is {quantities.time(least.value, units)}"
     return f"{text}."

@@ -10,7 +10,7 @@ from zbv_solver.layers.layer import Layer, LayerCosts, Model
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.problem import Units
 
-from zbv_service.pages.words import counted
+from zbv_service.pages.words import counted, placement_name
 
 LISTED_LAYERS = 16
 """A longer table is folded."""
@@ -109,12 +109,8 @@ def rules_of(rules: CutRules) -> list[tuple[str, str]]:
 
 def _placement(problem: LayeredProblem) -> str:
     if problem.placement != "auto":
-        return _named(problem.placement, problem.placements[0].chunks)
-    return "the best of " + ", ".join(_named(each.kind, each.chunks) for each in problem.placements)
-
-
-def _named(kind: str, chunks: int) -> str:
-    return {"v": "V", "single": "one stage per rank"}.get(kind, f"interleaved × {chunks}")
+        return placement_name(problem.placement, problem.placements[0].chunks)
+    return "the best of " + ", ".join(placement_name(each.kind, each.chunks) for each in problem.placements)
 
 
 def _limit(problem: LayeredProblem) -> str:

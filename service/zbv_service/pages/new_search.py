@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from math import isclose
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from zbv_solver import memory_fraction
@@ -20,6 +19,7 @@ from zbv_solver.problem import MAX_PP_DEGREE, Problem
 from zbv_solver.schema import numbers, problem_json
 
 from zbv_service.pages.shell import Shell, render
+from zbv_service.questions import uncut
 
 
 @dataclass(frozen=True)
@@ -97,33 +97,6 @@ def start_from_layers(
         if values is not None and len(set(values)) == 1:
             document["memory"][name] = values[0]
     return Start(document, dict(options), None, note)
-
-
-def uncut(problem: Problem) -> LayeredProblem:
-    """The question whose answer a cut is; transfers that follow from no link are their mean at every place.
-
-    Raises
-    ------
-    ValueError
-        Of a problem without layers.
-    """
-    if problem.model is None:
-        raise ValueError("found a problem without layers; there is no cut to forget.")
-    cut, placement, p2p = problem.model, problem.placement, problem.costs.p2p
-    return LayeredProblem(
-        model=cut.model,
-        pp_degree=problem.pp_degree,
-        microbatches=problem.microbatches,
-        static=cut.static,
-        limit=problem.memory.limit,
-        placement=placement.kind,
-        chunks=placement.chunks if placement.kind == "loop" else None,
-        objective=problem.objective,
-        p2p=fmean(p2p) if p2p and cut.link is None else 0.0,
-        link=cut.link,
-        rules=cut.rules,
-        units=problem.units,
-    )
 
 
 def new_search_page(start: Start, shell: Shell, *, max_effort: Effort) -> str:

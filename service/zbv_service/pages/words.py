@@ -15,3 +15,8 @@ def counted(count: int, word: str) -> str:
 def shape_of(problem: Problem | LayeredProblem) -> str:
     """How large a problem is: ``4 ranks × 16 microbatches``."""
     return f"{counted(problem.pp_degree, 'rank')} × {counted(problem.microbatches, 'microbatch')}"
+
+
+def placement_name(kind: str, chunks: int) -> str:
+    """What a placement is called: ``V``, ``interleaved × 3``."""
+    return {"v": "V", "single": "one stage per rank"}.get(kind, f"interleaved × {chunks}")

@@ -11,6 +11,7 @@ from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.problem import Problem, exceeds
 
 from zbv_service.documents import ProblemSummary, parse_body
+from zbv_service.http.problems import first_issues
 from zbv_service.questions import Question, summary_of
 from zbv_service.searches.check_documents import CheckRequest, IssueDocument, ProblemCheck, ProblemFacts
 from zbv_service.searches.layered import facts_of_layers
@@ -27,7 +28,7 @@ def _check(body: Any, settings: Settings) -> ProblemCheck:
     try:
         question = _question_of(body, settings)
     except InvalidInput as error:
-        issues = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in error.issues]
+        issues = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in first_issues(error)]
         return ProblemCheck(is_valid=False, issues=issues, problem_summary=None, facts=None)
     summary = ProblemSummary.model_validate(summary_of(question))
     if isinstance(question, LayeredProblem):

@@ -69,7 +69,9 @@ class LayersFacts(BaseModel):
     parts: int = Field(description="What is left to be cut apart, with together's groups as one each.")
     placements: list[PlacementFacts]
     work: float = Field(description="Least work of a microbatch on all layers.")
-    mean_busy: float = Field(description="Least work of the mean rank; no iteration is shorter.")
+    least_busy: float = Field(
+        description="Least work of the busiest rank of any cut that fits; no iteration is shorter."
+    )
     static: float = Field(description="What all layers hold while nothing runs, in the memory unit.")
     held: float = Field(description="What the forwards of one microbatch hold, with nothing recomputed.")
     limit: list[float] | None = Field(description="Of every rank, in the memory unit; null is unlimited.")

@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from zbv_solver.layers.document import parse_layered
-from zbv_solver.layers.layer import LayerCosts
+from zbv_solver.layers.floors import least_worst_load
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.reading import to_layered
-from zbv_solver.options import SearchOptions
+from zbv_solver.layers.tables import CutTables
 from zbv_solver.plan import Plan
 
 from zbv_service.questions import largest_stages
 from zbv_service.searches.check_documents import LayersFacts, PlacementFacts
 
+MAX_STAGES = 512
 MAX_CELLS = 16_384
-"""Most stages times microbatches of which a plan is made: several placements and cuts take their time."""
+"""Most stages, and most of them times microbatches, of which a plan is made: more take more than a moment."""
 
 
 def facts_of_layers(problem: LayeredProblem) -> LayersFacts:
     """What can be said of layers at once, wherever they are cut."""
-    each = problem.model.each
+    each, tables = problem.model.each, CutTables.of(problem)
     return LayersFacts(
         layers=problem.model.n_layers,
         parts=problem.n_atoms,
@@ -28,29 +29,13 @@ def facts_of_layers(problem: LayeredProblem) -> LayersFacts:
             PlacementFacts(placement=it.kind, chunks=it.chunks, stages=it.n_stages)
             for it in problem.placements
         ],
-        work=least_work(problem),
-        mean_busy=mean_busy(problem),
+        work=float(tables.cheapest[-1]),
+        least_busy=problem.microbatches * least_worst_load(problem, tables),
         static=float(sum(layer.costs.memory.static for layer in each)),
         held=float(sum(layer.costs.memory.forward for layer in each)),
         limit=None if problem.limit is None else list(problem.limit),
         can_recompute=problem.model.can_recompute,
     )
-
-
-def least_work(problem: LayeredProblem) -> float:
-    """Of one microbatch on all layers, each as cheap as it can be."""
-    return float(
-        sum(min(map(_work, filter(None, (layer.costs, layer.recompute)))) for layer in problem.model.each)
-    )
-
-
-def mean_busy(problem: LayeredProblem) -> float:
-    """What every rank works if all work alike: no cut's busiest rank has less."""
-    return problem.microbatches * least_work(problem) / problem.pp_degree
-
-
-def _work(costs: LayerCosts) -> float:
-    return costs.forward + min(costs.split, costs.fused)
 
 
 def estimate_of_layers(seconds: float, document: dict[str, Any]) -> tuple[float, Plan | None]:
@@ -61,11 +46,14 @@ def estimate_of_layers(seconds: float, document: dict[str, Any]) -> tuple[float,
     InfeasibleMemory
         When no cut fits.
     """
-    # Imported here: the solver's kernels take a second that the service should not spend.
-    from zbv_solver.search import search
-
     problem = to_layered(parse_layered(document))
-    if largest_stages(problem) * problem.microbatches > MAX_CELLS:
-        return mean_busy(problem), None
-    found = search(problem, SearchOptions("quick", time_limit=seconds))
-    return mean_busy(problem) if found.cut is None else found.cut.lower_bound, found
+    stages = largest_stages(problem)
+    if stages > MAX_STAGES or stages * problem.microbatches > MAX_CELLS:
+        return problem.microbatches * least_worst_load(problem, CutTables.of(problem)), None
+    # Imported here: the solver's kernels take a second that the service should not spend.
+    from zbv_solver.frontier_layers import floor
+
+    from zbv_service.searches.sketch import sketch
+
+    found = sketch(problem, seconds)
+    return min(floor(problem), found.objective), found

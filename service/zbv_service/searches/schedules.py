@@ -7,6 +7,11 @@ from functools import partial
 from typing import Any
 
 from zbv_solver import memory_fraction
+from zbv_solver.frontier import at_limit
+from zbv_solver.layers.document import parse_layered
+from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.reading import to_layered
+from zbv_solver.layers.writing import layered_json
 from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
 from zbv_solver.schema import parse_problem, problem_json
@@ -58,6 +63,40 @@ class Schedules:
         made = await self._bounds.get(key, lambda: self._aside.run(make, document))
         return tuple(made["bounds"])
 
+    async def limits(self, problem: LayeredProblem) -> tuple[float, ...]:
+        """The memory limits of a frontier of layers, the smallest feasible one first.
+
+        Raises
+        ------
+        InvalidInput
+            When the layers say nothing about memory.
+        ProblemError
+            503 when too many others wait already.
+        """
+        document = _without_limit(problem)
+        key = f"limits {problem_key(document)}"
+        made = await self._bounds.get(key, lambda: self._aside.run(limits_of, document))
+        return tuple(made["limits"])
+
+    async def floors(self, problem: LayeredProblem, limits: Sequence[float]) -> tuple[float, ...]:
+        """A lower bound on the objective of every cut that fits, at each of these limits of every rank.
+
+        Raises
+        ------
+        ProblemError
+            503 when too many others wait already.
+        """
+        document, make = _without_limit(problem), partial(floors_of, tuple(limits))
+        key = f"{problem_key(document)} {' '.join(map(repr, limits))}"
+        made = await self._bounds.get(key, lambda: self._aside.run(make, document))
+        return tuple(made["floors"])
+
+
+def _without_limit(problem: LayeredProblem) -> dict[str, Any]:
+    document = layered_json(problem)
+    document["memory"] = {**document["memory"], "limit": None}
+    return document
+
 
 def baseline_of(name: str, document: dict[str, Any]) -> dict[str, Any]:
     """A classical schedule of a normalised problem document; runs in a process of its own."""
@@ -74,3 +113,18 @@ def bounds_of(fractions: Sequence[float], document: dict[str, Any]) -> dict[str,
     problem = parse_problem(document)
     limited = (memory_fraction.at_fraction(problem, fraction) for fraction in fractions)
     return {"bounds": [lower_bound(each).value for each in limited]}
+
+
+def limits_of(document: dict[str, Any]) -> dict[str, Any]:
+    """The limits of the frontier of a normalised layered document; runs in a process of its own."""
+    from zbv_solver.frontier_layers import limits
+
+    return {"limits": limits(to_layered(parse_layered(document)))}
+
+
+def floors_of(limits: Sequence[float], document: dict[str, Any]) -> dict[str, Any]:
+    """Bounds of a normalised layered document at these limits; runs in a process of its own."""
+    from zbv_solver.frontier_layers import floor
+
+    problem = to_layered(parse_layered(document))
+    return {"floors": [floor(at_limit(problem, limit)) for limit in limits]}

@@ -14,13 +14,6 @@ if TYPE_CHECKING:
     from zbv_solver.problem import Problem
 
 
-def read_problem(path: str) -> Problem:
-    """The problem in a file; raises :class:`InvalidInput`."""
-    from zbv_solver.schema import parse_problem
-
-    return parse_problem(read_json(path))
-
-
 def read_question(path: str) -> Problem | LayeredProblem:
     """The problem in a file, by stages or by layers still to be cut; raises :class:`InvalidInput`."""
     from zbv_solver.layers.reading import parse_question

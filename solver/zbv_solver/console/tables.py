@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zbv_solver.frontier import Known
+    from zbv_solver.frontier_layers import LayeredPoint
     from zbv_solver.frontier_search import FrontierPoint
+    from zbv_solver.layers.layered_problem import LayeredProblem
     from zbv_solver.plan import Plan
 
 
@@ -31,6 +33,35 @@ def print_frontier(objective: str, points: Sequence[FrontierPoint], baselines: I
     table.add_section()
     for baseline in sorted(baselines, key=lambda each: each.needs):
         table.add_row(f"{baseline.needs:.4g}", "", f"{baseline.value:.6g}", "", "", baseline.name)
+    Console().print(table)
+
+
+def print_layered_frontier(problem: LayeredProblem, points: Sequence[LayeredPoint]) -> None:
+    """The best objective within every memory limit where layers are cut anew for each."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from zbv_solver.export import quantities
+    from zbv_solver.frontier_layers import needs, recomputed
+
+    objective, units = problem.objective, problem.units
+    table = Table(title=f"{objective} over memory; the layers are cut anew for every limit")
+    for name in ("limit", f"best {objective}", "lower bound", "gap", "needs", "recomputed", "placement"):
+        table.add_column(name, justify="right")
+    table.add_column("plan")
+    for point in points:
+        plan = point.plan
+        placement = plan.problem.placement
+        table.add_row(
+            quantities.memory(point.limit, units),
+            f"{plan.objective:.6g}",
+            f"{point.lower_bound:.6g}",
+            f"{point.gap:.2%}",
+            quantities.memory(needs(plan), units),
+            f"{recomputed(plan)} of {plan.problem.n_stages}",
+            placement.kind if placement.kind != "loop" else f"loop-{placement.chunks}",
+            plan.plan_id[:12],
+        )
     Console().print(table)
 
 

@@ -12,10 +12,12 @@ backward works with neither ``torch.compile`` nor recomputation of single operat
 
 from __future__ import annotations
 
+import json
+
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import torch_csv
 from zbv_solver.plan import Plan
-from zbv_solver.problem import W
+from zbv_solver.problem import Problem, W
 
 CSV_MARK = "#csv "
 """What precedes a row of the schedule in the file."""
@@ -94,7 +96,25 @@ def _head(plan: Plan, csv_name: str, settings: Settings) -> list[str]:
         f"# Every step needs exactly {problem.microbatches} microbatches: keep local_batch_size at that many",
         "# times pipeline_parallel_microbatch_size. Cut the model into the stages that the plan's costs are",
         "# of (parallelism.module_fqns_per_model_part).",
+        *_cut(problem),
     ]
+
+
+def _cut(problem: Problem) -> list[str]:
+    """The layers of every stage, and what is recomputed: torchtitan knows neither of them by our names."""
+    model = problem.model
+    if model is None:
+        return []
+    lines = ["#", "# The stages by the names of the plan's layers:"]
+    lines += [f"#   {stage}: {json.dumps(names)}" for stage, names in enumerate(model.partition)]
+    recomputed = [str(stage) for stage, is_so in enumerate(model.cut.recompute) if is_so]
+    if recomputed:
+        lines += [
+            f"# Planned to be recomputed: {', '.join(recomputed)}.",
+            "# torchtitan recomputes all stages or none, and none where backwards are split: wrap modules of",
+            "# these stages in torch.utils.checkpoint yourself, or they need more memory than planned.",
+        ]
+    return lines
 
 
 def _toml(settings: Settings) -> list[str]:

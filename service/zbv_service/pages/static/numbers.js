@@ -1,7 +1,7 @@
 // Numbers as the server writes them, for modules; those with charts have the same as `zbv.number`.
 import "../numbers.js";
 
-export const { number: figure, percent, amount: withUnit } = globalThis.zbv;
+export const { number: figure, percent, amount: withUnit, storage } = globalThis.zbv;
 
 // Seconds as a clock on a page: tenths while they matter.
 export function duration(seconds) {

@@ -11,7 +11,7 @@ from fastapi.responses import RedirectResponse
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plan import Plan
 
-from zbv_service.frontier import Frontier
+from zbv_service.frontier_points import Frontier
 from zbv_service.http.bodies import read_form
 from zbv_service.http.problems import INVALID_BODY, ProblemError
 from zbv_service.pages.frontier import frontier_page, frontier_view

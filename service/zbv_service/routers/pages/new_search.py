@@ -17,7 +17,7 @@ from zbv_service.pages.new_search import (
     start_from,
     start_from_layers,
 )
-from zbv_service.questions import Question
+from zbv_service.questions import Question, asked_of
 from zbv_service.routers.answers import page, shell_of
 from zbv_service.routers.rooms import rooms
 from zbv_service.security.scheme import READ
@@ -56,13 +56,18 @@ async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) ->
     problem: Question
     needed: list[float] | None = None
     if kind == "plan":
-        problem = (await found.plans.plan(source)).problem
+        plan = await found.plans.plan(source)
+        problem = plan.problem if plan.cut is None else asked_of(plan)
     else:
         record, problem = await found.searches.asked(source)
         options, needed = record.options, (record.error or {}).get("smallest_limit")
     note = f"This is the problem of {kind} {source[:12]}."
+    if isinstance(problem, LayeredProblem) and needed is None:
+        at_smallest_limit = False  # which only a search that found nothing knows
     if at_smallest_limit:
         note += " Its memory limit is the smallest that some plan fits; a little more leaves less idle time."
     if isinstance(problem, LayeredProblem):
+        if kind == "plan":
+            note += " Its layers are cut anew."
         return start_from_layers(problem, options, note, needed if at_smallest_limit else None)
     return start_from(problem, options, note, at_smallest_limit=at_smallest_limit)

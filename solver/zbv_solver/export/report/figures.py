@@ -46,7 +46,8 @@ def cards_of(plan: Plan) -> list[Card]:
     metrics, problem = plan.metrics, plan.problem
     units, limits = problem.units, problem.memory.limit
     optimal = metrics.status == "optimal"
-    bound = f"no plan is below {quantities.time(metrics.lower_bound, units)}"
+    whose = "no plan of this cut" if problem.model is not None else "no plan"
+    bound = f"{whose} is below {quantities.time(metrics.lower_bound, units)}"
     cards = [
         Card("Span", quantities.time(metrics.span, units), "one iteration, back to back"),
         Card("Makespan", quantities.time(metrics.makespan, units), "first start to last end"),

@@ -1,6 +1,6 @@
 // The form's part for layers: what stages cost and hold follows from them, so it stands in place of those parts.
 
-import { figure, withUnit } from "../numbers.js";
+import { figure, storage, withUnit } from "../numbers.js";
 
 const at = (id) => document.getElementById(id);
 
@@ -24,7 +24,7 @@ export function showLayers(layers, units) {
     option.disabled = !isOffered;
   }
   if (hasLayers) {
-    layers.draw(at("table-layers"));
+    layers.draw(at("table-layers"), units);
     at("layers-said").textContent = layers.said(units);
     at("keep_cut").checked = layers.keepsCut;
   }
@@ -38,13 +38,13 @@ export function layerRows(facts, units) {
   const found = [
     ["Layers", facts.parts === facts.layers ? figure(facts.layers) : `${figure(facts.layers)}, to be cut at ${figure(facts.parts - 1)} places`],
     ["Placements tried", placements.join(", ")],
-    ["Work of the mean rank", withUnit(facts.mean_busy, units.time)],
+    ["Some rank works at least", withUnit(facts.least_busy, units.time)],
   ];
   if (facts.static > 0) {
-    found.push(["All layers hold", withUnit(facts.static, units.memory)]);
+    found.push(["All layers hold", storage(facts.static, units.memory)]);
   }
   if (facts.held > 0) {
-    found.push(["A microbatch's forwards hold", withUnit(facts.held, units.memory)]);
+    found.push(["A microbatch's forwards hold", storage(facts.held, units.memory)]);
   }
   return found.map(([name, text]) => {
     const row = document.createElement("div");

@@ -1,8 +1,9 @@
 // Layers of a problem file: shown, and sent along as they are. Where the file has them cut into stages, that
 // can be forgotten, and they are cut anew.
 
-import { figure } from "../numbers.js";
+import { figure, storage } from "../numbers.js";
 
+const MOST_SHOWN = 512; // as many layers as there may be: more are a mistake
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
 
@@ -59,22 +60,23 @@ export class Layers {
     return this.layers.some((layer) => isObject(layer?.recompute));
   }
 
-  draw(table) {
+  draw(table, units) {
+    const held = (value) => (typeof value === "number" ? storage(value, units.memory) : told(value));
     const columns = [
       ["F", ({ forward }) => told(forward)],
       ["I", ({ backward_input: value }) => told(value)],
       ["W", ({ backward_weight: value }) => told(value)],
       ...(this.#isFused ? [["B", ({ backward }) => (backward ?? null) === null ? "I + W" : told(backward)]] : []),
-      ["A forward holds", ({ memory }) => told(memory?.forward ?? 0)],
-      ["Static", ({ memory, parameters_bytes: bytes }) => told(memory?.static ?? bytes ?? 0)],
-      ["Output, bytes", ({ output_bytes: bytes }) => told(bytes ?? 0)],
-      ...(this.#isRecomputed ? [["Recomputed", ({ recompute }) => recomputed(recompute)]] : []),
+      ["A forward holds", ({ memory }) => held(memory?.forward ?? 0)],
+      ["Static", ({ memory, parameters_bytes: bytes }) => held(memory?.static ?? bytes ?? 0)],
+      ["Output", ({ output_bytes: bytes }) => amountOf(bytes ?? 0)],
+      ...(this.#isRecomputed ? [["Recomputed", ({ recompute }) => recomputed(recompute, held)]] : []),
     ];
     const head = row("th", ["Layer", ...columns.map(([name]) => name)]);
     for (const cell of head.children) {
       cell.scope = "col";
     }
-    const lines = this.layers.map((layer) => {
+    const lines = this.layers.slice(0, MOST_SHOWN).map((layer) => {
       const found = isObject(layer) ? layer : {};
       const line = row("td", columns.map(([, of]) => of(found)));
       const name = Object.assign(document.createElement("th"), { scope: "row", textContent: told(found.name) });
@@ -84,6 +86,10 @@ export class Layers {
       line.prepend(name);
       return line;
     });
+    const more = this.layers.length - lines.length;
+    if (more > 0) {
+      lines.push(row("td", [`and ${figure(more)} more`]));
+    }
     const [thead, tbody] = ["thead", "tbody"].map((name) => document.createElement(name));
     thead.append(head);
     tbody.append(...lines);
@@ -97,7 +103,7 @@ export class Layers {
     const { link, p2p } = isObject(this.costs) ? this.costs : {};
     const found = [];
     if (isObject(link)) {
-      found.push(`A transfer takes ${told(link.latency ?? 0)} ${units.time} and its bytes at ${told(link.bandwidth)} per ${time}.`.replace("  ", " "));
+      found.push(`A transfer takes ${told(link.latency ?? 0)} ${units.time} and its bytes at ${amountOf(link.bandwidth)} per ${time}.`.replace("  ", " "));
     } else if (typeof p2p === "number") {
       found.push(`A transfer takes ${told(p2p)} ${units.time}`.trim() + ".");
     }
@@ -124,8 +130,10 @@ function told(value) {
   return text.length > 40 ? `${text.slice(0, 37)}…` : text;
 }
 
-function recomputed(alternative) {
-  return isObject(alternative) ? `holds ${told(alternative.memory?.forward ?? "as much")}` : "–";
+const amountOf = (bytes) => (typeof bytes === "number" ? storage(bytes, "bytes") : told(bytes));
+
+function recomputed(alternative, held) {
+  return isObject(alternative) ? `holds ${held(alternative.memory?.forward ?? "as much")}` : "–";
 }
 
 function row(kind, texts) {

@@ -52,6 +52,9 @@ class NewSearch {
         if (name === "pp_degree" || name === "chunks") {
           this.#drawTables();
         }
+        if (name === "time_unit" || name === "memory_unit") {
+          showLayers(this.form.layers, this.#units);
+        }
         this.changed();
       });
     }

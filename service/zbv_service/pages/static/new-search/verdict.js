@@ -1,6 +1,8 @@
 // What the service says of the form's problem, in words.
 
-import { figure, withUnit } from "../numbers.js";
+import { figure, storage, withUnit } from "../numbers.js";
+
+const MOST_TOLD = 8; // where one mistake was made many times, its first places tell it
 
 // A smallest fraction with four digits, none of them too low to be used.
 function roundedUp(fraction) {
@@ -11,7 +13,10 @@ function roundedUp(fraction) {
 // Whether it can be searched: [tone, words]; `homeless` are issues that no field shows.
 export function verdictOf(facts, issues, homeless) {
   if (issues.length > 0) {
-    const others = homeless.map(({ pointer, detail }) => `${pointer || "the document"}: ${detail}`);
+    const others = homeless.slice(0, MOST_TOLD).map(({ pointer, detail }) => `${pointer || "the document"}: ${detail}`);
+    if (homeless.length > MOST_TOLD) {
+      others.push(`And ${homeless.length - MOST_TOLD} more.`);
+    }
     const count = issues.length === 1 ? "One thing to correct." : `${issues.length} things to correct.`;
     return ["bad", [count, ...others].join(" ")];
   }
@@ -29,7 +34,7 @@ export function meaningOf(facts, isFraction, unit) {
     return "Plans may use as much memory as they like.";
   }
   const [low, high] = [Math.min(...facts.limit), Math.max(...facts.limit)];
-  const amount = low === high ? withUnit(low, unit) : `${figure(low)} to ${withUnit(high, unit)}`;
+  const amount = [...new Set([storage(low, unit), storage(high, unit)])].join(" to ");
   const fraction = facts.limit_fraction === null ? "" : `, ${figure(facts.limit_fraction, 3)} of what 1F1B takes`;
   const least = facts.smallest_fraction === null ? "" : `; no plan fits below ${roundedUp(facts.smallest_fraction)}`;
   return isFraction ? `That is ${amount} per rank${least}.` : `That is ${amount}${fraction}${least}.`;
@@ -43,7 +48,7 @@ export function factRows(facts, units) {
     ["Work of the busiest rank", `${withUnit(busiest, units.time)} (rank ${facts.busy.indexOf(busiest)})`],
   ];
   if (facts.one_f_one_b_memory > 0) {
-    found.push(["Memory of 1F1B", withUnit(facts.one_f_one_b_memory, units.memory)]);
+    found.push(["Memory of 1F1B", storage(facts.one_f_one_b_memory, units.memory)]);
     found.push(["Smallest limit", `${roundedUp(facts.smallest_fraction)} × 1F1B`]);
   }
   return found.map(([name, text]) => {

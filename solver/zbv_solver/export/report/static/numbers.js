@@ -42,6 +42,18 @@
   };
 
   zbv.amount = (value, unit) => (unit ? `${zbv.number(value)} ${unit}` : zbv.number(value));
+  // Bytes in the binary unit that suits.
+  const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  zbv.storage = function storage(value, unit) {
+    if (!["bytes", "byte", "B"].includes(unit)) {
+      return zbv.amount(value, unit);
+    }
+    let exponent = 0;
+    while (Math.abs(value) >= 1024 ** (exponent + 1) && exponent < BYTE_UNITS.length - 1) {
+      exponent += 1;
+    }
+    return zbv.amount(value / 1024 ** exponent, BYTE_UNITS[exponent]);
+  };
   // More digits: times of a schedule are told apart by their ends.
   zbv.time = (value, { time_unit: unit }) => (unit ? `${zbv.number(value, 9)} ${unit}` : zbv.number(value, 9));
   zbv.memory = (value, facts) => zbv.amount(value / facts.memory.scale, facts.memory.unit);

@@ -1,0 +1,121 @@
+"""A plan of layers in a moment: one placement, and the best of the cuts that need no search.
+
+A search tells cuts apart, moves their bounds and plans every placement. A form that is typed into wants to
+know within a moment what about that will come to.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from zbv_solver.construct.baselines import without_limit
+from zbv_solver.layers.balance import balanced_cut
+from zbv_solver.layers.judge import Judge
+from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.roomy_cuts import roomy_cuts
+from zbv_solver.layers.settle import settled_cut
+from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.layers.space import Bounds, CutSpace
+from zbv_solver.layers.tables import CutTables
+from zbv_solver.options import SearchOptions
+from zbv_solver.plan import Baseline, Plan
+from zbv_solver.search import search
+
+BESIDE_SHARE = 0.5
+"""Of the plan's time, for each of the cuts that stand beside it."""
+
+Start = tuple[Bounds, tuple[bool, ...]]
+"""Bounds, and the stages that are recomputed."""
+
+
+def sketch(problem: LayeredProblem, seconds: float) -> Plan:
+    """A plan on the first placement that has a cut which fits, with simple cuts among its baselines.
+
+    Parameters
+    ----------
+    seconds
+        What the plan's search may take, and telling cuts apart before; caps for large problems, as all of
+        it takes some tenths of a second where layers are a hundred and ranks sixteen.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no cut fits.
+    """
+    tables = CutTables.of(problem)
+    for placement in problem.placements:
+        space = CutSpace(problem, placement, tables)
+        starts = _starts(space)
+        if starts:
+            return _planned(space, starts, seconds)
+    return search(problem, SearchOptions("quick", time_limit=seconds))  # says what the smallest cut needs
+
+
+def _planned(space: CutSpace, starts: dict[str, Start], seconds: float) -> Plan:
+    best = _best(space, starts, seconds)
+    plan = _plan(space, best, seconds)
+    beside = tuple(
+        _baseline(
+            space,
+            name,
+            plan if starts.get(name) == best else None,
+            bounds,
+            BESIDE_SHARE * seconds,
+        )
+        for name, bounds in _simple(space).items()
+    )
+    return replace(plan, baselines=(*plan.baselines, *beside))
+
+
+def _best(space: CutSpace, starts: dict[str, Start], seconds: float) -> Start:
+    """The most promising of the starts, and of cuts with room to spare while there is time."""
+    judge, until = Judge(space), time.monotonic() + seconds
+    known = {start: judge.value(*start) for start in starts.values()}
+    for start in roomy_cuts(space, next(iter(known))[0]):
+        known.setdefault(start, judge.value(*start))
+        if time.monotonic() > until:
+            break
+    return min(known, key=known.__getitem__)
+
+
+def _baseline(space: CutSpace, name: str, plan: Plan | None, bounds: Bounds, seconds: float) -> Baseline:
+    """A simple cut's plan; without the limit where it does not fit."""
+    recompute = space.fitting(bounds)
+    if plan is None:
+        plan = _plan(space, (bounds, recompute or (False,) * space.n_stages), seconds, recompute is not None)
+    found = plan.metrics
+    return Baseline(
+        name, found.span, found.makespan, found.bubble_rate, found.peak_memory, recompute is not None
+    )
+
+
+def _plan(space: CutSpace, start: Start, seconds: float, is_limited: bool = True) -> Plan:
+    problem = space.problem.cut_into(space.placement, space.cut(*start))
+    return search(
+        problem if is_limited else without_limit(problem), SearchOptions("quick", time_limit=seconds)
+    )
+
+
+def _simple(space: CutSpace) -> dict[str, Bounds]:
+    """The cuts that stand beside, by name."""
+    return {"even-cut": even_cut(space), "histogram-cut": histogram_cut(space)}
+
+
+def _starts(space: CutSpace) -> dict[str, Start]:
+    """Cuts that need no search and fit, by name."""
+    level = level_cut(space)
+    simple = {**_simple(space), "level": level}
+    found: dict[str, Start] = {}
+    if space.placement.kind == "loop":
+        simple["balanced"] = settled_cut(space, level)
+    else:
+        balanced = balanced_cut(space, level)
+        if balanced is None:
+            return {}
+        found["balanced"] = space.bounds_of(balanced.cut), balanced.cut.recompute
+    for name, bounds in simple.items():
+        recompute = space.fitting(bounds)
+        if recompute is not None:
+            found[name] = bounds, recompute
+    return found

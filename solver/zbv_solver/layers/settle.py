@@ -17,7 +17,8 @@ from zbv_solver.layers.tables import FloatArray
 
 IntArray = NDArray[Any]
 
-MOVES_PER_STAGE = 2_000
+MOVES_PER_STAGE, MOST_SHIFTS = 2_000, 200_000_000
+"""Moves for every stage; and how many bounds all moves together may shift, which is what takes the time."""
 LOAD, EXCESS = 0, 1
 """What is made small: the loads of the ranks, of cuts that fit; or what ranks need beyond their room."""
 WARMEST, COLDEST = (0.3, 1.0), 1e-4
@@ -52,7 +53,7 @@ def _annealed(space: CutSpace, start: Bounds, mode: int, seed: int) -> Bounds:
         np.array(start),
         mean,
         WARMEST[mode],
-        MOVES_PER_STAGE * space.n_stages,
+        min(MOVES_PER_STAGE * space.n_stages, MOST_SHIFTS // space.n_stages),
         seed,
     )
     return tuple(map(int, bounds))

@@ -184,3 +184,15 @@ def test_a_judge_sees_that_a_tight_limit_slows_every_microbatch() -> None:
     judge = Judge(space)
     assert judge.value(bounds, recompute) == pytest.approx(real, rel=0.15)
     assert judge.floor(bounds, recompute) < 0.7 * real
+
+
+def test_where_there_is_room_a_microbatch_takes_the_most_loaded_ranks_work() -> None:
+    space = space_of(short_of_memory(200))
+    bounds, nothing = level_cut(space), (False,) * 8
+    judge, first = Judge(space), Judge(replace_microbatches(space, 8))
+    more = 8 * space.worst_load(bounds, nothing)
+    assert judge.value(bounds, nothing) == pytest.approx(first.value(bounds, nothing) + more)
+
+
+def replace_microbatches(space: CutSpace, microbatches: int) -> CutSpace:
+    return space_of(replace(space.problem, microbatches=microbatches))

@@ -11,14 +11,17 @@ from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import ListScheduler, simple_rule
 from zbv_solver.layers.cut import Cut
 from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.roomy_cuts import with_room
 from zbv_solver.layers.space import Bounds, CutSpace
 
 FEW, FEWER = 2, 1
 """Times p: microbatches at which cuts are judged; more of them only repeat the steady state.
 
-Where memory is limited, what a microbatch of it takes is more than the most loaded rank's work, and is told
+Where memory is short, what a microbatch of it takes is more than the most loaded rank's work, and is told
 from the difference between the two.
 """
+ENOUGH = 0.75
+"""Times p: microbatches on all stages of a rank for which there is room where memory is not short."""
 GREEDY_ORDERS = 4
 GREEDY_COST = 4
 """Times that placing an action takes the greedy longer than list scheduling; that many it counts for."""
@@ -45,6 +48,7 @@ class Judge:
         self.few = replace(space.problem, microbatches=min(max(FEW * p, 8), microbatches))
         self.fewer = replace(space.problem, microbatches=min(max(FEWER * p, 4), microbatches))
         self.known: dict[tuple[Bounds, tuple[bool, ...]], float] = {}
+        self.roomy = with_room(space, np.full((2, space.tables.n), max(1.0, ENOUGH * p)))
 
     def floor(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
         """What no order of the cut can beat: the most loaded rank's work."""
@@ -61,7 +65,7 @@ class Judge:
         cut, problem = self.space.cut(bounds, recompute), self.space.problem
         value, each = self._best(self.few, cut), self.space.worst_load(bounds, recompute)
         more = problem.microbatches - self.few.microbatches
-        if more > 0 and problem.limit is not None and np.isfinite(value):
+        if more > 0 and self.roomy.excess(bounds, recompute) > 0 and np.isfinite(value):
             between = self.few.microbatches - self.fewer.microbatches
             each = max(each, (value - self._best(self.fewer, cut)) / between)
         return float(value + more * each)

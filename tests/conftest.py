@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -24,6 +25,10 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 # Most services of the tests search nothing; those that do can wait for the planner to be loaded.
 os.environ.setdefault("ZBV_PRELOAD", "at-first-search")
+
+# Whoever starts the tests in the background of a script has them ignore Ctrl-C, and all their processes too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST_FIRST = (
     "worker/test_agent.py",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ class LayeredFrontiers:
         return Frontier(plan.problem, known[0], tightened(points), tuple(known), baselines, cuts)
 
     async def _known(
-        self, plan: Plan, found: Sequence[SearchRecord] | Any
+        self, plan: Plan, found: Iterable[SearchRecord]
     ) -> tuple[list[Known], Mapping[str, CutSummary]]:
         """The plan itself, and those of the searches; and how each is cut."""
         cuts = {plan.plan_id: CutSummary.of(problem_json(plan.problem))}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.fake_searches import plan_of
+from support.frontiers import ask, frontier, planned
 from support.layered import NAMES, RECOMPUTED
 from support.serving import Service, Serving
 from zbv_service.frontier_layers import holds_up_to
@@ -21,29 +22,8 @@ from zbv_solver.problem import Problem, Units
 
 pytestmark = pytest.mark.anyio
 
-SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
 UNLIMITED = {**RECOMPUTED, "memory": {}}
 CUT = {**UNLIMITED, "partition": [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]}
-
-
-async def planned(service: Service, problem: dict[str, Any]) -> str:
-    found = await service.ended((await service.submit(problem, effort="quick")).json()["id"])
-    assert found["state"] == "done", found
-    return str(found["plan_id"])
-
-
-async def frontier(service: Service, plan_id: str) -> Frontier:
-    """With its bounds, which the first look may not wait for."""
-    rooms = service.app.state.rooms
-    plan = await rooms.plans.plan(plan_id)
-    while True:
-        found: Frontier = await rooms.frontiers.of(plan)
-        if all(point.bound is not None for point in found.points):
-            return found
-
-
-async def ask(service: Service, plan_id: str, **form: str) -> Any:
-    return await service.http.post(f"/plans/{plan_id}/frontier", data=form, headers=SAME_ORIGIN)
 
 
 async def searches(service: Service) -> list[dict[str, Any]]:

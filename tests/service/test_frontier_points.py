@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.serving import PROBLEM, Service, Serving
-from zbv_service.frontier_points import Frontier, Point
+from support.frontiers import ask, frontier, planned
+from support.serving import PROBLEM, Serving
+from zbv_service.frontier_points import Point
 from zbv_service.pages.frontier import frontier_view
 from zbv_solver import memory_fraction
 from zbv_solver.frontier import Known
@@ -16,32 +17,11 @@ from zbv_solver.schema import parse_problem, problem_json
 
 pytestmark = pytest.mark.anyio
 
-SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
 LEAST = memory_fraction.smallest(parse_problem(PROBLEM))
 
 
 def at(fraction: float) -> dict[str, Any]:
     return problem_json(memory_fraction.at_fraction(parse_problem(PROBLEM), fraction))
-
-
-async def planned(service: Service, problem: dict[str, Any], **options: Any) -> str:
-    found = await service.ended((await service.submit(problem, effort="quick", **options)).json()["id"])
-    assert found["state"] == "done", found
-    return str(found["plan_id"])
-
-
-async def frontier(service: Service, plan_id: str) -> Frontier:
-    """With its bounds, which the first look may not wait for."""
-    rooms = service.app.state.rooms
-    plan = await rooms.plans.plan(plan_id)
-    while True:
-        found: Frontier = await rooms.frontiers.of(plan)
-        if all(point.bound is not None for point in found.points):
-            return found
-
-
-async def ask(service: Service, plan_id: str, **form: str) -> Any:
-    return await service.http.post(f"/plans/{plan_id}/frontier", data=form, headers=SAME_ORIGIN)
 
 
 async def test_a_plan_counts_where_it_fits_and_is_drawn_and_linked(serving: Serving) -> None:

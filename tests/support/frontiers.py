@@ -1,0 +1,33 @@
+"""Asking a service for the frontier of a plan, below its pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zbv_service.frontier_points import Frontier
+
+from support.serving import Service
+
+SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
+
+
+async def planned(service: Service, problem: dict[str, Any], **options: Any) -> str:
+    """The id of the plan of a quick search."""
+    found = await service.ended((await service.submit(problem, effort="quick", **options)).json()["id"])
+    assert found["state"] == "done", found
+    return str(found["plan_id"])
+
+
+async def frontier(service: Service, plan_id: str) -> Frontier:
+    """With its bounds, which the first look may not wait for."""
+    rooms = service.app.state.rooms
+    plan = await rooms.plans.plan(plan_id)
+    while True:
+        found: Frontier = await rooms.frontiers.of(plan)
+        if all(point.bound is not None for point in found.points):
+            return found
+
+
+async def ask(service: Service, plan_id: str, **form: str) -> Any:
+    """Press the button that has missing points searched."""
+    return await service.http.post(f"/plans/{plan_id}/frontier", data=form, headers=SAME_ORIGIN)

@@ -10,13 +10,12 @@ import time
 from dataclasses import replace
 
 from zbv_solver.construct.baselines import without_limit
-from zbv_solver.layers.balance import balanced_cut
 from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.roomy_cuts import roomy_cuts
-from zbv_solver.layers.settle import settled_cut
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.layers.space import Bounds, CutSpace
+from zbv_solver.layers.starts import EVEN, HISTOGRAM, Start, fitting_starts
 from zbv_solver.layers.tables import CutTables
 from zbv_solver.options import SearchOptions
 from zbv_solver.plan import Baseline, Plan
@@ -24,9 +23,6 @@ from zbv_solver.search import search
 
 BESIDE_SHARE = 0.5
 """Of the plan's time, for each of the cuts that stand beside it."""
-
-Start = tuple[Bounds, tuple[bool, ...]]
-"""Bounds, and the stages that are recomputed."""
 
 
 def sketch(problem: LayeredProblem, seconds: float) -> Plan:
@@ -46,7 +42,7 @@ def sketch(problem: LayeredProblem, seconds: float) -> Plan:
     tables = CutTables.of(problem)
     for placement in problem.placements:
         space = CutSpace(problem, placement, tables)
-        starts = _starts(space)
+        starts, _ = fitting_starts(space, level_cut(space))
         if starts:
             return _planned(space, starts, seconds)
     return search(problem, SearchOptions("quick", time_limit=seconds))  # says what the smallest cut needs
@@ -99,23 +95,4 @@ def _plan(space: CutSpace, start: Start, seconds: float, is_limited: bool = True
 
 def _simple(space: CutSpace) -> dict[str, Bounds]:
     """The cuts that stand beside, by name."""
-    return {"even-cut": even_cut(space), "histogram-cut": histogram_cut(space)}
-
-
-def _starts(space: CutSpace) -> dict[str, Start]:
-    """Cuts that need no search and fit, by name."""
-    level = level_cut(space)
-    simple = {**_simple(space), "level": level}
-    found: dict[str, Start] = {}
-    if space.placement.kind == "loop":
-        simple["balanced"] = settled_cut(space, level)
-    else:
-        balanced = balanced_cut(space, level)
-        if balanced is None:
-            return {}
-        found["balanced"] = space.bounds_of(balanced.cut), balanced.cut.recompute
-    for name, bounds in simple.items():
-        recompute = space.fitting(bounds)
-        if recompute is not None:
-            found[name] = bounds, recompute
-    return found
+    return {EVEN: even_cut(space), HISTOGRAM: histogram_cut(space)}

@@ -16,16 +16,15 @@ import numpy as np
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.layers.balance import balanced_cut
 from zbv_solver.layers.floors import least_worst_load
 from zbv_solver.layers.joint_search import Candidate, improve_cut
 from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.least_memory import least_memory_cut
 from zbv_solver.layers.roomy_cuts import roomy_cuts
-from zbv_solver.layers.settle import settled_cut
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.layers.space import Bounds, CutSpace
+from zbv_solver.layers.starts import EVEN, HISTOGRAM, Start, fitting_starts
 from zbv_solver.layers.tables import CutTables
 from zbv_solver.options import STAGES, SearchOptions
 from zbv_solver.pipeline import Cancelled, OnProgress, Pipeline, Progress
@@ -40,9 +39,7 @@ FINALISTS = {"quick": 3, "standard": 4, "thorough": 6}
 JUDGE_SHARE, SEARCH_SHARE = 0.25, 0.85
 """Of a time limit: until when cuts are told apart, and searched; the rest is for what stands beside."""
 LEAST_SECONDS = 0.01
-EVEN, HISTOGRAM = "even-cut", "histogram-cut"
-Starts = dict[str, tuple[Bounds, tuple[bool, ...]]]
-"""Bounds and recomputed stages by name."""
+Starts = dict[str, Start]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,22 +109,9 @@ class _LayersSearch:
 
     def _starts(self, space: CutSpace, level: Bounds) -> Starts:
         """Cuts to begin with, by name, that fit; also notes what no cut of the placement can beat."""
-        simple = {"level": level, HISTOGRAM: histogram_cut(space), EVEN: even_cut(space)}
-        found: Starts = {}
-        least = self.least
-        if space.placement.kind == "loop":
-            simple = {"balanced": settled_cut(space, level, self.options.seed), **simple}
-        else:
-            balanced = balanced_cut(space, level)
-            if balanced is None:
-                return {}
-            found["balanced"] = space.bounds_of(balanced.cut), balanced.cut.recompute
-            least = max(least, balanced.worst)
-        self.floors[space.placement] = least * self.problem.microbatches
-        for name, bounds in simple.items():
-            recompute = space.fitting(bounds)
-            if recompute is not None:
-                found[name] = bounds, recompute
+        found, worst = fitting_starts(space, level, self.options.seed)
+        if worst is not None:
+            self.floors[space.placement] = max(self.least, worst) * self.problem.microbatches
         return found
 
     def _hard_starts(self) -> list[tuple[CutSpace, Starts]]:

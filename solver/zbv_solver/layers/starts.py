@@ -1,0 +1,35 @@
+"""Cuts to begin with: those that need no search, and fit."""
+
+from __future__ import annotations
+
+from zbv_solver.layers.balance import balanced_cut
+from zbv_solver.layers.settle import settled_cut
+from zbv_solver.layers.simple_cuts import even_cut, histogram_cut
+from zbv_solver.layers.space import Bounds, CutSpace
+
+EVEN, HISTOGRAM = "even-cut", "histogram-cut"
+
+Start = tuple[Bounds, tuple[bool, ...]]
+"""Bounds and recomputed stages."""
+
+
+def fitting_starts(space: CutSpace, level: Bounds, seed: int = 0) -> tuple[dict[str, Start], float | None]:
+    """Cuts that fit, by name, the most even first; and a load that some rank has in every cut that fits.
+
+    The load is 0 under the loop placement, where no least one is known, and None where it is proved that no
+    cut fits.
+    """
+    found: dict[str, Start] = {}
+    simple, worst = {"level": level, HISTOGRAM: histogram_cut(space), EVEN: even_cut(space)}, 0.0
+    if space.placement.kind == "loop":
+        simple = {"balanced": settled_cut(space, level, seed), **simple}
+    else:
+        balanced = balanced_cut(space, level)
+        if balanced is None:
+            return {}, None
+        found["balanced"], worst = (space.bounds_of(balanced.cut), balanced.cut.recompute), balanced.worst
+    for name, bounds in simple.items():
+        recompute = space.fitting(bounds)
+        if recompute is not None:
+            found[name] = bounds, recompute
+    return found, worst

@@ -70,6 +70,8 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     page.select_option("#effort", "quick")
     says(page, READY)
     assert "one stage per rank" in page.locator("#facts").inner_text()
+    page.locator("#bars:not(.stale) .own").wait_for()
+    assert "504" not in page.locator("#bars .own").inner_text()  # which is what four microbatches take
     shared.keep("new-search-of-layers")
     asked = shown(page)
     assert (asked["microbatches"], asked["placement"], asked["memory"]["limit"]) == (6, "auto", 60)

@@ -37,7 +37,7 @@ export class Expectation {
   // Its layers are still to be cut: what they cost, no slider changes.
   startLayers(problem) {
     this.problem = problem;
-    this.soon({ of: problem, question: null });
+    this.#ask({ of: problem, question: null });
   }
 
   // It has none: nothing can be expected.
@@ -49,6 +49,7 @@ export class Expectation {
 
   #fail(why) {
     at("bars").replaceChildren();
+    at("bars").classList.remove("stale");
     at("promise-state").textContent = why;
   }
 
@@ -57,8 +58,14 @@ export class Expectation {
     at("what-if-reset").disabled = isOwn;
     at("what-if-take").disabled = isOwn;
     if (this.problem !== null) {
-      this.soon({ of: this.problem, question: isOwn ? null : this.whatIf.question() });
+      this.#ask({ of: this.problem, question: isOwn ? null : this.whatIf.question() });
     }
+  }
+
+  // Until it is answered, what is drawn is of numbers that are no longer there.
+  #ask(wish) {
+    at("bars").classList.add("stale");
+    this.soon(wish);
   }
 
   async #estimate({ of, question }, isNewest) {
@@ -82,6 +89,7 @@ export class Expectation {
       this.#fail(said(answer));
       return;
     }
+    at("bars").classList.remove("stale");
     drawBars(at("bars"), answer.body, this.timeUnit(), question === null ? null : this.own);
     at("promise-state").textContent = question === null ? "" : "ticks: the form's values";
   }

@@ -6,6 +6,7 @@
     ├── InvalidInput         a document breaks a rule (exit status 2, HTTP 422)
     ├── InfeasibleMemory     no plan can fit the memory limit (exit status 3)
     ├── InvalidPlan          an order that is incomplete, deadlocks, or overflows memory
+    ├── ContradictedBound    a verified plan undercuts a lower bound: a bug in zbv (exit status 70)
     └── MissingDependency    a part that is not installed here
 
 Every message says what was found, what the rule is, and what to do.
@@ -13,7 +14,9 @@ Every message says what was found, what the rule is, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 class ZbvError(Exception):
@@ -107,6 +110,36 @@ class InfeasibleMemory(ZbvError):
 
 class InvalidPlan(ZbvError):
     """The order of a plan cannot be executed as the problem demands, or states wrong metrics."""
+
+
+class ContradictedBound(ZbvError):
+    """A verified plan undercuts a lower bound by more than rounding, so one of the two is wrong.
+
+    The caller did nothing wrong: this is a bug in zbv. No plan is returned, because its
+    certificate could be false.
+
+    Attributes
+    ----------
+    problem
+        The problem's JSON document, to attach to a report.
+    objective
+        The verified plan's span or makespan.
+    bound
+        The lower bound that it undercuts.
+    source
+        Where the bound comes from, such as ``"bounds"`` or ``"cp-sat"``.
+    """
+
+    def __init__(self, problem: Mapping[str, Any], objective: float, bound: float, source: str):
+        self.problem, self.objective, self.bound, self.source = dict(problem), objective, bound, source
+        super().__init__(
+            f"a verified plan has the objective {objective:.17g}, below the lower bound {bound:.17g} "
+            f"({source}). One of the two is wrong, so zbv returns no plan. This is a bug in zbv: please "
+            f"report it with the problem that you searched."
+        )
+
+    def __reduce__(self) -> tuple[type[ContradictedBound], tuple[dict[str, Any], float, float, str]]:
+        return type(self), (self.problem, self.objective, self.bound, self.source)
 
 
 class MissingDependency(ZbvError):

@@ -1,8 +1,8 @@
 """The ``zbv`` command: plan, check, compare, frontier, export, refit, estimate, bench.
 
-Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit. Results go to standard output or
-the named file, progress and messages to standard error. Everything heavy is imported by the command that
-needs it.
+Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit; 130 interrupted by Ctrl-C or
+SIGTERM (``plan`` has then written the best plan so far). Results go to standard output or the named file,
+progress and messages to standard error. Everything heavy is imported by the command that needs it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from zbv_solver import __version__
 from zbv_solver.console.cuts import cut_summary
-from zbv_solver.console.files import read_json, read_question, shown, write
+from zbv_solver.console.files import output, read_json, read_question, shown, write
 from zbv_solver.console.searching import spinner, useful_workers, watched_search
 from zbv_solver.console.tables import print_comparison, print_frontier, print_layered_frontier
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 EXIT_WRONG_INPUT = 2
 EXIT_INFEASIBLE = 3
+EXIT_INTERRUPTED = 130
 OPTIONAL_PACKAGES = ("numba", "ortools", "bokeh")
 
 
@@ -55,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _complain(f"{error.filename or 'file'}: {error.strerror}. Check the path and its permissions.")
         return EXIT_WRONG_INPUT
-    except KeyboardInterrupt:
-        _complain("interrupted.")
-        return 130
+    except KeyboardInterrupt as interrupt:
+        _complain(f"interrupted: {interrupt}." if interrupt.args else "interrupted.")
+        return EXIT_INTERRUPTED
     return 0
 
 
@@ -65,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zbv",
         description="Plan zero-bubble V schedules for pipeline-parallel training.",
-        epilog="Exit status: 0 done, 2 wrong input, 3 no plan fits the memory limit. '-' is standard input "
-        "or output.",
+        epilog="Exit status: 0 done, 2 wrong input, 3 no plan fits the memory limit, 130 interrupted. '-' is "
+        "standard input or output.",
     )
     parser.add_argument("--version", action="version", version=f"zbv {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -153,15 +154,23 @@ def _format_help() -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    from zbv_solver.interrupt import terminated_like_interrupted
     from zbv_solver.plan import plan_json
 
     problem = read_question(arguments.problem)
-    plan = watched_search(
-        problem, arguments.effort, arguments.time_limit, seed=arguments.seed, workers=arguments.workers
-    )
-    write(arguments.output, json.dumps(plan_json(plan)) + "\n")
+    with output(arguments.output) as write_plan, terminated_like_interrupted():
+        plan = watched_search(
+            problem,
+            arguments.effort,
+            arguments.time_limit,
+            seed=arguments.seed,
+            workers=arguments.workers,
+            keep=lambda found: write_plan(json.dumps(plan_json(found)) + "\n"),
+        )
     if arguments.output != "-":
         _summarise(plan, arguments.output)
+    if plan.provenance.extra.get("cut") == "cancelled":
+        raise KeyboardInterrupt("the search ended early, and the plan written is the best that it had found")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -318,13 +327,12 @@ def _bench(arguments: argparse.Namespace) -> None:
     )
     suites = [parse_suite(read_json(path), shown(path)) for path in arguments.instances]
     instances = select(suites, arguments.only)
-    if arguments.json not in (None, "-"):
-        Path(arguments.json).touch()  # fails now rather than after the measurement
     # With the document on standard output, the table is what accompanies it.
     out = sys.stderr if arguments.json == "-" else sys.stdout
-    report = bench(instances, options, ablate=arguments.ablate, out=out, spinner=spinner)
-    if arguments.json is not None:
-        write(arguments.json, json.dumps(report_json(report), indent=1, allow_nan=False) + "\n")
+    with nullcontext() if arguments.json is None else output(arguments.json) as write_report:
+        report = bench(instances, options, ablate=arguments.ablate, out=out, spinner=spinner)
+        if write_report is not None:
+            write_report(json.dumps(report_json(report), indent=1, allow_nan=False) + "\n")
     if report.interrupted:
         raise KeyboardInterrupt
 

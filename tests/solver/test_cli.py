@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.problems import uniform_document
 from zbv_solver.cli import main
+from zbv_solver.plan import Plan
+from zbv_solver.search import search
 
 Capture = pytest.CaptureFixture[str]
 
@@ -123,6 +130,37 @@ def test_wrong_input_is_status_2_without_a_traceback(
 def test_a_missing_file_is_status_2(capsys: Capture) -> None:
     assert main(["plan", "no/such/file.json"]) == 2
     assert "no/such/file.json: No such file" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(
+    problem: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zbv_solver.search.search", lambda *_, **__: pytest.fail("the search began"))
+    assert main(["plan", str(problem), "-o", "/no/such/folder/plan.json"]) == 2
+    assert "/no/such/folder/plan.json: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_writes_the_best_plan_so_far(
+    number: signal.Signals, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = uniform_document(4, 16, limit=6)
+    problem, path = write(tmp_path / "problem.json", document), tmp_path / "plan.json"
+    searched = search
+
+    def interrupted(*arguments: Any, cancelled: Callable[[], bool], **named: Any) -> Plan:
+        os.kill(os.getpid(), number)
+        while not cancelled():
+            time.sleep(0.01)
+        return searched(*arguments, cancelled=cancelled, **named)
+
+    monkeypatch.setattr("zbv_solver.search.search", interrupted)
+    assert main(["plan", str(problem), "-o", str(path)]) == 130
+    err = capsys.readouterr().err
+    assert f"{path}: span" in err
+    assert "zbv: interrupted: the search ended early, and the plan written is the best" in err
+    assert main(["check", str(problem), str(path)]) == 0
+    assert json.loads(path.read_text())["provenance"]["cut"] == "cancelled"
 
 
 def test_wrong_options_are_status_2(problem: Path, capsys: Capture) -> None:

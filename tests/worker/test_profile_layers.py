@@ -274,7 +274,7 @@ TINY = ["profile", "--model", "zbv_worker.models.tiny:tiny"]
             [*GPT, "--recompute", "--by-stage"],
             "--recompute: found --by-stage; only layers have an alternative",
         ),
-        ([*GPT, "--report", "no/where.json"], "--report no/where.json: there is no directory no."),
+        ([*GPT, "--report", "no/where.json"], "--report no/where.json: No such file or directory."),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(

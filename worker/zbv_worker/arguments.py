@@ -1,8 +1,19 @@
-"""Types of command-line arguments that several commands share."""
+"""Command-line arguments that several commands share: their types, and the files that they name."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from zbv_solver.console.files import output
+
+from zbv_worker.errors import InvalidRun
+
+WriteJson = Callable[[Any], None]
 
 
 def positive(text: str) -> int:
@@ -39,3 +50,27 @@ def add_model(command: argparse.ArgumentParser) -> None:
         metavar="S",
         help="longest wait for a tensor (default 120)",
     )
+
+
+@contextmanager
+def json_output(flag: str, path: Path | None) -> Iterator[WriteJson]:
+    """Open a flag's output file before the work that fills it: :func:`zbv_solver.console.files.output`.
+
+    Yields
+    ------
+    The function that writes a document; without a path it does nothing.
+
+    Raises
+    ------
+    InvalidRun
+        When the path cannot be written.
+    """
+    if path is None:
+        yield lambda document: None
+        return
+    with ExitStack() as stack:
+        try:
+            write = stack.enter_context(output(path))
+        except OSError as error:
+            raise InvalidRun(f"{flag} {path}: {error.strerror}. Give a file that can be written.") from error
+        yield lambda document: write(json.dumps(document, indent=2) + "\n")

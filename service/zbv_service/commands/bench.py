@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.commands.ending import DONE, FAILED, WRONG_INPUT, Stop
-from zbv_service.commands.files import write_text
+from zbv_service.commands.files import output
 
 if TYPE_CHECKING:
     from zbv_service.bench.findings import Finding
@@ -64,15 +65,16 @@ def _bench(parsed: argparse.Namespace) -> int:
     if unknown:
         raise Stop(WRONG_INPUT, f"found {unknown[0]!r}; must be of {', '.join(NAMES)}, or all.")
     every: dict[str, list[Finding]] = {}
-    for name in names:
-        try:
-            every[name] = _measure(name, parsed)
-        except NotStarted as error:
-            raise Stop(FAILED, str(error)) from None
-        print_table(_TITLES[name], every[name])
-    if parsed.output is not None:
-        document = {name: [found.document for found in findings] for name, findings in every.items()}
-        write_text(parsed.output, json.dumps(document, indent=1) + "\n")
+    with nullcontext() if parsed.output is None else output(parsed.output) as write:
+        for name in names:
+            try:
+                every[name] = _measure(name, parsed)
+            except NotStarted as error:
+                raise Stop(FAILED, str(error)) from None
+            print_table(_TITLES[name], every[name])
+            if write is not None:  # after each: its findings are kept if the next fails
+                document = {done: [found.document for found in findings] for done, findings in every.items()}
+                write(json.dumps(document, indent=1) + "\n")
     return DONE if all(found.is_met for findings in every.values() for found in findings) else FAILED
 
 

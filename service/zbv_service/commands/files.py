@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from zbv_solver.console import files
+from zbv_solver.console.files import Write
 
 from zbv_service.commands.ending import WRONG_INPUT, Stop
 
@@ -38,12 +43,12 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"it holds {name}, which JSON does not have")
 
 
-def write_text(name: str, text: str) -> None:
-    """Write a file; ``-`` is standard output."""
-    if name == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise Stop(WRONG_INPUT, f"cannot write {name}: {error.strerror}.") from None
+@contextmanager
+def output(name: str) -> Iterator[Write]:
+    """As :func:`zbv_solver.console.files.output`; raises :class:`Stop` where the file cannot be written."""
+    with ExitStack() as stack:
+        try:
+            write = stack.enter_context(files.output(name))
+        except OSError as error:
+            raise Stop(WRONG_INPUT, f"cannot write {name}: {error.strerror}.") from None
+        yield write

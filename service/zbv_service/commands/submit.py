@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, Stop
-from zbv_service.commands.files import read_json, require_finite, write_text
+from zbv_service.commands.files import output, read_json, require_finite
 from zbv_service.commands.refusals import stop_of
 from zbv_service.commands.search_progress import SearchProgress, found_text
 from zbv_service.commands.server import add_server
@@ -56,13 +56,14 @@ def _submit(parsed: argparse.Namespace) -> int:
     options = {"effort": parsed.effort, "time_limit": parsed.time_limit, "seed": parsed.seed}
     require_finite(problem, options)
     try:
-        with Client(parsed.server) as client:
+        with output(parsed.output) as write, Client(parsed.server) as client:
             search = client.submit(problem, options)
             if parsed.detach:
                 print(search.id)
                 return DONE
             found = _follow(client, search, is_quiet=parsed.quiet)
             document = client.plan_document(str(found.plan_id))
+            write(json.dumps(document, ensure_ascii=False) + "\n")
     except InvalidRequest as error:
         raise stop_of(error, parsed.problem) from None
     except SearchEnded as ended:
@@ -70,7 +71,6 @@ def _submit(parsed: argparse.Namespace) -> int:
         raise Stop(status, str(ended)) from None
     except ClientError as error:
         raise Stop(FAILED, str(error)) from None
-    write_text(parsed.output, json.dumps(document, ensure_ascii=False) + "\n")
     return DONE
 
 

@@ -1,10 +1,11 @@
-"""Searching where somebody waits: with a spinner that says how it goes, and until they interrupt it."""
+"""Searches of commands: a spinner shows the progress, and Ctrl-C ends them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,8 +21,17 @@ def watched_search(
     *,
     seed: int = 0,
     workers: int | None = None,
+    keep: Callable[[Plan], None] | None = None,
 ) -> Plan:
-    """The best plan of a problem, as :func:`zbv_solver.search.search` finds it."""
+    """The best plan of a problem, as :func:`zbv_solver.search.search` finds it.
+
+    Parameters
+    ----------
+    keep
+        Stores the plan. With it the first Ctrl-C ends the search early, and the best plan so far is stored
+        and returned; Ctrl-C while it is being stored changes nothing. Without it Ctrl-C raises
+        KeyboardInterrupt.
+    """
     from zbv_solver.interrupt import interruptible
     from zbv_solver.search import SearchOptions, search
 
@@ -32,7 +42,14 @@ def watched_search(
         def report(found: Any) -> None:
             say(f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})")
 
-        return interruptible(lambda stop: search(problem, options, on_progress=report, cancelled=stop))
+        def work(stop: Callable[[], bool]) -> Plan:
+            plan = search(problem, options, on_progress=report, cancelled=stop)
+            if keep is not None:
+                keep(plan)
+            return plan
+
+        ending = partial(say, "interrupted; storing the best plan so far")
+        return interruptible(work, None if keep is None else ending)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbv_worker.arguments import positive
+from zbv_worker.arguments import json_output, positive
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.bench.findings import Finding
@@ -78,17 +77,17 @@ def execute(parsed: argparse.Namespace) -> int:
     _require_planner()
     jobs = [(name, _job(name, parsed)) for name in names]  # wrong input is said before anything is measured
     out, report, late = Console(), {}, []
-    for name, measure in jobs:
-        load = os.getloadavg()[0]
-        try:
-            found = measure()
-        except (InvalidInput, InfeasibleMemory) as error:  # of the planner: such a workload has no plan
-            raise InvalidRun(f"bench {name}: {error}") from error
-        report[name] = {"load_before": load, "cores": os.cpu_count(), "findings": findings_json(found)}
-        out.print(table(f"{name} (load {load:.1f} on {os.cpu_count()} cores before it)", found))
-        late += missed(found)
-        if parsed.output is not None:  # after each: what was measured is kept if the next fails
-            _write(parsed.output, json.dumps(report, indent=2) + "\n")
+    with json_output("--output", parsed.output) as write:
+        for name, measure in jobs:
+            load = os.getloadavg()[0]
+            try:
+                found = measure()
+            except (InvalidInput, InfeasibleMemory) as error:  # of the planner: such a workload has no plan
+                raise InvalidRun(f"bench {name}: {error}") from error
+            report[name] = {"load_before": load, "cores": os.cpu_count(), "findings": findings_json(found)}
+            out.print(table(f"{name} (load {load:.1f} on {os.cpu_count()} cores before it)", found))
+            late += missed(found)
+            write(report)  # after each: its findings are kept if the next fails
     for sentence in late:
         print(f"zbv-worker: {sentence}", file=sys.stderr)
     return 1 if late else 0
@@ -131,12 +130,3 @@ def _rehearsed_schedules(pp_degree: int) -> list[Finding]:
     from zbv_worker.bench.rehearse import RehearseWorkload, measure_schedules
 
     return measure_schedules(RehearseWorkload(), pp_degree, 2 * pp_degree)
-
-
-def _write(path: Path, text: str) -> None:
-    from zbv_worker.errors import InvalidRun
-
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise InvalidRun(f"-o {path}: {error.strerror}.") from error

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbv_worker.arguments import positive, positive_number
+from zbv_worker.arguments import json_output, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.estimating.estimate import Estimate
@@ -106,24 +104,12 @@ def execute(parsed: argparse.Namespace) -> int:
     if stages:
         title = "Stages as the model cuts them"
         out.print(flops_table(title, stages), held_table(title, stages))
-    if parsed.report is not None:
-        _write(parsed.report, "--report", report_json(layers, stages))
-    if parsed.output is not None:
-        _write(parsed.output, "--output", _problem(parsed, layers, stages, is_tied=has_ties(model)))
+    with json_output("--report", parsed.report) as write:
+        write(report_json(layers, stages))
+    with json_output("--output", parsed.output) as write:
+        if parsed.output is not None:
+            write(_problem(parsed, layers, stages, is_tied=has_ties(model)))
     return 0
-
-
-def _write(path: Path, flag: str, document: Any) -> None:
-    from zbv_worker.errors import InvalidRun
-
-    text = json.dumps(document, indent=2) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise InvalidRun(f"{flag} {path}: {error.strerror}.") from error
 
 
 def _require_scale(parsed: argparse.Namespace) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from zbv_worker.arguments import add_model, positive, positive_number
+from zbv_worker.arguments import WriteJson, add_model, json_output, positive, positive_number
 
 _EXAMPLES = """\
 example:
@@ -60,16 +59,25 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def execute(parsed: argparse.Namespace) -> int:
     """Measure and write; returns the exit status."""
+    _require_possible(parsed)
+    with (
+        json_output("--output", parsed.output) as write_problem,
+        json_output("--report", parsed.report) as write_report,
+    ):
+        _measure(parsed, write_problem, write_report)
+    return 0
+
+
+def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report: WriteJson) -> None:
     from rich.console import Console
     from zbv_solver.schema import problem_json
 
     from zbv_worker.execution.cut import require_layered
     from zbv_worker.model import Layered, ModelSpec, has_ties
     from zbv_worker.profiling.layers import to_layered_document
-    from zbv_worker.profiling.profile import ProfileOptions, measure_ranks, to_problem, write_problem
+    from zbv_worker.profiling.profile import ProfileOptions, measure_ranks, to_problem
     from zbv_worker.profiling.report import print_report, report_json
 
-    _require_possible(parsed)
     spec = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed)
     model = spec.build()
     by_layer = not parsed.by_stage and isinstance(model, Layered)
@@ -87,16 +95,14 @@ def execute(parsed: argparse.Namespace) -> int:
         timeout=parsed.timeout,
     )
     ranks = measure_ranks(options)
-    document = (
+    write_problem(
         to_layered_document(options, ranks, is_tied=has_ties(model))
         if by_layer
         else problem_json(to_problem(options, ranks))
     )
-    write_problem(document, parsed.output)
+    write_report(report_json(ranks))
     if parsed.report is not None:
-        parsed.report.write_text(json.dumps(report_json(ranks), indent=2) + "\n")
         print_report(ranks, Console(stderr=True))
-    return 0
 
 
 def _require_possible(parsed: argparse.Namespace) -> None:
@@ -108,6 +114,3 @@ def _require_possible(parsed: argparse.Namespace) -> None:
             "--recompute: found --by-stage; only layers have an alternative that the planner can choose. "
             "Leave one of them out."
         )
-    for flag, path in (("--output", parsed.output), ("--report", parsed.report)):
-        if path is not None and not path.parent.is_dir():
-            raise InvalidRun(f"{flag} {path}: there is no directory {path.parent}. Make it, or name another.")

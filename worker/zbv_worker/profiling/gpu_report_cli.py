@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from zbv_worker.arguments import positive
+from zbv_worker.arguments import json_output, positive
 
 _EXIT_FAILED, _EXIT_NO_GPU = 1, 3
 
@@ -66,11 +65,12 @@ def execute(parsed: argparse.Namespace) -> int:
         parsed.microbatches,
         parsed.repeats,
     )
-    try:
-        report = gpu_report(options)
-    except NoGpu as error:
-        print(f"zbv-worker: {error}", file=sys.stderr)  # noqa: T201
-        return _EXIT_NO_GPU
-    parsed.output.write_text(json.dumps(report, indent=2) + "\n")
+    with json_output("--output", parsed.output) as write:
+        try:
+            report = gpu_report(options)
+        except NoGpu as error:
+            print(f"zbv-worker: {error}", file=sys.stderr)  # noqa: T201
+            return _EXIT_NO_GPU
+        write(report)
     print_gpu_report(report, Console())
     return 0 if report["gradients"]["right"] else _EXIT_FAILED

@@ -8,13 +8,11 @@ alone on the machine would look faster than it will be. What a rank measures is 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from pydantic import TypeAdapter
 from zbv_solver.placement import Placement
@@ -265,15 +263,6 @@ def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem
         ),
         units=Units(time="us", memory="bytes"),
     )
-
-
-def write_problem(document: dict[str, Any], path: Path) -> None:
-    """Write a problem document; ``-`` is standard output."""
-    text = json.dumps(document, indent=2) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-    else:
-        path.write_text(text)
 
 
 def _limit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from zbv_service.client_flags import add_credentials
 
-from zbv_worker.arguments import positive, positive_number
+from zbv_worker.arguments import json_output, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.launch import LaunchError
@@ -143,25 +142,16 @@ def _be_a_rank(options: RehearseOptions, world: World, parsed: argparse.Namespac
     from zbv_worker.rehearsal.outcome_text import outcome_json, overhead, sentences, table
     from zbv_worker.rehearsal.rehearse import rehearse
 
-    outcome = rehearse(options, world)
-    if outcome is None:
-        return
+    with json_output("--json", parsed.json if world.rank == 0 else None) as write:
+        outcome = rehearse(options, world)
+        if outcome is None:
+            return
+        write(outcome_json(outcome))
     out = Console()
     if not parsed.overhead:
         out.print(table(outcome))
     for sentence in [overhead(outcome)] if parsed.overhead else sentences(outcome):
         out.print(sentence, soft_wrap=True, highlight=False)
-    if parsed.json is not None:
-        _write(parsed.json, json.dumps(outcome_json(outcome), indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    from zbv_worker.errors import InvalidRun
-
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise InvalidRun(f"--json {path}: {error.strerror}.") from error
 
 
 def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:

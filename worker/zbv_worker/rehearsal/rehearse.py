@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from zbv_solver.console.files import write
 
 from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
@@ -155,7 +156,7 @@ class Rehearsal:
         if rank != 0:
             return None
         if options.trace is not None:
-            options.trace.write_text(render([traces], alignment))
+            write(options.trace, render([traces], alignment))
         return compare(self._plan, self._scale, traces, used, alignment.uncertainty / 1e9)
 
     def _steps(self) -> tuple[list[StepResult], CpuUse]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from zbv_solver.console.files import output, write
 from zbv_solver.export.palette import NAMES
 from zbv_solver.orders import Action
 
@@ -84,7 +85,7 @@ class SharedTrace:
         with naming_errors(self._transport.rank, "collecting the traces"):
             plans = [collect(self._transport, trace, alignment, self._timeout) for trace in mine]
         if self._transport.rank == 0:
-            path.write_text(render(plans, alignment))
+            write(path, render(plans, alignment))
 
     def _offsets(self) -> tuple[Offset, ...]:
         with naming_errors(self._transport.rank, "comparing clocks"):
@@ -108,10 +109,11 @@ def collect(
 
 
 def claim(path: Path) -> None:
-    """Make an empty file before the run, not after it; raises :class:`InvalidRun` when that cannot be."""
+    """Raise :class:`InvalidRun` before the run when its trace could not be written; makes the directory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
+        with output(path):
+            pass
     except OSError as error:
         raise InvalidRun(f"--trace {path}: {error.strerror}. Give a file that can be written.") from error
 

@@ -12,13 +12,14 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from zbv_solver import __version__
 from zbv_solver.console.cuts import cut_summary
 from zbv_solver.console.files import output, read_json, read_question, shown, write
 from zbv_solver.console.searching import spinner, useful_workers, watched_search
-from zbv_solver.console.tables import print_comparison, print_frontier, print_layered_frontier
+from zbv_solver.console.tables import print_claims, print_comparison, print_frontier, print_layered_frontier
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
 from zbv_solver.estimate.command import add_arguments as add_estimate_arguments
 
@@ -83,9 +84,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(run=_plan)
 
-    check = commands.add_parser("check", help="verify a plan against a problem")
+    check = commands.add_parser(
+        "check",
+        help="verify a plan against a problem",
+        description="Verify the orders of a plan and everything that it states about them, and list which of "
+        "its claims are verified and which are not. Without --prove, lower bounds are not verified.",
+    )
     check.add_argument("problem", help="problem file (JSON), or -")
     check.add_argument("plan", help="plan file (JSON), or -")
+    check.add_argument(
+        "--prove",
+        action="store_true",
+        help="prove the stated lower bounds again, and refuse those that zbv cannot prove",
+    )
+    check.add_argument("--json", action="store_true", help="print JSON instead of text")
     check.set_defaults(run=_check)
 
     compare = commands.add_parser("compare", help="print a plan beside the classical schedules")
@@ -174,30 +186,22 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from zbv_solver.layers.layered_problem import LayeredProblem
-    from zbv_solver.plan import parse_orders, parse_plan, parse_plan_document
-    from zbv_solver.problem import Problem
-    from zbv_solver.verify import verify, verify_orders
+    from zbv_solver.interrupt import interruptible
+    from zbv_solver.verify_claims import check_plan
 
     asked = read_question(arguments.problem)
     document = read_json(arguments.plan)
-    parsed = parse_plan_document(document)
-    own_problem, orders = parse_orders(parsed)
-    problem = asked.as_cut_in(own_problem) if isinstance(asked, LayeredProblem) else asked
-    if own_problem != problem:
-        differing = ", ".join(
-            name
-            for name in Problem.__dataclass_fields__
-            if getattr(problem, name) != getattr(own_problem, name)
+    try:
+        checked = interruptible(
+            lambda stop: check_plan(document, asked, prove=arguments.prove, cancelled=stop)
         )
-        raise InvalidInput.at(
-            "/problem", f"the plan was made for another problem; they differ in {differing}."
-        )
-    if parsed.metrics is None:
-        verify_orders(problem, orders)
+    except InvalidInput as error:
+        raise error.below(shown(arguments.plan)) from None
+    if arguments.json:
+        document = {"is_valid": True, "claims": [asdict(claim) for claim in checked.claims]}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        verify(parse_plan(document))
-    sys.stdout.write("valid\n")
+        print_claims(checked)
 
 
 def _compare(arguments: argparse.Namespace) -> None:

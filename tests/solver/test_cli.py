@@ -56,7 +56,7 @@ def test_plan_on_standard_output_is_nothing_but_the_plan(problem: Path, capsys: 
 
 def test_check_accepts_a_plan_of_the_problem(problem: Path, plan: Path, capsys: Capture) -> None:
     assert main(["check", str(problem), str(plan)]) == 0
-    assert capsys.readouterr().out == "valid\n"
+    assert capsys.readouterr().out.startswith("valid\n")
 
 
 def test_check_refuses_a_plan_of_another_problem(plan: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -148,11 +148,11 @@ def test_ctrl_c_writes_the_best_plan_so_far(
     problem, path = write(tmp_path / "problem.json", document), tmp_path / "plan.json"
     searched = search
 
-    def interrupted(*arguments: Any, cancelled: Callable[[], bool], **named: Any) -> Plan:
+    def interrupted(problem: Any, options: Any, on_progress: Any, cancelled: Callable[[], bool]) -> Plan:
         os.kill(os.getpid(), number)
         while not cancelled():
             time.sleep(0.01)
-        return searched(*arguments, cancelled=cancelled, **named)
+        return searched(problem, options, on_progress, cancelled)
 
     monkeypatch.setattr("zbv_solver.search.search", interrupted)
     assert main(["plan", str(problem), "-o", str(path)]) == 130
@@ -178,7 +178,7 @@ def test_standard_input_and_output_in_a_real_process(problem: Path) -> None:
         [*command, "check", str(problem), "-"],
         input=made.stdout, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert checked.stdout == "valid\n"
+    assert checked.stdout.startswith("valid\n")
     assert made.stderr == ""
 
 

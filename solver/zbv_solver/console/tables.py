@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,17 @@ if TYPE_CHECKING:
     from zbv_solver.frontier_search import FrontierPoint
     from zbv_solver.layers.layered_problem import LayeredProblem
     from zbv_solver.plan import Plan
+    from zbv_solver.verify_claims import CheckedPlan
+
+
+def print_claims(checked: CheckedPlan) -> None:
+    """``valid``, then the claims that are verified and those that are not."""
+    lines = ["valid", "verified:"]
+    lines += [f"  {claim.text} ({claim.reason})" for claim in checked.verified]
+    if checked.unverified:
+        lines += ["not verified:"]
+        lines += [f"  {claim.text} ({claim.reason})" for claim in checked.unverified]
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def print_frontier(objective: str, points: Sequence[FrontierPoint], baselines: Iterable[Known]) -> None:

@@ -75,6 +75,19 @@ def plan_layers(
     return _LayersSearch(problem, options or SearchOptions(), on_progress, cancelled).run(incumbent)
 
 
+def bound_over_all_cuts(problem: LayeredProblem) -> float:
+    """A lower bound on the objective of every plan of every cut, on every placement asked for.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no cut has a plan that fits the memory limit.
+    """
+    search = _LayersSearch(problem, SearchOptions(), None, None)
+    search.feasible()
+    return min(search.floors.values())
+
+
 class _LayersSearch:
     def __init__(
         self,
@@ -94,9 +107,13 @@ class _LayersSearch:
         self.method = "resumed"
         self.heard = np.inf
 
-    def run(self, incumbent: Plan | None) -> Plan:
+    def feasible(self) -> list[tuple[CutSpace, Starts]]:
+        """Cuts to begin with on every placement where one fits; also computes the bounds over all cuts."""
         starts = [(space, self._starts(space, level_cut(space))) for space in self.spaces]
-        feasible = [(space, found) for space, found in starts if found] or self._hard_starts()
+        return [(space, found) for space, found in starts if found] or self._hard_starts()
+
+    def run(self, incumbent: Plan | None) -> Plan:
+        feasible = self.feasible()
         if incumbent is not None:
             self.best = incumbent
         else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from zbv_solver import bounds
+from zbv_solver.certificate import certify
 from zbv_solver.construct.baselines import BASELINES, baseline, without_limit
+from zbv_solver.numeric import SEARCH_MEMORY
 from zbv_solver.orders import Orders
-from zbv_solver.plan import OPTIMAL_GAP, Baseline, Metrics, Plan, Provenance, gap_of
+from zbv_solver.plan import Baseline, Metrics, Plan, Provenance
 from zbv_solver.problem import Problem, exceeds
 from zbv_solver.timing import evaluate
 from zbv_solver.verify import verify, verify_orders
@@ -19,32 +21,38 @@ def make_plan(
     *,
     method: str,
     lower_bound: float | None = None,
+    source: str = "bounds",
     seed: int = 0,
     seconds: float = 0.0,
     extra: dict[str, Any] | None = None,
 ) -> Plan:
     """A verified plan, without baselines, from orders made elsewhere.
 
+    Parameters
+    ----------
+    lower_bound, source
+        A proven bound on the objective, and where it comes from; None computes one.
+
     Raises
     ------
     InvalidPlan
         When the orders break a rule of the problem.
+    ContradictedBound
+        When the orders undercut the bound, which is then none.
     """
     verify_orders(problem, orders)
     timing = evaluate(problem, orders)
     bound = bounds.lower_bound(problem).value if lower_bound is None else lower_bound
     value = timing.span if problem.objective == "span" else timing.makespan
-    if bound > value * (1 - OPTIMAL_GAP):
-        bound = value  # they differ by rounding
-    gap = gap_of(value, bound)
+    certificate = certify(problem, value, bound, source)
     metrics = Metrics(
         makespan=timing.makespan,
         span=timing.span,
         bubble_rate=timing.bubble_rate,
         peak_memory=timing.peak_memory,
-        lower_bound=bound,
-        gap=gap,
-        status="optimal" if gap == 0 else "feasible",
+        lower_bound=certificate.lower_bound,
+        gap=certificate.gap,
+        status=certificate.status,
     )
     plan = Plan(problem, orders, metrics, (), Provenance(method, seed, seconds, extra=extra or {}))
     verify(plan)
@@ -85,4 +93,6 @@ def compare(problem: Problem) -> tuple[Baseline, ...]:
 
 def _fits(problem: Problem, peaks: tuple[float, ...]) -> bool:
     limits = problem.memory.limit
-    return limits is None or not any(exceeds(p, limit) for p, limit in zip(peaks, limits, strict=True))
+    return limits is None or not any(
+        exceeds(p, limit, SEARCH_MEMORY) for p, limit in zip(peaks, limits, strict=True)
+    )

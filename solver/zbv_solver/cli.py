@@ -1,8 +1,9 @@
 """The ``zbv`` command: plan, check, compare, frontier, export, refit, estimate, bench.
 
-Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit; 130 interrupted by Ctrl-C or
-SIGTERM (``plan`` has then written the best plan so far). Results go to standard output or the named file,
-progress and messages to standard error. Everything heavy is imported by the command that needs it.
+Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit; 70 a plan contradicts a lower
+bound, which is a bug in zbv; 130 interrupted by Ctrl-C or SIGTERM (``plan`` has then written the best plan so
+far). Results go to standard output or the named file, progress and messages to standard error. Everything
+heavy is imported by the command that needs it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from zbv_solver import __version__
+from zbv_solver.console import contradiction
 from zbv_solver.console.cuts import cut_summary
 from zbv_solver.console.files import output, read_json, read_question, shown, write
 from zbv_solver.console.searching import spinner, useful_workers, watched_search
 from zbv_solver.console.tables import print_claims, print_comparison, print_frontier, print_layered_frontier
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
+from zbv_solver.errors import (
+    ContradictedBound,
+    InfeasibleMemory,
+    InvalidInput,
+    InvalidPlan,
+    MissingDependency,
+)
 from zbv_solver.estimate.command import add_arguments as add_estimate_arguments
 
 if TYPE_CHECKING:
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 
 EXIT_WRONG_INPUT = 2
 EXIT_INFEASIBLE = 3
+EXIT_CONTRADICTION = 70
 EXIT_INTERRUPTED = 130
 OPTIONAL_PACKAGES = ("numba", "ortools", "bokeh")
 
@@ -42,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InfeasibleMemory as error:
         _complain(f"{error}")
         return EXIT_INFEASIBLE
+    except ContradictedBound as error:
+        _complain(contradiction.report(error))
+        return EXIT_CONTRADICTION
     except InvalidInput as error:
         for issue in error.issues:
             _complain(str(issue))
@@ -67,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zbv",
         description="Plan zero-bubble V schedules for pipeline-parallel training.",
-        epilog="Exit status: 0 done, 2 wrong input, 3 no plan fits the memory limit, 130 interrupted. '-' is "
-        "standard input or output.",
+        epilog="Exit status: 0 done, 2 wrong input, 3 no plan fits the memory limit, 70 a bug in zbv, 130 "
+        "interrupted. '-' is standard input or output.",
     )
     parser.add_argument("--version", action="version", version=f"zbv {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbv_solver.layers.cut import CutModel
+from zbv_solver.numeric import ROUNDING
 from zbv_solver.problem import Problem
-
-_SAME = 1e-12
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _same(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> bool:
 
 
 def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= _SAME * max(abs(a), abs(b))
+    return abs(a - b) <= ROUNDING * max(abs(a), abs(b))
 
 
 def _spread(values: Sequence[float] | None) -> str:

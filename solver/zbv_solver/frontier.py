@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from zbv_solver import memory_fraction
 from zbv_solver.layers.layered_problem import LayeredProblem
-from zbv_solver.problem import MEMORY_TOLERANCE, Problem
+from zbv_solver.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem import Problem
 
 LARGEST = 2.0
 """The frontier ends at twice 1F1B's memory: hardly any schedule needs more."""

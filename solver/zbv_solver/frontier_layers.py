@@ -12,18 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zbv_solver import memory_fraction
-from zbv_solver.amounts import MEMORY_TOLERANCE
+from zbv_solver.certificate import certify, gap_of
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontier import Known, at_limit, best_within, tightened
-from zbv_solver.layers.balance import balanced_cut, smallest_cut
+from zbv_solver.layers.balance import smallest_cut
 from zbv_solver.layers.floors import least_worst_load
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.settle import settled_cut
 from zbv_solver.layers.simple_cuts import level_cut
 from zbv_solver.layers.space import CutSpace
+from zbv_solver.layers.starts import even_bound
 from zbv_solver.layers.tables import CutTables
+from zbv_solver.numeric import MEMORY_TOLERANCE
 from zbv_solver.placement import Placement
-from zbv_solver.plan import Plan, gap_of
+from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
 from zbv_solver.schema import number
 
@@ -62,6 +64,8 @@ def layered_points(problem: LayeredProblem, search: Search) -> tuple[LayeredPoin
     ------
     InvalidInput
         When the layers say nothing about memory.
+    ContradictedBound
+        When a plan undercuts the bound of its own limit or of a larger one.
     """
     at = limits(problem)
     plans = [search(at_limit(problem, limit)) for limit in at]
@@ -71,7 +75,9 @@ def layered_points(problem: LayeredProblem, search: Search) -> tuple[LayeredPoin
     points = []
     for limit, own, bound in zip(at, plans, bounds, strict=True):
         best = best_within(limit, known)
-        points.append(LayeredPoint(limit, own if best is None else by_id[best.name], bound))
+        plan = own if best is None else by_id[best.name]
+        proven = certify(at_limit(problem, limit), plan.objective, bound, "a larger limit's bound")
+        points.append(LayeredPoint(limit, plan, proven.lower_bound))
     return tuple(points)
 
 
@@ -126,7 +132,7 @@ def floor(problem: LayeredProblem) -> float:
         if placement.kind == "loop":  # no exact minimum is known
             return problem.microbatches * least
         space = CutSpace(problem, placement, tables)
-        balanced = balanced_cut(space, level_cut(space))
+        balanced = even_bound(space, level_cut(space))
         if balanced is not None:
             worst.append(max(least, balanced.worst))
     return problem.microbatches * min(worst, default=least)

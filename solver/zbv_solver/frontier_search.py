@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbv_solver import memory_fraction
+from zbv_solver.certificate import certify, gap_of
 from zbv_solver.frontier import Known, best_within, grid, tightened
-from zbv_solver.plan import Plan, gap_of
+from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
 from zbv_solver.schema import number
 
@@ -43,6 +44,8 @@ def frontier_points(problem: Problem, search: Search) -> tuple[FrontierPoint, ..
     ------
     InvalidInput
         When the problem says nothing about memory.
+    ContradictedBound
+        When a plan undercuts the bound of its own limit or of a larger one.
     """
     fractions = grid(problem)
     limited = [memory_fraction.at_fraction(problem, fraction) for fraction in fractions]
@@ -55,7 +58,8 @@ def frontier_points(problem: Problem, search: Search) -> tuple[FrontierPoint, ..
     points = []
     for fraction, each, own, bound in zip(fractions, limited, known, bounds, strict=True):
         best = best_within(fraction, known) or own  # its own plan fits, if only to rounding
-        points.append(FrontierPoint(fraction, max(each.memory.limit or (0.0,)), best, bound))
+        proven = certify(each, best.value, bound, "a larger limit's bound")
+        points.append(FrontierPoint(fraction, max(each.memory.limit or (0.0,)), best, proven.lower_bound))
     return tuple(points)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 POLL_SECONDS = 0.05
+LEAST_SECONDS = 1e-6
+"""A turn is never shorter."""
 
 
 class Halt:
@@ -60,3 +63,26 @@ class Halt:
         while not self._finished.wait(POLL_SECONDS):
             if self.check():
                 return
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """When a chain runs.
+
+    Attributes
+    ----------
+    flag
+        (1,) uint8 that kernels poll: 1 once the turn is over.
+    seconds
+        How long it may take, or None.
+    """
+
+    flag: NDArray[Any]
+    began: float
+    seconds: float | None
+
+    def spent(self, share: float = 1.0) -> float:
+        """How much has gone of the turn, or of its first ``share``; 1 is all, 0 without a time limit."""
+        if self.seconds is None:
+            return 0.0
+        return (time.monotonic() - self.began) / max(share * self.seconds, LEAST_SECONDS)

@@ -10,23 +10,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 from types import TracebackType
 
 from zbv_solver.assemble import compare, make_plan
 from zbv_solver.bounds import lower_bound
+from zbv_solver.certificate import certify, verdict
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial, simple_rule
-from zbv_solver.halt import Halt
+from zbv_solver.halt import Halt, Turn
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
+from zbv_solver.numeric import OPTIMAL_GAP
 from zbv_solver.options import BUDGETS, SearchOptions
 from zbv_solver.orders import Orders, first_in_first_out
-from zbv_solver.plan import OPTIMAL_GAP, Plan, gap_of
+from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
+from zbv_solver.search_costs import in_search_unit
 from zbv_solver.timing import evaluate
 from zbv_solver.verify import verify_orders
 
@@ -71,7 +76,7 @@ Cancelled = Callable[[], bool]
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """An order and its objective."""
+    """An order and its objective, in the unit of the search."""
 
     value: float
     orders: Orders
@@ -79,7 +84,17 @@ class Found:
 
 
 class Pipeline:
-    """State of one search: incumbent, bound, budget, and who wants to hear of it. A context manager."""
+    """State of one search: incumbent, bound, budget, and who wants to hear of it. A context manager.
+
+    Attributes
+    ----------
+    given
+        The caller's problem: orders are verified, and the plan is timed, by its numbers.
+    problem, unit
+        The same in the unit of the search, in which all times are here (:mod:`zbv_solver.search_costs`).
+    bound, source
+        The best proven bound, and where it comes from.
+    """
 
     def __init__(
         self,
@@ -88,7 +103,8 @@ class Pipeline:
         on_progress: OnProgress | None,
         cancelled: Cancelled | None,
     ):
-        self.problem, self.options = problem, options
+        self.given, self.options = problem, options
+        self.problem, self.unit = in_search_unit(problem)
         self.budget = BUDGETS[options.effort].of(problem.max_actions)
         self.on_progress = on_progress
         self.began = time.monotonic()
@@ -99,7 +115,7 @@ class Pipeline:
         self.halt = Halt(cancelled, deadline)
         self.pool = ThreadPoolExecutor(min(options.workers, CHAINS))
         self.lock = Lock()
-        self.bound = 0.0
+        self.bound, self.source = 0.0, "bounds"
         self.found: Found | None = None
         self.heard = float("inf")
 
@@ -115,8 +131,8 @@ class Pipeline:
         self.halt.__exit__(kind, error, trace)
 
     def resume_from(self, incumbent: Orders) -> None:
-        """Start from an order found earlier."""
-        verify_orders(self.problem, incumbent)
+        """Start from an order found earlier; raises :class:`InvalidPlan` where the problem forbids it."""
+        verify_orders(self.given, incumbent)
         orders = first_in_first_out(incumbent, self.problem.n_stages)
         self._take(Found(self._exact_value(orders), orders, "resumed"))
 
@@ -136,7 +152,13 @@ class Pipeline:
                 stage()
 
     def finish(self) -> Plan:
-        """The verified plan of the incumbent, with baselines beside it."""
+        """The verified plan of the incumbent, with baselines beside it.
+
+        Raises
+        ------
+        ContradictedBound
+            Where the plan undercuts the bound.
+        """
         if self.found is None:
             raise RuntimeError(
                 "the search ended without an order; this is a fault of ours, please report it."
@@ -147,15 +169,16 @@ class Pipeline:
         if self.halt.reason is not None:
             extra["cut"] = self.halt.reason
         plan = make_plan(
-            self.problem,
+            self.given,
             self.found.orders,
             method=self.found.method,
-            lower_bound=self.bound,
+            lower_bound=self.bound * self.unit,
+            source=self.source,
             seed=self.options.seed,
             seconds=time.monotonic() - self.began,
             extra=extra,
         )
-        return replace(plan, baselines=compare(self.problem))
+        return replace(plan, baselines=compare(self.given))
 
     def _begin(self) -> None:
         """A first plan, as soon as can be."""
@@ -167,7 +190,7 @@ class Pipeline:
 
     def _bound(self) -> None:
         """The full bound."""
-        self._raise_bound(lower_bound(self.problem).value)
+        self._raise_bound(lower_bound(self.problem).value, "bounds")
 
     def _construct(self) -> None:
         """Greedy and list-scheduled orders, in turns."""
@@ -188,17 +211,17 @@ class Pipeline:
         most += CHAINS * 2 * FINALISTS * self.problem.max_actions if self.budget.most_tuned else 0
         placements = min(self.budget.tuned, most) // CHAINS
         rest = int(REST_SHARE * placements)
-        spent = self._spent(TUNE_SHARE * (1 - REST_SHARE))
 
-        def chain_of(number: int) -> Iterator[Found | None]:
+        def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
             seed, best, rule = self.options.seed * CHAINS + number, self.found, None
-            for attempt in parameter_search(self.problem, placements - rest, seed, self.halt.flag, spent):
+            tuned = partial(turn.spent, 1 - REST_SHARE)
+            for attempt in parameter_search(self.problem, placements - rest, seed, turn.flag, tuned):
                 found = None if attempt is None else _of(attempt)
                 if attempt is not None and (best is None or attempt.value < best.value):
                     best, rule = found, attempt.rule
                 yield found
             if best is not None:
-                for attempt in rest_search(self.problem, best.orders, rest, seed, self.halt.flag, rule):
+                for attempt in rest_search(self.problem, best.orders, rest, seed, turn.flag, rule):
                     yield None if attempt is None else _of(attempt)
 
         self._race(chain_of, TUNE_SHARE)
@@ -212,17 +235,17 @@ class Pipeline:
         best = self.found
         unit = float(self.problem.arrays.duration[:3].mean())
 
-        def chain_of(number: int) -> Iterator[Found | None]:
+        def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
             own = start = best
-            for turn in range(ROUNDS):
-                round_of_three = turn % 3
+            for round_number in range(ROUNDS):
+                round_of_three = round_number % 3
                 result = anneal(
                     self.problem,
                     (own if round_of_three == 0 else start).orders,
                     moves=moves,
                     temperature=WARMEST * unit * (1 - round_of_three / 3) * (0.3 if number else 1.0),
-                    seed=(self.options.seed * CHAINS + number) * ROUNDS + turn,
-                    halt=self.halt.flag,
+                    seed=(self.options.seed * CHAINS + number) * ROUNDS + round_number,
+                    halt=turn.flag,
                 )
                 start = Found(result.value, result.last, "annealing")
                 if result.value < own.value * (1 - OPTIMAL_GAP):
@@ -270,7 +293,7 @@ class Pipeline:
             seed=self.options.seed,
             cancelled=self.halt.check,
             on_solution=lambda orders, value: self._take(Found(value, orders, "cp-sat")),
-            on_bound=self._raise_bound,
+            on_bound=lambda bound: self._raise_bound(bound, "cp-sat"),
         )
 
     def _seconds_left(self) -> float | None:
@@ -278,26 +301,29 @@ class Pipeline:
             return None
         return max(0.01, self.options.time_limit - (time.monotonic() - self.began))
 
-    def _race(self, chain_of: Callable[[int], Iterator[Found | None]], share: float) -> None:
+    def _race(self, chain_of: Callable[[int, Turn], Iterator[Found | None]], share: float) -> None:
         """Run the chains; the best order of all becomes the incumbent.
 
         A chain that meets the bound ends the others, each as soon as it has made as many steps: so the plan
         does not depend on which chain was faster. Of a time limit a stage takes no more than ``share`` of
-        what is left.
+        what is left, and where one worker runs the chains one after another, they divide that evenly.
         """
-        spent = self._spent(share)
+        left = self._seconds_left()
+        until = None if left is None else time.monotonic() + share * left
         met: dict[int, int] = {}  # steps after which a chain met the bound
 
         def run(number: int) -> Found | None:
             best = None
-            for step, found in enumerate(chain_of(number)):
-                if found is not None and (best is None or found.value < best.value):
-                    best = found
-                    self._hear(found)
-                    if self._meets_bound(found):
-                        met[number] = step
-                if self._is_over() or spent() >= 1 or any(step >= other for other in met.copy().values()):
-                    break
+            with self._turn(until, 1 if self.options.workers > 1 else CHAINS - number) as turn:
+                for step, found in enumerate(chain_of(number, turn)):
+                    if found is not None and (best is None or found.value < best.value):
+                        best = found
+                        self._hear(found)
+                        if self._meets_bound(found):
+                            met[number] = step
+                    is_last = any(step >= other for other in met.copy().values())
+                    if is_last or self._is_over() or turn.spent() >= 1:
+                        break
             return best
 
         bests = list(self.pool.map(run, range(CHAINS)))
@@ -306,51 +332,59 @@ class Pipeline:
             if best is not None and self._is_better(best.value):
                 self._take(best)
 
-    def _spent(self, share: float) -> Callable[[], float]:
-        """What says how much has gone of a share of the time that is left; always 0 without a limit."""
-        left = self._seconds_left()
-        if left is None:
-            return lambda: 0.0
-        began, long = time.monotonic(), share * left
-        return lambda: (time.monotonic() - began) / long
+    @contextmanager
+    def _turn(self, until: float | None, waiting: int) -> Iterator[Turn]:
+        """The turn of a chain: with others waiting for theirs, an even part of the time until then."""
+        began = time.monotonic()
+        if until is None:
+            yield Turn(self.halt.flag, began, None)
+        elif waiting == 1:
+            yield Turn(self.halt.flag, began, until - began)
+        else:
+            seconds = (until - began) / waiting
+            with Halt(self.halt.check, began + seconds) as halt:
+                yield Turn(halt.flag, began, seconds)
 
     def _hear(self, found: Found) -> None:
         """Report a chain's order before the stage has ended."""
         with self.lock:
             if found.value < self.heard * (1 - OPTIMAL_GAP):
-                verify_orders(self.problem, found.orders)
+                verify_orders(self.given, found.orders)
                 self.heard = found.value
                 self._report(found)
 
     def _take(self, found: Found) -> None:
         """Make an order the incumbent."""
-        verify_orders(self.problem, found.orders)
+        verify_orders(self.given, found.orders)
         with self.lock:
             self.found = found
             if found.value < self.heard * (1 - OPTIMAL_GAP):
                 self.heard = found.value
                 self._report(found)
 
-    def _raise_bound(self, bound: float) -> None:
+    def _raise_bound(self, bound: float, source: str) -> None:
         with self.lock:
             if bound > self.bound * (1 + OPTIMAL_GAP):
-                self.bound = bound
+                self.bound, self.source = bound, source
                 if self.found is not None:
                     self._report(self.found)
 
     def _report(self, found: Found) -> None:
-        if self.on_progress is not None:
-            self.on_progress(
-                Progress(
-                    objective=found.value,
-                    lower_bound=min(self.bound, found.value),
-                    gap=max(0.0, gap_of(found.value, self.bound)),
-                    method=found.method,
-                    seconds=time.monotonic() - self.began,
-                    orders=found.orders,
-                    problem=self.problem,
-                )
+        # A contradicted bound ends the search at once, and then finish() raises: it is no progress.
+        if self.on_progress is None or verdict(found.value, self.bound) == "contradicted":
+            return
+        certificate = certify(self.problem, found.value, self.bound, self.source)
+        self.on_progress(
+            Progress(
+                objective=found.value * self.unit,
+                lower_bound=certificate.lower_bound * self.unit,
+                gap=certificate.gap,
+                method=found.method,
+                seconds=time.monotonic() - self.began,
+                orders=found.orders,
+                problem=self.given,
             )
+        )
 
     def _is_better(self, value: float) -> bool:
         return self.found is None or value < self.found.value * (1 - OPTIMAL_GAP)

@@ -10,20 +10,17 @@ import hashlib
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zbv_solver import __version__
+from zbv_solver.certificate import Status
+from zbv_solver.certificate import gap_of as gap_of
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.orders import Orders
 from zbv_solver.problem import Objective, Problem
 from zbv_solver.schema import Number, canonical_json, issues_of, number, numbers, parse_problem, problem_json
-
-Status = Literal["optimal", "feasible"]
-
-OPTIMAL_GAP = 1e-9
-"""Gaps up to this are float rounding: the plan is optimal."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +123,6 @@ def identity(problem: dict[str, Any], ranks: list[list[str]]) -> str:
     """The ``plan_id`` of a normalised problem document and its action texts."""
     text = canonical_json({"problem": problem, "ranks": ranks})
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def gap_of(value: float, lower_bound: float) -> float:
-    """Relative distance of a value from a lower bound; 0 when both are 0."""
-    if lower_bound > 0:
-        gap = value / lower_bound - 1
-        return 0.0 if abs(gap) <= OPTIMAL_GAP else gap
-    return 0.0 if value <= 0 else math.inf
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.amounts import MAX_NUMBER as MAX_NUMBER
-from zbv_solver.amounts import MEMORY_TOLERANCE as MEMORY_TOLERANCE
-from zbv_solver.amounts import broken_rule, delta_rule
-from zbv_solver.amounts import exceeds as exceeds
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, Issue
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue
 from zbv_solver.layers.cut import CutModel
+from zbv_solver.numeric import FEASIBLE_MEMORY, broken_rule, clean_deltas, delta_rule
+from zbv_solver.numeric import MAX_NUMBER as MAX_NUMBER
+from zbv_solver.numeric import MEMORY_TOLERANCE as MEMORY_TOLERANCE
+from zbv_solver.numeric import exceeds as exceeds
 from zbv_solver.placement import PLACEMENT_KINDS, Placement
 
 Objective = Literal["span", "makespan"]
@@ -67,7 +67,9 @@ class Costs:
 class Memory:
     """Memory deltas, one per stage (S,), and static use and limit, one per rank (p,).
 
-    ``forward + backward_input + backward_weight`` is 0 per stage. ``limit`` is None when unlimited.
+    ``forward + backward_input + backward_weight`` is 0 per stage, up to rounding: these are the numbers as
+    the user stated them, and part of a plan's identity. Whoever adds them up over microbatches takes
+    :attr:`ProblemArrays.delta` instead, where the sum is exact. ``limit`` is None when unlimited.
     """
 
     forward: PerStage
@@ -100,7 +102,7 @@ class ProblemArrays:
     duration
         (4, S) float64, indexed [letter code, stage].
     delta
-        (4, S) float64, change of the rank's memory by an action.
+        (4, S) float64, change of the rank's memory by an action. F + I + W and F + B are exactly 0.
     transfer
         (S-1,) float64, latency of a boundary; 0 inside one rank.
     rank_of
@@ -165,13 +167,14 @@ class Problem:
         """The problem as arrays (read-only)."""
         costs, memory, placement = self.costs, self.memory, self.placement
         fused = [costs.fused(stage) for stage in range(self.n_stages)]
-        deltas = [memory.forward, memory.backward_input, memory.backward_weight]
-        freed = [i + w for i, w in zip(memory.backward_input, memory.backward_weight, strict=True)]
+        cleaned = list(map(clean_deltas, memory.forward, memory.backward_input))
+        inputs, weights = zip(*cleaned, strict=True)
+        freed = [0.0 - forward for forward in memory.forward]
         transfer = [0.0 if placement.is_local(boundary) else cost for boundary, cost in enumerate(costs.p2p)]
         unlimited = (math.inf,) * self.pp_degree
         arrays = ProblemArrays(
             duration=np.array([costs.forward, costs.backward_input, costs.backward_weight, fused]),
-            delta=np.array([*deltas, freed]),
+            delta=np.array([memory.forward, inputs, weights, freed]),
             transfer=np.array(transfer, dtype=np.float64),
             rank_of=np.array(placement.rank_of, dtype=np.int32),
             static=np.array(memory.static, dtype=np.float64),
@@ -200,7 +203,8 @@ class Problem:
         """Raise :class:`InfeasibleMemory` when a rank's limit is below its smallest feasible one."""
         limits = self.memory.limit
         if limits is not None and any(
-            exceeds(need, limit) for need, limit in zip(self.smallest_limit, limits, strict=True)
+            exceeds(need, limit, FEASIBLE_MEMORY)
+            for need, limit in zip(self.smallest_limit, limits, strict=True)
         ):
             raise InfeasibleMemory(self.smallest_limit, limits)
 
@@ -210,6 +214,20 @@ class Problem:
         return self.microbatches * math.fsum(
             costs.forward[s] + min(costs.fused(s), costs.backward_input[s] + costs.backward_weight[s])
             for s in self.placement.stages_of[rank]
+        )
+
+
+def require_same_problem(asked: Problem, of_plan: Problem) -> None:
+    """Raise :class:`InvalidPlan` where a plan was made for another problem than the one that was asked.
+
+    Names of units may differ.
+    """
+    names = [name for name in Problem.__dataclass_fields__ if name != "units"]
+    differing = [name for name in names if getattr(asked, name) != getattr(of_plan, name)]
+    if differing:
+        raise InvalidPlan(
+            f"the plan was made for another problem; they differ in {', '.join(differing)}. Start from a "
+            f"plan of this problem, or from none."
         )
 
 
@@ -297,7 +315,8 @@ def _delta_rules(problem: Problem) -> list[Issue]:
     ):
         if not all(map(math.isfinite, deltas)):
             return []  # reported by _number_rules
-        broken = delta_rule(*deltas)
+        # A stage may be a sum of layers, each within the tolerance, and adding them up rounds too.
+        broken = delta_rule(*deltas, tolerance=2 * MEMORY_TOLERANCE)
         if broken is not None:
             return [Issue(f"/memory{broken[0]}", f"stage {stage}: {broken[1]}")]
     return []

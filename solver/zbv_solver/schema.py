@@ -30,6 +30,10 @@ NumberOrList = Annotated[
 """A scalar, one value per chunk, or one per stage."""
 
 
+_MOST_DIGITS = 100
+"""An integer with more digits is read as a float: none is valid anywhere."""
+
+
 class Document(BaseModel):
     """A JSON object without unknown keys."""
 
@@ -183,6 +187,24 @@ def canonical_json(document: Any) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def decode_json(text: str) -> Any:
+    """A JSON text as Python objects.
+
+    A number that no float holds becomes inf, also where it is an integer of thousands of digits, which Python
+    refuses to read. So whoever checks the document can say which number it is.
+
+    Raises
+    ------
+    json.JSONDecodeError
+        Where the text is no JSON.
+    """
+    return json.loads(text, parse_int=_integer)
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
 def number(value: float) -> float | int:
     """A float as JSON writes it shortest: whole numbers without a fraction."""
     return int(value) if value == int(value) else value
@@ -226,7 +248,10 @@ def _document_path(loc: tuple[int | str, ...], kind: str, document: Any) -> list
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of more than a few thousand digits
+        return "a number too long to print"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

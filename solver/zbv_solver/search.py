@@ -13,7 +13,7 @@ from zbv_solver.options import BUDGETS, EFFORTS, STAGES, Budget, Effort, SearchO
 from zbv_solver.orders import Orders
 from zbv_solver.pipeline import Cancelled, OnProgress, Pipeline, Progress
 from zbv_solver.plan import Plan
-from zbv_solver.problem import Problem
+from zbv_solver.problem import Problem, require_same_problem
 
 __all__ = [
     "BUDGETS",
@@ -59,7 +59,9 @@ def search(
     InfeasibleMemory
         When no plan fits the memory limit.
     InvalidPlan
-        When ``incumbent`` is not an order of this problem.
+        When ``incumbent`` is not an order of this problem, or a plan of another one.
+    ContradictedBound
+        When the plan undercuts a lower bound: one of the two is wrong, and neither is returned.
     """
     if isinstance(problem, LayeredProblem):
         # Layers are rare, and their kernels take a moment to load.
@@ -69,8 +71,11 @@ def search(
             raise TypeError("an incumbent of layers is a Plan: orders alone do not say where they are cut.")
         return plan_layers(problem, options, on_progress, cancelled, incumbent)
     problem.require_feasible()
+    if isinstance(incumbent, Plan):
+        require_same_problem(problem, incumbent.problem)
+        incumbent = incumbent.orders
     with Pipeline(problem, options or SearchOptions(), on_progress, cancelled) as pipeline:
         if incumbent is not None:
-            pipeline.resume_from(incumbent.orders if isinstance(incumbent, Plan) else incumbent)
+            pipeline.resume_from(incumbent)
         pipeline.run()
         return pipeline.finish()

@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 
 from zbv_solver import sweeps
 from zbv_solver.errors import InvalidPlan
+from zbv_solver.numeric import ROUNDING
 from zbv_solver.orders import Orders
 from zbv_solver.problem import B, F, I, Problem
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
-
-SPAN_TOLERANCE = 1e-12
-"""Potentials may miss an inequality by this share of the times: float rounding, far below any cost."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,5 +205,5 @@ def _exact_span(executed: _Executed, orders: Orders) -> tuple[float, FloatArray]
     filled = np.diff(orders.offset) > 0
     # Where nothing can be gained by starting later, earliest starts are the answer already.
     release[filled] = executed.start[orders.offset[:-1][filled]]
-    span = sweeps.policy_iteration(*executed.graph, release, SPAN_TOLERANCE)
+    span = sweeps.policy_iteration(*executed.graph, release, ROUNDING)
     return float(span), release

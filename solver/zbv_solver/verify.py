@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.jit import compiled_where_possible
+from zbv_solver.numeric import MEMORY_TOLERANCE
+from zbv_solver.numeric import SAME_METRIC as RELATIVE
 from zbv_solver.orders import Orders
 from zbv_solver.plan import Metrics, Plan
 from zbv_solver.problem import LETTERS, B, F, I, Problem, W
@@ -22,9 +24,6 @@ from zbv_solver.verify_times import Graph, circle, columns, for_loops
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
-
-RELATIVE = 1e-7
-"""Stated metrics may differ from the recomputed ones by float rounding, not by more than this."""
 
 _FINE, _OUT_OF_RANGE, _MISPLACED, _REPEATED, _MISSING, _EARLY = range(6)
 
@@ -170,12 +169,16 @@ def _check_memory(problem: Problem, orders: Orders) -> list[float]:
     """Peaks (p,), none over its limit."""
     memory = problem.memory
     delta = np.zeros((4, problem.n_stages))
-    delta[F], delta[I], delta[W] = memory.forward, memory.backward_input, memory.backward_weight
-    delta[B] = delta[I] + delta[W]
+    forward, inputs = np.array(memory.forward), np.array(memory.backward_input)
+    # W releases what F and I leave. The three add up to 0 as stated only up to rounding, and over many
+    # microbatches the rounding would add up.
+    left = np.maximum(forward + inputs, 0.0)
+    delta[F], delta[I] = forward, np.where(left > 0, inputs, -forward)
+    delta[W], delta[B] = -left, -forward
     static = np.array(memory.static, dtype=np.float64)
     peaks: list[float] = _highest(*columns(orders)[:2], orders.offset, delta, static).tolist()
     for rank, limit in enumerate(memory.limit or ()):
-        if peaks[rank] > limit + 1e-9 * max(abs(peaks[rank]), abs(limit)):
+        if peaks[rank] > limit + MEMORY_TOLERANCE * max(abs(peaks[rank]), abs(limit)):
             raise InvalidPlan(f"rank {rank} needs {peaks[rank]:.15g} of memory; its limit is {limit:.15g}.")
     return peaks
 

@@ -18,10 +18,11 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.jit import can_compile
 from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.numeric import SAME_METRIC
 from zbv_solver.orders import Orders, first_in_first_out
 from zbv_solver.plan import Plan, PlanDocument, parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem import Problem
-from zbv_solver.verify import RELATIVE, compare, verify, verify_orders
+from zbv_solver.verify import compare, verify, verify_orders
 
 PROOF_EFFORT = 16.0
 """CP-SAT's deterministic time for a proof: twice what a thorough search spends."""
@@ -220,7 +221,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     from zbv_solver.options import BUDGETS
 
     problem = plan.problem
-    enough = stated * (1 - RELATIVE)
+    enough = stated * (1 - SAME_METRIC)
     bound = lower_bound(problem).value
     if bound >= enough:
         return f"proved again: {bound:.9g}, in closed form"
@@ -267,7 +268,7 @@ def _cut_claims(plan: Plan, asked: Problem | LayeredProblem | None, prove: bool)
         from zbv_solver.layers.plan_layers import bound_over_all_cuts
 
         bound = bound_over_all_cuts(asked)
-        if bound < stated * (1 - RELATIVE):
+        if bound < stated * (1 - SAME_METRIC):
             raise InvalidPlan(
                 f"the stated bound {stated:.15g} over all cuts is not supported: zbv proves {bound:.15g}. "
                 f"State that one, or leave `cut` out."
@@ -276,7 +277,7 @@ def _cut_claims(plan: Plan, asked: Problem | LayeredProblem | None, prove: bool)
 
 
 def _check_cut_gap(gap: float, bound: float, value: float) -> None:
-    if bound > value * (1 + RELATIVE):
+    if bound > value * (1 + SAME_METRIC):
         raise InvalidPlan(
             f"the stated bound {bound:.15g} over all cuts is above the objective {value:.15g}, so it is no "
             f"bound."

@@ -16,7 +16,6 @@ from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.improve.exact import refine
-from zbv_solver.improve.exact_grid import integer_scale
 from zbv_solver.orders import Orders
 from zbv_solver.problem import Costs, Problem
 from zbv_solver.schema import parse_problem
@@ -202,11 +201,3 @@ def test_stops_soon_after_cancellation() -> None:
     )
     assert not result.proved  # an hour's effort was cut short, or this test would have timed out
     assert result.orders is None or value_of(problem, result.orders) <= value_of(problem, start)
-
-
-@pytest.mark.parametrize(
-    ("values", "scale"),
-    [([], 1), ([0, 0], 1), ([2, 4], 0.5), ([1, 3], 1), ([0.5, 0.25], 4), ([1e15, 1], (1 << 20) / 1e15)],
-)
-def test_integer_scale(values: list[float], scale: float) -> None:
-    assert integer_scale(values) == pytest.approx(scale)

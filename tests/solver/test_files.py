@@ -7,8 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from zbv_solver.console.files import output, read_json, write
-from zbv_solver.errors import InvalidInput
+from zbv_solver.console.files import output, write
 
 
 def test_a_file_that_cannot_be_written_fails_before_the_work(tmp_path: Path) -> None:
@@ -77,10 +76,3 @@ def test_devices_and_pipes_are_written_to_directly() -> None:
     finally:
         os.close(reader)
         os.close(writer)
-
-
-def test_an_integer_of_thousands_of_digits_is_wrong_input(tmp_path: Path) -> None:
-    path = tmp_path / "problem.json"
-    path.write_text('{"pp_degree": ' + "9" * 5000 + "}")
-    with pytest.raises(InvalidInput, match="more than 4300 digits"):
-        read_json(str(path))

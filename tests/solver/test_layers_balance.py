@@ -86,6 +86,32 @@ def test_the_floor_counts_what_memory_forces_to_be_recomputed() -> None:
     assert least_worst_load(tight, CutTables.of(tight)) == 7
 
 
+@pytest.mark.parametrize("cost", [1e3, 1e9, 5e13])
+def test_recomputing_that_saves_nothing_costs_nothing_however_much_it_takes(cost: float) -> None:
+    again = {"backward_input": cost, "memory": {"forward": 3, "backward_weight": -3}}
+    block = {"forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 4}
+    layers = [{"name": "a", **block, "memory": {"forward": 3, "backward_weight": -3}, "recompute": again}]
+    problem = layered(layers=layers, placement="single", memory={"limit": 5})
+    with np.errstate(all="raise"):
+        assert least_worst_load(problem, CutTables.of(problem)) == 6
+
+
+def test_cuts_are_settled_where_a_rank_recomputes_more_stages_than_eight() -> None:
+    """At the start, one rank has 27 of 36 layers, and fits with all of its nine stages recomputed."""
+    block = {"forward": 1, "backward_input": 1, "backward_weight": 1}
+    held = {"forward": 4, "backward_weight": -4}
+    again = {"backward_input": 2, "memory": {"forward": 1, "backward_weight": -1}}
+    layers = [{"name": "a", **block, "memory": held, "recompute": again, "repeat": 36}]
+    space = space_of(layered(layers=layers, placement="loop", chunks=9, memory={"limit": 27}))
+    uneven = (*(2 * stage + stage % 2 for stage in range(space.n_stages)), 36)
+    start = space.fitting(uneven)
+    assert start is not None
+    settled = settled_cut(space, uneven)
+    recompute = space.fitting(settled)
+    assert recompute is not None
+    assert space.worst_load(settled, recompute) < 0.7 * space.worst_load(uneven, start)
+
+
 @given(layered_problems(placements=("loop", "v", "single")))
 def test_simple_and_settled_cuts_keep_the_rules(problem: LayeredProblem) -> None:
     space = space_of(problem)

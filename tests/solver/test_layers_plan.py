@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered
 from zbv_solver.bounds import lower_bound
-from zbv_solver.errors import InfeasibleMemory, InvalidInput
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.layers.balance import balanced_cut
 from zbv_solver.layers.cut import Cut
 from zbv_solver.layers.joint_search import Candidate, improve_cut
@@ -16,6 +17,7 @@ from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.layers.space import Bounds, CutSpace
 from zbv_solver.layers.tables import CutTables
+from zbv_solver.orders import Orders
 from zbv_solver.plan import Plan, parse_plan, plan_json
 from zbv_solver.search import Progress, SearchOptions, search
 from zbv_solver.verify import verify
@@ -166,6 +168,34 @@ def test_an_incumbent_is_where_the_search_starts(plan: Plan) -> None:
     assert resumed.objective <= plan.objective * (1 + 1e-9)
     with pytest.raises(TypeError, match="an incumbent of layers is a Plan"):
         search(layered(), incumbent=plan.orders)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": [EMBEDDING, {**BLOCK, "forward": 11}, HEAD]},
+        {"pp_degree": 3},
+        {"microbatches": 5},
+        {"placement": "single"},
+        {"memory": {"limit": 1000}},
+        {"cut": {"first": 1}},
+        {"objective": "makespan"},
+    ],
+)
+def test_a_plan_of_other_layers_or_of_another_question_is_no_incumbent(changes: dict[str, Any]) -> None:
+    plan = search(layered(), QUICK)
+    with pytest.raises(InvalidPlan):
+        search(layered(**changes), QUICK, incumbent=plan)
+
+
+def test_what_an_incumbent_states_is_not_believed() -> None:
+    plan = search(layered(), QUICK)
+    metrics = replace(plan.metrics, span=plan.metrics.span / 2, lower_bound=1.0, status="optimal")
+    resumed = search(layered(), QUICK, cancelled=lambda: True, incumbent=replace(plan, metrics=metrics))
+    assert resumed.metrics.span == plan.metrics.span
+    verify(resumed)
+    with pytest.raises(InvalidPlan):
+        search(layered(), QUICK, incumbent=replace(plan, orders=Orders.of_rows([])))
 
 
 def test_memory_decides_what_is_recomputed() -> None:

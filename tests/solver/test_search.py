@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import event, given, settings
@@ -15,6 +16,7 @@ from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch, is_monotone
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.halt import Turn
 from zbv_solver.improve.exact import objective_of as evaluate_objective
 from zbv_solver.orders import Orders
 from zbv_solver.pipeline import Found, Pipeline
@@ -136,7 +138,7 @@ def test_of_two_chains_the_one_of_fewer_steps_wins_and_the_other_ends(
     orders = serial(problem).orders
     steps = [0, 0]
 
-    def chain_of(number: int) -> Iterator[Found | None]:
+    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
         for step in range(9):
             steps[number] += 1
             yield Found(100.0, orders, f"chain {number}") if step == meets[number] else None
@@ -174,6 +176,73 @@ def test_a_resumed_search_is_never_worse_than_its_incumbent() -> None:
 def test_an_incumbent_of_another_problem_is_refused() -> None:
     with pytest.raises(InvalidPlan):
         search(uniform(2, 3), QUICK, incumbent=serial(uniform(2, 2)).orders)
+
+
+def test_a_plan_of_another_problem_is_refused_even_where_its_orders_would_do() -> None:
+    plan = search(uniform(2, 3), QUICK)
+    assert search(uniform(2, 3), QUICK, incumbent=plan).plan_id == plan.plan_id
+    with pytest.raises(InvalidPlan, match="they differ in costs"):
+        search(uniform(2, 3, p2p=1), QUICK, incumbent=plan)
+    with pytest.raises(InvalidPlan, match="they differ in"):
+        search(uniform(3, 3), QUICK, incumbent=plan)
+
+
+def test_one_worker_divides_a_time_limit_between_the_chains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("zbv_solver.pipeline.time", clock)
+    monkeypatch.setattr("zbv_solver.halt.time", clock)
+    steps = [0, 0]
+
+    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+        nonlocal now
+        while True:
+            now += 1.0  # every step takes a second
+            steps[number] += 1
+            yield None
+
+    options = SearchOptions(time_limit=1000.0)
+    with Pipeline(uniform(2, 2), options, None, None) as pipeline:
+        pipeline._race(chain_of, 0.8)
+    assert sum(steps) == pytest.approx(800, abs=4)
+    assert steps[0] == pytest.approx(steps[1], abs=4)
+
+
+def test_the_time_that_the_first_chain_leaves_is_the_second_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("zbv_solver.pipeline.time", clock)
+    monkeypatch.setattr("zbv_solver.halt.time", clock)
+    steps = [0, 0]
+
+    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+        nonlocal now
+        while number == 1 or steps[0] < 10:
+            now += 1.0
+            steps[number] += 1
+            yield None
+
+    with Pipeline(uniform(2, 2), SearchOptions(time_limit=1000.0), None, None) as pipeline:
+        pipeline._race(chain_of, 0.8)
+    assert steps[0] == 10
+    assert steps[1] == pytest.approx(790, abs=4)
+
+
+def test_a_turn_that_is_over_stops_what_runs_in_it() -> None:
+    """Annealing's rounds are long: only the flag that kernels poll ends one."""
+    stopped: list[int] = []
+
+    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+        while not turn.flag[0]:
+            time.sleep(0.001)
+        stopped.append(number)
+        yield None
+
+    with Pipeline(uniform(2, 2), SearchOptions(time_limit=0.5), None, None) as pipeline:
+        pipeline._race(chain_of, 0.8)
+    assert stopped == [0, 1]
 
 
 def test_a_cancelled_search_keeps_its_incumbent() -> None:

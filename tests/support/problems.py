@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -95,3 +96,82 @@ def limited_problems(draw: st.DrawFn, /, **options: Any) -> Problem:
     p = problem.pp_degree
     headroom = draw(st.lists(st.sampled_from([0, 0, 1, 3, 10, 40]), min_size=p, max_size=p))
     return limited(problem, tuple(map(float, headroom)))
+
+
+def decades(smallest: float = 1e-6, largest: float = 1e6) -> st.SearchStrategy[float]:
+    """Positive floats over many decades, round ones and ones with all their digits."""
+    exponents = st.floats(math.log10(smallest), math.log10(largest))
+    return st.one_of(
+        exponents.map(lambda exponent: 10.0**exponent),
+        st.tuples(st.integers(1, 99), exponents).map(lambda drawn: drawn[0] * 10.0 ** int(drawn[1])),
+        st.sampled_from([0.1, 0.2, 0.3, 1 / 3, 1.0, 3.0]),
+    )
+
+
+@st.composite
+def rough_problems(
+    draw: st.DrawFn, *, max_p: int = 3, max_m: int = 4, costs: st.SearchStrategy[float] | None = None
+) -> Problem:
+    """Problems as measurements make them: any placement, 1 to 4 chunks, costs over twelve decades.
+
+    Some costs are 0, some backwards are fused, memory is often as tight as can be, and what a microbatch
+    holds adds up to 0 only up to rounding.
+    """
+    kind = draw(st.sampled_from(["v", "loop", "single"]))
+    chunks = draw(st.integers(1, 4)) if kind == "loop" else None
+    placement = Placement.of(kind, draw(st.integers(1, max_p)), chunks)
+    n, p = placement.n_stages, placement.pp_degree
+    cost = st.one_of(st.just(0.0), costs or decades(), costs or decades())
+
+    def per_stage(of: st.SearchStrategy[float], count: int = n) -> tuple[float, ...]:
+        if draw(st.booleans()):
+            return (draw(of),) * count
+        return tuple(draw(st.lists(of, min_size=count, max_size=count)))
+
+    inputs, weights = per_stage(cost), per_stage(cost)
+    backward = None
+    if draw(st.booleans()):
+        shares = per_stage(st.sampled_from([0.5, 0.7, 1.0, 1.1]))
+        backward = tuple((i + w) * share for i, w, share in zip(inputs, weights, shares, strict=True))
+    held = per_stage(st.one_of(st.just(0.0), decades()))
+    released = [amount * draw(st.sampled_from([0.0, 0.1, 1 / 3, 0.5, 1.0, 1.2])) for amount in held]
+    leak = draw(st.sampled_from([0.0, 0.0, 1e-16, 9e-10, -9e-10]))
+    problem = Problem(
+        placement=placement,
+        microbatches=draw(st.integers(1, max_m)),
+        costs=Costs(
+            per_stage(cost),
+            inputs,
+            weights,
+            per_stage(cost, n - 1) if draw(st.booleans()) else (0.0,) * (n - 1),
+            backward,
+        ),
+        memory=Memory(
+            forward=held,
+            backward_input=tuple(w - f for f, w in zip(held, released, strict=True)),
+            backward_weight=tuple(
+                min(0.0, -w + leak * (f + abs(w - f) + w)) for f, w in zip(held, released, strict=True)
+            ),
+            static=per_stage(st.one_of(st.just(0.0), decades()), p),
+        ),
+        objective=draw(st.sampled_from(["span", "makespan"])),
+    )
+    if draw(st.booleans()):
+        return problem
+    room = per_stage(st.sampled_from([0.0, 0.0, 1e-12, 0.5, 2.0, 30.0]), p)
+    return limited(
+        problem, tuple(need * share for need, share in zip(problem.smallest_limit, room, strict=True))
+    )
+
+
+def in_other_units(problem: Problem, time: float, memory: float) -> Problem:
+    """The problem with all times and all amounts of memory multiplied."""
+
+    def times(values: tuple[float, ...], factor: float) -> tuple[float, ...]:
+        return tuple(value * factor for value in values)
+
+    def scaled(part: Any, factor: float) -> Any:
+        fields = {name: value for name, value in vars(part).items() if value is not None}
+        return replace(part, **{name: times(value, factor) for name, value in fields.items()})
+
+    return replace(problem, costs=scaled(problem.costs, time), memory=scaled(problem.memory, memory))

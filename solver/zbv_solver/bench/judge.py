@@ -11,12 +11,9 @@ from typing import Literal
 
 from zbv_solver.bench.measure import Outcome
 from zbv_solver.bench.suite import Peer
-from zbv_solver.plan import OPTIMAL_GAP
+from zbv_solver.numeric import OPTIMAL_GAP, SAME_FIGURE
 
 Verdict = Literal["win", "tie", "loss", "no peer"]
-
-TIE = 1e-6
-"""Relative difference up to which two values are the same."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def judge(outcome: Outcome) -> Judgement:
         if value is None or not peer.fits:
             continue
         standing = Standing(peer, value)
-        is_below = value < outcome.lower_bound * (1 - TIE)
+        is_below = value < outcome.lower_bound * (1 - SAME_FIGURE)
         is_comparable = peer.placement == problem.placement.kind
         if is_comparable or not is_below:
             contenders.append(standing)
@@ -79,7 +76,7 @@ def judge(outcome: Outcome) -> Judgement:
 
 def verdict(ours: float, theirs: float) -> Verdict:
     """Smaller wins; values within a millionth of each other tie."""
-    if abs(ours - theirs) <= TIE * theirs:
+    if abs(ours - theirs) <= SAME_FIGURE * theirs:
         return "tie"
     return "win" if ours < theirs else "loss"
 

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.jit import compiled
+from zbv_solver.numeric import OPTIMAL_GAP as TINY
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
@@ -39,7 +40,6 @@ END = 2
 
 EVER = -1e300
 """Head of what the window does not bound."""
-TINY = 1e-9
 
 
 @compiled

@@ -29,12 +29,12 @@ from zbv_solver.bounds.heads import (
     POST,
     PRE,
     SECOND,
-    TINY,
     fill,
 )
 from zbv_solver.bounds.quick import preemptive_bound
 from zbv_solver.bounds.sides import Side
 from zbv_solver.jit import compiled
+from zbv_solver.numeric import OPTIMAL_GAP as TINY
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]

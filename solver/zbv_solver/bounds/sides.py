@@ -20,12 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.bounds.heads import FREE_POST, FREE_SECOND, POST, SECOND, sweep
-from zbv_solver.problem import MEMORY_TOLERANCE, B, F, I, Problem, W
+from zbv_solver.numeric import MEMORY_TOLERANCE, OPTIMAL_GAP, integer_scale
+from zbv_solver.problem import B, F, I, Problem, W
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
+MOST_UNITS = 1 << 30
+"""Of a common unit of memory, the largest amount may have this many."""
 FAR = 1 << 40
 """A reach beyond all microbatches."""
 
@@ -123,20 +126,9 @@ def _room(problem: Problem) -> FloatArray:
         if not math.isfinite(limit):
             continue
         space = limit - static + 2 * MEMORY_TOLERANCE * max(limit, static)
-        unit = _unit([abs(x) for x in arrays.delta[:3, list(stages)].ravel().tolist() if x])
-        if unit > 0:
-            space = math.floor(space / unit) * unit
-        room[rank] = space
+        scale = integer_scale(arrays.delta[:3, list(stages)].ravel().tolist(), MOST_UNITS)
+        room[rank] = space if scale is None else math.floor(space * scale) / scale
     return room
-
-
-def _unit(amounts: list[float]) -> float:
-    """The largest number that divides all amounts, 0 where no short fraction does."""
-    for scale in (1, 2, 4, 8, 10, 100, 1000):
-        scaled = [amount * scale for amount in amounts]
-        if amounts and all(amount.is_integer() for amount in scaled):
-            return math.gcd(*map(int, scaled)) / scale
-    return 0.0
 
 
 def _reach(room: FloatArray, held: FloatArray) -> IntArray:
@@ -145,7 +137,7 @@ def _reach(room: FloatArray, held: FloatArray) -> IntArray:
     space = room[:, None] - (upto[:, -1:] - upto)
     reach = np.full(held.shape, FAR, dtype=np.int64)
     bounded = (upto > 0) & (space < upto * FAR)
-    reach[bounded] = np.floor(space[bounded] / upto[bounded] * (1 + 1e-12) + 1e-9)
+    reach[bounded] = np.floor(space[bounded] / upto[bounded] * (1 + OPTIMAL_GAP))
     return np.maximum(reach, 1)
 
 

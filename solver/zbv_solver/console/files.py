@@ -30,20 +30,17 @@ def read_question(path: str) -> Problem | LayeredProblem:
 
 def read_json(path: str) -> Any:
     """The JSON document in a file; raises :class:`InvalidInput` where it holds none."""
+    from zbv_solver.schema import decode_json
+
     name = shown(path)
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        return json.loads(text)
+        return decode_json(text)
     except UnicodeDecodeError:
         raise InvalidInput.at("", f"{name} is not UTF-8 text; it must be a JSON document.") from None
     except json.JSONDecodeError as error:
         raise InvalidInput.at(
             "", f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from None
-    except ValueError:  # Python refuses to convert integers of more than 4300 digits
-        raise InvalidInput.at(
-            "",
-            f"{name} holds an integer of more than {sys.get_int_max_str_digits()} digits. Use a larger unit.",
         ) from None
     except RecursionError:
         raise InvalidInput.at("", f"{name} is nested too deeply to be a problem or a plan.") from None

@@ -19,6 +19,7 @@ from zbv_solver.construct.board import CLOCK, FIRST, HEAD, HELD, IDLE, TAIL, Boa
 from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.tables import FloatArray, IntArray, make_tables
 from zbv_solver.jit import compiled
+from zbv_solver.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem import B, F, I, Problem, W
 
 NOTHING = -1
@@ -179,10 +180,12 @@ def in_flight_caps(problem: Problem) -> NDArray[np.int64]:
     arrays = problem.arrays
     held = arrays.delta[F][stages].sum(axis=1)
     room = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        allowed = np.where(held > 0, room / np.maximum(held, 1e-300), np.inf)
+    allowed = np.divide(room, held, out=np.full_like(room, np.inf), where=held > 0)
     most = min(2 * problem.pp_degree, problem.microbatches)
-    return np.clip(np.ceil(np.minimum(allowed, most)), 1, most).astype(np.int64)
+    # A quotient that rounding put just above an integer is that integer.
+    rounded_up = np.ceil(np.minimum(allowed, most) * (1 - MEMORY_TOLERANCE))
+    clipped: NDArray[np.int64] = np.clip(rounded_up, 1, most).astype(np.int64)
+    return clipped
 
 
 def serial(problem: Problem) -> Attempt:

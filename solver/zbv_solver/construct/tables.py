@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.problem import MEMORY_TOLERANCE, B, F, I, Problem, W
+from zbv_solver.numeric import ROUNDING, SEARCH_MEMORY
+from zbv_solver.problem import B, F, I, Problem, W
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
 
-ROUNDING = 1e-12
 NO_ROW = -1
 """The row of a W, which no other rank waits for."""
 
@@ -93,7 +93,7 @@ def make_tables(problem: Problem, fuse: NDArray[np.bool_] | None = None) -> Tabl
     row = np.full((p, chunks, 4), NO_ROW, dtype=np.int64)
     row[:, :, F] = stages
     row[:, :, I] = row[:, :, B] = 2 * n - 1 - stages
-    slack = MEMORY_TOLERANCE * np.where(np.isfinite(arrays.limit), np.abs(arrays.limit), 0.0)
+    slack = SEARCH_MEMORY * np.where(np.isfinite(arrays.limit), np.abs(arrays.limit), 0.0)
     fused = np.zeros(n, dtype=np.bool_) if fuse is None else fuse
     return Tables(
         row=row.reshape(p, 4 * chunks),

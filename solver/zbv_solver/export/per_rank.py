@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbv_solver.export import quantities
+from zbv_solver.numeric import SAME_METRIC, exceeds
 from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
 
@@ -62,7 +63,7 @@ def idle_bars(plan: Plan) -> RankBars:
     )
     idlest = max(range(len(shares)), key=shares.__getitem__)
     mean = quantities.percent(plan.metrics.bubble_rate)
-    if max(shares) - min(shares) < 1e-9:
+    if max(shares) - min(shares) < SAME_METRIC:
         summary = f"{mean} of the span on every rank." if len(shares) > 1 else f"{mean} of the span."
     else:
         summary = f"{mean} of the span on average, at most {quantities.percent(shares[idlest])}"
@@ -88,7 +89,7 @@ def memory_bars(plan: Plan) -> RankBars:
                 height=round(scale * peak, 2),
                 base=round(scale * memory.static[rank], 2),
                 limit=round(scale * drawn[rank], 2) if drawn is not None else None,
-                over=limit is not None and peak > limit * (1 + 1e-9),
+                over=limit is not None and exceeds(peak, limit),
                 text=f"rank {rank}: {quantities.memory(peak, units)}{against}",
             )
         )

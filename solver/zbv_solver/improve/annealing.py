@@ -28,6 +28,7 @@ from zbv_solver.improve.order_state import (
     tails_from,
 )
 from zbv_solver.jit import compiled
+from zbv_solver.numeric import ROUNDING
 from zbv_solver.orders import Orders
 from zbv_solver.problem import F, Problem
 from zbv_solver.timing import evaluate, span_start_times
@@ -199,7 +200,7 @@ def _round(
         )
         changed = objective(length, head, release)
         applied += 1
-        if not executable or changed > max(bar, judged) * (1 + 1e-12):
+        if not executable or changed > max(bar, judged) * (1 + ROUNDING):
             for step in range(high - low + 1):
                 code[rank, low + step] = old_code[step]
             number(code, length, row, index, place)
@@ -220,7 +221,7 @@ def _round(
         size = critical_path(
             code, length, row, duration, lag, host, release, index, place, head, done, path, value
         )
-        if value < lowest - 1e-12 * abs(lowest):
+        if value < lowest - ROUNDING * abs(lowest):
             lowest = value
             best[:] = code
     # fmt: on

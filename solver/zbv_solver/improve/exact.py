@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.improve.exact_grid import ROUNDING, make_grid
+from zbv_solver.improve.exact_grid import make_grid
 from zbv_solver.improve.exact_model import ExactModel, implications
 from zbv_solver.improve.exact_states import Implied
+from zbv_solver.numeric import OPTIMAL_GAP, STEP_ROUNDING
 from zbv_solver.orders import Orders
 from zbv_solver.problem import Problem
 from zbv_solver.timing import evaluate
@@ -46,7 +47,8 @@ class ExactResult:
     orders
         The best order, or None when none better than the incumbent was found.
     lower_bound
-        A proven bound on the objective in the problem's unit.
+        A proven bound on the objective in the problem's unit. Where it is above what an order reaches, one of
+        the two is wrong: :func:`zbv_solver.certificate.certify` finds that out.
     proved
         Whether the search space was exhausted: no order is better than the incumbent or ``orders``.
     """
@@ -157,7 +159,7 @@ class _Run:
 
     def is_proved(self) -> bool:
         """Whether no order is better than the best one."""
-        return self.is_exhausted or self.value <= self.bound * (1 + ROUNDING)
+        return self.is_exhausted or self.value <= self.bound * (1 + OPTIMAL_GAP)
 
     def close_in(self) -> None:
         """Ask whether an order takes at most T, for T between what is proven and what is reached.
@@ -204,7 +206,7 @@ class _Run:
         model.hint(self.best)
         solver = make_solver(effort, self._seconds_left(), self.seed)
         if minimise:
-            solver.best_bound_callback = self._raise_bound
+            solver.best_bound_callback = lambda parts: self._raise_bound(parts, most)
         with stopped_when(self.cancelled, solver):
             status = solver.solve(model.model, _Solutions(lambda value: self._offer(model.orders(value))))
         if status == cp_model.MODEL_INVALID:
@@ -212,9 +214,9 @@ class _Run:
         self.effort -= max(solver.deterministic_time, self.effort / MOST_QUESTIONS)
         if status == cp_model.INFEASIBLE:
             self.is_exhausted = most >= self.upper and not self.is_misled
-            self._raise_bound(most + 1)
+            self._raise_bound(most + 1, most)
         elif minimise and status == cp_model.OPTIMAL:
-            self._raise_bound(solver.best_objective_bound)
+            self._raise_bound(solver.best_objective_bound, most)
             self._step_below(math.floor(solver.best_objective_bound + 0.5))
         elif not minimise and status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             self._step_below(most)
@@ -247,12 +249,13 @@ class _Run:
             if self.on_solution is not None:
                 self.on_solution(orders, value)
 
-    def _raise_bound(self, parts: float) -> None:
-        """Take note that no order within the model's limits takes less; all others are no better."""
+    def _raise_bound(self, parts: float, most: int) -> None:
+        """No order takes fewer than ``parts``, of those that the model admits: they take at most ``most``."""
         if not math.isfinite(parts):
             return
-        self.lower = max(self.lower, math.ceil(parts - 1e-6))
-        bound = min(self.grid.proven(parts), self.value)
+        parts = min(parts, most + 1)
+        self.lower = max(self.lower, math.ceil(parts - STEP_ROUNDING))
+        bound = self.grid.proven(parts)
         if bound > self.bound:
             self.bound = bound
             if self.on_bound is not None:

@@ -1,6 +1,6 @@
 """Real numbers as the integers that CP-SAT counts in, so that what it proves holds for the real ones.
 
-Durations that no decimal scale makes integers are rounded down, which relaxes the model: its bounds stay
+Durations that have no common unit are rounded down, which relaxes the model: its bounds stay
 valid, and an order found is timed with the true numbers afterwards.
 
 Two things keep the integers exact where the numbers are:
@@ -15,21 +15,20 @@ Two things keep the integers exact where the numbers are:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from zbv_solver.numeric import OPTIMAL_GAP, STEP_ROUNDING, integer_scale
 from zbv_solver.problem import Costs, Problem
 
 GRID = 1 << 20
-"""Steps that the largest number is divided into when no decimal scale makes all of them integers."""
+"""Steps that the largest number is divided into when the numbers have no common unit."""
 LARGEST_INTEGER = 1 << 40
 FINEST = 1 << 20
 """Most parts that a step is divided into."""
 CYCLE_PARTS = 64
 """Division of a step for a span whose exact one would be too fine."""
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,17 @@ class Grid:
 
     def strictly_below(self, value: float) -> int:
         """The most parts that an order better than ``value`` may take."""
-        return math.ceil(value * self.steps * (1 - ROUNDING) - 1e-6) * self.parts - 1
+        return math.ceil(value * self.steps * (1 - OPTIMAL_GAP) - STEP_ROUNDING) * self.parts - 1
 
     def proven(self, parts: float) -> float:
         """The bound in time units that is proven when no order takes less than ``parts``."""
-        return max(0, math.ceil(parts - 1e-6) // self.parts - self.slack) / self.steps
+        return max(0, math.ceil(parts - STEP_ROUNDING) // self.parts - self.slack) / self.steps
 
     def at_least(self, bound: float) -> int:
         """The parts that every order takes when ``bound`` time units are proven."""
         if not self.is_exact:
             return 0
-        return max(0, math.ceil(bound * self.steps * (1 - ROUNDING) - 1e-6) * self.parts)
+        return max(0, math.ceil(bound * self.steps * (1 - OPTIMAL_GAP) - STEP_ROUNDING) * self.parts)
 
 
 def make_grid(problem: Problem) -> Grid:
@@ -80,32 +79,14 @@ def make_grid(problem: Problem) -> Grid:
         cycles = math.lcm(*range(1, problem.pp_degree + 1))
         if cycles * most_parts > FINEST:
             cycles, slack = CYCLE_PARTS, 1
-    scale = integer_scale(
-        [*arrays.duration.ravel(), *arrays.transfer], LARGEST_INTEGER // (cycles * most_parts)
-    )
-    duration, transfer = (np.floor(x * scale + ROUNDING) for x in (arrays.duration, arrays.transfer))
+    times = np.concatenate([arrays.duration.ravel(), arrays.transfer])
+    most_steps = LARGEST_INTEGER // (cycles * most_parts)
+    exact = integer_scale(times.tolist(), most_steps)
+    scale = min(GRID, most_steps) / float(times.max()) if exact is None else exact
+    to_steps = np.floor if exact is None else np.rint
+    duration, transfer = to_steps(arrays.duration * scale), to_steps(arrays.transfer * scale)
     parts = most_parts if bool((duration == 0).any()) else 1
     fine = cycles * parts
     forward, inputs, weights, fused = (tuple(map(float, row)) for row in np.maximum(1.0, duration * fine))
     costs = Costs(forward, inputs, weights, tuple(map(float, transfer * fine)), fused)
-    is_exact = all(
-        np.allclose(rounded, true * scale, rtol=0, atol=1e-6)
-        for rounded, true in ((duration, arrays.duration), (transfer, arrays.transfer))
-    )
-    return Grid(replace(problem, costs=costs), scale * cycles, parts, slack, is_exact)
-
-
-def integer_scale(values: Iterable[float], largest_integer: int = LARGEST_INTEGER) -> float:
-    """A factor that makes all values integers, or puts the largest at ``GRID`` steps if none does."""
-    numbers = [float(value) for value in values if value != 0]
-    if not numbers:
-        return 1.0
-    largest = max(map(abs, numbers))
-    for decimals in range(7):
-        scaled = [value * 10.0**decimals for value in numbers]
-        if largest * 10.0**decimals > largest_integer:
-            break
-        if all(abs(value - round(value)) <= ROUNDING for value in scaled):
-            divisor = math.gcd(*(round(value) for value in scaled))
-            return float(10.0**decimals / divisor)
-    return min(GRID, largest_integer) / largest
+    return Grid(replace(problem, costs=costs), scale * cycles, parts, slack, exact is not None)

@@ -12,11 +12,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model_helper import Literal
 
-from zbv_solver.improve.exact_grid import ROUNDING, integer_scale
-from zbv_solver.problem import MEMORY_TOLERANCE, F, I, Problem, W
+from zbv_solver.improve.exact_grid import GRID, LARGEST_INTEGER
+from zbv_solver.numeric import MEMORY_TOLERANCE, integer_scale
+from zbv_solver.problem import F, I, Problem, W
 
 Expression = cp_model.LinearExpr
 Action = tuple[int, int, int]
@@ -39,20 +41,21 @@ class Amounts:
     @classmethod
     def of(cls, problem: Problem, rank: int) -> Amounts:
         """Amounts of a rank whose limit is not None."""
-        memory = problem.memory
-        limit = (memory.limit or memory.static)[rank]
+        arrays = problem.arrays
+        limit, static = float(arrays.limit[rank]), float(arrays.static[rank])
         stages = problem.placement.stages_of[rank]
-        true = {(letter, stage): _delta(problem, letter, stage) for stage in stages for letter in (F, I, W)}
-        scale = integer_scale(true.values())
-        delta = {key: math.floor(value * scale + ROUNDING) for key, value in true.items()}
-        room = (limit - memory.static[rank] + 2 * MEMORY_TOLERANCE * abs(limit)) * scale
+        keys = [(letter, stage) for letter in (F, I, W) for stage in stages]
+        true = np.array([arrays.delta[key] for key in keys])
+        scale = integer_scale(true.tolist(), LARGEST_INTEGER)
+        if scale is None:
+            scale = GRID / float(np.abs(true).max())
+            scaled = np.floor(true * scale)
+        else:
+            scaled = np.rint(true * scale)
+        delta = dict(zip(keys, map(int, scaled.tolist()), strict=True))
+        room = (limit - static + 2 * MEMORY_TOLERANCE * abs(limit)) * scale
         most = sum(max(0, value) for value in delta.values()) * problem.microbatches
-        return cls(delta, min(math.floor(room + ROUNDING), most))
-
-
-def _delta(problem: Problem, letter: int, stage: int) -> float:
-    memory = problem.memory
-    return (memory.forward, memory.backward_input, memory.backward_weight)[letter][stage]
+        return cls(delta, min(math.floor(room), most))
 
 
 class Pairs:

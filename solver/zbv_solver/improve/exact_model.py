@@ -30,9 +30,9 @@ Cell = tuple[int, int]
 
 def may_fuse(problem: Problem, stage: int) -> bool:
     """Whether B can pay on a stage: it is cheaper, or I would grow memory under a limit."""
-    costs, memory = problem.costs, problem.memory
+    costs, delta = problem.costs, problem.arrays.delta
     cheaper = costs.fused(stage) < costs.backward_input[stage] + costs.backward_weight[stage]
-    return cheaper or (memory.limit is not None and memory.backward_input[stage] > 0)
+    return cheaper or (problem.memory.limit is not None and bool(delta[I, stage] > 0))
 
 
 def implications(
@@ -241,7 +241,7 @@ class ExactModel:
         (release, stage), so exchanging ends; microbatches are then relabelled to ascend, as always. Where W's
         may be fused this is left out.
         """
-        release = self.problem.memory.backward_weight
+        release = self.problem.arrays.delta[W]
         for rank, stages in enumerate(self.problem.placement.stages_of):
             plain = [s for s in stages if not may_fuse(self.problem, s)]
             for y, x in combinations(sorted(plain, key=lambda s: (release[s], s)), 2):

@@ -20,6 +20,7 @@ import numpy as np
 
 from zbv_solver.construct.tables import FloatArray, IntArray
 from zbv_solver.jit import compiled
+from zbv_solver.numeric import OPTIMAL_GAP
 from zbv_solver.problem import B, I, W
 
 
@@ -291,7 +292,7 @@ def critical_path(
     value: float,
 ) -> int:  # pragma: no cover - compiled
     """One critical path, last action first, as (rank, place) rows of ``path``; returns its length."""
-    rounding = 1e-9 * max(1.0, abs(value))
+    rounding = OPTIMAL_GAP * abs(value)
     rank, at, size = -1, -1, 0
     for other in range(len(length)):
         if length[other] > 0 and head[other, length[other] - 1] - release[other] >= value - rounding:

@@ -19,14 +19,13 @@ from zbv_solver.jit import compiled
 from zbv_solver.layers.cut import Cut
 from zbv_solver.layers.space import Bounds, CutSpace
 from zbv_solver.layers.tables import FloatArray
+from zbv_solver.numeric import ROUNDING
 
 IntArray = NDArray[Any]
 
 LOAD, EXCESS = 0, 1
 """What is balanced: a rank's work for a microbatch, or its memory beyond its room."""
 
-ROUNDING = 1e-12
-"""Share by which sums of the same loads, added up in another order, may differ."""
 FIRST_STEP = 0.01
 """Share of the mean load by which T first grows, until any cut is found."""
 

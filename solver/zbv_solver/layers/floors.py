@@ -6,10 +6,10 @@ import numpy as np
 
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.tables import CutTables
+from zbv_solver.numeric import ROUNDING
 
 MOST_SUMS = 200_000
 """Loads that are told apart; where layers are of more kinds, the mean load has to do."""
-ROUNDING = 1e-12
 
 
 def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
@@ -46,12 +46,13 @@ def _least_total(tables: CutTables) -> float:
     plain, again = np.diff(tables.sums, axis=2)
     load, held = plain[0] + np.minimum(plain[1], plain[2]), plain[3]
     load_again = again[0] + np.minimum(again[1], again[2])
-    lacking = float(held.sum() - tables.room.sum())
+    lacking = float(held.sum() - tables.most_room.sum())
     if tables.variants == 1 or not lacking > 0:
         return float(tables.cheapest[-1])
     costs = np.maximum(load_again - load, 0.0)
     saved = held - again[3]
-    order = [part for part in np.argsort(costs / np.maximum(saved, 1e-300)) if saved[part] > 0]
+    saving = np.flatnonzero(saved > 0)
+    order = saving[np.argsort(costs[saving] / saved[saving])]
     total = float(np.minimum(load, load_again).sum())
     for part in order:
         if lacking <= 0:

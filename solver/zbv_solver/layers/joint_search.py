@@ -14,6 +14,7 @@ import numpy as np
 
 from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.space import Bounds, CutSpace
+from zbv_solver.numeric import OPTIMAL_GAP
 
 MOST_IN_VAIN = 12
 """Times the number of stages: moves in a row without a gain, after which the climb ends."""
@@ -53,7 +54,7 @@ def improve_cut(
             continue
         value = judge.value(*moved)
         if value <= best.value:
-            if value < best.value * (1 - 1e-9):
+            if value < best.value * (1 - OPTIMAL_GAP):
                 in_vain = 0
             best = Candidate("moved", *moved, value)
     return best

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zbv_solver.amounts import broken_rule, delta_rule
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.numeric import broken_rule, delta_rule
 
 MAX_LAYERS = 512
 """Most layers, copies counted."""
@@ -145,7 +145,8 @@ def _count_issues(model: Model) -> list[Issue]:
     if any(layer.repeat is not None and layer.repeat < 1 for layer in model.layers):
         return []  # reported with its layer
     if model.n_layers > MAX_LAYERS:
-        rule = f"found {model.n_layers} layers, copies counted; must be at most {MAX_LAYERS}. "
+        count = model.n_layers if model.n_layers < 10**12 else "more than 10^12"
+        rule = f"found {count} layers, copies counted; must be at most {MAX_LAYERS}. "
         return [Issue("/layers", rule + "Join some: nobody cuts a model between all of them.")]
     seen: set[str] = set()
     for index, layer in enumerate(model.layers):

@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.amounts import MAX_NUMBER, broken_rule
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layers.cut import Cut, CutModel, CutRules, Link
 from zbv_solver.layers.layer import Model
+from zbv_solver.numeric import MAX_NUMBER, broken_rule
 from zbv_solver.placement import PLACEMENT_KINDS, Placement
 from zbv_solver.problem import MAX_PP_DEGREE, OBJECTIVES, Costs, Memory, Objective, Problem, Units
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zbv_solver.certificate import certify
 from zbv_solver.layers.balance import smallest_cut
 from zbv_solver.layers.cut import Cut
 from zbv_solver.layers.settle import settled_cut
@@ -102,8 +103,8 @@ class _Model:
         held, workspace = np.diff(tables.sums[:, 3], axis=1), tables.workspace
         self.held = held
         self.workspace = np.array([np.diagonal(each, offset=1) for each in workspace])
-        largest = float(held.max(axis=0).sum() + workspace.max() + np.abs(tables.room).max())
-        self.step = largest / GRID if largest > 0 else 1.0
+        self.largest = float(held.max(axis=0).sum() + workspace.max() + np.abs(tables.room).max())
+        self.step = self.largest / GRID if self.largest > 0 else 1.0
         self.before = [[self.model.new_bool_var("") for _ in range(tables.n)] for _ in range(self.stages + 1)]
         self._keep_the_rules()
         self.again = [self.model.new_bool_var("") for _ in range(self.stages)]
@@ -185,7 +186,11 @@ class _Model:
             if reached < excess:
                 cut, excess = found, reached
         bound = max(solver.best_objective_bound * self.step, surely_lacking(self.space))
-        return LeastMemory(cut, excess, min(bound, excess) if bound > enough else -np.inf)
+        if bound <= enough:
+            return LeastMemory(cut, excess, -np.inf)
+        # Both are differences of amounts, so rounding is relative to the amounts.
+        proven = certify(self.space.problem, self.largest + excess, self.largest + bound, "cp-sat, cuts")
+        return LeastMemory(cut, excess, proven.lower_bound - self.largest)
 
     def _hint(self, cut: Cut) -> None:
         for bound, place in enumerate(self.space.bounds_of(cut)):

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from zbv_solver.assemble import compare, make_plan
 from zbv_solver.bounds import lower_bound
+from zbv_solver.certificate import certify, verdict
 from zbv_solver.construct.baselines import without_limit
-from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.layers.floors import least_worst_load
 from zbv_solver.layers.joint_search import Candidate, improve_cut
 from zbv_solver.layers.judge import Judge
@@ -26,11 +28,12 @@ from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.layers.space import Bounds, CutSpace
 from zbv_solver.layers.starts import EVEN, HISTOGRAM, Start, fitting_starts
 from zbv_solver.layers.tables import CutTables
+from zbv_solver.numeric import OPTIMAL_GAP
 from zbv_solver.options import STAGES, SearchOptions
 from zbv_solver.pipeline import Cancelled, OnProgress, Pipeline, Progress
 from zbv_solver.placement import PLACEMENT_KINDS, Placement
-from zbv_solver.plan import OPTIMAL_GAP, Baseline, CutCertificate, Plan, gap_of
-from zbv_solver.problem import Problem
+from zbv_solver.plan import Baseline, CutCertificate, Plan
+from zbv_solver.problem import Problem, require_same_problem
 
 JUDGED = {"quick": 1_500_000, "standard": 15_000_000, "thorough": 150_000_000}
 """Actions that may be placed to tell cuts apart, on all placements together."""
@@ -71,6 +74,10 @@ def plan_layers(
     ------
     InfeasibleMemory
         When no cut has a plan that fits the memory limit.
+    InvalidPlan
+        When the incumbent is no plan of these layers, or its orders break a rule.
+    ContradictedBound
+        When a plan undercuts a bound.
     """
     return _LayersSearch(problem, options or SearchOptions(), on_progress, cancelled).run(incumbent)
 
@@ -86,6 +93,17 @@ def bound_over_all_cuts(problem: LayeredProblem) -> float:
     search = _LayersSearch(problem, SearchOptions(), None, None)
     search.feasible()
     return min(search.floors.values())
+
+
+def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:
+    """The incumbent, checked, with metrics computed here; raises :class:`InvalidPlan`."""
+    try:
+        cut = problem.as_cut_in(incumbent.problem)
+    except InvalidInput as error:
+        raise InvalidPlan(f"the incumbent is no plan of these layers: {error}") from None
+    require_same_problem(cut, incumbent.problem)
+    plan = make_plan(cut, incumbent.orders, method=incumbent.provenance.method)
+    return replace(plan, baselines=compare(cut), provenance=incumbent.provenance)
 
 
 class _LayersSearch:
@@ -113,10 +131,10 @@ class _LayersSearch:
         return [(space, found) for space, found in starts if found] or self._hard_starts()
 
     def run(self, incumbent: Plan | None) -> Plan:
-        feasible = self.feasible()
         if incumbent is not None:
-            self.best = incumbent
-        else:
+            self.best = incumbent = _checked(self.problem, incumbent)
+        feasible = self.feasible()
+        if incumbent is None:
             self._begin(*feasible[0])
         entrants = self._entrants(feasible)
         if incumbent is not None:
@@ -255,7 +273,7 @@ class _LayersSearch:
             raise RuntimeError("no cut was searched; this is a fault of ours, please report it.")
         beside = tuple(self._beside(entrants))
         best = self.best
-        bound = min(*self.floors.values(), best.objective)
+        certificate = certify(self.problem, best.objective, min(self.floors.values()), "cuts")
         extra = {**best.provenance.extra, "effort": self.options.effort}
         if not self.options.without:
             extra.pop("without", None)
@@ -265,7 +283,7 @@ class _LayersSearch:
         return replace(
             best,
             baselines=(*best.baselines, *beside),
-            cut=CutCertificate(self.method, bound, gap_of(best.objective, bound)),
+            cut=CutCertificate(self.method, certificate.lower_bound, certificate.gap),
             provenance=provenance,
         )
 
@@ -304,15 +322,18 @@ class _LayersSearch:
 
     def _hear(self, progress: Progress) -> None:
         """Pass on what is better than every cut before, with the bound over all cuts."""
+        bound = min(self.floors.values())
         if self.on_progress is None or progress.objective >= self.heard * (1 - OPTIMAL_GAP):
             return
+        if verdict(progress.objective, bound) == "contradicted":
+            return  # _finish() raises
         self.heard = progress.objective
-        bound = min(min(self.floors.values()), progress.objective)
+        certificate = certify(self.problem, progress.objective, bound, "cuts")
         self.on_progress(
             replace(
                 progress,
-                lower_bound=bound,
-                gap=max(0.0, gap_of(progress.objective, bound)),
+                lower_bound=certificate.lower_bound,
+                gap=certificate.gap,
                 seconds=time.monotonic() - self.began,
             )
         )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zbv_solver.amounts import exceeds
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layers.cut import Cut, CutRules, Link, cut_of_partition
 from zbv_solver.layers.document import (
@@ -21,6 +20,7 @@ from zbv_solver.layers.document import (
 )
 from zbv_solver.layers.layer import Layer, LayerCosts, LayerMemory, Model
 from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.numeric import exceeds
 from zbv_solver.problem import Problem, Units
 from zbv_solver.schema import UnitsDocument, parse_problem, require_possible_chunks
 

@@ -43,7 +43,7 @@ def roomy_cuts(space: CutSpace, start: Bounds) -> Iterator[tuple[Bounds, tuple[b
 def rooms(space: CutSpace) -> Iterator[FloatArray]:
     """How many times each part's activations there is to be room for: (2, n), as it is and recomputed."""
     work = np.diff(space.tables.cheapest)
-    done = (np.cumsum(work) - work / 2) / max(float(work.sum()), 1e-300)
+    done = (np.cumsum(work) - work / 2) / (float(work.sum()) or 1.0)
     for share in IN_FLIGHT:
         flat = max(1.0, share * space.placement.pp_degree) * np.ones((2, space.tables.n))
         yield flat

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.jit import compiled
-from zbv_solver.layers.space import Bounds, CutSpace
+from zbv_solver.layers.space import MOST_TRIED, Bounds, CutSpace
 from zbv_solver.layers.tables import FloatArray
+from zbv_solver.numeric import ROUNDING
 
 IntArray = NDArray[Any]
 
@@ -39,10 +40,14 @@ def _annealed(space: CutSpace, start: Bounds, mode: int, seed: int) -> Bounds:
     tables = space.tables
     lower, upper = space.ranges
     mean = float(tables.cheapest[-1]) / space.placement.pp_degree or 1.0
+    # A rank without any room of its own is measured by what all layers hold.
+    whole = float(tables.sums[0, 3, -1])
+    unit = np.maximum(np.abs(tables.room), whole * ROUNDING if whole > 0 else 1.0)
     bounds = _settle(
         tables.sums,
         tables.workspace,
         tables.room,
+        unit,
         tables.variants,
         mode,
         np.array(space.placement.stages_of),
@@ -64,6 +69,7 @@ def _energy(
     sums: FloatArray,
     workspace: FloatArray,
     room: FloatArray,
+    unit: FloatArray,
     variants: int,
     mode: int,
     stages: IntArray,
@@ -73,14 +79,19 @@ def _energy(
 ) -> float:  # pragma: no cover - compiled
     """A high power of a rank's load: the sum over ranks is governed by the most loaded ones.
 
-    Or the share of its room that the rank needs beyond it: a sum that is 0 where all ranks fit.
+    Or the share of its room that the rank needs beyond it: a sum that is 0 where all ranks fit. Of the
+    choices of recomputed stages that :class:`CutSpace` knows, the best one counts.
     """
     chunks = stages.shape[1]
     best, excess = np.inf, np.inf
-    for variant in range(1 if variants == 1 else 1 << min(chunks, 8)):
+    tries_all = chunks <= MOST_TRIED
+    choices = 1
+    if variants > 1:
+        choices = 1 << chunks if tries_all else chunks + 1
+    for choice in range(choices):
         load, held, largest = 0.0, 0.0, 0.0
         for chunk in range(chunks):
-            at = (variant >> chunk) & 1
+            at = (choice >> chunk) & 1 if tries_all else int(chunk < choice)
             begin, end = bounds[stages[rank, chunk]], bounds[stages[rank, chunk] + 1]
             load += sums[at, 0, end] - sums[at, 0, begin]
             load += min(sums[at, 1, end] - sums[at, 1, begin], sums[at, 2, end] - sums[at, 2, begin])
@@ -90,7 +101,7 @@ def _energy(
             best = min(best, load)
         excess = min(excess, held + largest - room[rank])
     if mode == EXCESS:
-        return max(0.0, excess) / float(max(abs(room[rank]), 1e-30))
+        return max(0.0, excess) / float(unit[rank])
     return (best / mean) ** 8
 
 
@@ -99,6 +110,7 @@ def _settle(
     sums: FloatArray,
     workspace: FloatArray,
     room: FloatArray,
+    unit: FloatArray,
     variants: int,
     mode: int,
     stages: IntArray,
@@ -117,7 +129,7 @@ def _settle(
     p = len(room)
     energy = np.empty(p)
     for rank in range(p):
-        energy[rank] = _energy(sums, workspace, room, variants, mode, stages, bounds, rank, mean)
+        energy[rank] = _energy(sums, workspace, room, unit, variants, mode, stages, bounds, rank, mean)
     total = energy.sum()
     lowest = total
     for move in range(moves):
@@ -143,12 +155,12 @@ def _settle(
         fresh = energy.copy()
         for stage in range(low, high + 1):
             rank = rank_of[stage]
-            fresh[rank] = _energy(sums, workspace, room, variants, mode, stages, bounds, rank, mean)
+            fresh[rank] = _energy(sums, workspace, room, unit, variants, mode, stages, bounds, rank, mean)
         changed = fresh.sum() - total
         temperature = warmest * (COLDEST / warmest) ** (move / moves)
         if changed <= 0 or np.random.random() < np.exp(-changed / temperature):
             energy, total = fresh, total + changed
-            if total < lowest * (1 - 1e-12):
+            if total < lowest * (1 - ROUNDING):
                 lowest = total
                 best[:] = bounds
                 if lowest <= 0:

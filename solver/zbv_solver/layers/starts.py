@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zbv_solver.layers.balance import balanced_cut
+from dataclasses import replace
+
+from zbv_solver.layers.balance import Balanced, balanced_cut
 from zbv_solver.layers.settle import settled_cut
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut
 from zbv_solver.layers.space import Bounds, CutSpace
@@ -11,6 +13,12 @@ EVEN, HISTOGRAM = "even-cut", "histogram-cut"
 
 Start = tuple[Bounds, tuple[bool, ...]]
 """Bounds and recomputed stages."""
+
+
+def even_bound(space: CutSpace, level: Bounds) -> Balanced | None:
+    """The most even cut that the verifier would accept: a bound on the loads of every cut that has a plan."""
+    tables = replace(space.tables, room=space.tables.most_room)
+    return balanced_cut(replace(space, tables=tables), level)
 
 
 def fitting_starts(space: CutSpace, level: Bounds, seed: int = 0) -> tuple[dict[str, Start], float | None]:
@@ -24,10 +32,14 @@ def fitting_starts(space: CutSpace, level: Bounds, seed: int = 0) -> tuple[dict[
     if space.placement.kind == "loop":
         simple = {"balanced": settled_cut(space, level, seed), **simple}
     else:
-        balanced = balanced_cut(space, level)
+        balanced = even_bound(space, level)
         if balanced is None:
             return {}, None
-        found["balanced"], worst = (space.bounds_of(balanced.cut), balanced.cut.recompute), balanced.worst
+        worst = balanced.worst
+        if space.excess(space.bounds_of(balanced.cut), balanced.cut.recompute) > 0:
+            balanced = balanced_cut(space, level)  # that one fits by what only the verifier tolerates
+        if balanced is not None:
+            found["balanced"] = space.bounds_of(balanced.cut), balanced.cut.recompute
     for name, bounds in simple.items():
         recompute = space.fitting(bounds)
         if recompute is not None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.amounts import MEMORY_TOLERANCE
 from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.numeric import CUT_MEMORY, MEMORY_TOLERANCE
 
 FloatArray = NDArray[np.float64]
 
@@ -28,8 +28,10 @@ class CutTables:
     cheapest
         (n+1,) running sums of the least that the parts can cost, each by itself.
     room
-        (p,) memory of every rank for its layers: limit - static, with the tolerance of comparisons; inf
+        (p,) memory of every rank for its layers: limit - static, and what comparisons tolerate; inf
         where there is no limit.
+    most_room
+        (p,) the same for bounds, which must hold for whatever the verifier accepts: more than ``room``.
     variants
         1, or 2 where something can be recomputed.
     """
@@ -39,6 +41,7 @@ class CutTables:
     workspace: FloatArray
     cheapest: FloatArray
     room: FloatArray
+    most_room: FloatArray
     variants: int
 
     @property
@@ -72,13 +75,16 @@ class CutTables:
         for begin in range(len(places) - 1):
             workspace[:, begin, begin + 1 :] = np.maximum.accumulate(largest[:, begin:], axis=1)
         p = problem.pp_degree
-        room = np.full(p, np.inf)
+        room = most_room = np.full(p, np.inf)
         if problem.limit is not None:
             limit = np.array(problem.limit)
-            room = limit - np.array(problem.static) + MEMORY_TOLERANCE * np.abs(limit)
+            room = limit - np.array(problem.static) + CUT_MEMORY * limit
+            most_room = limit - np.array(problem.static) + 2 * MEMORY_TOLERANCE * limit
         backward = np.minimum(per_layer[:, 1], per_layer[:, 2])
         each = np.minimum(*(per_layer[:, 0] + backward))
         cheapest = np.concatenate(([0.0], np.cumsum(each)))[places]
         variants = 2 if problem.model.can_recompute else 1
         activations = sums[:, 4].copy()
-        return cls(np.ascontiguousarray(sums[:, :4]), activations, workspace, cheapest, room, variants)
+        return cls(
+            np.ascontiguousarray(sums[:, :4]), activations, workspace, cheapest, room, most_room, variants
+        )

@@ -1,0 +1,55 @@
+"""A plan does not depend on the units of time and memory, and no accepted number breaks the search."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.problems import decades, in_other_units, rough_problems
+from zbv_solver.numeric import OPTIMAL_GAP
+from zbv_solver.options import Budget
+from zbv_solver.problem import Problem
+from zbv_solver.search import search
+from zbv_solver.verify import verify
+
+FEWER = settings(max_examples=settings().max_examples // 4)
+BRIEF = Budget(2_000, 4_000, 60, 20_000, 400, 200, 0.015, 90, 0.02)
+"""All stages of a search, each for a moment."""
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zbv_solver.pipeline.BUDGETS", {"standard": BRIEF, "quick": BRIEF})
+
+
+powers = st.integers(-20, 20).map(lambda exponent: 2.0**exponent)
+
+
+@FEWER
+@given(rough_problems())
+def test_whatever_numbers_are_accepted_end_in_a_verified_plan(problem: Problem) -> None:
+    plan = search(problem)
+    verify(plan)
+    assert plan.metrics.lower_bound <= plan.objective
+
+
+@FEWER
+@given(rough_problems(), powers, powers)
+def test_a_power_of_two_gives_the_same_plan(problem: Problem, time: float, memory: float) -> None:
+    plan = search(problem)
+    other = search(in_other_units(problem, time, memory))
+    assert other.orders == plan.orders
+    assert other.objective == plan.objective * time
+    assert other.metrics.lower_bound == plan.metrics.lower_bound * time
+    assert other.metrics.status == plan.metrics.status
+
+
+@FEWER
+@given(rough_problems(), decades(), decades())
+def test_another_factor_gives_the_same_objective_up_to_rounding(
+    problem: Problem, time: float, memory: float
+) -> None:
+    plan = search(problem)
+    other = search(in_other_units(problem, time, memory))
+    assert other.objective == pytest.approx(plan.objective * time, rel=OPTIMAL_GAP, abs=0)
+    assert other.metrics.status == plan.metrics.status

@@ -82,17 +82,6 @@ def plan_layers(
     return _LayersSearch(problem, options or SearchOptions(), on_progress, cancelled).run(incumbent)
 
 
-def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:
-    """The incumbent, checked, with metrics computed here; raises :class:`InvalidPlan`."""
-    try:
-        cut = problem.as_cut_in(incumbent.problem)
-    except InvalidInput as error:
-        raise InvalidPlan(f"the incumbent is no plan of these layers: {error}") from None
-    require_same_problem(cut, incumbent.problem)
-    plan = make_plan(cut, incumbent.orders, method=incumbent.provenance.method)
-    return replace(plan, baselines=compare(cut), provenance=incumbent.provenance)
-
-
 class _LayersSearch:
     def __init__(
         self,
@@ -330,3 +319,14 @@ class _LayersSearch:
 
     def _problem_of(self, space: CutSpace, candidate: Candidate) -> Problem:
         return self.problem.cut_into(space.placement, space.cut(candidate.bounds, candidate.recompute))
+
+
+def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:
+    """The incumbent, checked, with metrics computed here; raises :class:`InvalidPlan`."""
+    try:
+        cut = problem.as_cut_in(incumbent.problem)
+    except InvalidInput as error:
+        raise InvalidPlan(f"the incumbent is no plan of these layers: {error}") from None
+    require_same_problem(cut, incumbent.problem)
+    plan = make_plan(cut, incumbent.orders, method=incumbent.provenance.method)
+    return replace(plan, baselines=compare(cut), provenance=incumbent.provenance)

@@ -15,6 +15,7 @@ from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
+from zbv_solver.improve import exact
 from zbv_solver.improve.exact import refine
 from zbv_solver.orders import Orders
 from zbv_solver.problem import Costs, Problem
@@ -201,3 +202,33 @@ def test_stops_soon_after_cancellation() -> None:
     )
     assert not result.proved  # an hour's effort was cut short, or this test would have timed out
     assert result.orders is None or value_of(problem, result.orders) <= value_of(problem, start)
+
+
+def test_orders_that_differ_by_rounding_alone_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs over eight decades have no common unit: as integers, many orders are a little better."""
+    problem = parse_problem(
+        {
+            "pp_degree": 3,
+            "microbatches": 1,
+            "placement": "single",
+            "costs": {
+                "forward": 23,
+                "backward_input": 3,
+                "backward_weight": [1.0577287820450975e-05, 359.2738615092226, 1],
+                "backward": [2.1000074041014742, 253.59170305645583, 2.8],
+            },
+        }
+    )
+    asked: list[int] = []
+    solve = exact._Run._solve
+
+    def counted(run: exact._Run, most: int, effort: float, *, minimise: bool) -> object:
+        asked.append(most)
+        return solve(run, most, effort, minimise=minimise)
+
+    monkeypatch.setattr(exact._Run, "_solve", counted)
+    start = serial(problem).orders
+    result = refine(problem, start, lower_bound=0.0, effort=0.02)
+    best = value_of(problem, result.orders or start)
+    assert best * (1 - 1e-4) < result.lower_bound <= best
+    assert len(asked) < 60

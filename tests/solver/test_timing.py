@@ -19,11 +19,11 @@ from zbv_solver import sweeps
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.errors import InvalidPlan
+from zbv_solver.numeric import ROUNDING
 from zbv_solver.orders import Orders
 from zbv_solver.problem import Problem
 from zbv_solver.schema import parse_problem
 from zbv_solver.timing import (
-    SPAN_TOLERANCE,
     earliest_start_span,
     earliest_start_values,
     evaluate,
@@ -105,7 +105,7 @@ def test_policy_iteration_finds_the_largest_cycle_mean_of_any_matrix(
     """Real orders hardly ever wait in circles of several ranks; matrices do."""
     weight, guess = case
     release = np.array(guess, dtype=np.float64)
-    span = sweeps.policy_iteration(*graph_of(weight), release, SPAN_TOLERANCE)
+    span = sweeps.policy_iteration(*graph_of(weight), release, ROUNDING)
     assert span == pytest.approx(largest_cycle_mean(weight), rel=1e-12)
     assert np.all(release[:, None] + np.array(weight) - span <= release[None, :] + 1e-9)
 

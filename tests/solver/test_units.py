@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cuts import layered_in_other_units, layered_problems
 from support.problems import decades, in_other_units, rough_problems
+from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.numeric import OPTIMAL_GAP
 from zbv_solver.options import Budget
+from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
-from zbv_solver.search import search
+from zbv_solver.search import SearchOptions, search
 from zbv_solver.verify import verify
 
-FEWER = settings(max_examples=settings().max_examples // 4)
-BRIEF = Budget(2_000, 4_000, 60, 20_000, 400, 200, 0.015, 90, 0.02)
+FEWER = settings(max_examples=settings().max_examples // 6)
+BRIEF = Budget(2_000, 4_000, 60, 20_000, 400, 80, 0.015, 60, 0.02)
 """All stages of a search, each for a moment."""
 
 
@@ -53,3 +57,45 @@ def test_another_factor_gives_the_same_objective_up_to_rounding(
     other = search(in_other_units(problem, time, memory))
     assert other.objective == pytest.approx(plan.objective * time, rel=OPTIMAL_GAP, abs=0)
     assert other.metrics.status == plan.metrics.status
+
+
+def outcome(problem: LayeredProblem) -> Plan | None:
+    """The plan of layers; None where none fits."""
+    try:
+        return search(problem, SearchOptions("quick"))
+    except InfeasibleMemory:
+        return None
+
+
+layers = layered_problems(placements=("v", "loop", "single", "auto"))
+
+
+@FEWER
+@given(layers, powers, powers)
+def test_a_power_of_two_gives_the_same_plan_of_layers(
+    problem: LayeredProblem, time: float, memory: float
+) -> None:
+    plan, other = outcome(problem), outcome(layered_in_other_units(problem, time, memory))
+    if plan is None or other is None:
+        assert plan is other
+        return
+    assert other.orders == plan.orders
+    assert other.problem.model is not None
+    assert plan.problem.model is not None
+    assert other.problem.model.cut == plan.problem.model.cut
+    assert other.objective == plan.objective * time
+    assert other.cut is not None
+    assert plan.cut is not None
+    assert other.cut.lower_bound == plan.cut.lower_bound * time
+
+
+@FEWER
+@given(layers, decades(), decades())
+def test_another_factor_gives_layers_the_same_objective_up_to_rounding(
+    problem: LayeredProblem, time: float, memory: float
+) -> None:
+    plan, other = outcome(problem), outcome(layered_in_other_units(problem, time, memory))
+    if plan is None or other is None:
+        assert plan is other
+        return
+    assert other.objective == pytest.approx(plan.objective * time, rel=OPTIMAL_GAP, abs=0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise, product
 from typing import Any
 
 from hypothesis import strategies as st
 from zbv_solver.errors import InvalidInput
-from zbv_solver.layers.cut import Cut
+from zbv_solver.layers.cut import Cut, Link
+from zbv_solver.layers.layer import LayerCosts, LayerMemory, Model
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.reading import parse_question
 from zbv_solver.placement import Placement
@@ -144,3 +146,34 @@ def every_cut(problem: LayeredProblem, placement: Placement) -> Iterator[Problem
 def worst_load(problem: Problem) -> float:
     """Work of the most loaded rank for one microbatch."""
     return max(map(problem.busy_time, range(problem.pp_degree))) / problem.microbatches
+
+
+def layered_in_other_units(problem: LayeredProblem, time: float, memory: float) -> LayeredProblem:
+    """The problem with all times and all amounts of memory multiplied."""
+
+    def scaled(costs: LayerCosts) -> LayerCosts:
+        return LayerCosts(
+            costs.forward * time,
+            costs.backward_input * time,
+            costs.backward_weight * time,
+            None if costs.backward is None else costs.backward * time,
+            LayerMemory(**{name: value * memory for name, value in vars(costs.memory).items()}),
+        )
+
+    layers = [
+        replace(
+            layer,
+            costs=scaled(layer.costs),
+            recompute=None if layer.recompute is None else scaled(layer.recompute),
+        )
+        for layer in problem.model.layers
+    ]
+    link = problem.link
+    return replace(
+        problem,
+        model=Model(tuple(layers)),
+        p2p=problem.p2p * time,
+        link=None if link is None else Link(link.latency * time, link.bandwidth / time),
+        static=tuple(value * memory for value in problem.static),
+        limit=None if problem.limit is None else tuple(value * memory for value in problem.limit),
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import strategies as st
-from zbv_solver.placement import Placement
+from zbv_solver.placement import Placement, PlacementKind
 from zbv_solver.problem import Costs, Memory, Objective, Problem
 from zbv_solver.schema import parse_problem
 
@@ -117,7 +117,7 @@ def rough_problems(
     Some costs are 0, some backwards are fused, memory is often as tight as can be, and what a microbatch
     holds adds up to 0 only up to rounding.
     """
-    kind = draw(st.sampled_from(["v", "loop", "single"]))
+    kind: PlacementKind = draw(st.sampled_from(get_args(PlacementKind)))
     chunks = draw(st.integers(1, 4)) if kind == "loop" else None
     placement = Placement.of(kind, draw(st.integers(1, max_p)), chunks)
     n, p = placement.n_stages, placement.pp_degree

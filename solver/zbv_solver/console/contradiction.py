@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from pathlib import Path
 
+from zbv_solver.console.files import write
 from zbv_solver.errors import ContradictedBound
 
 
@@ -18,21 +16,9 @@ def report(error: ContradictedBound) -> str:
     content: the same problem is written once.
     """
     text = json.dumps(error.problem, sort_keys=True) + "\n"
-    path = Path(f"zbv-contradiction-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json")
+    path = f"zbv-contradiction-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     try:
-        _write(path, text)
+        write(path, text)
     except OSError as failure:
         return f"{error} The problem could not be written to {path}: {failure.strerror}."
     return f"{error} The problem is in {path}."
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole text or nothing, under that name."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise

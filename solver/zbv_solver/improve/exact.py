@@ -152,6 +152,7 @@ class _Run:
         self.bound, self.lower = bound, self.grid.at_least(bound)
         self.upper = self.grid.strictly_below(self.value)
         self.is_exhausted = self.is_misled = False
+        self.passed_over = 1
         self.effort, self.seed = effort, seed
         self.until = None if time_limit is None else time.monotonic() + time_limit
         self.cancelled, self.on_solution, self.on_bound = cancelled, on_solution, on_bound
@@ -224,9 +225,14 @@ class _Run:
         return status
 
     def _step_below(self, most: int) -> None:
-        """Orders that take ``most`` parts have been seen; rounded numbers may keep them from being better."""
+        """Orders that take ``most`` parts have been seen; rounded numbers may keep them from being better.
+
+        Many orders may differ by rounding alone, so each time that this happens twice as many parts are
+        passed over. What lies between is left open: the bound is then what is proven below it.
+        """
         if self.upper >= most:
-            self.upper, self.is_misled = most - 1, True
+            self.upper, self.passed_over = most - self.passed_over, 2 * self.passed_over
+            self.is_misled = True
 
     def _poll(self) -> None:
         left = self._seconds_left()

@@ -95,17 +95,6 @@ def bound_over_all_cuts(problem: LayeredProblem) -> float:
     return min(search.floors.values())
 
 
-def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:
-    """The incumbent, checked, with metrics computed here; raises :class:`InvalidPlan`."""
-    try:
-        cut = problem.as_cut_in(incumbent.problem)
-    except InvalidInput as error:
-        raise InvalidPlan(f"the incumbent is no plan of these layers: {error}") from None
-    require_same_problem(cut, incumbent.problem)
-    plan = make_plan(cut, incumbent.orders, method=incumbent.provenance.method)
-    return replace(plan, baselines=compare(cut), provenance=incumbent.provenance)
-
-
 class _LayersSearch:
     def __init__(
         self,
@@ -347,3 +336,14 @@ class _LayersSearch:
 
     def _problem_of(self, space: CutSpace, candidate: Candidate) -> Problem:
         return self.problem.cut_into(space.placement, space.cut(candidate.bounds, candidate.recompute))
+
+
+def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:
+    """The incumbent, checked, with metrics computed here; raises :class:`InvalidPlan`."""
+    try:
+        cut = problem.as_cut_in(incumbent.problem)
+    except InvalidInput as error:
+        raise InvalidPlan(f"the incumbent is no plan of these layers: {error}") from None
+    require_same_problem(cut, incumbent.problem)
+    plan = make_plan(cut, incumbent.orders, method=incumbent.provenance.method)
+    return replace(plan, baselines=compare(cut), provenance=incumbent.provenance)

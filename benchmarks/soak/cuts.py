@@ -38,7 +38,7 @@ def _bounds(document: Document, stages: int) -> Iterator[tuple[int, ...]]:
         places = [names.index(name) for name in group]
         inside |= set(range(min(places) + 1, max(places) + 1))
     if rules["allow_empty"]:
-        choices = combinations_with_replacement(range(n + 1), stages - 1)
+        choices: Iterator[tuple[int, ...]] = combinations_with_replacement(range(n + 1), stages - 1)
     else:
         choices = combinations(range(1, n), stages - 1)
     for middle in choices:

@@ -215,5 +215,5 @@ def _cut_rules(chance: Random, count: int, stages: int, allow_empty: bool) -> Do
 
 
 def _layered_limit(chance: Random, layers: list[Document], p: int) -> float:
-    held = sum(layer["memory"]["forward"] + layer["memory"]["static"] for layer in layers)
+    held: float = sum(layer["memory"]["forward"] + layer["memory"]["static"] for layer in layers)
     return held * chance.choice((0.3, 0.6, 1.0, 2.0)) / p + chance.choice((0.0, held))

@@ -63,10 +63,10 @@ def enumerated(pipeline: Pipeline) -> Optimum | None:
         if prod(map(len, ranks)) > MOST_ENUMERATED:
             return None
     best, chosen = None, None
-    for order in product(*ranks):
-        value = pipeline.value(order)
+    for choice in product(*ranks):
+        value = pipeline.value(choice)
         if value is not None and (best is None or value < best):
-            best, chosen = value, order
+            best, chosen = value, choice
     return None if best is None or chosen is None else Optimum(best, chosen, True, "enumerated")
 
 
@@ -171,7 +171,7 @@ class _Model:
         is_cheaper = duration[B][stage] < duration[I][stage] + duration[W][stage]
         return is_cheaper or delta[I][stage] > 0
 
-    def _end(self, action: Action) -> cp_model.LinearExprT:
+    def _end(self, action: Action) -> cp_model.LinearExpr:
         return self.start[action] + self.duration[action[0]][action[1]]
 
     def _choose_backwards(self) -> None:
@@ -252,14 +252,14 @@ class _Model:
                 for other in mine
                 if other != action and pipeline.delta[other[0]][other[1]]
             ]
-            fits = self.model.add(sum(terms) + -(-grown // divisor) <= min(room // divisor, most))
+            fits = self.model.add(sum(terms) + -(-grown // divisor) <= min(room, most) // divisor)
             fits.only_enforce_if(self.present[action])
 
     def _minimise(self) -> None:
         model, pipeline = self.model, self.pipeline
-        objective = model.new_int_var(0, self.longest, "")
+        objective, zero = model.new_int_var(0, self.longest, ""), model.new_constant(0)
         for rank, stages in enumerate(pipeline.stages_of):
-            first = self.start[F, stages[0], 0] if pipeline.objective == "span" else 0
+            first = self.start[F, stages[0], 0] if pipeline.objective == "span" else zero
             for action in self.actions[rank]:
                 if action[0] in (W, B):
                     late = model.add(self._end(action) - first <= objective)

@@ -140,7 +140,8 @@ class Schedule:
 
     def starts_after(self, sources: Sequence[Action]) -> dict[Action, int]:
         """Longest path from the start of any source to the start of every action that one leads to."""
-        first, starts = set(sources), {}
+        first = set(sources)
+        starts: dict[Action, int] = {}
         for action in self.sequence:
             paths = [
                 starts[needed] + self.length(needed) + lag

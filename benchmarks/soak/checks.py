@@ -163,8 +163,7 @@ class _Stages(_Examination):
             self._refuses(problem)
             return
         self.best = optimum(pipeline, with_presolve=self.chance.random() < 0.7)
-        self.require(self.best is not None, "independent model", lambda: "found no order at all.")
-        if self.best is not None and self.best.is_exact:
+        if self.best.is_exact:
             self.tally.exact[self.kind] += 1
         self.bound("quick", bounds.lower_bound(problem, effort="quick").value)
         self.bound("full", bounds.lower_bound(problem).value)
@@ -280,9 +279,6 @@ class _Layers(_Examination):
             if best is not None and _load(pipeline) >= best.value:
                 break
             found = optimum(pipeline, effort=0.2)
-            if found is None:
-                is_exact = False
-                continue
             is_exact = is_exact and found.is_exact
             if best is None or found.value < best.value:
                 best = found

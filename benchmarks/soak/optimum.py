@@ -15,7 +15,7 @@ from math import gcd, lcm, prod
 
 from ortools.sat.python import cp_model
 
-from benchmarks.soak.pipeline import Action, B, F, I, Order, Pipeline, W
+from benchmarks.soak.pipeline import Action, B, F, I, Order, Pipeline, Schedule, W
 
 MOST_ENUMERATED = 4_000
 """Orders that are enumerated; where there are more, CP-SAT is asked."""
@@ -45,8 +45,8 @@ class Optimum:
     method: str
 
 
-def optimum(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum | None:
-    """The best order; None where nothing was found within the effort."""
+def optimum(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum:
+    """The best order that is found within the effort, of a problem that has any."""
     return enumerated(pipeline) or solved(pipeline, effort=effort, with_presolve=with_presolve)
 
 
@@ -97,9 +97,26 @@ def _orders_of_rank(pipeline: Pipeline, rank: int) -> Iterator[tuple[Action, ...
     yield from extend(pipeline.static[rank])
 
 
-def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum | None:
+def one_at_a_time(pipeline: Pipeline) -> Order:
+    """Every microbatch forwards through all stages and back, before the next one begins.
+
+    B is taken where it may pay: then I might not fit.
+    """
+    ranks: list[list[Action]] = [[] for _ in pipeline.stages_of]
+    for j in range(pipeline.microbatches):
+        for stage, rank in enumerate(pipeline.rank_of):
+            ranks[rank].append((F, stage, j))
+        for stage in reversed(range(pipeline.n_stages)):
+            backward = (B,) if pipeline.may_fuse(stage) else (I, W)
+            ranks[pipeline.rank_of[stage]] += [(letter, stage, j) for letter in backward]
+    return tuple(map(tuple, ranks))
+
+
+def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum:
     """The best order that CP-SAT finds, microbatches of a stage in ascending order."""
+    simple = one_at_a_time(pipeline)
     model = _Model(pipeline)
+    model.hint(simple)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = effort
@@ -110,7 +127,10 @@ def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = 
     if status == cp_model.MODEL_INVALID:
         raise RuntimeError(f"CP-SAT rejects the model: {model.model.validate()}")
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
+        value = pipeline.value(simple)
+        if value is None:
+            raise RuntimeError("one microbatch at a time deadlocks in the independent model.")
+        return Optimum(value, simple, False, "one at a time")
     order = model.order(solver)
     value = pipeline.value(order)
     if value is None or not all(pipeline.fits(rank, actions) for rank, actions in enumerate(order)):
@@ -130,7 +150,7 @@ class _Model:
                 for stage in stages
                 for letter in (F, I, W, B)
                 for j in range(pipeline.microbatches)
-                if letter != B or self._may_fuse(stage)
+                if letter != B or pipeline.may_fuse(stage)
             ]
             for stages in pipeline.stages_of
         ]
@@ -164,12 +184,6 @@ class _Model:
         self.longest = (total // divisor + 1) * 2 * cycles
         self.horizon = 3 * self.longest
         self.admits_all = True
-
-    def _may_fuse(self, stage: int) -> bool:
-        """B in place of I and W gains nothing where it takes as long and I allocates nothing."""
-        duration, delta = self.pipeline.duration, self.pipeline.delta
-        is_cheaper = duration[B][stage] < duration[I][stage] + duration[W][stage]
-        return is_cheaper or delta[I][stage] > 0
 
     def _end(self, action: Action) -> cp_model.LinearExpr:
         return self.start[action] + self.duration[action[0]][action[1]]
@@ -265,6 +279,23 @@ class _Model:
                     late = model.add(self._end(action) - first <= objective)
                     late.only_enforce_if(self.present[action])
         model.minimize(objective)
+
+    def hint(self, order: Order) -> None:
+        """Hint which actions there are, their starts, and which comes before which."""
+        schedule = Schedule.of(self.pipeline, order)
+        if schedule is None:
+            return
+        starts = schedule.starts_after([actions[0] for actions in order])
+        for action, present in self.present.items():
+            if present is not self.one and action[0] != W:  # I and W share theirs
+                self.model.add_hint(present, action in starts)
+            if action in starts:
+                step = starts[action] * self.pipeline.time_unit / self.unit
+                self.model.add_hint(self.start[action], int(step))
+        place = {action: at for at, action in enumerate(schedule.sequence)}
+        for (first, second), literal in self.before.items():
+            is_before = first in place and second in place and place[first] < place[second]
+            self.model.add_hint(literal, is_before)
 
     def order(self, solver: cp_model.CpSolver) -> Order:
         """The order that the literals say."""

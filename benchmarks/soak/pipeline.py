@@ -70,6 +70,11 @@ class Pipeline:
         each = (d[F][s] + min(d[B][s], d[I][s] + d[W][s]) for s in self.stages_of[rank])
         return self.microbatches * sum(each)
 
+    def may_fuse(self, stage: int) -> bool:
+        """Whether B can gain anything: it is cheaper than I and W, or I allocates."""
+        d = self.duration
+        return d[B][stage] < d[I][stage] + d[W][stage] or self.delta[I][stage] > 0
+
     def is_feasible(self) -> bool:
         """Whether every rank can hold one microbatch on all its stages."""
         if self.limit is None:

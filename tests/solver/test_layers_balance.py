@@ -38,6 +38,18 @@ def test_the_balanced_cut_is_the_best_of_all(problem: LayeredProblem) -> None:
     assert space.allows(space.bounds_of(found.cut))
 
 
+def test_a_rank_that_can_pass_on_more_than_the_others_can_take_is_no_dead_end() -> None:
+    """The best cut is (1+1, 10.1+0.05, 10+0+0.6); the next one has a rank with 10.7."""
+    layers = [
+        {"name": f"l{at}", "forward": load, "backward_input": 0, "backward_weight": 0}
+        for at, load in enumerate((1, 10.1, 10, 0, 0.6, 0.05, 1))
+    ]
+    space = space_of(layered(pp_degree=3, layers=layers))
+    balanced = balanced_cut(space, level_cut(space))
+    assert balanced is not None
+    assert balanced.worst == pytest.approx(10.6)
+
+
 @settings(max_examples=20)
 @given(layered_problems(most_layers=6, memory={"limit": 3}))
 def test_the_smallest_cut_needs_the_least_of_all(problem: LayeredProblem) -> None:
@@ -74,6 +86,15 @@ def test_some_rank_has_more_parts_than_the_mean_rank() -> None:
     ]
     problem = layered(pp_degree=4, layers=layers)
     assert least_worst_load(problem, CutTables.of(problem)) == pytest.approx(50)
+
+
+@pytest.mark.parametrize("saved", [0.0, 5e-324])
+def test_the_floor_of_a_recomputation_that_is_dear_and_saves_nothing(saved: float) -> None:
+    memory = {"forward": saved, "backward_input": 0, "backward_weight": -saved, "static": 4}
+    dear = {"backward_input": 1e9, "memory": {**memory, "forward": 0, "backward_weight": 0}}
+    layer = {"name": "l", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 8}
+    problem = layered(layers=[{**layer, "memory": memory, "recompute": dear}], memory={"limit": 1})
+    assert least_worst_load(problem, CutTables.of(problem)) == pytest.approx(12)
 
 
 def test_the_floor_counts_what_memory_forces_to_be_recomputed() -> None:

@@ -88,15 +88,6 @@ def test_some_rank_has_more_parts_than_the_mean_rank() -> None:
     assert least_worst_load(problem, CutTables.of(problem)) == pytest.approx(50)
 
 
-@pytest.mark.parametrize("saved", [0.0, 5e-324])
-def test_the_floor_of_a_recomputation_that_is_dear_and_saves_nothing(saved: float) -> None:
-    memory = {"forward": saved, "backward_input": 0, "backward_weight": -saved, "static": 4}
-    dear = {"backward_input": 1e9, "memory": {**memory, "forward": 0, "backward_weight": 0}}
-    layer = {"name": "l", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 8}
-    problem = layered(layers=[{**layer, "memory": memory, "recompute": dear}], memory={"limit": 1})
-    assert least_worst_load(problem, CutTables.of(problem)) == pytest.approx(12)
-
-
 def test_the_floor_counts_what_memory_forces_to_be_recomputed() -> None:
     block = {"forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 4}
     again = {"backward_input": 2, "memory": {"forward": 1, "backward_weight": -1}}

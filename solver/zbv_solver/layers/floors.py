@@ -51,11 +51,9 @@ def _least_total(tables: CutTables) -> float:
         return float(tables.cheapest[-1])
     costs = np.maximum(load_again - load, 0.0)
     saved = held - again[3]
-    saving = np.flatnonzero(saved > 0)
-    with np.errstate(over="ignore"):  # an infinite price is paid last
-        price = costs[saving] / saved[saving]
+    order = [part for part in np.argsort(costs / np.maximum(saved, 1e-300)) if saved[part] > 0]
     total = float(np.minimum(load, load_again).sum())
-    for part in saving[np.argsort(price)]:
+    for part in order:
         if lacking <= 0:
             break
         share = min(1.0, lacking / saved[part])

@@ -40,6 +40,8 @@ END = 2
 EVER = -1e300
 """Head of what the window does not bound."""
 TINY = 1e-9
+AMOUNTS = 1e-12
+"""Share of memory that is added to what is there, as differences of amounts may be far smaller than both."""
 
 
 @compiled
@@ -103,7 +105,7 @@ def sweep(
                     left = load - _done(
                         work[r],
                         hold[r],
-                        room[r] + freed[r, i],
+                        room[r] + freed[r, i] * (1 + AMOUNTS),
                         times[r, i],
                         counts[r, i],
                         need,

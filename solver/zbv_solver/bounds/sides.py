@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.bounds.heads import FREE_POST, FREE_SECOND, POST, SECOND, sweep
+from zbv_solver.bounds.heads import AMOUNTS, FREE_POST, FREE_SECOND, POST, SECOND, sweep
 from zbv_solver.problem import MEMORY_TOLERANCE, B, F, I, Problem, W
 
 FloatArray = NDArray[np.float64]
@@ -90,7 +90,7 @@ def sides(problem: Problem) -> tuple[Side, Side]:
     by_input = np.clip(-arrays.delta[I], 0.0, held)
     zeros = np.zeros(problem.n_stages)
     gap = np.append(arrays.transfer, 0.0)
-    room = _room(problem)
+    room = _room(problem) * (1 + AMOUNTS)
     reach = _reach(room, held[stages])
     own = np.where(fusable, 0, 1)[stages]
 

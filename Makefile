@@ -5,10 +5,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 ARGS   ?=
+MINUTES ?= 10
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test suite lint style types format browser postgres picture pictures openapi freeze clean install
+.PHONY: help run test soak suite lint style types format browser postgres picture pictures openapi freeze clean install
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -34,6 +35,9 @@ test: install browser postgres style ## Run all checks and tests; ARGS go to pyt
 # One process more than there are cores: many tests wait for processes of their own.
 suite: install
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+soak: install ## Compare bounds and plans of random problems with exact optima; MINUTES=10, ARGS="--seed 1"
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
 lint: style types ## Check style and types only
 

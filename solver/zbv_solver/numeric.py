@@ -42,6 +42,10 @@ FEASIBLE_MEMORY = MEMORY_TOLERANCE / 4
 CUT_MEMORY = MEMORY_TOLERANCE / 8
 """What a cut of layers may need above the limit."""
 
+AMOUNT_ROUNDING = 1e-12
+"""Relative to an amount of memory: what a lower bound adds to the memory that is free before it subtracts
+amounts, as their difference may be far smaller than the rounding of each."""
+
 INTEGER_ROUNDING = 1e-13
 """Relative to a number: costs this near to multiples of a common unit are such multiples."""
 DECIMAL_ROUNDING = 4e-15

@@ -112,6 +112,25 @@ def test_another_rank_may_work_before_the_window_and_both_ramps_may_overlap(
     assert lower_bound(problem).value <= optimum * (1 + 1e-9)
 
 
+def test_a_small_chunk_beside_a_large_one_has_its_room() -> None:
+    """Two cells of 0.3 fit beside one of 10,000,000.3, although the difference of floats is less than 0.6."""
+    costs = {"forward": 1, "backward_input": 1, "backward_weight": 1, "p2p": 2}
+    held = [0.3, 0, 0, 10_000_000.3]
+    memory = {
+        "forward": held,
+        "backward_input": 0,
+        "backward_weight": [-amount for amount in held],
+        "limit": 10_000_000.9,
+    }
+    problem = parse_problem(
+        {"pp_degree": 2, "microbatches": 3, "objective": "makespan", "costs": costs, "memory": memory}
+    )
+    result = refine(problem, serial(problem).orders, lower_bound=0.0, effort=1.0)
+    assert result.orders is not None
+    assert value_of(problem, result.orders) == 30
+    assert lower_bound(problem).value <= 30 * (1 + 1e-9)
+
+
 @given(limited_problems(max_p=3, max_m=4))
 @settings(max_examples=20)
 def test_less_memory_never_lowers_the_bound(problem: Problem) -> None:

@@ -38,6 +38,18 @@ def test_the_balanced_cut_is_the_best_of_all(problem: LayeredProblem) -> None:
     assert space.allows(space.bounds_of(found.cut))
 
 
+def test_a_rank_that_can_pass_on_more_than_the_others_can_take_is_no_dead_end() -> None:
+    """The best cut is (1+1, 10.1+0.05, 10+0+0.6); the next one has a rank with 10.7."""
+    layers = [
+        {"name": f"l{at}", "forward": load, "backward_input": 0, "backward_weight": 0}
+        for at, load in enumerate((1, 10.1, 10, 0, 0.6, 0.05, 1))
+    ]
+    space = space_of(layered(pp_degree=3, layers=layers))
+    balanced = balanced_cut(space, level_cut(space))
+    assert balanced is not None
+    assert balanced.worst == pytest.approx(10.6)
+
+
 @settings(max_examples=20)
 @given(layered_problems(most_layers=6, memory={"limit": 3}))
 def test_the_smallest_cut_needs_the_least_of_all(problem: LayeredProblem) -> None:

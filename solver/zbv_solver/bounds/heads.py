@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.jit import compiled
+from zbv_solver.numeric import AMOUNT_ROUNDING
 from zbv_solver.numeric import OPTIMAL_GAP as TINY
 
 FloatArray = NDArray[np.float64]
@@ -103,7 +104,7 @@ def sweep(
                     left = load - _done(
                         work[r],
                         hold[r],
-                        room[r] + freed[r, i],
+                        room[r] + freed[r, i] * (1 + AMOUNT_ROUNDING),
                         times[r, i],
                         counts[r, i],
                         need,

@@ -34,6 +34,7 @@ from zbv_solver.bounds.heads import (
 from zbv_solver.bounds.quick import preemptive_bound
 from zbv_solver.bounds.sides import Side
 from zbv_solver.jit import compiled
+from zbv_solver.numeric import AMOUNT_ROUNDING
 from zbv_solver.numeric import OPTIMAL_GAP as TINY
 
 FloatArray = NDArray[np.float64]
@@ -141,7 +142,7 @@ def _ramp(
                 count[4, c] += 1
             freed += count[2, c] * hold[FREE_SECOND, c] + count[3, c] * hold[FREE_POST, c]
             seconds += count[SECOND, c] * work[SECOND, c] + count[4, c] * work[POST, c]
-        firsts = fill(work, hold, room + freed, count[FIRST], every, every, scratch)
+        firsts = fill(work, hold, room + freed * (1 + AMOUNT_ROUNDING), count[FIRST], every, every, scratch)
         if opens and i < 0:
             firsts, seconds = 0.0, 0.0
         if time - firsts - seconds > most:
@@ -186,7 +187,8 @@ def _left(
         rows[known, 0], rows[known, 2] = time, min(seconds, busy)
         for outer in range(ready[0] + 1):
             for inner in range(ready[1] + 1):
-                space, firsts = room + freed - outer * hold[HOLD, 0], outer * work[FIRST, 0]
+                space = room + freed * (1 + AMOUNT_ROUNDING) - outer * hold[HOLD, 0]
+                firsts = outer * work[FIRST, 0]
                 if chunks > 1:
                     space -= inner * hold[HOLD, 1]
                     firsts += inner * work[FIRST, 1]

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.bounds.heads import FREE_POST, FREE_SECOND, POST, SECOND, sweep
-from zbv_solver.numeric import MEMORY_TOLERANCE, OPTIMAL_GAP, integer_scale
+from zbv_solver.numeric import AMOUNT_ROUNDING, MEMORY_TOLERANCE, OPTIMAL_GAP, integer_scale
 from zbv_solver.problem import B, F, I, Problem, W
 
 FloatArray = NDArray[np.float64]
@@ -93,7 +93,7 @@ def sides(problem: Problem) -> tuple[Side, Side]:
     by_input = np.clip(-arrays.delta[I], 0.0, held)
     zeros = np.zeros(problem.n_stages)
     gap = np.append(arrays.transfer, 0.0)
-    room = _room(problem)
+    room = _room(problem) * (1 + AMOUNT_ROUNDING)
     reach = _reach(room, held[stages])
     own = np.where(fusable, 0, 1)[stages]
 

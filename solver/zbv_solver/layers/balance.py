@@ -260,6 +260,10 @@ def _sweep(
                         reached[rank + 1, after, k] = 1
                     painted = max(painted, last)
                     if c > farthest:
+                        # No later j leaves fewer parts than up to ``farthest`` either, or costs less here.
+                        if farthest < n:
+                            left = cheapest[farthest + 1] - cheapest[after]
+                            beyond = min(beyond, left / (p - 1 - rank))
                         break
     rank = p - 1
     found, nearest = (-1, -1, -1), 4 * n

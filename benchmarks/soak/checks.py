@@ -1,0 +1,375 @@
+"""What the library says of one problem, held against the independent model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+import numpy as np
+from zbv_solver import bounds
+from zbv_solver.assemble import make_plan
+from zbv_solver.bounds.sides import may_fuse
+from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.improve.exact import refine
+from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.layers.reading import parse_question
+from zbv_solver.options import STAGES, SearchOptions
+from zbv_solver.orders import Orders
+from zbv_solver.plan import Plan, parse_plan, plan_json
+from zbv_solver.problem import Problem
+from zbv_solver.search import search
+from zbv_solver.verify import verify
+
+from benchmarks.soak.cuts import every_cut
+from benchmarks.soak.optimum import Optimum, optimum
+from benchmarks.soak.pipeline import LETTERS, B, F, I, Order, Pipeline, Schedule, W, read
+
+TOLERANCE = Fraction(1, 10**9)
+"""Share by which two figures of the same thing may differ: float rounding."""
+SHORT_EFFORT = 0.02
+"""CP-SAT's deterministic time when a bound of its own is asked for."""
+Document = dict[str, Any]
+
+
+class Contradiction(Exception):
+    """Two statements about a problem that cannot both be true."""
+
+    def __init__(self, check: str, detail: str):
+        super().__init__(f"{check}: {detail}")
+        self.check, self.detail = check, detail
+
+
+@dataclass
+class Tally:
+    """What has been checked, and how close bounds came.
+
+    Attributes
+    ----------
+    problems, exact
+        Problems by kind, and those among them whose optimum is known exactly.
+    gaps
+        Largest gap optimum / bound - 1 by kind and bound, of problems whose optimum is known exactly.
+    checks
+        How often each check was made.
+    """
+
+    problems: Counter[str] = field(default_factory=Counter)
+    exact: Counter[str] = field(default_factory=Counter)
+    gaps: dict[tuple[str, str], float] = field(default_factory=dict)
+    checks: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Checks that are made on demand: powers of two as factors of all costs."""
+
+    scaling: bool = False
+
+
+def check(kind: str, document: Document, seed: str, tally: Tally, extras: Extras) -> None:
+    """All checks of one problem; ``seed`` decides which searches are made.
+
+    Raises
+    ------
+    Contradiction
+        At the first statement that cannot be true.
+    """
+    tally.problems[kind] += 1
+    chance = Random(seed)
+    examine = _Layers if "layers" in document else _Stages
+    examine(kind, document, chance, tally, extras).run()
+
+
+class _Examination:
+    def __init__(self, kind: str, document: Document, chance: Random, tally: Tally, extras: Extras):
+        self.kind, self.document, self.chance = kind, document, chance
+        self.tally, self.extras = tally, extras
+        self.best: Optimum | None = None
+
+    def require(self, is_true: bool, check: str, detail: Callable[[], str]) -> None:
+        self.tally.checks[check] += 1
+        if not is_true:
+            raise Contradiction(check, detail())
+
+    def bound(self, name: str, value: float) -> None:
+        """A lower bound must not exceed the best value known."""
+        if self.best is None:
+            return
+        best = self.best
+        self.require(
+            Fraction(value) <= best.value * (1 + TOLERANCE),
+            f"bound: {name}",
+            lambda: f"states {value!r}; an order takes {float(best.value)!r}: {text(best.order)}",
+        )
+        if best.is_exact and best.value > 0:
+            gap = float(best.value) / value - 1 if value > 0 else float("inf")
+            at = self.kind.split(",")[0], name
+            self.tally.gaps[at] = max(self.tally.gaps.get(at, 0.0), gap)
+
+    def plan(self, name: str, plan: Plan, pipeline: Pipeline) -> None:
+        """A plan is valid, states what it achieves, and claims no more than is true."""
+        verify(plan)
+        order = _order_of(plan.orders)
+        value = pipeline.value(order)
+        fits = all(pipeline.fits(rank, actions) for rank, actions in enumerate(order))
+        self.require(value is not None, f"plan: {name}", lambda: f"deadlocks: {text(order)}")
+        self.require(
+            fits or _is_borderline(pipeline, order), f"memory: {name}", lambda: f"exceeds: {text(order)}"
+        )
+        stated = Fraction(plan.objective)
+        self.require(
+            value is not None and abs(stated - value) <= TOLERANCE * value,
+            f"objective: {name}",
+            lambda: f"states {plan.objective!r} where the order takes {float(value or 0)!r}: {text(order)}",
+        )
+        self.bound(name, plan.metrics.lower_bound)
+        if self.best is not None and value is not None:
+            best = self.best
+            self.require(
+                not best.is_exact or value >= best.value * (1 - TOLERANCE),
+                "independent optimum",
+                lambda: f"is {float(best.value)!r}, yet {name} takes {float(value)!r}: {text(order)}",
+            )
+            self.require(
+                plan.metrics.status != "optimal" or stated <= best.value * (1 + TOLERANCE),
+                f"optimal: {name}",
+                lambda: f"at {plan.objective!r}; an order takes {float(best.value)!r}: {text(best.order)}",
+            )
+        again = parse_plan(plan_json(plan))
+        self.require(
+            again.plan_id == plan.plan_id and again.metrics == plan.metrics,
+            "round trip",
+            lambda: f"{plan.plan_id} became {again.plan_id}",
+        )
+
+    def options(self) -> SearchOptions:
+        """A short standard search: stages are left out by chance, and CP-SAT's proof mostly is not."""
+        without = tuple(stage for stage in STAGES[:3] if self.chance.random() < 0.85)
+        return SearchOptions(effort="standard", without=without, seed=self.chance.randint(0, 99))
+
+
+class _Stages(_Examination):
+    def run(self) -> None:
+        pipeline = read(self.document)
+        problem = parse_question(self.document)
+        if not isinstance(problem, Problem):
+            raise TypeError("a document without layers became layers.")
+        if not pipeline.is_feasible():
+            self._refuses(problem)
+            return
+        self.best = optimum(pipeline, with_presolve=self.chance.random() < 0.7)
+        if self.best.is_exact:
+            self.tally.exact[self.kind] += 1
+        self.bound("quick", bounds.lower_bound(problem, effort="quick").value)
+        self.bound("full", bounds.lower_bound(problem).value)
+        self._windows(problem, pipeline)
+        if self.chance.random() < 0.4:
+            self._proof(problem)
+        quick = search(problem, SearchOptions(effort="quick", seed=self.chance.randint(0, 99)))
+        self.plan("quick search", quick, pipeline)
+        if self.chance.random() < 0.3:
+            self.plan("standard search", search(problem, self.options()), pipeline)
+        if self.chance.random() < 0.3:
+            self._resume(problem, pipeline)
+        if self.extras.scaling:
+            self._scale(problem, quick)
+
+    def _refuses(self, problem: Problem) -> None:
+        try:
+            search(problem, SearchOptions(effort="quick"))
+        except InfeasibleMemory:
+            self.tally.checks["infeasible"] += 1
+        else:
+            raise Contradiction("infeasible", "a plan was found where one microbatch does not fit.")
+
+    def _windows(self, problem: Problem, pipeline: Pipeline) -> None:
+        """In the best order every action starts after its head and leaves time for its tail."""
+        if self.best is None:
+            return
+        order, pays = ascending(self.best.order), may_fuse(problem)
+        order = tuple(tuple(_split(actions, pays.tolist())) for actions in order)
+        schedule = Schedule.of(pipeline, ascending(order))
+        if schedule is None:
+            raise Contradiction("windows", f"deadlocks once split and in ascending order: {text(order)}")
+        windows = bounds.windows(problem)
+        firsts, lasts = [a[0] for a in schedule.order], [a[-1] for a in schedule.order]
+        is_span = problem.objective == "span"
+        for rank, actions in enumerate(schedule.order):
+            earliest = schedule.starts_after([firsts[rank]] if is_span else firsts)
+            latest = schedule.ends_before([lasts[rank]] if is_span else lasts)
+            slack = TOLERANCE * (1 + max(earliest.values()) + max(latest.values()))
+            for letter, stage, j in actions:
+                cell = I if letter == B else letter, stage, j
+                for side, least, paths in (
+                    ("head", windows.head[cell], earliest),
+                    ("tail", windows.tail[cell], latest),
+                ):
+                    self.require(
+                        Fraction(float(least)) / pipeline.time_unit <= paths[letter, stage, j] + slack,
+                        f"windows: {side}",
+                        lambda cell=cell, least=least: f"of {cell} is {least!r} in vain: {text(order)}",  # type: ignore[misc]
+                    )
+
+    def _proof(self, problem: Problem) -> None:
+        """The bound that CP-SAT proves from nothing, starting at the worst order there is."""
+        start = serial(problem)
+        result = refine(problem, start.orders, lower_bound=0.0, effort=SHORT_EFFORT)
+        self.bound("cp-sat", result.lower_bound)
+        if result.proved and self.best is not None:
+            reached = make_plan(problem, result.orders or start.orders, method="soak", lower_bound=0.0)
+            best = self.best
+            self.require(
+                Fraction(reached.objective) <= best.value * (1 + TOLERANCE),
+                "cp-sat proved",
+                lambda: f"{reached.objective!r}; an order takes {float(best.value)!r}: {text(best.order)}",
+            )
+
+    def _resume(self, problem: Problem, pipeline: Pipeline) -> None:
+        start = serial(problem)
+        options = SearchOptions(effort="quick", seed=self.chance.randint(0, 99))
+        self.plan("resumed search", search(problem, options, incumbent=start.orders), pipeline)
+
+    def _scale(self, problem: Problem, plan: Plan) -> None:
+        """Costs times a power of two: the same orders, and all figures exactly as many times as large."""
+        factor = 2.0 ** self.chance.choice((-40, -20, -3, 1, 7, 20))
+        document = scaled(self.document, factor)
+        other = parse_question(document)
+        seed = plan.provenance.seed
+        again = search(other, SearchOptions(effort="quick", seed=seed))
+        self.require(
+            again.orders == plan.orders
+            and again.metrics.span == plan.metrics.span * factor
+            and again.metrics.lower_bound == plan.metrics.lower_bound * factor,
+            "scaling",
+            lambda: f"by {factor!r} changes the plan: {plan.metrics} became {again.metrics}",
+        )
+
+
+class _Layers(_Examination):
+    def run(self) -> None:
+        problem = parse_question(self.document)
+        if not isinstance(problem, LayeredProblem):
+            raise TypeError("a document with layers became stages.")
+        cuts = list(every_cut(self.document))
+        feasible = [pipeline for pipeline in cuts if pipeline.is_feasible()]
+        options = SearchOptions("quick") if self.chance.random() < 0.7 else self.options()
+        try:
+            plan = search(problem, options)
+        except InfeasibleMemory:
+            self.require(not feasible, "infeasible cut", lambda: f"{len(feasible)} of {len(cuts)} cuts fit.")
+            return
+        self.require(bool(feasible), "infeasible cut", lambda: "a plan was found where no cut fits.")
+        self.best = self._best(feasible)
+        if self.best is not None and self.best.is_exact:
+            self.tally.exact[self.kind] += 1
+        if plan.cut is not None:
+            self.bound("any cut", plan.cut.lower_bound)
+        self._of_its_cut(plan)
+
+    def _best(self, cuts: list[Pipeline]) -> Optimum | None:
+        """The best order of all cuts; one whose load is no less than the best value is passed over."""
+        best: Optimum | None = None
+        is_exact = True
+        for pipeline in sorted(cuts, key=_load):
+            if best is not None and _load(pipeline) >= best.value:
+                break
+            found = optimum(pipeline, effort=0.2)
+            is_exact = is_exact and found.is_exact
+            if best is None or found.value < best.value:
+                best = found
+        return best and replace(best, is_exact=is_exact)
+
+    def _of_its_cut(self, plan: Plan) -> None:
+        """The plan against the stages that it states, and its bound against their own optimum."""
+        document = plan_json(plan)["problem"]
+        stages = {key: document[key] for key in ("pp_degree", "microbatches", "placement", "objective")}
+        stages |= {"chunks": plan.problem.placement.chunks, "costs": document["costs"]}
+        held = document["memory"]
+        stages["memory"] = held
+        pipeline = read(stages)
+        over_all, self.best = self.best, optimum(pipeline)
+        self.plan("layered search", plan, pipeline)
+        if over_all is not None and over_all.is_exact:
+            self.require(
+                Fraction(plan.objective) >= over_all.value * (1 - TOLERANCE),
+                "independent optimum of all cuts",
+                lambda: f"is {float(over_all.value)!r}; the plan takes {plan.objective!r}",
+            )
+
+
+def _load(pipeline: Pipeline) -> Fraction:
+    return max(map(pipeline.load, range(pipeline.pp_degree))) * pipeline.time_unit
+
+
+def _order_of(orders: Orders) -> Order:
+    return tuple(
+        tuple((LETTERS.index(letter), stage, j) for stage, letter, j in orders.actions(rank))
+        for rank in range(orders.pp_degree)
+    )
+
+
+def ascending(order: Order) -> Order:
+    """The same order with the microbatches of every stage and letter renumbered to ascend.
+
+    I and B count as one letter; the W of a microbatch that was split keeps its place in line.
+    """
+    renumbered = []
+    for actions in order:
+        counts: Counter[tuple[int, int]] = Counter()
+        split: dict[int, list[int]] = {}
+        mine = []
+        for letter, stage, _ in actions:
+            if letter == W:
+                mine.append((W, stage, split[stage].pop(0)))
+                continue
+            at = (I if letter == B else letter), stage
+            j = counts[at]
+            counts[at] += 1
+            if letter == I:
+                split.setdefault(stage, []).append(j)
+            mine.append((letter, stage, j))
+        renumbered.append(tuple(mine))
+    return tuple(renumbered)
+
+
+def _split(actions: tuple[tuple[int, int, int], ...], pays: list[bool]) -> Iterator[tuple[int, int, int]]:
+    """I and W in place of a B that never pays."""
+    for letter, stage, j in actions:
+        if letter == B and not pays[stage]:
+            yield I, stage, j
+            yield W, stage, j
+        else:
+            yield letter, stage, j
+
+
+def _is_borderline(pipeline: Pipeline, order: Order) -> bool:
+    """Whether twice the tolerance would do: where the library's rounding may admit what ours does not."""
+    if pipeline.limit is None:
+        return True
+    wider = tuple(limit + limit * 2 // 10**9 for limit in pipeline.limit)
+    roomy = replace(pipeline, limit=wider)
+    return all(roomy.fits(rank, actions) for rank, actions in enumerate(order))
+
+
+def text(order: Order) -> str:
+    """An order as plans spell it."""
+    return " | ".join(
+        " ".join(f"{stage}{LETTERS[letter]}{j}" for letter, stage, j in actions) for actions in order
+    )
+
+
+def scaled(document: Document, factor: float) -> Document:
+    """The document with all costs multiplied."""
+    costs = {
+        key: None if values is None else list(np.multiply(values, factor))
+        for key, values in document["costs"].items()
+    }
+    return {**document, "costs": costs}
+
+
+__all__ = ["Contradiction", "Extras", "F", "Tally", "check"]

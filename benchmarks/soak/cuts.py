@@ -1,0 +1,108 @@
+"""All cuts of a layered problem, each as a document of stages: written from docs/formats.md alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, combinations_with_replacement, pairwise, product
+from typing import Any
+
+from benchmarks.soak.pipeline import Pipeline, read
+
+Document = dict[str, Any]
+MEMORY = ("forward", "backward_input", "backward_weight", "static", "workspace")
+
+
+def every_cut(document: Document) -> Iterator[Pipeline]:
+    """Every contiguous cut on every placement asked for, with every choice of recomputed stages."""
+    for kind, chunks in _placements(document):
+        p = document["pp_degree"]
+        for bounds in _bounds(document, p * chunks):
+            stages = [document["layers"][begin:end] for begin, end in pairwise(bounds)]
+            able = [any("recompute" in layer for layer in stage) for stage in stages]
+            for again in product(*((False, True) if can else (False,) for can in able)):
+                yield read(_as_stages(document, kind, chunks, bounds, again))
+
+
+def _placements(document: Document) -> list[tuple[str, int]]:
+    kind = document["placement"]
+    if kind == "auto":
+        return [("v", 2), ("loop", 2), ("loop", 3), ("loop", 4), ("single", 1)]
+    return [(kind, {"v": 2, "single": 1}.get(kind) or document.get("chunks", 2))]
+
+
+def _bounds(document: Document, stages: int) -> Iterator[tuple[int, ...]]:
+    rules, n = document["cut"], len(document["layers"])
+    names = [layer["name"] for layer in document["layers"]]
+    inside: set[int] = set()
+    for group in rules.get("together", ()):
+        places = [names.index(name) for name in group]
+        inside |= set(range(min(places) + 1, max(places) + 1))
+    if rules["allow_empty"]:
+        choices: Iterator[tuple[int, ...]] = combinations_with_replacement(range(n + 1), stages - 1)
+    else:
+        choices = combinations(range(1, n), stages - 1)
+    for middle in choices:
+        bounds = (0, *middle, n)
+        first, last = rules.get("first"), rules.get("last")
+        is_kept = (first is None or bounds[1] == first) and (last is None or n - bounds[-2] == last)
+        if is_kept and not inside & set(bounds):
+            yield bounds
+
+
+def _costs_of(layer: Document, again: bool) -> Document:
+    """A layer's costs; what ``recompute`` leaves out is as without."""
+    split = layer["backward_input"] + layer["backward_weight"]
+    whole = split if layer["backward"] is None else layer["backward"]
+    costs = {key: layer[key] for key in ("forward", "backward_input", "backward_weight")}
+    costs |= {"backward": whole, "memory": layer["memory"]}
+    if again and "recompute" in layer:
+        other = layer["recompute"]
+        costs |= {key: other[key] for key in ("forward", "backward_input", "backward_weight") if key in other}
+        grown = costs["backward_input"] + costs["backward_weight"] - split
+        costs["backward"] = other.get("backward", whole + grown)
+        costs["memory"] = {**layer["memory"], **other.get("memory", {})}
+    return costs
+
+
+def _as_stages(
+    document: Document, kind: str, chunks: int, bounds: tuple[int, ...], again: tuple[bool, ...]
+) -> Document:
+    p, layers = document["pp_degree"], document["layers"]
+    parts = [
+        [_costs_of(layer, recomputed) for layer in layers[begin:end]]
+        for (begin, end), recomputed in zip(pairwise(bounds), again, strict=True)
+    ]
+    costs: Document = {
+        key: [float(sum(costs[key] for costs in part)) for part in parts]
+        for key in ("forward", "backward_input", "backward_weight", "backward")
+    }
+    link = document["costs"].get("link")
+    costs["p2p"] = [
+        document["costs"]["p2p"]
+        if link is None
+        else link["latency"] + (layers[bound - 1]["output_bytes"] if bound else 0.0) / link["bandwidth"]
+        for bound in bounds[1:-1]
+    ]
+    stages: Document = {"pp_degree": p, "microbatches": document["microbatches"], "placement": kind}
+    stages |= {"chunks": chunks, "objective": document["objective"], "costs": costs}
+    if "memory" in document:
+        stages["memory"] = _memory(document["memory"], parts, p, kind)
+    return stages
+
+
+def _memory(asked: Document, parts: list[list[Document]], p: int, kind: str) -> Document:
+    memory: Document = {
+        key: [float(sum(costs["memory"][key] for costs in part)) for part in parts] for key in MEMORY[:3]
+    }
+    static = []
+    for rank in range(p):
+        mine = [
+            costs["memory"]
+            for stage, part in enumerate(parts)
+            for costs in part
+            if rank == (2 * p - 1 - stage if kind == "v" and stage >= p else stage % p)
+        ]
+        workspace = max((held["workspace"] for held in mine), default=0.0)
+        static.append(asked["static"] + sum(held["static"] for held in mine) + workspace)
+    limit = None if asked["limit"] is None else [asked["limit"]] * p
+    return {**memory, "static": static, "limit": limit}

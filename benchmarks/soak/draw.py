@@ -1,0 +1,219 @@
+"""Random problem documents, at the corners more often than in the middle.
+
+A problem is drawn from a seed and its number alone, so every one of a run can be drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+Document = dict[str, Any]
+Number = Callable[[], float]
+
+NUMBERS = ("small integers", "ties", "decimals", "floats", "twelve decades", "mixed")
+MOST_ACTIONS = 36
+"""Actions of a problem, every backward split, so that CP-SAT mostly finds the optimum."""
+LAYERED_SHARE = 0.12
+
+
+def draw(chance: Random) -> tuple[str, Document]:
+    """A problem document and its kind, for the table at the end."""
+    numbers = chance.choice(NUMBERS)
+    draw_one = _layered if chance.random() < LAYERED_SHARE else _stages
+    document = draw_one(chance, number_source(chance, numbers))
+    shape = "layers" if "layers" in document else document["placement"]
+    return f"{shape}, {numbers}", document
+
+
+def number_source(chance: Random, kind: str) -> Number:
+    """What draws positive numbers of a kind."""
+    sources: dict[str, Number] = {
+        "small integers": lambda: float(chance.randint(1, 20)),
+        "ties": lambda: float(chance.choice((1, 1, 1, 2))),
+        "decimals": lambda: round(chance.uniform(0.01, 20), chance.choice((1, 2, 2, 3))),
+        "floats": lambda: chance.uniform(0.5, 2.0),
+        "twelve decades": lambda: 10 ** chance.uniform(-6, 6),
+    }
+    if kind == "mixed":
+        return lambda: chance.choice(list(sources.values()))()
+    return sources[kind]
+
+
+def _shape(chance: Random) -> tuple[int, int, str, int]:
+    """Ranks, microbatches, placement and chunks."""
+    while True:
+        kind = chance.choice(("v", "v", "loop", "loop", "single"))
+        chunks = {"v": 2, "single": 1}.get(kind) or chance.randint(1, 4)
+        p = chance.choice((1, 2, 2, 3, 3, 4))
+        m = chance.choice((1, 1, 2, 2, 2, 3, 3, 4, 6))
+        if 3 * p * chunks * m <= MOST_ACTIONS:
+            return p, m, kind, chunks
+
+
+def _some_zeros(chance: Random, number: Number) -> Number:
+    share = chance.choice((0.0, 0.0, 0.15, 0.5))
+    return lambda: 0.0 if chance.random() < share else number()
+
+
+def _values(chance: Random, number: Number, count: int) -> list[float]:
+    """Often all equal, as in a model of equal blocks."""
+    if chance.random() < 0.4:
+        return [number()] * count
+    return [number() for _ in range(count)]
+
+
+def _stages(chance: Random, number: Number) -> Document:
+    p, m, kind, chunks = _shape(chance)
+    n = p * chunks
+    costly = _some_zeros(chance, number)
+    costs: Document = {
+        key: _values(chance, costly, n) for key in ("forward", "backward_input", "backward_weight")
+    }
+    costs["backward"] = fused(chance, costs["backward_input"], costs["backward_weight"])
+    scale = chance.choice((0.0, 0.05, 1.0, 1.0, 20.0))
+    costs["p2p"] = [scale * value for value in _values(chance, number, n - 1)]
+    document: Document = {
+        "pp_degree": p,
+        "microbatches": m,
+        "placement": kind,
+        "objective": chance.choice(("span", "span", "makespan")),
+        "costs": costs,
+    }
+    if kind == "loop":
+        document["chunks"] = chunks
+    if chance.random() < 0.8:
+        document["memory"] = _memory(chance, number, document, n)
+    return document
+
+
+def fused(chance: Random, inputs: list[float], weights: list[float]) -> list[float] | None:
+    """Durations of B: absent, cheaper than I and W, or sometimes dearer."""
+    if chance.random() < 0.55:
+        return None
+    shares = [chance.choice((0.0, 0.5, 0.8, 0.95, 1.0, 1.0, 1.2)) for _ in inputs]
+    if chance.random() < 0.5:
+        shares = shares[:1] * len(shares)
+    return [(i + w) * share for i, w, share in zip(inputs, weights, shares, strict=True)]
+
+
+def deltas(chance: Random, number: Number) -> tuple[float, float, float]:
+    """What F takes, what I gives back or takes on top, and W, which gives back the rest."""
+    forward = chance.choice((0.0, number(), number(), number()))
+    share = chance.choice((0.0, 0.0, 0.5, 0.5, 1.0, chance.random()))
+    inputs = -share * forward
+    if chance.random() < 0.15:
+        inputs = number()
+    weights = -(forward + inputs)
+    return forward, inputs, weights
+
+
+def _memory(chance: Random, number: Number, document: Document, n: int) -> Document:
+    p = document["pp_degree"]
+    each = (
+        [deltas(chance, number)] * n if chance.random() < 0.4 else [deltas(chance, number) for _ in range(n)]
+    )
+    forward, inputs, weights = (list(row) for row in zip(*each, strict=True))
+    static = _values(chance, lambda: chance.choice((0.0, 0.0, number())), p)
+    limit = None
+    if chance.random() < 0.9:
+        rank_of = [2 * p - 1 - s if document["placement"] == "v" and s >= p else s % p for s in range(n)]
+        limit = []
+        for rank in range(p):
+            mine = [forward[s] for s in range(n) if rank_of[s] == rank]
+            limit.append(static[rank] + sum(mine) + _headroom(chance, mine))
+    memory = {"forward": forward, "backward_input": inputs, "backward_weight": weights}
+    return {**memory, "static": static, "limit": limit}
+
+
+def _headroom(chance: Random, held: list[float]) -> float:
+    """Memory beyond the least: none, whole activations, a part of one, or what rounding may explain."""
+    choice = chance.choice(("none", "none", "whole", "whole", "part", "any", "rounding"))
+    if choice == "whole":
+        return sum(value * chance.randint(0, 2) for value in held)
+    if choice == "part":
+        return chance.choice(held) * chance.choice((0.5, 0.999999999, 0.25))
+    if choice == "any":
+        return sum(held) * chance.uniform(0, 3)
+    if choice == "rounding":
+        return sum(value * chance.randint(0, 1) for value in held) - sum(held) * 5e-10
+    return 0.0
+
+
+def _layered(chance: Random, number: Number) -> Document:
+    """Few layers on few ranks: every cut is to be enumerated and solved."""
+    p, m = chance.choice((1, 2, 2, 3)), chance.choice((1, 1, 2, 3))
+    kind = chance.choice(("v", "loop", "single", "auto")) if m * p < 4 else "single"
+    chunks = chance.choice((1, 2, 3)) if p < 3 else 2
+    stages = p * (chunks if kind == "loop" else 2 if kind == "v" else 1)
+    allow_empty = chance.random() < 0.2
+    count = chance.randint(max(1, stages - 1) if allow_empty else stages, stages + 2)
+    costly = _some_zeros(chance, number)
+    layers = [_layer(chance, number, costly, f"l{at}") for at in range(count)]
+    if chance.random() < 0.4:
+        layers = [{**layers[0], "name": f"l{at}"} for at in range(count)]
+    document: Document = {
+        "pp_degree": p,
+        "microbatches": m,
+        "placement": kind,
+        "objective": chance.choice(("span", "makespan")),
+        "layers": layers,
+        "cut": _cut_rules(chance, count, stages, allow_empty),
+        "costs": {"link": {"latency": costly(), "bandwidth": 1.0}}
+        if chance.random() < 0.3
+        else {"p2p": costly()},
+    }
+    if kind == "loop":
+        document["chunks"] = chunks
+    if chance.random() < 0.7:
+        document["memory"] = {
+            "static": chance.choice((0.0, number())),
+            "limit": _layered_limit(chance, layers, p),
+        }
+    return document
+
+
+def _layer(chance: Random, number: Number, costly: Number, name: str) -> Document:
+    inputs, weights = costly(), costly()
+    own_fused = fused(chance, [inputs], [weights])
+    forward, freed, rest = deltas(chance, number)
+    memory = {"forward": forward, "backward_input": freed, "backward_weight": rest}
+    memory["static"] = chance.choice((0.0, number()))
+    memory["workspace"] = chance.choice((0.0, 0.0, number()))
+    layer: Document = {
+        "name": name,
+        "forward": costly(),
+        "backward_input": inputs,
+        "backward_weight": weights,
+        "backward": own_fused and own_fused[0],
+        "memory": memory,
+        "output_bytes": chance.choice((0.0, costly())),
+    }
+    if chance.random() < 0.4:
+        share = chance.choice((0.0, 0.1, 0.5))
+        kept = forward * share
+        again = {"forward": kept, "backward_input": -freed - kept if freed > 0 else freed + forward - kept}
+        again["backward_weight"] = -(again["forward"] + again["backward_input"])
+        if again["backward_weight"] > 0:
+            again = {"forward": kept, "backward_input": -kept, "backward_weight": 0.0}
+        layer["recompute"] = {
+            "backward_input": inputs + layer["forward"],
+            "memory": {**again, "static": memory["static"], "workspace": memory["workspace"] + number()},
+        }
+    return layer
+
+
+def _cut_rules(chance: Random, count: int, stages: int, allow_empty: bool) -> Document:
+    rules: Document = {"allow_empty": allow_empty}
+    if count > stages and chance.random() < 0.3:
+        at = chance.randrange(count - 1)
+        rules["together"] = [[f"l{at}", f"l{at + 1}"]]
+    elif stages > 1 and chance.random() < 0.2:
+        rules["first"] = 1
+    return rules
+
+
+def _layered_limit(chance: Random, layers: list[Document], p: int) -> float:
+    held: float = sum(layer["memory"]["forward"] + layer["memory"]["static"] for layer in layers)
+    return held * chance.choice((0.3, 0.6, 1.0, 2.0)) / p + chance.choice((0.0, held))

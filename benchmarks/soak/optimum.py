@@ -1,0 +1,312 @@
+"""The best order of a small problem: by enumerating all orders, or by a CP-SAT model of its own.
+
+The model has nothing in common with that of :mod:`zbv_solver.improve.exact_model` but the solver behind it:
+one pair of literals for every two actions of a rank, B as an action of its own that may be absent, positions
+that keep actions without duration acyclic, and memory as a sum over what comes before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from math import gcd, lcm, prod
+
+from ortools.sat.python import cp_model
+
+from benchmarks.soak.pipeline import Action, B, F, I, Order, Pipeline, Schedule, W
+
+MOST_ENUMERATED = 4_000
+"""Orders that are enumerated; where there are more, CP-SAT is asked."""
+GRID_BITS = 46
+"""Sum of all durations in CP-SAT's grid, where they have to be rounded."""
+EFFORT = 0.5
+"""CP-SAT's deterministic time."""
+NEARLY = Fraction(1, 10**10)
+"""Share of an optimum that the rounding of durations may leave open."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best order found, exactly timed.
+
+    Attributes
+    ----------
+    value
+        Its objective in the problem's unit of time.
+    is_exact
+        Whether no order is better by more than a share of ``NEARLY``.
+    """
+
+    value: Fraction
+    order: Order
+    is_exact: bool
+    method: str
+
+
+def optimum(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum:
+    """The best order that is found within the effort, of a problem that has any."""
+    return enumerated(pipeline) or solved(pipeline, effort=effort, with_presolve=with_presolve)
+
+
+def enumerated(pipeline: Pipeline) -> Optimum | None:
+    """The best of all orders, microbatches in any order; None where there are too many to try."""
+    ranks = []
+    for rank in range(pipeline.pp_degree):
+        orders = []
+        for order in _orders_of_rank(pipeline, rank):
+            orders.append(order)
+            if len(orders) > MOST_ENUMERATED:
+                return None
+        ranks.append(orders)
+        if prod(map(len, ranks)) > MOST_ENUMERATED:
+            return None
+    best, chosen = None, None
+    for choice in product(*ranks):
+        value = pipeline.value(choice)
+        if value is not None and (best is None or value < best):
+            best, chosen = value, choice
+    return None if best is None or chosen is None else Optimum(best, chosen, True, "enumerated")
+
+
+def _orders_of_rank(pipeline: Pipeline, rank: int) -> Iterator[tuple[Action, ...]]:
+    """Every order of a rank that fits its memory; rank 0 takes stage 0's microbatches in ascending order."""
+    m, stages = pipeline.microbatches, pipeline.stages_of[rank]
+    limit = None if pipeline.limit is None else pipeline.limit[rank]
+    order: list[Action] = []
+    state = {(stage, j): 0 for stage in stages for j in range(m)}  # 0, 1 after F, 2 after I, 3 done
+
+    def extend(held: int) -> Iterator[tuple[Action, ...]]:
+        if all(progress == 3 for progress in state.values()):
+            yield tuple(order)
+            return
+        for (stage, j), progress in list(state.items()):
+            if progress == 0 and stage == 0 and j and state[0, j - 1] == 0:
+                continue
+            for letter in ((F,), (I, B), (W,), ())[progress]:
+                delta = pipeline.delta[letter][stage]
+                if limit is not None and held + max(0, delta) > limit:
+                    continue
+                state[stage, j] = (1, 2, 3, 3)[letter]
+                order.append((letter, stage, j))
+                yield from extend(held + delta)
+                order.pop()
+                state[stage, j] = progress
+
+    yield from extend(pipeline.static[rank])
+
+
+def one_at_a_time(pipeline: Pipeline) -> Order:
+    """Every microbatch forwards through all stages and back, before the next one begins.
+
+    B is taken where it may pay: then I might not fit.
+    """
+    ranks: list[list[Action]] = [[] for _ in pipeline.stages_of]
+    for j in range(pipeline.microbatches):
+        for stage, rank in enumerate(pipeline.rank_of):
+            ranks[rank].append((F, stage, j))
+        for stage in reversed(range(pipeline.n_stages)):
+            backward = (B,) if pipeline.may_fuse(stage) else (I, W)
+            ranks[pipeline.rank_of[stage]] += [(letter, stage, j) for letter in backward]
+    return tuple(map(tuple, ranks))
+
+
+def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum:
+    """The best order that CP-SAT finds, microbatches of a stage in ascending order."""
+    simple = one_at_a_time(pipeline)
+    model = _Model(pipeline)
+    model.hint(simple)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = effort
+    solver.parameters.cp_model_presolve = with_presolve
+    solver.parameters.presolve_inclusion_work_limit = 0  # wrong in OR-Tools 9.15, see its issue 5293
+    solver.parameters.catch_sigint_signal = False
+    status = solver.solve(model.model)
+    if status == cp_model.MODEL_INVALID:
+        raise RuntimeError(f"CP-SAT rejects the model: {model.model.validate()}")
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        value = pipeline.value(simple)
+        if value is None:
+            raise RuntimeError("one microbatch at a time deadlocks in the independent model.")
+        return Optimum(value, simple, False, "one at a time")
+    order = model.order(solver)
+    value = pipeline.value(order)
+    if value is None or not all(pipeline.fits(rank, actions) for rank, actions in enumerate(order)):
+        raise RuntimeError("the independent model found an order that breaks its own rules.")
+    proven = model.unit * max(0, round(solver.best_objective_bound))
+    is_exact = status == cp_model.OPTIMAL and model.admits_all and value <= proven * (1 + NEARLY)
+    return Optimum(value, order, is_exact, "cp-sat")
+
+
+class _Model:
+    def __init__(self, pipeline: Pipeline):
+        self.pipeline, self.model = pipeline, cp_model.CpModel()
+        self._round_durations()
+        self.actions = [
+            [
+                (letter, stage, j)
+                for stage in stages
+                for letter in (F, I, W, B)
+                for j in range(pipeline.microbatches)
+                if letter != B or pipeline.may_fuse(stage)
+            ]
+            for stages in pipeline.stages_of
+        ]
+        everything = [action for mine in self.actions for action in mine]
+        self.start = {action: self.model.new_int_var(0, self.horizon, "") for action in everything}
+        # Actions without duration may share an instant: positions keep everything acyclic, across ranks too.
+        self.position = {action: self.model.new_int_var(0, len(everything), "") for action in everything}
+        self.one = self.model.new_constant(1)
+        self.present = dict.fromkeys(everything, self.one)
+        self._choose_backwards()
+        self._pass_on()
+        self.before: dict[tuple[Action, Action], cp_model.IntVar] = {}
+        for rank in range(pipeline.pp_degree):
+            self._order(rank)
+            self._keep_memory(rank)
+        self._minimise()
+
+    def _round_durations(self) -> None:
+        """Durations in a grid: a span is a cycle's mean, so every step is divided by all cycle lengths."""
+        pipeline = self.pipeline
+        rows = (*pipeline.duration, pipeline.lag)
+        total = pipeline.microbatches * sum(map(sum, rows)) or 1
+        shift = max(0, total.bit_length() - GRID_BITS)
+        integers = [value for row in rows for value in row if value]
+        divisor = max(1 << shift, gcd(*integers))
+        cycles = lcm(*range(1, pipeline.pp_degree + 1)) if pipeline.objective == "span" else 1
+        self.unit = divisor * pipeline.time_unit / cycles
+        self.duration = [[value // divisor * cycles for value in row] for row in pipeline.duration]
+        self.lag = [value // divisor * cycles for value in pipeline.lag]
+        # One action after the other takes as long as all of them and every transfer twice.
+        self.longest = (total // divisor + 1) * 2 * cycles
+        self.horizon = 3 * self.longest
+        self.admits_all = True
+
+    def _end(self, action: Action) -> cp_model.LinearExpr:
+        return self.start[action] + self.duration[action[0]][action[1]]
+
+    def _choose_backwards(self) -> None:
+        for action in list(self.start):
+            if action[0] == B:
+                fused = self.model.new_bool_var("")
+                self.present[action] = fused
+                split = self.model.new_bool_var("")
+                self.model.add(fused + split == 1)
+                self.present[I, *action[1:]] = self.present[W, *action[1:]] = split
+
+    def _after(self, second: Action, first: Action, lag: int = 0) -> None:
+        """The second starts after the first has ended, where both are there."""
+        both = [self.present[first], self.present[second]]
+        self.model.add(self.start[second] >= self._end(first) + lag).only_enforce_if(both)
+        self.model.add(self.position[second] >= self.position[first] + 1).only_enforce_if(both)
+
+    def _backwards(self, stage: int, j: int) -> list[Action]:
+        return [action for action in ((I, stage, j), (B, stage, j)) if action in self.start]
+
+    def _pass_on(self) -> None:
+        for stage in range(self.pipeline.n_stages):
+            for j in range(self.pipeline.microbatches):
+                self._after((W, stage, j), (I, stage, j))
+                for backward in self._backwards(stage, j):
+                    self._after(backward, (F, stage, j))
+                if stage + 1 < self.pipeline.n_stages:
+                    self._after((F, stage + 1, j), (F, stage, j), self.lag[stage])
+                    for backward in self._backwards(stage, j):
+                        for above in self._backwards(stage + 1, j):
+                            self._after(backward, above, self.lag[stage])
+
+    def _order(self, rank: int) -> None:
+        """Of two present actions one comes before the other."""
+        model, actions, position = self.model, self.actions[rank], self.position
+        for at, one in enumerate(actions):
+            for two in actions[at + 1 :]:
+                both = [self.present[one], self.present[two]]
+                for first, second in ((one, two), (two, one)):
+                    literal = self.before[first, second] = model.new_bool_var("")
+                    model.add(self.start[second] >= self._end(first)).only_enforce_if(literal)
+                    model.add(position[second] >= position[first] + 1).only_enforce_if(literal)
+                    model.add_implication(literal, both[0])
+                    model.add_implication(literal, both[1])
+                either = self.before[one, two] + self.before[two, one]
+                model.add(either == 1).only_enforce_if(both)
+                self._known(one, two)
+
+    def _known(self, one: Action, two: Action) -> None:
+        """Microbatches ascend; F before I or B before W of a cell."""
+        (letter, stage, j), (other, stage_too, k) = one, two
+        if stage == stage_too and letter == other:
+            self.model.add(self.before[max((j, one), (k, two))[1], min((j, one), (k, two))[1]] == 0)
+        if stage == stage_too and j == k:
+            self.model.add(self.before[two, one] == 0)
+        backwards = (I, B)
+        if stage == stage_too and letter in backwards and other in backwards and j != k:
+            self.model.add(self.before[max((j, one), (k, two))[1], min((j, one), (k, two))[1]] == 0)
+
+    def _keep_memory(self, rank: int) -> None:
+        pipeline = self.pipeline
+        if pipeline.limit is None:
+            return
+        divisor = 1
+        room = pipeline.limit[rank] - pipeline.static[rank]
+        mine = self.actions[rank]
+        most = sum(abs(pipeline.delta[letter][stage]) for letter, stage, _ in mine)
+        if most.bit_length() > 55:
+            # Amounts are rounded up and the room down: every order found still fits.
+            divisor = 1 << (most.bit_length() - 55)
+            self.admits_all = False
+        for action in mine:
+            grown = pipeline.delta[action[0]][action[1]]
+            if grown <= 0:
+                continue
+            terms = [
+                -(-pipeline.delta[other[0]][other[1]] // divisor) * self.before[other, action]
+                for other in mine
+                if other != action and pipeline.delta[other[0]][other[1]]
+            ]
+            fits = self.model.add(sum(terms) + -(-grown // divisor) <= min(room, most) // divisor)
+            fits.only_enforce_if(self.present[action])
+
+    def _minimise(self) -> None:
+        model, pipeline = self.model, self.pipeline
+        objective, zero = model.new_int_var(0, self.longest, ""), model.new_constant(0)
+        for rank, stages in enumerate(pipeline.stages_of):
+            first = self.start[F, stages[0], 0] if pipeline.objective == "span" else zero
+            for action in self.actions[rank]:
+                if action[0] in (W, B):
+                    late = model.add(self._end(action) - first <= objective)
+                    late.only_enforce_if(self.present[action])
+        model.minimize(objective)
+
+    def hint(self, order: Order) -> None:
+        """Hint which actions there are, their starts, and which comes before which."""
+        schedule = Schedule.of(self.pipeline, order)
+        if schedule is None:
+            return
+        starts = schedule.starts_after([actions[0] for actions in order])
+        for action, present in self.present.items():
+            if present is not self.one and action[0] != W:  # I and W share theirs
+                self.model.add_hint(present, action in starts)
+            if action in starts:
+                step = starts[action] * self.pipeline.time_unit / self.unit
+                self.model.add_hint(self.start[action], int(step))
+        place = {action: at for at, action in enumerate(schedule.sequence)}
+        for (first, second), literal in self.before.items():
+            is_before = first in place and second in place and place[first] < place[second]
+            self.model.add_hint(literal, is_before)
+
+    def order(self, solver: cp_model.CpSolver) -> Order:
+        """The order that the literals say."""
+        ranks = []
+        for mine in self.actions:
+            there = [action for action in mine if solver.boolean_value(self.present[action])]
+            count = {
+                action: sum(
+                    solver.boolean_value(self.before[other, action]) for other in there if other != action
+                )
+                for action in there
+            }
+            ranks.append(tuple(sorted(there, key=count.__getitem__)))
+        return tuple(ranks)

@@ -1,0 +1,259 @@
+"""A problem document read into exact integers, and what an order of it achieves.
+
+This is written from docs/formats.md alone and shares no code with the solver. Every float is a multiple of
+some power of two, so all durations of a problem are integers in one common unit, and so are all amounts of
+memory: nothing here is ever rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import lcm
+from typing import Any
+
+F, I, W, B = range(4)  # noqa: E741 - the field's own letter
+LETTERS = "FIWB"
+COSTS = ("forward", "backward_input", "backward_weight", "backward", "p2p")
+
+Action = tuple[int, int, int]
+"""(letter, stage, microbatch)"""
+Order = tuple[tuple[Action, ...], ...]
+"""The actions of every rank in execution order."""
+
+MEMORY_TOLERANCE = Fraction(999, 10**12)
+"""Share of an amount by which it may exceed a limit: just below what the solver admits (1e-9)."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A problem in exact integers.
+
+    Attributes
+    ----------
+    duration, delta
+        [letter][stage].
+    lag
+        Transfer latency of every stage boundary; 0 inside a rank.
+    limit
+        Most that a rank may hold, tolerance included; None where unlimited.
+    time_unit
+        Length of one integer step in the problem's unit of time.
+    """
+
+    microbatches: int
+    rank_of: tuple[int, ...]
+    stages_of: tuple[tuple[int, ...], ...]
+    objective: str
+    duration: tuple[tuple[int, ...], ...]
+    lag: tuple[int, ...]
+    delta: tuple[tuple[int, ...], ...]
+    static: tuple[int, ...]
+    limit: tuple[int, ...] | None
+    time_unit: Fraction
+
+    @property
+    def pp_degree(self) -> int:
+        """Number of ranks."""
+        return len(self.stages_of)
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of)
+
+    def load(self, rank: int) -> int:
+        """Least work of a rank."""
+        d = self.duration
+        each = (d[F][s] + min(d[B][s], d[I][s] + d[W][s]) for s in self.stages_of[rank])
+        return self.microbatches * sum(each)
+
+    def may_fuse(self, stage: int) -> bool:
+        """Whether B can gain anything: it is cheaper than I and W, or I allocates."""
+        d = self.duration
+        return d[B][stage] < d[I][stage] + d[W][stage] or self.delta[I][stage] > 0
+
+    def is_feasible(self) -> bool:
+        """Whether every rank can hold one microbatch on all its stages."""
+        if self.limit is None:
+            return True
+        needs = (
+            self.static[r] + sum(self.delta[F][s] for s in mine) for r, mine in enumerate(self.stages_of)
+        )
+        return all(need <= limit for need, limit in zip(needs, self.limit, strict=True))
+
+    def fits(self, rank: int, actions: Sequence[Action]) -> bool:
+        """Whether a rank's memory stays within its limit."""
+        if self.limit is None:
+            return True
+        held = self.static[rank]
+        for letter, stage, _ in actions:
+            delta = self.delta[letter][stage]
+            if held + max(0, delta) > self.limit[rank]:
+                return False
+            held += delta
+        return True
+
+    def value(self, order: Order) -> Fraction | None:
+        """The objective in the problem's unit of time, or None where the order deadlocks."""
+        schedule = Schedule.of(self, order)
+        if schedule is None:
+            return None
+        return (schedule.makespan() if self.objective == "makespan" else schedule.span()) * self.time_unit
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order that does not deadlock: its actions in an executable sequence, and what each waits for."""
+
+    pipeline: Pipeline
+    order: Order
+    sequence: tuple[Action, ...]
+    inputs: dict[Action, list[tuple[Action, int]]]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, order: Order) -> Schedule | None:
+        """The schedule of an order, None where it deadlocks or an action's input is missing."""
+        there = {action for actions in order for action in actions}
+        inputs = {action: list(_inputs(pipeline, there, action)) for action in there}
+        for actions in order:
+            for before, action in pairwise(actions):
+                inputs[action].append((before, 0))
+        done: set[Action] = set()
+        sequence: list[Action] = []
+        position = [0] * len(order)
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for rank, actions in enumerate(order):
+                while position[rank] < len(actions) and all(
+                    needed in done for needed, _ in inputs[actions[position[rank]]]
+                ):
+                    sequence.append(actions[position[rank]])
+                    done.add(actions[position[rank]])
+                    position[rank] += 1
+                    is_moving = True
+        if len(sequence) < len(there):
+            return None
+        return cls(pipeline, order, tuple(sequence), inputs)
+
+    def length(self, action: Action) -> int:
+        """Duration of an action."""
+        return self.pipeline.duration[action[0]][action[1]]
+
+    def starts_after(self, sources: Sequence[Action]) -> dict[Action, int]:
+        """Longest path from the start of any source to the start of every action that one leads to."""
+        first = set(sources)
+        starts: dict[Action, int] = {}
+        for action in self.sequence:
+            paths = [
+                starts[needed] + self.length(needed) + lag
+                for needed, lag in self.inputs[action]
+                if needed in starts
+            ]
+            if action in first:
+                paths.append(0)
+            if paths:
+                starts[action] = max(paths)
+        return starts
+
+    def ends_before(self, targets: Sequence[Action]) -> dict[Action, int]:
+        """Longest path from the end of every action that leads to a target to the end of the target."""
+        tails = dict.fromkeys(targets, 0)
+        for action in reversed(self.sequence):
+            if action in tails:
+                for needed, lag in self.inputs[action]:
+                    path = tails[action] + self.length(action) + lag
+                    tails[needed] = max(tails.get(needed, 0), path)
+        return tails
+
+    def makespan(self) -> Fraction:
+        """Time from the first start to the last end, all ranks starting as early as they can.
+
+        Rank 0 starts first of all: every other action waits for its stage 0.
+        """
+        starts = self.starts_after([actions[0] for actions in self.order])
+        return Fraction(max(start + self.length(action) for action, start in starts.items()))
+
+    def span(self) -> Fraction:
+        """The largest mean weight of a cycle of D, by enumerating cycles' lengths as Karp (1978) does."""
+        p = len(self.order)
+        weight: list[list[int | None]] = []
+        for source in self.order:
+            starts = self.starts_after([source[0]])
+            ends = [actions[-1] for actions in self.order]
+            weight.append([starts[end] + self.length(end) if end in starts else None for end in ends])
+        walks: list[list[int | None]] = [[0] + [None] * (p - 1)]
+        for _ in range(p):
+            walks.append([_longest(walks[-1], [row[q] for row in weight]) for q in range(p)])
+        means = []
+        for q in range(p):
+            last = walks[p][q]
+            if last is not None:
+                known = ((k, walks[k][q]) for k in range(p))
+                means.append(min(Fraction(last - walk, p - k) for k, walk in known if walk is not None))
+        return max(means)
+
+
+def _longest(walks: list[int | None], arcs: list[int | None]) -> int | None:
+    sums = [walk + arc for walk, arc in zip(walks, arcs, strict=True) if walk is not None and arc is not None]
+    return max(sums, default=None)
+
+
+def _inputs(pipeline: Pipeline, there: set[Action], action: Action) -> Iterator[tuple[Action, int]]:
+    letter, stage, j = action
+    if letter == F and stage > 0:
+        yield (F, stage - 1, j), pipeline.lag[stage - 1]
+    if letter in (I, B):
+        yield (F, stage, j), 0
+        if stage + 1 < pipeline.n_stages:
+            yield ((I if (I, stage + 1, j) in there else B), stage + 1, j), pipeline.lag[stage]
+    if letter == W:
+        yield (I, stage, j), 0
+
+
+def read(document: dict[str, Any]) -> Pipeline:
+    """A problem document with one value per stage, boundary and rank, as :mod:`.draw` makes them."""
+    p, m = document["pp_degree"], document["microbatches"]
+    kind = document["placement"]
+    chunks = {"v": 2, "single": 1}.get(kind) or document.get("chunks", 2)
+    n = p * chunks
+    rank_of = tuple(2 * p - 1 - s if kind == "v" and s >= p else s % p for s in range(n))
+    costs, memory = document["costs"], document.get("memory")
+    exact = {key: [Fraction(value) for value in costs[key]] for key in COSTS if costs.get(key) is not None}
+    fused = exact.get("backward") or [
+        a + b for a, b in zip(exact["backward_input"], exact["backward_weight"], strict=True)
+    ]
+    rows = [exact["forward"], exact["backward_input"], exact["backward_weight"], fused]
+    lag = [Fraction(0) if rank_of[s] == rank_of[s + 1] else exact["p2p"][s] for s in range(n - 1)]
+    unit = lcm(*(value.denominator for row in (*rows, lag) for value in row))
+    return Pipeline(
+        microbatches=m,
+        rank_of=rank_of,
+        stages_of=tuple(tuple(s for s in range(n) if rank_of[s] == rank) for rank in range(p)),
+        objective=document["objective"],
+        duration=tuple(tuple(int(value * unit) for value in row) for row in rows),
+        lag=tuple(int(value * unit) for value in lag),
+        **_read_memory(memory, n, p),
+        time_unit=Fraction(1, unit),
+    )
+
+
+def _read_memory(memory: dict[str, Any] | None, n: int, p: int) -> dict[str, Any]:
+    if memory is None:
+        return {"delta": ((0,) * n,) * 4, "static": (0,) * p, "limit": None}
+    forward, inputs = ([Fraction(value) for value in memory[key]] for key in ("forward", "backward_input"))
+    static = [Fraction(value) for value in memory["static"]]
+    limits = None if memory["limit"] is None else [Fraction(value) for value in memory["limit"]]
+    amounts = [*forward, *inputs, *static, *(limits or [])]
+    unit = lcm(*(value.denominator for value in amounts))
+    taken, grown = ([int(value * unit) for value in row] for row in (forward, inputs))
+    # W gives back exactly what F and I took, and a B what F took.
+    delta = (taken, grown, [-a - b for a, b in zip(taken, grown, strict=True)], [-a for a in taken])
+    return {
+        "delta": tuple(map(tuple, delta)),
+        "static": tuple(int(value * unit) for value in static),
+        "limit": limits and tuple(int(value * unit * (1 + MEMORY_TOLERANCE)) for value in limits),
+    }

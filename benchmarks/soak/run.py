@@ -1,0 +1,116 @@
+"""The endless run: draw, check, count; stop at the first contradiction with a file that reproduces it."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.soak.checks import Contradiction, Extras, Tally, check
+from benchmarks.soak.draw import draw
+
+PROGRESS_SECONDS = 30.0
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: what was checked, and the file of the contradiction that stopped it."""
+
+    tally: Tally
+    seconds: float
+    found: Path | None
+
+
+def soak(
+    seed: int,
+    directory: Path,
+    *,
+    seconds: float = float("inf"),
+    problems: float = float("inf"),
+    extras: Extras | None = None,
+    say: Say = print,
+) -> Ended:
+    """Check random problems until the time or their number is up, or something is contradicted."""
+    extras = extras or Extras()
+    tally, began, number = Tally(), time.monotonic(), 0
+    told = began
+    while time.monotonic() - began < seconds and number < problems:
+        kind, document = draw(Random(f"{seed}/{number}"))
+        found = examine(kind, document, f"{seed}/{number}/checks", tally, extras)
+        if found is not None:
+            path = _write(directory, found)
+            say(f"problem {number} of seed {seed}: {found['found']}")
+            say(f"reproduce it: python -m benchmarks.soak --replay {path}")
+            return Ended(tally, time.monotonic() - began, path)
+        number += 1
+        if time.monotonic() - told >= PROGRESS_SECONDS:
+            told = time.monotonic()
+            say(f"{told - began:6.0f} s: {number} problems, {tally.checks.total()} checks, nothing found")
+    return Ended(tally, time.monotonic() - began, None)
+
+
+def examine(
+    kind: str, document: dict[str, Any], seed: str, tally: Tally, extras: Extras
+) -> dict[str, Any] | None:
+    """What is contradicted about a problem, as the document of a file; None where nothing is.
+
+    Any exception of the library counts: there is none that a valid problem may raise.
+    """
+    try:
+        check(kind, document, seed, tally, extras)
+    except Contradiction as contradiction:
+        found, details = str(contradiction), None
+    except Exception as error:
+        found, details = f"{type(error).__name__}: {error}", traceback.format_exc()
+    else:
+        return None
+    return {
+        "found": found,
+        "traceback": details,
+        "kind": kind,
+        "seed": seed,
+        "scaling": extras.scaling,
+        "problem": document,
+    }
+
+
+def replay(path: Path, say: Say = print) -> bool:
+    """Check the problem of a file again; whether nothing is contradicted any more."""
+    case = json.loads(path.read_text())
+    extras = Extras(case["scaling"])
+    found = examine(case["kind"], case["problem"], case["seed"], Tally(), extras)
+    if found is None:
+        say(f"no contradiction any more; the file says: {case['found']}")
+        return True
+    say(found["traceback"] or found["found"])
+    return False
+
+
+def _write(directory: Path, case: dict[str, Any]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"contradiction-{case['seed'].replace('/', '-').removesuffix('-checks')}.json"
+    command = f"python -m benchmarks.soak --replay {path}"
+    path.write_text(json.dumps({"command": command, **case}, indent=1) + "\n")
+    return path
+
+
+def summary(ended: Ended) -> str:
+    """Tables of what was checked."""
+    tally, lines = ended.tally, []
+    lines.append(f"{sum(tally.problems.values())} problems in {ended.seconds:.0f} s")
+    lines.append(f"\n{'problems of kind':32}{'drawn':>8}{'exact optimum':>15}")
+    for kind in sorted(tally.problems):
+        lines.append(f"{kind:32}{tally.problems[kind]:8}{tally.exact[kind]:15}")
+    lines.append(f"\n{'largest optimum / bound - 1':32}{'':8}{'gap':>15}")
+    for (kind, name), gap in sorted(tally.gaps.items()):
+        lines.append(f"{kind + ', ' + name:40}{gap:15.4f}")
+    lines.append(f"\n{'check':40}{'made':>15}")
+    for name in sorted(tally.checks):
+        lines.append(f"{name:40}{tally.checks[name]:15}")
+    return "\n".join(lines)

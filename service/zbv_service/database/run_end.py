@@ -40,6 +40,13 @@ async def nodes_of(session: AsyncSession, run: RunRow) -> list[NodeRow]:
     return list(await session.scalars(query.order_by(NodeRow.node_rank)))
 
 
+async def node_of(session: AsyncSession, run: RunRow, agent_id: str) -> NodeRow | None:
+    """The node that an agent has in a run's current generation: one row, however large the run is."""
+    of_it = (NodeRow.agent_id == agent_id, NodeRow.run_id == run.id, NodeRow.generation == run.generation)
+    query = select(NodeRow).where(*of_it).order_by(NodeRow.node_rank.desc()).limit(1)
+    return await session.scalar(query.execution_options(populate_existing=True))
+
+
 async def end_node(
     session: AsyncSession,
     run: RunRow,
@@ -67,9 +74,17 @@ async def end_node(
         run.stop_requested = True
     run.updated_at = now
     await session.flush()
-    nodes = await nodes_of(session, run)
-    if run.state not in RUN_ENDED and all(each.state == "ended" for each in nodes):
-        _end_generation(session, run, nodes)
+    if run.state in RUN_ENDED or await _goes_on(session, run):
+        return
+    _end_generation(session, run, await nodes_of(session, run))
+
+
+async def _goes_on(session: AsyncSession, run: RunRow) -> bool:
+    """Whether a node of a locked run's generation has not ended; its nodes are read once, when all have."""
+    open_node = select(NodeRow.node_rank).where(
+        NodeRow.run_id == run.id, NodeRow.generation == run.generation, NodeRow.state != "ended"
+    )
+    return await session.scalar(open_node.limit(1)) is not None
 
 
 def add_event(session: AsyncSession, run_id: str, kind: str, detail: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from typing import Any
 
 from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -18,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.database.paging import begins, page_after, page_of
-from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, nodes_of
+from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, node_of, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.records import Page, Position
 from zbv_service.runs.gang import Offer, Wanted, choose
@@ -65,6 +64,8 @@ class RunTable:
             generation=0,
             stop_requested=False,
             cancel_requested=False,
+            failures=[],
+            refusals=[],
             updated_at=new.created_at,
         )
         try:
@@ -164,36 +165,16 @@ class RunTable:
             run = None if run_id is None else await session.get(RunRow, run_id)
             if run is None:
                 return None
-            nodes = await nodes_of(session, run)
-            mine = next((n for n in nodes if n.agent_id == agent_id and n.state != "ended"), None)
-            return None if mine is None else Work(_record(run, nodes), _node(mine))
+            mine = await node_of(session, run, agent_id)
+            return None if mine is None or mine.state == "ended" else Work(_record(run, [mine]), _node(mine))
 
-    async def progressed(self, agent_id: str, run_id: str, ranks: list[dict[str, Any]]) -> None:
-        """Note where an agent's ranks are; a run all of whose nodes are in a step is running."""
-        async with self._database.writing() as session:
-            run = await lock_run(session, run_id)
-            nodes = [] if run is None else await nodes_of(session, run)
-            mine = next((n for n in nodes if n.agent_id == agent_id and n.state != "ended"), None)
-            if run is None or mine is None:
-                return
-            mine.ranks = ranks
-            if ranks and all(place["step"] is not None for place in ranks):
-                mine.state = "running"
-            if run.state == "starting" and all(node.state == "running" for node in nodes):
-                run.state, run.started_at = "running", datetime.now(UTC)
-                add_event(session, run_id, "running", "every node is in its first step")
-            run.updated_at = datetime.now(UTC)
-
-    async def ended(self, agent_id: str, report: NodeReport) -> RunRecord | None:
+    async def ended(self, agent_id: str, report: NodeReport) -> None:
         """Note how an agent's node ended; a repeated or outdated report changes nothing."""
         async with self._database.writing() as session:
             run = await lock_run(session, report.run_id)
-            if run is None:
-                return None
-            for node in await nodes_of(session, run):
-                if node.agent_id == agent_id and node.generation == report.generation:
-                    await end_node(session, run, node, report.outcome, report.failures)
-        return await self.get(report.run_id)
+            node = None if run is None else await node_of(session, run, agent_id)
+            if run is not None and node is not None and node.generation == report.generation:
+                await end_node(session, run, node, report.outcome, report.failures)
 
 
 def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:

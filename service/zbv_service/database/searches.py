@@ -251,6 +251,7 @@ def _new_row(new: NewSearch) -> SearchRow:
         problem_objective=summary["objective"],
         state="queued",
         cancel_requested=False,
+        is_wanted_by_client=True,
         attempts=0,
         crashes=0,
         fence=0,

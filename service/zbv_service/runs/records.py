@@ -69,6 +69,47 @@ class AgentRecord(NewAgent):
 
 
 @dataclass(frozen=True)
+class Beat:
+    """A sign of life of an agent.
+
+    Attributes
+    ----------
+    port
+        That is free there now; None leaves it as it was.
+    run_id, ranks
+        The run that it works on, and the ``rank``, ``step`` and ``action`` of each of its ranks there.
+    """
+
+    agent_id: str
+    port: int | None = None
+    run_id: str | None = None
+    ranks: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether every one of its ranks has begun a step."""
+        return bool(self.ranks) and all(place["step"] is not None for place in self.ranks)
+
+
+@dataclass(frozen=True)
+class RunOrders:
+    """What a run wants of its agents; as :class:`RunRecord` has it."""
+
+    cancel_requested: bool
+    stop_requested: bool
+    target_plan_id: str | None
+
+
+@dataclass(frozen=True)
+class BeatAnswer:
+    """What an agent gets to hear: its own state, None when it is unknown, and its run's orders, if any."""
+
+    name: str
+    state: AgentState | None
+    orders: RunOrders | None
+
+
+@dataclass(frozen=True)
 class NewRun:
     """A run as it is accepted.
 

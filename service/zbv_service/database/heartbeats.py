@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from sqlalchemy import Select, Table, bindparam, case, func, select, update
+from sqlalchemy import Select, Table, bindparam, case, func, or_, select, update
 
 from zbv_service.database.clock import database_now
 from zbv_service.database.engine import Database
@@ -18,13 +18,14 @@ from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
 from zbv_service.runs.records import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
 
 _AGENTS, _NODES = cast("Table", AgentRow.__table__), cast("Table", NodeRow.__table__)
-_PRESENT = tuple(sorted(AGENT_PRESENT))
+_IS_PRESENT = or_(*(_AGENTS.c.state == state for state in sorted(AGENT_PRESENT)))
+"""Written out: a statement that is executed with many rows of parameters has no lists."""
 _WORKING = ("starting", "running")
 
 # Made once: what SQLAlchemy derives from a statement takes longer than carrying it out, and is kept with it.
 _SEEN = (
     update(_AGENTS)
-    .where(_AGENTS.c.id == bindparam("agent"), _AGENTS.c.state.in_(_PRESENT))
+    .where(_AGENTS.c.id == bindparam("agent"), _IS_PRESENT)
     .values(seen_at=database_now(), port=func.coalesce(bindparam("free_port"), _AGENTS.c.port))
 )
 _PLACES = (

@@ -10,7 +10,6 @@ from sqlalchemy import or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.clock import database_now
 from zbv_service.database.engine import Database
 from zbv_service.database.paging import begins, page_after, page_of
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, node_of
@@ -35,7 +34,7 @@ class AgentTable:
                 known = await session.get(AgentRow, new.id)
                 if known is not None:
                     return _record(known), False
-                now = (await session.execute(select(database_now()))).scalar_one()
+                now = await self._database.now(session)
                 row = AgentRow(**asdict(new), state="live", run_id=None, created_at=now, seen_at=now)
                 session.add(row)
         except IntegrityError:  # the same request came twice at once; agents are never deleted

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from sqlalchemy import Select, Table, bindparam, case, func, or_, select, update
 
-from zbv_service.database.clock import database_now
 from zbv_service.database.engine import Database
 from zbv_service.database.run_end import add_event, lock_run
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
@@ -26,7 +25,10 @@ _WORKING = ("starting", "running")
 _SEEN = (
     update(_AGENTS)
     .where(_AGENTS.c.id == bindparam("agent"), _IS_PRESENT)
-    .values(seen_at=database_now(), port=func.coalesce(bindparam("free_port"), _AGENTS.c.port))
+    .values(
+        seen_at=bindparam("now", type_=_AGENTS.c.seen_at.type),
+        port=func.coalesce(bindparam("free_port"), _AGENTS.c.port),
+    )
 )
 _PLACES = (
     update(_NODES)
@@ -69,8 +71,9 @@ class HeartbeatTable:
         run_ids = sorted({beat.run_id for beat in beats if beat.run_id is not None})
         async with self._database.writing() as session:
             connection = await session.connection()
+            now = await self._database.now(session)
             await connection.execute(
-                _SEEN, [{"agent": beat.agent_id, "free_port": beat.port} for beat in ordered]
+                _SEEN, [{"agent": beat.agent_id, "free_port": beat.port, "now": now} for beat in ordered]
             )
             named = await connection.execute(_FOUND, {"agents": [beat.agent_id for beat in ordered]})
             agents = {row.id: row for row in named}
@@ -117,7 +120,7 @@ class HeartbeatTable:
                     or await session.scalar(_somebody_is_missing(run_id))
                 ):
                     continue
-                now = (await session.execute(select(database_now()))).scalar_one()
+                now = await self._database.now(session)
                 run.state, run.started_at, run.updated_at = "running", now, now
                 add_event(session, run_id, "running", "every node has reported a step")
 

@@ -12,7 +12,6 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import delete, select
 
-from zbv_service.database.clock import database_now
 from zbv_service.database.engine import Database
 from zbv_service.database.run_models import ListenerRow
 
@@ -42,7 +41,7 @@ class ListenerTable:
         less than ``silence`` since its last pause.
         """
         async with self._database.writing() as session:
-            now = (await session.execute(select(database_now()))).scalar_one()
+            now = await self._database.now(session)
             await session.execute(
                 delete(ListenerRow).where(
                     ListenerRow.id != listener_id, ListenerRow.looked_at < now - _REMEMBERED * silence

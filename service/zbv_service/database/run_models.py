@@ -49,7 +49,6 @@ class RunRow(Base):
     __table_args__ = (
         Index("ix_runs_created_at", "created_at", "id"),
         Index("ix_runs_state", "state", "created_at"),
-        Index("ix_runs_search_id", "search_id"),
     )
 
 
@@ -78,7 +77,6 @@ class AgentRow(Base):
     __table_args__ = (
         Index("ix_agents_state", "state", "created_at"),
         Index("ix_agents_created_at", "created_at", "id"),
-        Index("ix_agents_run_id", "run_id"),
     )
 
 

@@ -41,7 +41,7 @@ class AgentsTaken(Exception):
 
 
 class SearchGone(Exception):
-    """There is no such search any more."""
+    """The search was discarded or cancelled."""
 
 
 class RunTable:
@@ -56,7 +56,7 @@ class RunTable:
         Raises
         ------
         SearchGone
-            When the search that it is to wait for has been discarded meanwhile.
+            When the search that it is to wait for has been discarded or cancelled meanwhile.
         """
         row = RunRow(
             **asdict(new),
@@ -257,6 +257,6 @@ def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunRecord:
 
 
 async def _held_search(session: AsyncSession, search_id: str) -> bool:
-    """Whether there is such a search; if so, nobody discards it before this transaction ends."""
-    query = select(SearchRow.id).where(SearchRow.id == search_id).with_for_update(read=True, key_share=True)
-    return await session.scalar(query) is not None
+    """Whether there is a search that can give a plan; nobody takes it away before this transaction ends."""
+    query = select(SearchRow.cancel_requested).where(SearchRow.id == search_id)
+    return await session.scalar(query.with_for_update(read=True, key_share=True)) is False

@@ -93,7 +93,7 @@ class Runs:
             try:
                 return await self._runs.add(replace(new, search_id=search.id))
             except SearchGone:
-                continue  # somebody discarded the search of the same problem just now: ask for another
+                continue  # somebody took the search of the same problem away just now: ask for another
 
     async def get(self, run_id: str) -> RunRecord:
         """A run; raises :class:`ProblemError` 404."""
@@ -114,11 +114,13 @@ class Runs:
         return await self._runs.newest_events(run_id, limit)
 
     async def cancel(self, run_id: str) -> RunRecord:
-        """Stop a run on all of its nodes; one that has ended stays as it is."""
-        before = await self.get(run_id)
+        """Stop a run on all of its nodes; one that has ended stays as it is.
+
+        The search for its plan is cancelled, too, unless others want it.
+        """
         record = _found(await self._runs.request_cancel(run_id), run_id)
-        if before.state == "planning" and before.search_id is not None:
-            await self._cancel_search(before, before.search_id)
+        if record.state == "cancelled" and record.plan_id is None and record.search_id is not None:
+            await self._searches.cancel_unwanted(record.search_id)
         return record
 
     async def change_plan(self, run_id: str, body: Any) -> RunRecord:
@@ -160,15 +162,10 @@ class Runs:
                 {"problem": body["problem"], "options": body.get("search_options") or {}},
                 caller=caller,
                 most=most,
+                for_run=True,
             )
         except InvalidInput as error:
             raise InvalidInput([_of_run(issue) for issue in error.issues]) from None
-
-    async def _cancel_search(self, run: RunRecord, search_id: str) -> None:
-        """Stop a search that this run began; one that was there before has others who wait for it."""
-        search = await self._searches.get(search_id)
-        if search.created_at >= run.created_at:
-            await self._searches.cancel(search_id)
 
     async def _require_same_shape(self, plan_id: str, wanted: str) -> None:
         if await self._plan_table.pp_degree(wanted) is None:

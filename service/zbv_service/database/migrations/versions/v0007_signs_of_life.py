@@ -26,7 +26,6 @@ def upgrade() -> None:
     with op.batch_alter_table("agents") as agents:
         agents.add_column(sa.Column("checkpoint_directories", sa.JSON))
         agents.create_index("ix_agents_created_at", ["created_at", "id"])
-        agents.create_index("ix_agents_run_id", ["run_id"])
     with op.batch_alter_table("run_nodes") as nodes:
         nodes.create_index("ix_run_nodes_agent", ["agent_id", "run_id", "generation"])
     _add_filled("runs", "failures", sa.JSON(), [])
@@ -34,7 +33,6 @@ def upgrade() -> None:
     _add_filled("searches", "is_wanted_by_client", sa.Boolean(), True)
     with op.batch_alter_table("runs") as runs:
         runs.add_column(sa.Column("waits_for", sa.String))
-        runs.create_index("ix_runs_search_id", ["search_id"])
 
 
 def _add_filled(table: str, column: str, type_: sa.types.TypeEngine[Any], value: Any) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable
-from zbv_service.database.run_models import NodeRow
+from zbv_service.database.models import Base
 from zbv_service.records import NewPlan, NewSearch, PlanSummary
 from zbv_service.runs.records import NewAgent, NewRun
 
@@ -75,10 +76,15 @@ async def begin(database: Database, run_id: str, nodes: int, **changes: Any) -> 
 
 @dataclass
 class Counts:
-    """What a database was asked: statements, and rows of nodes that were made into objects."""
+    """What a database was asked: statements, and rows that became objects, by the name of their class."""
 
     statements: int = 0
-    nodes: int = 0
+    loaded: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def nodes(self) -> int:
+        """Rows of nodes."""
+        return self.loaded["NodeRow"]
 
 
 @contextmanager
@@ -90,13 +96,13 @@ def counting(database: Database) -> Iterator[Counts]:
     def executed(*_: object) -> None:
         found.statements += 1
 
-    def loaded(*_: object) -> None:
-        found.nodes += 1
+    def loaded(row: object, _: object) -> None:
+        found.loaded[type(row).__name__] += 1
 
     event.listen(engine.sync_engine, "before_cursor_execute", executed)
-    event.listen(NodeRow, "load", loaded)
+    event.listen(Base, "load", loaded, propagate=True)
     try:
         yield found
     finally:
         event.remove(engine.sync_engine, "before_cursor_execute", executed)
-        event.remove(NodeRow, "load", loaded)
+        event.remove(Base, "load", loaded)

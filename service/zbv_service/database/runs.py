@@ -104,10 +104,8 @@ class RunTable:
         query = page_after(query, RunRow.created_at, RunRow.id, limit, after)
         async with self._database.reading() as session:
             rows = list(await session.scalars(query))
-            ids = [row.id for row in rows]
-            found = select(NodeRow).where(NodeRow.run_id.in_(ids)).order_by(NodeRow.node_rank)
-            nodes = list(await session.scalars(found))
-        records = [_record(row, (n for n in nodes if _is_of(n, row))) for row in rows]
+            nodes = await _nodes_of_all(session, [row.id for row in rows[:limit]])
+        records = [_record(row, nodes.get(row.id, ())) for row in rows]
         return page_of(records, limit, after, lambda run: (run.created_at, run.id))
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
@@ -192,6 +190,16 @@ def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
     return found
 
 
+async def _nodes_of_all(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, list[NodeRow]]:
+    """The nodes of the current generations of runs, by node rank."""
+    query = select(NodeRow).join(RunRow, NodeRow.run_id == RunRow.id)
+    query = query.where(RunRow.id.in_(run_ids), NodeRow.generation == RunRow.generation)
+    found: dict[str, list[NodeRow]] = {}
+    for node in await session.scalars(query.order_by(NodeRow.run_id, NodeRow.node_rank)):
+        found.setdefault(node.run_id, []).append(node)
+    return found
+
+
 async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> None:
     """Lock runs and then their agents, both by id: two services that assign at once must not entangle."""
     agent_ids = [agent_id for ids in placed.values() for agent_id in ids]
@@ -241,10 +249,6 @@ def _wanted(run: RunRow) -> Wanted:
 
 def _offer(agent: AgentRow) -> Offer:
     return Offer(agent.id, agent.slots, agent.run_id is None, tuple(agent.allowed_models))
-
-
-def _is_of(node: NodeRow, run: RunRow) -> bool:
-    return node.run_id == run.id and node.generation == run.generation
 
 
 def _node(row: NodeRow) -> NodeRecord:

@@ -20,7 +20,7 @@ from zbv_service.database.paging import begins, page_after, page_of
 from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, node_of, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.records import Page, Position
-from zbv_service.runs.gang import Offer, Wanted, choose
+from zbv_service.runs.gang import Offer, Wanted, choose, lack
 from zbv_service.runs.records import (
     RUN_ENDED,
     EventRecord,
@@ -150,11 +150,25 @@ class RunTable:
             runs = {row.id: row for row in await session.scalars(waiting.limit(_CONSIDERED))}
             live = select(AgentRow).where(AgentRow.state == "live")
             agents = {a.id: a for a in await session.scalars(live.order_by(AgentRow.created_at, AgentRow.id))}
-            placed = choose([*map(_wanted, runs.values())], [*map(_offer, agents.values())])
+            wanted, offers = [*map(_wanted, runs.values())], [*map(_offer, agents.values())]
+            placed = choose(wanted, offers)
             await _lock(session, placed)
             for run_id, agent_ids in placed.items():
                 await _take(session, runs[run_id], [agents[agent_id] for agent_id in agent_ids])
+        said = {run.run_id: lack(run, offers) for run in wanted if run.run_id not in placed}
+        await self._say_lack(
+            {run_id: text for run_id, text in said.items() if runs[run_id].waits_for != text}
+        )
         return list(placed)
+
+    async def _say_lack(self, said: Mapping[str, str]) -> None:
+        """Note what waiting runs lack."""
+        if not said:
+            return
+        async with self._database.writing() as session:
+            for run_id in sorted(said):
+                waits = update(RunRow).where(RunRow.id == run_id, RunRow.state == "waiting")
+                await session.execute(waits.values(waits_for=said[run_id]))
 
     async def work_of(self, agent_id: str) -> Work | None:
         """The node that an agent has; the same however often it is asked for."""
@@ -214,7 +228,7 @@ async def _take(session: AsyncSession, run: RunRow, agents: list[AgentRow]) -> N
         session,
         update(RunRow)
         .where(RunRow.id == run.id, RunRow.state == "waiting", RunRow.generation == run.generation)
-        .values(state="starting", updated_at=now),
+        .values(state="starting", waits_for=None, updated_at=now),
     )
     ids = [agent.id for agent in agents]
     free = update(AgentRow).where(AgentRow.id.in_(ids), AgentRow.run_id.is_(None), AgentRow.state == "live")
@@ -244,11 +258,26 @@ def _rendezvous(first: AgentRow) -> str:
 
 
 def _wanted(run: RunRow) -> Wanted:
-    return Wanted(run.id, run.nodes, run.ranks_per_node, run.model["factory"])
+    checkpoint = run.options.get("checkpoint")
+    return Wanted(
+        run.id,
+        run.nodes,
+        run.ranks_per_node,
+        run.model["factory"],
+        checkpoint_directory=None if checkpoint is None else checkpoint["directory"],
+        refused_by=frozenset(refusal["agent_id"] for refusal in run.refusals),
+    )
 
 
 def _offer(agent: AgentRow) -> Offer:
-    return Offer(agent.id, agent.slots, agent.run_id is None, tuple(agent.allowed_models))
+    directories = agent.checkpoint_directories
+    return Offer(
+        agent.id,
+        agent.slots,
+        agent.run_id is None,
+        tuple(agent.allowed_models),
+        checkpoint_directories=None if directories is None else tuple(directories),
+    )
 
 
 def _node(row: NodeRow) -> NodeRecord:

@@ -19,7 +19,6 @@ from zbv_service.runs.records import (
     AgentState,
     Beat,
     BeatAnswer,
-    NewAgent,
     NodeReport,
     RunOrders,
     StopCause,
@@ -43,7 +42,7 @@ class Agents:
     async def register(self, body: Any) -> tuple[AgentRecord, bool]:
         """The agent of a request body, and whether it is new; raises InvalidInput."""
         request = parse_body(AgentRequest, body)
-        record, is_new = await self._agents.add(NewAgent(**request.model_dump()))
+        record, is_new = await self._agents.add(request.new_agent)
         self._dispatcher.wake()
         _require_present(record.id, record.name, record.state)
         return record, is_new

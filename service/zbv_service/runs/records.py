@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, get_args
@@ -22,8 +23,8 @@ AGENT_ENDED: frozenset[str] = frozenset({"left", "lost"})
 """States that an agent leaves only by registering anew."""
 FAILURE_KINDS: tuple[str, ...] = get_args(FailureKind)
 """From cause to consequence: of a run's failures, the first in this order explains the others."""
-FINAL_FAILURES: frozenset[str] = frozenset({"refused", "invalid"})
-"""Failures that trying again would only repeat: the model is not allowed, or the input is wrong."""
+FINAL_FAILURES: frozenset[str] = frozenset({"invalid"})
+"""Failures that trying again would only repeat: the input is wrong. Other agents may take a refused run."""
 DEFAULT_RETRIES = 3
 
 StopCause = Literal["cancelled", "failed", "unknown-run"]
@@ -44,8 +45,9 @@ class NewAgent:
         Where the ranks of a run meet when this node is its first.
     slots
         Ranks that the node takes at the same time.
-    allowed_models
-        Patterns of what the node may load; the node itself enforces them.
+    allowed_models, checkpoint_directories
+        Patterns of what the node may load, and where its ranks may write checkpoints, None when it does not
+        say; the node itself enforces both.
     """
 
     id: str
@@ -56,6 +58,7 @@ class NewAgent:
     devices: list[str]
     versions: dict[str, str]
     allowed_models: list[str]
+    checkpoint_directories: list[str] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,12 @@ class RunRecord(NewRun):
         A plan that is better under the measured costs: ``plan_id``, ``objective_now``, ``objective_then``.
     replanning
         What the service remembers of its looks at the measured costs; see :class:`Replanning`.
+    failures
+        The cause of every generation that failed, the oldest first; they stay when a later one succeeds.
+    refusals
+        Agents that refused the run, which does not get them again.
+    waits_for
+        What a waiting run lacks, for people; None before it was looked at, and in every other state.
     """
 
     state: RunState
@@ -193,6 +202,9 @@ class RunRecord(NewRun):
     updated_at: datetime
     finished_at: datetime | None
     members: tuple[NodeRecord, ...] = ()
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    waits_for: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +302,22 @@ class Replanning:
     search_id: str | None = None
     is_open: bool = False
     searches: int = 0
+
+
+def place_of(failure: Mapping[str, Any]) -> str:
+    """Where a failure happened, for people: rank, step, action and peer, as far as they are known.
+
+    A step that only a heartbeat reported may lag behind, and is called so.
+    """
+    step, last = failure.get("step"), failure.get("last_step")
+    action = failure.get("action") or (failure.get("last_action") if step is None else None)
+    told = (
+        None if failure.get("rank") is None else f"rank {failure['rank']}",
+        f"step {step}" if step is not None else None if last is None else f"last reported step {last}",
+        action and f"at {action}",
+        None if failure.get("peer") is None else f"waiting for rank {failure['peer']}",
+    )
+    return ", ".join(text for text in told if text)
 
 
 @dataclass(frozen=True)

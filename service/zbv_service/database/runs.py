@@ -180,6 +180,11 @@ class RunTable:
             mine = await node_of(session, run, agent_id)
             return None if mine is None or mine.state == "ended" else Work(_record(run, [mine]), _node(mine))
 
+    async def with_work(self, agent_ids: Sequence[str]) -> list[str]:
+        """Those of some agents that have a node of a run."""
+        query = select(AgentRow.id).where(AgentRow.id.in_(agent_ids), AgentRow.run_id.is_not(None))
+        return [row.id for row in await self._database.rows(query)]
+
     async def ended(self, agent_id: str, report: NodeReport) -> None:
         """Note how an agent's node ended; a repeated or outdated report changes nothing."""
         async with self._database.writing() as session:

@@ -10,6 +10,7 @@ from zbv_service.documents import parse_body
 from zbv_service.http.problems import AGENT_GONE, NOT_FOUND, ProblemError
 from zbv_service.records import Page, Position
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
+from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
 from zbv_service.runs.records import (
@@ -26,9 +27,6 @@ from zbv_service.runs.records import (
 )
 from zbv_service.waiting import happened
 
-POLL_SECONDS = 1.0
-"""How often work is looked for that another service may have assigned."""
-
 
 class Agents:
     """The agents of a service."""
@@ -38,6 +36,7 @@ class Agents:
         self._runs = runs
         self._heartbeats = heartbeats
         self._dispatcher = dispatcher
+        self._assignments = Assignments(runs, dispatcher)
 
     async def register(self, body: Any) -> tuple[AgentRecord, bool]:
         """The agent of a request body, and whether it is new; raises InvalidInput."""
@@ -67,12 +66,12 @@ class Agents:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_seconds
         while True:
-            rung = self._dispatcher.assigned
-            work = await self._runs.work_of(agent_id)
-            left = deadline - loop.time()
-            if work is not None or left <= 0 or self._dispatcher.is_stopping:
-                return work
-            await happened(rung, min(left, POLL_SECONDS))
+            with self._assignments.expected(agent_id) as assigned:
+                work = await self._runs.work_of(agent_id)
+                left = deadline - loop.time()
+                if work is not None or left <= 0 or self._dispatcher.is_stopping:
+                    return work
+                await happened(assigned, left)
 
     async def heartbeat(self, agent_id: str, body: Any) -> HeartbeatAnswer:
         """Note where an agent and its ranks are, and say whether to go on; raises as :meth:`work`."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from typing import cast
 
 import pytest
 from sqlalchemy import update
 from support.stored import an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.run_models import AgentRow, ListenerRow
+from zbv_service.runs.assignments import Assignments
+from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
 from zbv_service.runs.records import Beat, BeatAnswer, NodeReport, RunOrders
 from zbv_service.runs.watch import AgentWatch
@@ -140,6 +144,42 @@ async def test_heartbeats_that_come_together_are_written_together(database: Data
     assert run is not None
     assert [bool(node.ranks) for node in run.members] == [True, True, *[False] * 4]
     await heartbeats.stop()
+
+
+class Bell:
+    """A dispatcher, as far as those who wait for work know it."""
+
+    def __init__(self) -> None:
+        self.assigned = asyncio.Event()
+        self.is_stopping = False
+
+    def ring(self) -> None:
+        rung, self.assigned = self.assigned, asyncio.Event()
+        rung.set()
+
+
+async def test_agents_that_wait_for_work_share_one_look(database: Database) -> None:
+    agents, bell = AgentTable(database), Bell()
+    runs = RunTable(database)
+    names = [f"idle-{index}" for index in range(20)]
+    for name in names:
+        await agents.add(an_agent(name))
+    assignments = Assignments(runs, cast("Dispatcher", bell))
+    with ExitStack() as waits:
+        events = {name: waits.enter_context(assignments.expected(name)) for name in names}
+        with counting(database) as counts:
+            for _ in range(4):
+                bell.ring()
+                await asyncio.sleep(0.1)
+        assert counts.statements <= 5
+        assert not any(event.is_set() for event in events.values())
+        (holder,) = await begin(database, "run", 1)
+        bell.ring()
+        await asyncio.wait_for(events[holder].wait(), 30)
+        assert [name for name in names if events[name].is_set()] == [holder]
+        bell.is_stopping = True
+        bell.ring()
+        await asyncio.gather(*(asyncio.wait_for(event.wait(), 30) for event in events.values()))
 
 
 async def age(database: Database, seconds: float) -> None:

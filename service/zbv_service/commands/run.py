@@ -255,10 +255,10 @@ def follow(client: RunClient, run_id: str) -> Run:
 
 
 def progress(run: Run) -> str:
-    """Where a run's slowest rank is; nothing before its first step."""
+    """The last reported step of a run's slowest rank; nothing before there is one."""
     steps = [rank["step"] for node in run.document["members"] for rank in node["ranks"]]
     known = [step for step in steps if step is not None]
-    return f"step {min(known)} of {run.document['steps']}" if known else ""
+    return f"last reported step {min(known)} of {run.document['steps']}" if known else ""
 
 
 def _say(text: str) -> None:

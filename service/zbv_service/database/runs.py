@@ -94,6 +94,12 @@ class RunTable:
             row = await session.get(RunRow, run_id)
             return None if row is None else _record(row, await nodes_of(session, row))
 
+    async def brief(self, run_id: str) -> RunRecord | None:
+        """A run by id without its nodes: one row, however large the run is."""
+        async with self._database.reading() as session:
+            row = await session.get(RunRow, run_id)
+            return None if row is None else _record(row, ())
+
     async def newest(self, limit: int) -> list[RunRecord]:
         """The newest runs first."""
         return list((await self.page(RunFilter(), limit)).items)

@@ -99,18 +99,22 @@ class Runs:
         """A run; raises :class:`ProblemError` 404."""
         return _found(await self._runs.get(run_id), run_id)
 
+    async def brief(self, run_id: str) -> RunRecord:
+        """A run without its nodes; raises :class:`ProblemError` 404."""
+        return _found(await self._runs.brief(run_id), run_id)
+
     async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
         """Some runs, the newest first, from a position on."""
         return await self._runs.page(wanted, limit, after)
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
         """What happened to a run; raises :class:`ProblemError` 404."""
-        await self.get(run_id)
+        await self.brief(run_id)
         return await self._runs.events(run_id, after, limit)
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
         """What happened to a run last, the newest first; raises :class:`ProblemError` 404."""
-        await self.get(run_id)
+        await self.brief(run_id)
         return await self._runs.newest_events(run_id, limit)
 
     async def cancel(self, run_id: str) -> RunRecord:
@@ -134,11 +138,11 @@ class Runs:
             404 for an unknown run, 409 for one that has ended or has no plan yet.
         """
         wanted = parse_body(PlanChange, body).plan_id
-        record = await self.get(run_id)
+        record = await self.brief(run_id)
         if record.plan_id is not None:
             await self._require_same_shape(record.plan_id, wanted)
         if not await self._run_plans.change(run_id, wanted):
-            state = (await self.get(run_id)).state
+            state = (await self.brief(run_id)).state
             raise ProblemError(
                 RUN_STATE, f"run {run_id} is {state}; only a run that has a plan and goes on can change it."
             )

@@ -81,15 +81,16 @@ class _Counters:
 async def _measure(served: Served, url: str, size: int, seconds: float, *, is_largest: bool) -> list[Finding]:
     parsed = async_url(url)
     engine = create_engine(parsed) if parsed.get_backend_name() == "postgresql" else None
-    with RunClient(served.address) as client:
+    with RunClient(served.address, timeout=_START_SECONDS) as client:
         run_id, agent_ids = await asyncio.to_thread(_begin, client, size)
         rate = size / HEARTBEAT_SECONDS
         beats = _beats(served, run_id, agent_ids)
-        await offer(served.address, beats, size, 2 * HEARTBEAT_SECONDS, rate)
+        await offer(served.address, beats, size, HEARTBEAT_SECONDS, rate)
         before, cpu, began = _Counters.of(engine), served.cpu_seconds, time.perf_counter()
         load = await offer(served.address, beats, size, seconds, rate)
         cpu, took = served.cpu_seconds - cpu, time.perf_counter() - began
-        await asyncio.sleep(_SETTLE_SECONDS)
+        if engine is not None:
+            await asyncio.sleep(_SETTLE_SECONDS)
         after = _Counters.of(engine)
         state, generation, lost = await asyncio.to_thread(_end, client, run_id, agent_ids)
     if engine is not None:

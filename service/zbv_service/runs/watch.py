@@ -12,8 +12,8 @@ from zbv_service.database import AgentTable, ListenerTable
 
 LOOKS = 10
 """In the time that an agent may be silent."""
-_LATE_SHARE, _LATE_SECONDS = 1 / 20, 0.5
-"""A look that comes later than this, as a share of the timeout and in seconds, is the sign of a pause."""
+_LATE_SHARE, _LATE_SECONDS = 1 / 20, 1.0
+"""A look that is later than both of these, a share of the timeout and seconds, is the sign of a pause."""
 
 logger = logging.getLogger(__name__)
 

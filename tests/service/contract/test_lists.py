@@ -207,4 +207,5 @@ async def test_a_list_reads_its_page_and_the_nodes_that_it_shows(database: Datab
     with counting(database) as counts:
         await agents.page(AgentFilter(), 5)
         await SearchTable(database).page(SearchFilter(), 5)
-    assert counts.loaded == {"AgentRow": 6}
+        await runs.brief("r3")
+    assert counts.loaded == {"AgentRow": 6, "RunRow": 1}

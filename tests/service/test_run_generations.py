@@ -141,8 +141,9 @@ async def test_the_cause_of_every_generation_stays_after_a_later_one_succeeds(se
         await end(service, first, run_id, "failed", {"kind": "peer", "rank": 1, "detail": "d"})
         for agent in (first, second):
             await work(service, agent)
+        without_step = {"kind": "error", "rank": 0, "detail": "a thread ended"}
         error = {"kind": "error", "rank": 1, "step": 9, "action": "1B2", "detail": "out of memory"}
-        await end(service, first, run_id, "failed", error, generation=1)
+        await end(service, first, run_id, "failed", without_step, error, generation=1)
         await end(service, second, run_id, "stopped", generation=1)
         for agent in (first, second):
             await work(service, agent)
@@ -158,6 +159,7 @@ async def test_the_cause_of_every_generation_stays_after_a_later_one_succeeds(se
         assert told == [
             "node 1 (host-b), rank 0, last reported step 7, at 3F1, waiting for rank 1: no answer for 20 s",
             "node 0 (host-a), rank 1: d",
+            "node 0 (host-a), rank 0: a thread ended",
             "node 0 (host-a), rank 1, step 9, at 1B2: out of memory",
         ]
         seen = await words(service, f"/runs/{run_id}")

@@ -200,7 +200,12 @@ def _told(failure: dict[str, Any]) -> str:
 
 
 def _causes_first(failures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(failures, key=lambda failure: FAILURE_KINDS.index(failure["kind"]))
+    """Failures by their kind; of one kind, those that know their step say more."""
+
+    def place(failure: dict[str, Any]) -> tuple[int, bool]:
+        return FAILURE_KINDS.index(failure["kind"]), failure.get("step") is None
+
+    return sorted(failures, key=place)
 
 
 def _error_of(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:

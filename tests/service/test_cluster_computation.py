@@ -12,6 +12,7 @@ from zbv_service.searches.cluster.computation import DaskComputation
 from zbv_service.searches.cluster.worker import Abandoned, Evicted, Found, OutOfMemory
 from zbv_service.searches.executors import SearchCrashed, SearchEvicted, SearchLost
 from zbv_service.searches.task import SearchTask
+from zbv_solver.errors import ContradictedBound
 
 pytestmark = pytest.mark.anyio
 
@@ -49,6 +50,7 @@ async def test_reports_are_taken_once_also_from_another_process_that_counts_anew
         (Evicted("its worker was told to end."), SearchEvicted, "told to end"),
         (Abandoned("its service was silent."), SearchLost, "silent"),
         (ZeroDivisionError("of the search"), ZeroDivisionError, "of the search"),
+        (ContradictedBound({}, 7.0, 8.0, "cp-sat"), ContradictedBound, "below the lower bound 8 (cp-sat)"),
     ],
 )
 async def test_what_ended_it_is_put_down_to_whom_it_should_be(

@@ -42,6 +42,9 @@ class RunRow(Base):
     __table_args__ = (
         Index("ix_runs_created_at", "created_at", "id"),
         Index("ix_runs_state", "state", "created_at"),
+        Index("ix_runs_plan_id", "plan_id"),
+        Index("ix_runs_target_plan_id", "target_plan_id"),
+        Index("ix_runs_search_id", "search_id"),
     )
 
 
@@ -63,7 +66,10 @@ class AgentRow(Base):
     created_at: Mapped[datetime]
     seen_at: Mapped[datetime]
 
-    __table_args__ = (Index("ix_agents_state", "state", "created_at"),)
+    __table_args__ = (
+        Index("ix_agents_state", "state", "created_at"),
+        Index("ix_agents_run_id", "run_id"),
+    )
 
 
 class NodeRow(Base):
@@ -82,6 +88,8 @@ class NodeRow(Base):
     ranks: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     failures: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     ended_at: Mapped[datetime | None]
+
+    __table_args__ = (Index("ix_run_nodes_agent_id", "agent_id"),)
 
 
 class EventRow(Base):
@@ -113,3 +121,5 @@ class PartRow(Base):
     last_step: Mapped[int | None]
     body: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
     updated_at: Mapped[datetime]
+
+    __table_args__ = (Index("ix_run_parts_plan_id", "plan_id"),)

@@ -79,7 +79,8 @@ class SearchTable(SearchLeases):
                         return existing, False
                     if most is not None and await _unfinished(session, new.created_by, most) >= most:
                         raise TooManySearches
-                    row = _new_row(new)
+                    now = await self._database.now(session)
+                    row = _new_row(new, now, await _turn(session, new.created_by))
                     session.add(row)
                     await session.flush()  # the event refers to it
                     session.add(first_event(row))
@@ -99,11 +100,13 @@ class SearchTable(SearchLeases):
             return {str(row.request_key): _record(row) for row in await session.scalars(query)}
 
     async def queued_before(self, record: SearchRecord) -> int:
-        """How many queued searches come before a queued one."""
+        """How many queued searches have their turn before a queued one."""
         row = SearchRow
+        turn = select(row.turn).where(row.id == record.id).scalar_subquery()
         earlier = or_(
-            row.created_at < record.created_at,
-            and_(row.created_at == record.created_at, row.id < record.id),
+            row.turn < turn,
+            and_(row.turn == turn, row.created_at < record.created_at),
+            and_(row.turn == turn, row.created_at == record.created_at, row.id < record.id),
         )
         query = select(func.count()).select_from(row).where(row.state == "queued", earlier)
         async with self._database.reading() as session:
@@ -153,13 +156,13 @@ class SearchTable(SearchLeases):
 
         A queued search with an incumbent stays queued: it is claimed once more to make a plan of it.
         """
-        now = datetime.now(UTC)
         async with self._database.writing() as session:
             row = await session.get(SearchRow, search_id, with_for_update=True)
             if row is None:
                 return None
             if row.state in FINISHED or row.cancel_requested:
                 return _record(row)
+            now = await self._database.now(session)
             row.cancel_requested, row.request_key, row.updated_at = True, None, now
             if row.state == "queued" and row.objective is None:
                 row.state, row.finished_at = "cancelled", now
@@ -203,6 +206,17 @@ async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> i
     return await session.scalar(select(func.count()).select_from(theirs.limit(most).subquery())) or 0
 
 
+async def _turn(session: AsyncSession, caller: str | None) -> int:
+    """The turn of a caller's next search: after its other ones, and not before the one being served."""
+    row = SearchRow
+    served = await session.scalar(select(func.min(row.turn)).where(row.state == "queued"))
+    if served is None:
+        served = await session.scalar(select(func.max(row.turn)).where(row.state == "running"))
+    theirs = select(func.max(row.turn)).where(row.created_by == caller, row.state.in_(["queued", "running"]))
+    last = await session.scalar(theirs)
+    return max(served or 0, 0 if last is None else last + 1)
+
+
 async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | None:
     """The search that a request of this name was answered with before, if there was one."""
     known = await session.get(IdempotencyRow, named.key_hash)
@@ -241,10 +255,12 @@ def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
     return SearchRecord(**rows[0]._mapping) if rows else None
 
 
-def _new_row(new: NewSearch) -> SearchRow:
-    summary = new.summary
+def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
+    summary, created_at = new.summary, new.created_at or now
     return SearchRow(
-        **{field.name: getattr(new, field.name) for field in fields(new)},
+        **{field.name: getattr(new, field.name) for field in fields(new) if field.name != "created_at"},
+        created_at=created_at,
+        turn=turn,
         pp_degree=summary["pp_degree"],
         microbatches=summary["microbatches"],
         placement=summary["placement"],
@@ -255,7 +271,7 @@ def _new_row(new: NewSearch) -> SearchRow:
         crashes=0,
         fence=0,
         last_event=1,
-        updated_at=new.created_at,
+        updated_at=created_at,
     )
 
 

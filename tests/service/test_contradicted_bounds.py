@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 from support.fake_searches import plan_of
+from support.layered import LAYERED
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.packing import pack_plan
+from support.stored import a_plan
+from zbv_service.database import Database, PlanTable
+from zbv_service.frontier_points import Point, tightened
+from zbv_service.packing import pack_plan, problem_key
 from zbv_service.questions import parse_question, question_json
+from zbv_service.searches.layered import estimate_of_layers
+from zbv_service.settings import Settings
 from zbv_solver.errors import ContradictedBound
+from zbv_solver.frontier import Known
 from zbv_solver.plan import CutCertificate
 from zbv_solver.problem import Problem
+from zbv_solver.schema import parse_problem, problem_json
 
 pytestmark = pytest.mark.anyio
 
@@ -85,3 +93,36 @@ def test_no_plan_is_stored_whose_stated_bounds_are_above_it() -> None:
     for stated in (too_high, cut):
         with pytest.raises(ContradictedBound, match=r"objective 8, below the lower bound 9"):
             pack_plan(stated)
+
+
+async def test_a_stored_plan_below_the_bound_of_its_problem_is_not_compared(
+    serving: Serving, settings: Settings
+) -> None:
+    document = problem_json(parse_problem(PROBLEM))
+    database = Database(settings.database)
+    await PlanTable(database).add(a_plan("p", 0.5, problem_key(document), lower_bound=0.5))
+    await database.close()
+    async with serving("immediate") as service:
+        answer = await service.http.post("/v1/compare", json={"problem": PROBLEM})
+        assert (answer.status_code, answer.json()["type"]) == (500, "/problems/contradicted-bound")
+        assert "the objective 0.5" in answer.json()["detail"]
+        assert await counted(service, "zbv_contradicted_bounds_total") == 1
+
+
+def test_an_estimate_below_the_bound_of_every_cut_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zbv_solver.frontier_layers.floor", lambda _problem: 1e9)
+    with pytest.raises(ContradictedBound, match="the bound of every cut"):
+        estimate_of_layers(0.1, question_json(parse_question(LAYERED)))
+
+
+def test_a_frontier_with_a_plan_below_its_bound_is_not_shown() -> None:
+    def points(*bounds: float) -> list[Point]:
+        best = Known("plan", 1.0, 100.0)
+        return [Point(at, 8.0 * at, {}, best, bound, None, True) for at, bound in enumerate(bounds, 1)]
+
+    assert [point.bound for point in tightened(points(99.0, 90.0))] == [99, 90]
+    (rounded,) = tightened(points(100.0 * (1 + 1e-12)))
+    assert (rounded.bound, rounded.is_proved) == (100, True)
+    for bounds in ((101.0,), (99.0, 101.0)):  # the bound of a larger limit holds at the smaller one, too
+        with pytest.raises(ContradictedBound, match="the memory limit 8"):
+            tightened(points(*bounds))

@@ -17,6 +17,8 @@ from zbv_service.searches.choice import parse_choice
 
 MEBIBYTE = 1024 * 1024
 DAY = 86_400.0
+MOST_DAYS = 36_500
+"""Keeping something for a century is keeping it for ever."""
 YEAR = 366 * DAY
 """Longer times than these are mistakes, and moments after them may be none."""
 
@@ -137,12 +139,43 @@ class Settings(BaseSettings):
         le=YEAR,
         description="How long the Idempotency-Key of a request is remembered.",
     )
-    keep_days: float | None = Field(
-        None,
+    keep_days: float = Field(
+        90.0,
         gt=0,
-        le=36_500,
-        description="Days after which searches that have ended are removed with their events, and traces and "
-        "logs of runs that have; plans stay. By default all is kept.",
+        le=MOST_DAYS,
+        description="Days for which searches are kept after their end, with their events, and traces and "
+        "logs of runs after the run.",
+    )
+    keep_failed_days: float = Field(
+        365.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which failed searches are kept, with their problems.",
+    )
+    keep_plan_days: float = Field(
+        365.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which a plan is kept after it was last fetched or found, unless a search, a "
+        "run or a trace refers to it.",
+    )
+    keep_run_days: float = Field(
+        365.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which runs are kept after their end, with their generations and events.",
+    )
+    keep_agent_days: float = Field(
+        30.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which agents that have left or are lost are kept, unless a run had them.",
+    )
+    keep_token_days: float = Field(
+        90.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which tokens, sessions and links are kept after they expired or were revoked.",
     )
     shutdown_seconds: float = Field(
         5.0, gt=0, le=DAY, description="How long running searches and requests get to stop on SIGTERM."

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
+from zbv_service.database import Database
 
 
 @contextmanager
@@ -24,4 +26,17 @@ def clock_off_by(hours: float) -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("zbv_service") and getattr(module, "datetime", None) is real.datetime:
                 patch.setattr(module, "datetime", WrongClock)
+        yield
+
+
+@contextmanager
+def days_later(days: float) -> Iterator[None]:
+    """Within the block so many days have passed, on every clock."""
+    told = Database.now
+
+    async def later(self: Database, session: AsyncSession) -> real.datetime:
+        return await told(self, session) + real.timedelta(days=days)
+
+    with pytest.MonkeyPatch.context() as patch, clock_off_by(24 * days):
+        patch.setattr(Database, "now", later)
         yield

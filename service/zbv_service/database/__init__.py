@@ -9,7 +9,7 @@ from __future__ import annotations
 from zbv_service.database.agents import AgentTable
 from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
 from zbv_service.database.plans import PlanTable
-from zbv_service.database.retention import Retention
+from zbv_service.database.retention import Keep, Retention
 from zbv_service.database.run_parts import PartTable
 from zbv_service.database.run_plans import RunPlanTable
 from zbv_service.database.runs import AgentsTaken, RunTable, SearchGone
@@ -29,6 +29,7 @@ __all__ = [
     "Database",
     "DatabaseAway",
     "DatabaseUnusable",
+    "Keep",
     "NameTaken",
     "PartTable",
     "PlanTable",

@@ -59,6 +59,7 @@ async def test_a_search_whose_bound_is_contradicted_fails_once_and_keeps_its_pro
         assert await counted(service, "zbv_contradicted_bounds_total") == 1
         page = (await service.http.get(f"/searches/{failed['id']}")).text
         assert "A verified plan undercuts a lower bound" in page
+        assert f'href="{failed["error"]["problem"]}"' in page
         assert (await service.http.get("/v1/searches/0/problem")).status_code == 404
         again = await service.submit()
         assert (again.status_code, again.json()["id"] != failed["id"]) == (202, True)

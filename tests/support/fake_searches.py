@@ -100,7 +100,7 @@ def held(
 ) -> Plan:
     """Reports one incumbent, then waits for the file ``release`` or for cancellation."""
     here = directory()
-    (here / f"started-{os.getpid()}").touch()
+    (here / f"started-{os.getpid()}").write_text(f"workers {options['workers']}")
     if incumbent is not None:
         orders = incumbent.orders if isinstance(incumbent, Plan) else incumbent
         (here / "resumed").write_text("\n".join(orders.text(0)))

@@ -89,8 +89,6 @@ class NodeRow(Base):
     failures: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     ended_at: Mapped[datetime | None]
 
-    __table_args__ = (Index("ix_run_nodes_agent_id", "agent_id"),)
-
 
 class EventRow(Base):
     """Something that happened to a run."""

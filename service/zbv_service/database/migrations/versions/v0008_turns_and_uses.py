@@ -15,7 +15,6 @@ _INDEXES = (
     ("runs", "plan_id"),
     ("runs", "target_plan_id"),
     ("runs", "search_id"),
-    ("run_nodes", "agent_id"),
     ("run_parts", "plan_id"),
     ("agents", "run_id"),
 )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from distributed.core import Status
 from distributed.scheduler import KilledWorker
-from support.fake_searches import immediate
+from support.fake_searches import FakeProgress, immediate, orders_of, plan_of, stages_of
+from support.serving import PROBLEM
+from zbv_service.packing import pack
+from zbv_service.questions import parse_question, question_json
 from zbv_service.records import Update
+from zbv_service.searches.cluster import worker
 from zbv_service.searches.cluster.computation import DaskComputation
-from zbv_service.searches.cluster.worker import Abandoned, Evicted, Found, OutOfMemory
+from zbv_service.searches.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors import SearchCrashed, SearchEvicted, SearchLost
 from zbv_service.searches.task import SearchTask
 from zbv_solver.errors import ContradictedBound
@@ -70,3 +77,24 @@ async def test_one_that_does_not_stop_is_given_up_and_blamed() -> None:
     computation.kill()
     with pytest.raises(SearchCrashed, match="did not stop"):
         await computation.outcome
+
+
+async def test_a_worker_says_that_it_refused_an_incumbent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "get_worker", lambda: SimpleNamespace(status=Status.running))
+    seen: list[Update | None] = []
+
+    def search(question: Any, _options: Any, report: Any, _cancelled: Any, incumbent: Any) -> Any:
+        assert incumbent is None
+        stages = stages_of(question)
+        report(FakeProgress(9.0, 4.0, 1.25, "m", orders_of(stages), stages))
+        held = asyncio.run(worker.exchange("service", {"token": Wanted(stop=False, seen=0)}))
+        seen.append(held.searches["token"].update)
+        return plan_of(stages)
+
+    task = SearchTask("a", pack(question_json(parse_question(PROBLEM))), {}, pack([["0F0"], []]))
+    plan = await asyncio.to_thread(worker.run_on_worker, task, search, "token", "service", 60.0)
+    (update,) = seen
+    assert update is not None
+    assert plan.refusal is not None
+    assert plan.refusal == update.refusal
+    assert "InvalidPlan" in plan.refusal.reason

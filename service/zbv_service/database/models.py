@@ -110,10 +110,10 @@ class SearchRow(Base):
         Index("ix_searches_created_at", "created_at", "id"),
         Index("ix_searches_state", "state", "created_at"),
         Index("ix_searches_queue", "state", "cancel_requested", "created_at"),
-        Index("ix_searches_turn", "state", "turn", "created_at", "id"),
+        Index("ix_searches_turn", "state", "turn", "created_at", "id", "created_by"),
         Index("ix_searches_plan_id", "plan_id"),
         Index("ix_searches_shape", "pp_degree", "microbatches", "created_at"),
-        Index("ix_searches_created_by", "created_by", "state"),
+        Index("ix_searches_created_by", "created_by", "state", "turn"),
     )
 
 

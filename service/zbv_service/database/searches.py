@@ -209,12 +209,17 @@ async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> i
 async def _turn(session: AsyncSession, caller: str | None) -> int:
     """The turn of a caller's next search: after its other ones, and not before the one being served."""
     row = SearchRow
-    served = await session.scalar(select(func.min(row.turn)).where(row.state == "queued"))
-    if served is None:
-        served = await session.scalar(select(func.max(row.turn)).where(row.state == "running"))
-    theirs = select(func.max(row.turn)).where(row.created_by == caller, row.state.in_(["queued", "running"]))
-    last = await session.scalar(theirs)
-    return max(served or 0, 0 if last is None else last + 1)
+    queued, running, is_theirs = row.state == "queued", row.state == "running", row.created_by == caller
+    looks = (
+        select(func.min(row.turn)).where(queued),
+        select(func.max(row.turn)).where(running),
+        select(func.max(row.turn)).where(is_theirs, queued),
+        select(func.max(row.turn)).where(is_theirs, running),
+    )  # each finds one entry of an index
+    found = await session.execute(select(*(look.scalar_subquery() for look in looks)))
+    next_queued, last_running, *theirs = found.one()
+    served = last_running if next_queued is None else next_queued
+    return max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
 
 
 async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | None:

@@ -7,12 +7,11 @@ to stop reaches it, is its executor's affair: see :class:`Reporter`.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from zbv_solver.errors import ContradictedBound, InvalidPlan, ZbvError
+from zbv_solver.errors import ContradictedBound, InvalidPlan
 from zbv_solver.orders import Orders
 from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
@@ -128,7 +127,7 @@ def compute(task: SearchTask, search: SearchFunction, reporter: Reporter) -> New
             incumbent = _incumbent(question, unpack(task.incumbent))
         except ContradictedBound:
             raise
-        except (ZbvError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever is wrong with it: the search can do without
             digest = hashlib.sha256(task.incumbent).hexdigest()
             reporter.refusal = Refusal(digest, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
     plan = search(question, task.options, reporter.report, reporter.is_stopped, incumbent)
@@ -142,8 +141,10 @@ def _incumbent(question: Question, found: Any) -> Orders | Plan:
 
     Raises
     ------
-    ZbvError, ValueError, LookupError, TypeError, AttributeError
-        When it is no plan of this problem, or cannot be read.
+    InvalidPlan
+        When it is no plan of this problem.
+    Exception
+        Any other kind, when it cannot be read.
     """
     # Imported here: the solver's kernels take a second that only search processes should spend.
     from zbv_solver.search import make_plan

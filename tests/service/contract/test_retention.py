@@ -134,16 +134,19 @@ async def fill(database: Database, of: str) -> None:
     await table.add(a_search(f"{of}-running", created_at=None), named)
     assert await table.claim("me", 60) is not None
     await table.add(a_search(f"{of}-queued", created_at=None))
-    for name in ("alone", "fetched", "ran", "traced", "live", "target", "offered", "replanned"):
+    for name in ("alone", "fetched", "ran", "traced", "earlier", "live", "target", "offered", "replanned"):
         await plans.add(a_plan(f"{of}-{name}", created_at=now))
 
     replanning = {"plan_id": f"{of}-replanned", "search_id": f"{of}-measured", "generation": 0, "step": 1}
     async with database.writing() as session:
-        session.add_all([an_agent(now, f"{of}-{state}", state) for state in ("left", "lost", "live", "had")])
+        session.add_all(
+            [an_agent(now, f"{of}-{state}", state) for state in ("left", "lost", "live", "had", "clings")]
+        )
         session.add_all([an_agent(now, f"{of}-of-run", "left"), an_agent(now, f"{of}-of-open", "lost")])
         session.add_all(
             [
                 a_run(now, f"{of}-ended", "succeeded", f"{of}-ran"),
+                a_run(now, f"{of}-held", "failed", None),
                 a_run(now, f"{of}-planning", "planning", None, search_id=f"{of}-waited"),
                 a_run(
                     now,
@@ -158,7 +161,7 @@ async def fill(database: Database, of: str) -> None:
         )
         await session.flush()
         session.add_all(parts_of(now, f"{of}-ended", f"{of}-of-run", f"{of}-traced"))
-        session.add_all(parts_of(now, f"{of}-open", f"{of}-of-open", f"{of}-live"))
+        session.add_all(parts_of(now, f"{of}-open", f"{of}-of-open", f"{of}-earlier"))
         expired, later = now + timedelta(minutes=1), now + timedelta(days=10_000)
         session.add_all(
             [
@@ -177,8 +180,9 @@ async def fill(database: Database, of: str) -> None:
                 a_token(now, f"{of}-l1", "link", parent_id=f"{of}-expired", expires_at=later),
             ]
         )
-        had = await session.get_one(AgentRow, f"{of}-had")
-        had.state, had.run_id = "left", f"{of}-open"
+        for agent, run in (("had", "open"), ("clings", "held")):
+            row = await session.get_one(AgentRow, f"{of}-{agent}")
+            row.state, row.run_id = "left", f"{of}-{run}"
 
 
 AFTER: list[tuple[float, dict[str, set[str]]]] = [
@@ -237,8 +241,8 @@ async def test_everything_that_grows_goes_in_its_time_and_nothing_else(database:
         left = {name for names in before.values() for name in names if name.startswith("old")}
         assert {name.removeprefix("old-") for name in left} == {
             *("queued", "running", "waited", "measured", "planning", "open"),
-            *("found", "live", "target", "offered", "replanned"),
-            *("live", "had", "of-open", "ever", "later", "s2"),
+            *("found", "earlier", "live", "target", "offered", "replanned"),
+            *("held", "clings", "live", "had", "of-open", "ever", "later", "s2"),
         }
 
 

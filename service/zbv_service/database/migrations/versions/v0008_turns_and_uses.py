@@ -27,7 +27,9 @@ def upgrade() -> None:
     op.execute("UPDATE searches SET turn = 0")
     with op.batch_alter_table("searches") as searches:
         searches.alter_column("turn", existing_type=sa.Integer, nullable=False)
-        searches.create_index("ix_searches_turn", ["state", "turn", "created_at", "id"])
+        searches.create_index("ix_searches_turn", ["state", "turn", "created_at", "id", "created_by"])
+        searches.drop_index("ix_searches_created_by")
+        searches.create_index("ix_searches_created_by", ["created_by", "state", "turn"])
     with op.batch_alter_table("plans") as plans:
         plans.add_column(sa.Column("used_at", sa.DateTime(timezone=True)))
     for table, column in _INDEXES:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
 from support.stored import a_plan, a_search
 from zbv_service.database import (
@@ -321,3 +323,45 @@ async def test_the_sweeper_notes_which_plans_were_fetched_and_removes_the_others
     with days_later(42):
         await sweeper.sweep()
         assert (await stored(database))["plans"] == set()
+
+
+async def test_services_that_sweep_at_once_remove_everything_once(
+    database: Database, any_database_url: str
+) -> None:
+    for index in range(9):
+        await PlanTable(database).add(a_plan(f"p{index}"))
+        await ended(database, f"s{index}", "infeasible")
+    second = Database(any_database_url)
+    try:
+        with days_later(25):
+            gone = await asyncio.gather(*(Retention(each).sweep(KEEP) for each in (database, second)))
+            assert [sum(each.get(kind, 0) for each in gone) for kind in ("plans", "searches")] == [9, 9]
+    finally:
+        await second.close()
+    assert await SearchTable(database).newest(9) == []
+
+
+async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_refused(
+    database: Database, any_database_url: str
+) -> None:
+    """Never is a run stored whose plan is gone."""
+    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
+    names = [f"p{index}" for index in range(8)]
+    for name in names:
+        await PlanTable(database).add(a_plan(name))
+    second = Database(any_database_url)
+    try:
+        with days_later(25):
+            runs = RunTable(second)
+            new = [NewRun(f"r-{p}", p, None, None, model, 1, 1, 5, {}, datetime.now(UTC)) for p in names]
+            outcomes = await asyncio.gather(
+                Retention(database).sweep(KEEP), *(runs.add(each) for each in new), return_exceptions=True
+            )
+        left = (await stored(database))["plans"]
+        assert isinstance(outcomes[0], dict)
+        for name, outcome in zip(names, outcomes[1:], strict=True):
+            run = await runs.get(f"r-{name}")
+            assert (name in left) == (run is not None) == (not isinstance(outcome, Exception))
+            assert isinstance(outcome, IntegrityError) or run is not None
+    finally:
+        await second.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Row, and_, bindparam, delete, func, or_, select
@@ -79,7 +79,7 @@ class SearchTable(SearchLeases):
                         return existing, False
                     if most is not None and await _unfinished(session, new.created_by, most) >= most:
                         raise TooManySearches
-                    now = await self._database.now(session)
+                    now = await _later_than_all(session, await self._database.now(session))
                     row = _new_row(new, now, await _turn(session, new.created_by))
                     session.add(row)
                     await session.flush()  # the event refers to it
@@ -204,6 +204,13 @@ async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> i
         SearchRow.created_by == caller, SearchRow.state.in_(["queued", "running"])
     )
     return await session.scalar(select(func.count()).select_from(theirs.limit(most).subquery())) or 0
+
+
+async def _later_than_all(session: AsyncSession, now: datetime) -> datetime:
+    """A moment after that of the newest search: SQLite counts milliseconds, and lists sort by it."""
+    newest = await session.scalar(select(func.max(SearchRow.created_at)))
+    is_same = newest is not None and timedelta(0) <= newest - now < timedelta(milliseconds=1)
+    return newest + timedelta(microseconds=1) if newest is not None and is_same else now
 
 
 async def _turn(session: AsyncSession, caller: str | None) -> int:

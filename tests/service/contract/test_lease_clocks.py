@@ -82,3 +82,25 @@ async def test_what_a_service_whose_clock_is_wrong_stores_has_the_right_times(
         assert abs(moment - datetime.now(UTC)) < MINUTE
     assert cancelled.finished_at is not None
     assert abs(cancelled.finished_at - datetime.now(UTC)) < MINUTE
+
+
+async def test_searches_of_one_moment_are_listed_in_the_order_in_which_they_came(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite's clock counts milliseconds."""
+    noon = datetime(2030, 1, 1, 12, tzinfo=UTC)
+
+    async def told(_database: Database, _session: object) -> datetime:
+        return noon
+
+    monkeypatch.setattr(Database, "now", told)
+    table, names = SearchTable(database), list("zmaqkfyb")
+    for name in names:
+        await table.add(a_search(name, created_at=None))
+    assert [record.id for record in await table.newest(9)] == names[::-1]
+    # A clock that was set back sorts later ones before; it does not drag their times along.
+    noon -= timedelta(hours=1)
+    await table.add(a_search("back", created_at=None))
+    back = await table.get("back")
+    assert back is not None
+    assert back.created_at == noon

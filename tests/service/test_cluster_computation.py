@@ -83,10 +83,10 @@ async def test_a_worker_says_that_it_refused_an_incumbent(monkeypatch: pytest.Mo
     monkeypatch.setattr(worker, "get_worker", lambda: SimpleNamespace(status=Status.running))
     seen: list[Update | None] = []
 
-    def search(question: Any, _options: Any, report: Any, _cancelled: Any, incumbent: Any) -> Any:
+    def search(problem: Any, options: Any, on_progress: Any, cancelled: Any, incumbent: Any) -> Any:
         assert incumbent is None
-        stages = stages_of(question)
-        report(FakeProgress(9.0, 4.0, 1.25, "m", orders_of(stages), stages))
+        stages = stages_of(problem)
+        on_progress(FakeProgress(9.0, 4.0, 1.25, "m", orders_of(stages), stages))
         held = asyncio.run(worker.exchange("service", {"token": Wanted(stop=False, seen=0)}))
         seen.append(held.searches["token"].update)
         return plan_of(stages)

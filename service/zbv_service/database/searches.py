@@ -224,7 +224,8 @@ async def _turn(session: AsyncSession, caller: str | None) -> int:
         select(func.max(row.turn)).where(is_theirs, running),
     )  # each finds one entry of an index
     found = await session.execute(select(*(look.scalar_subquery() for look in looks)))
-    next_queued, last_running, *theirs = found.one()
+    turns: list[int | None] = list(found.one())
+    next_queued, last_running, *theirs = turns
     served = last_running if next_queued is None else next_queued
     return max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
 

@@ -129,7 +129,7 @@ async def fill(database: Database, of: str) -> None:
     table, plans = SearchTable(database), PlanTable(database)
     await ended(database, f"{of}-done", "done", f"{of}-found")
     for state in ("failed", "infeasible", "cancelled"):
-        await ended(database, f"{of}-{state}", state)  # type: ignore[arg-type]
+        await ended(database, f"{of}-{state}", state)
     await ended(database, f"{of}-waited", "done", f"{of}-found")
     await ended(database, f"{of}-measured", "done", f"{of}-found")
     named = NamedRequest(f"{of}-key", "body", now + timedelta(days=1))

@@ -64,7 +64,11 @@ class Tie:
         return False
 
 
-@pytest.mark.parametrize(("problem", "incumbent", "reason"), UNFIT)
+@pytest.mark.parametrize(
+    ("problem", "incumbent", "reason"),
+    UNFIT,
+    ids=[f"{number}-{reason}" for number, (_, _, reason) in enumerate(UNFIT)],
+)
 def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without(
     problem: Any, incumbent: bytes, reason: str
 ) -> None:

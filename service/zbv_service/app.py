@@ -69,7 +69,7 @@ from zbv_service.security.sign_in import SignIn
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
 from zbv_service.settings import Settings
-from zbv_service.sweeper import Sweeper
+from zbv_service.sweeper import Sweeper, keep_of
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _furnish(
         parts=run_parts,
         steps=RunSteps(run_parts),
         measurements=Measurements(run_parts, plans),
-        sweeper=Sweeper(Retention(database), settings.keep_days),
+        sweeper=Sweeper(Retention(database), keep_of(settings), plans.used),
         metrics=metrics,
         readiness=Readiness(database, runner, dispatcher),
         access=Access(tokens, is_open=settings.auth == "none"),

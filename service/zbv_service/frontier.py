@@ -25,7 +25,7 @@ from zbv_service.database import PlanTable, SearchTable
 from zbv_service.documents import OptionsDocument
 from zbv_service.frontier_layers import LayeredFrontiers
 from zbv_service.frontier_points import Frontier, Point, newest, tightened
-from zbv_service.http.problems import TOO_MANY_SEARCHES, ProblemError
+from zbv_service.http.problems import NOT_FOUND, TOO_MANY_SEARCHES, ProblemError
 from zbv_service.packing import problem_key, unpack
 from zbv_service.records import FINISHED, PlanSummary
 from zbv_service.searches.schedules import Schedules
@@ -142,7 +142,9 @@ class Frontiers:
         async def load() -> float:
             packed = await self._plans.document(summary.plan_id)
             if packed is None:
-                raise RuntimeError(f"plan {summary.plan_id} vanished; plans are never removed.")
+                raise ProblemError(
+                    NOT_FOUND, f"plan {summary.plan_id} was removed in the meantime; load the page again."
+                )
             document = await asyncio.to_thread(unpack, packed)
             return memory_fraction.needed(problem, document["metrics"]["peak_memory"])
 

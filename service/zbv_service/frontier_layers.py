@@ -23,6 +23,7 @@ from zbv_service.cache import Cache, wait_a_while
 from zbv_service.database import PlanTable, SearchTable
 from zbv_service.documents import OptionsDocument
 from zbv_service.frontier_points import CutSummary, Frontier, Point, newest, tightened
+from zbv_service.http.problems import NOT_FOUND, ProblemError
 from zbv_service.packing import unpack
 from zbv_service.questions import asked_of
 from zbv_service.records import SearchRecord
@@ -110,7 +111,9 @@ class LayeredFrontiers:
         async def load() -> tuple[float, CutSummary]:
             packed = await self._plans.document(plan_id)
             if packed is None:
-                raise RuntimeError(f"plan {plan_id} vanished; plans are never removed.")
+                raise ProblemError(
+                    NOT_FOUND, f"plan {plan_id} was removed in the meantime; load the page again."
+                )
             document = await asyncio.to_thread(unpack, packed)
             return max(document["metrics"]["peak_memory"]), CutSummary.of(document["problem"])
 

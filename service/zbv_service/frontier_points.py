@@ -11,6 +11,7 @@ from zbv_solver.frontier import Known
 from zbv_solver.plan import gap_of
 from zbv_solver.problem import Problem
 
+from zbv_service.packing import supported_bound
 from zbv_service.records import FINISHED, SearchRecord
 
 
@@ -125,8 +126,22 @@ def _urgency(record: SearchRecord) -> tuple[bool, Any]:
 
 
 def tightened(points: Sequence[Point]) -> tuple[Point, ...]:
-    """A bound at a larger limit holds at every smaller one."""
-    if any(point.bound is None for point in points):
-        return tuple(points)
-    raised = frontier.tightened([point.bound or 0.0 for point in points])
-    return tuple(replace(point, bound=bound) for point, bound in zip(points, raised, strict=True))
+    """A bound at a larger limit holds at every smaller one.
+
+    Raises
+    ------
+    ContradictedBound
+        When the best plan within a limit undercuts the bound there.
+    """
+    if all(point.bound is not None for point in points):
+        raised = frontier.tightened([point.bound or 0.0 for point in points])
+        points = [replace(point, bound=bound) for point, bound in zip(points, raised, strict=True)]
+    return tuple(map(_supported, points))
+
+
+def _supported(point: Point) -> Point:
+    if point.best is None or point.bound is None:
+        return point
+    source = f"the bound at the memory limit {point.limit:.15g}"
+    bound = supported_bound(point.best.value, point.bound, source, lambda: point.problem)
+    return replace(point, bound=bound)

@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 import zlib
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from zbv_solver.plan import Plan, gap_of, plan_json
+from zbv_solver.errors import ContradictedBound
+from zbv_solver.plan import OPTIMAL_GAP, Plan, gap_of, plan_json
 from zbv_solver.schema import canonical_json
 
 from zbv_service.records import NewPlan, PlanSummary, Update
@@ -55,6 +57,9 @@ def pack_plan(plan: Plan) -> NewPlan:
     )
     document = plan_json(plan)
     bound = None if plan.cut is None else plan.cut.lower_bound
+    for source, stated in (("the plan", metrics.lower_bound), ("the plan's cut", bound)):
+        if stated is not None:
+            supported_bound(plan.objective, stated, source, lambda: document["problem"])
     return NewPlan(summary, pack(document), problem_key(document["problem"]), bound)
 
 
@@ -67,12 +72,40 @@ def incumbent_of(plan: NewPlan) -> Update:
         gap=finite(gap_of(summary.value, plan.search_bound)),
         method=summary.method,
         incumbent=pack_incumbent(document["ranks"], document["problem"] if "partition" in document else None),
+        refusal=plan.refusal,
     )
 
 
 def pack_incumbent(ranks: list[list[str]], cut: dict[str, Any] | None) -> bytes:
     """The ranks of a plan to go on from, with its problem's document where layers were cut for it."""
     return pack(ranks if cut is None else {"problem": cut, "ranks": ranks})
+
+
+def contradicts(objective: float, bound: float) -> bool:
+    """Whether a verified plan undercuts a lower bound by more than rounding: one of the two is wrong."""
+    return bound > objective * (1 + OPTIMAL_GAP)
+
+
+def supported_bound(
+    objective: float, bound: float, source: str, problem: Callable[[], Mapping[str, Any]]
+) -> float:
+    """A lower bound, at most the objective: the two may differ by rounding.
+
+    Parameters
+    ----------
+    source
+        Where the bound comes from.
+    problem
+        Returns the problem's document, for the error.
+
+    Raises
+    ------
+    ContradictedBound
+        When the objective undercuts the bound by more than rounding.
+    """
+    if contradicts(objective, bound):
+        raise ContradictedBound(problem(), objective, bound, source)
+    return min(bound, objective)
 
 
 def finite(value: float) -> float | None:

@@ -52,11 +52,18 @@ class RankAnswer:
 
 
 class Plans:
-    """The plans of a service."""
+    """The plans of a service.
+
+    Attributes
+    ----------
+    used
+        Ids of plans that were fetched; who notes that in the database takes them out.
+    """
 
     def __init__(self, table: PlanTable, settings: Settings):
         self._table = table
         self._settings = settings
+        self.used: set[str] = set()
         self._texts: Cache[bytes] = Cache(CACHED_PLANS)
         self._plans: Cache[Plan] = Cache(CACHED_PLANS)
         self._ranks: Cache[list[RankAnswer]] = Cache(CACHED_PLANS)
@@ -81,7 +88,9 @@ class Plans:
                 raise ProblemError(NOT_FOUND, f"found no plan {plan_id[:64]!r}; GET /v1/plans lists them.")
             return await asyncio.to_thread(unpack_text, packed)
 
-        return await self._texts.get(plan_id, load)
+        text = await self._texts.get(plan_id, load)
+        self.used.add(plan_id)
+        return text
 
     async def plan(self, plan_id: str) -> Plan:
         """A plan; raises :class:`ProblemError` 404."""
@@ -90,7 +99,9 @@ class Plans:
             text = await self.text(plan_id)
             return await asyncio.to_thread(lambda: parse_plan(json.loads(text)))
 
-        return await self._plans.get(plan_id, load)
+        plan = await self._plans.get(plan_id, load)
+        self.used.add(plan_id)
+        return plan
 
     async def rank(self, plan_id: str, rank: int) -> bytes:
         """What one rank executes, as JSON text; raises :class:`ProblemError` 404."""
@@ -101,6 +112,7 @@ class Plans:
             return [RankAnswer.of(plan_id, number, text) for number, text in enumerate(texts)]
 
         answers = await self._ranks.get(plan_id, load)
+        self.used.add(plan_id)
         if not 0 <= rank < len(answers):
             raise ProblemError(
                 NOT_FOUND, f"found no rank {rank}; plan {plan_id} has ranks 0 to {len(answers) - 1}."
@@ -110,7 +122,10 @@ class Plans:
     def known_rank(self, plan_id: str, rank: int) -> RankAnswer | None:
         """The answer for a rank, where it is in memory; nothing is waited for."""
         answers = self._ranks.known(plan_id)
-        return answers[rank] if answers is not None and 0 <= rank < len(answers) else None
+        if answers is None or not 0 <= rank < len(answers):
+            return None
+        self.used.add(plan_id)
+        return answers[rank]
 
     async def add(self, body: Any) -> tuple[PlanSummary, bool]:
         """Verify a plan made elsewhere, compute its metrics and store it; and whether it is new.

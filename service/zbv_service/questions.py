@@ -18,6 +18,7 @@ from zbv_solver.schema import ProblemDocument, problem_json, to_problem
 __all__ = [
     "Question",
     "QuestionDocument",
+    "answers",
     "asked_of",
     "largest_stages",
     "parse_question",
@@ -76,6 +77,16 @@ def read_problem(document: QuestionDocument, max_cells: int) -> Problem:
             "the plan has the partition.",
         )
     return question
+
+
+def answers(question: Question, problem: Problem) -> bool:
+    """Whether plans of a problem are plans of the question: it is the same, or a cut of its layers."""
+    if isinstance(question, Problem):
+        return problem == question
+    try:
+        return question.as_cut_in(problem) == problem
+    except InvalidInput:
+        return False
 
 
 def require_size(question: Question, max_cells: int) -> None:

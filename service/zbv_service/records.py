@@ -26,6 +26,8 @@ class NewSearch:
         The normalised problem document, packed.
     summary
         The few numbers of the problem that lists show.
+    created_at
+        None for the moment at which it is stored, on the database's clock.
     created_by
         Name of the token that asked for it; None where nobody has to say who they are.
     """
@@ -35,7 +37,7 @@ class NewSearch:
     problem: bytes
     summary: dict[str, Any]
     options: dict[str, Any]
-    created_at: datetime
+    created_at: datetime | None = None
     created_by: str | None = None
 
 
@@ -90,10 +92,31 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A stored incumbent does not fit its problem; the search started without it.
+
+    Attributes
+    ----------
+    digest
+        SHA-256 of the packed incumbent, in hexadecimal.
+    reason
+        Which rule it breaks.
+    """
+
+    digest: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Update:
     """A better plan or a better bound of a running search.
 
-    ``incumbent`` is its ranks, packed, or an object of problem and ranks where layers were cut.
+    Attributes
+    ----------
+    incumbent
+        The plan's ranks, packed, or an object of problem and ranks where layers were cut.
+    refusal
+        Set where the search could not use its stored incumbent: what is stored with it is void.
     """
 
     objective: float
@@ -101,6 +124,7 @@ class Update:
     gap: float | None
     method: str
     incumbent: bytes
+    refusal: Refusal | None = None
 
 
 @dataclass(frozen=True)
@@ -162,12 +186,15 @@ class NewPlan:
         Hash of its problem (:func:`zbv_service.packing.problem_key`): plans of equal keys can be compared.
     cut_bound
         Where layers were cut: no plan of any cut has a smaller objective.
+    refusal
+        As in :class:`Update`.
     """
 
     summary: PlanSummary
     document: bytes
     problem_key: str
     cut_bound: float | None = None
+    refusal: Refusal | None = None
 
     @property
     def search_bound(self) -> float:

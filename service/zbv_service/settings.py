@@ -17,11 +17,14 @@ from zbv_service.searches.choice import parse_choice
 
 MEBIBYTE = 1024 * 1024
 DAY = 86_400.0
+MOST_DAYS = 36_500
+"""Keeping something for a century is keeping it for ever."""
 YEAR = 366 * DAY
 """Longer times than these are mistakes, and moments after them may be none."""
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -53,12 +56,19 @@ class Settings(BaseSettings):
     session_hours: float = Field(168.0, gt=0, le=400 * 24, description="How long a browser stays signed in.")
     database: str = Field("sqlite:///zbv.db", description="URL of the database that holds all state.")
     searches: int = Field(
-        default_factory=_cores,
+        default_factory=cores,
         json_schema_extra={"shown_default": "one per core"},
         ge=1,
         le=1024,
         description="Searches of this service that run at the same time; on a Dask cluster, unless it is "
         "set, as many as its workers have threads.",
+    )
+    search_workers: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Threads of each search; more than 2 are not used. By default 2 while cores are idle, "
+        "otherwise 1; on a Dask cluster 1. The plan does not depend on it.",
     )
     executor: str = Field(
         "processes",
@@ -80,11 +90,22 @@ class Settings(BaseSettings):
         description="Largest pp_degree times microbatches accepted, for searches and imports.",
     )
     max_time_limit: float = Field(
-        DAY, gt=0, le=YEAR, description="Largest time_limit of a search, in seconds."
+        DAY,
+        gt=0,
+        le=YEAR,
+        description="Largest time_limit of a search, in seconds. A search without a time_limit is stopped "
+        "after this time, too, and keeps the best plan that it found.",
     )
     max_effort: Effort = Field("thorough", description="Highest effort of a search accepted.")
     max_searches_per_token: int = Field(
         2000, ge=1, description="Unfinished searches that a token may have, unless it says otherwise itself."
+    )
+    max_running_per_token: int = Field(
+        default_factory=lambda: max(1, cores() // 2),
+        json_schema_extra={"shown_default": "half of the cores"},
+        ge=1,
+        description="A token with so many running searches, in all services of the database, waits while "
+        "other tokens have searches queued.",
     )
     max_connections: int = Field(
         4096, ge=1, description="Connections at the same time; more are answered 503."
@@ -118,12 +139,43 @@ class Settings(BaseSettings):
         le=YEAR,
         description="How long the Idempotency-Key of a request is remembered.",
     )
-    keep_days: float | None = Field(
-        None,
+    keep_days: float = Field(
+        90.0,
         gt=0,
-        le=36_500,
-        description="Days after which searches that have ended are removed with their events, and traces and "
-        "logs of runs that have; plans stay. By default all is kept.",
+        le=MOST_DAYS,
+        description="Days for which searches are kept after their end, with their events, and traces and "
+        "logs of runs after the run.",
+    )
+    keep_failed_days: float = Field(
+        365.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which failed searches are kept, with their problems.",
+    )
+    keep_plan_days: float = Field(
+        365.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which a plan is kept after it was last fetched or found, unless a search, a "
+        "run or a trace refers to it.",
+    )
+    keep_run_days: float = Field(
+        365.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which runs are kept after their end, with their generations and events.",
+    )
+    keep_agent_days: float = Field(
+        30.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which agents that have left or are lost are kept, unless a run had them.",
+    )
+    keep_token_days: float = Field(
+        90.0,
+        gt=0,
+        le=MOST_DAYS,
+        description="Days for which tokens, sessions and links are kept after they expired or were revoked.",
     )
     shutdown_seconds: float = Field(
         5.0, gt=0, le=DAY, description="How long running searches and requests get to stop on SIGTERM."

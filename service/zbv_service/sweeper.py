@@ -1,12 +1,12 @@
-"""Now and then removes from the database what is older than its operator wants to keep."""
+"""Removes from the database, every ten minutes, what is older than its operator wants to keep."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from datetime import UTC, datetime, timedelta
 
-from zbv_service.database import DatabaseAway, Retention
+from zbv_service.database import DatabaseAway, Keep, Retention
+from zbv_service.settings import Settings
 from zbv_service.waiting import happened
 
 SWEEP_SECONDS = 600.0
@@ -20,13 +20,14 @@ class Sweeper:
 
     Parameters
     ----------
-    keep_days
-        How long what has ended is kept; None for ever.
+    used
+        Ids of plans that were fetched since the last sweep; they are taken out once that is noted.
     """
 
-    def __init__(self, retention: Retention, keep_days: float | None):
+    def __init__(self, retention: Retention, keep: Keep, used: set[str]):
         self._retention = retention
-        self._keep_days = keep_days
+        self._keep = keep
+        self._used = used
         self._stopped = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
 
@@ -35,25 +36,20 @@ class Sweeper:
         self._loop = asyncio.create_task(self._forever(), name="zbv-sweeper")
 
     async def stop(self) -> None:
-        """Stop, after the portion that is being removed."""
+        """Stop, after the batch that is being removed."""
         self._stopped.set()
         if self._loop is not None:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
             self._loop.cancel()
 
     async def sweep(self) -> None:
-        """Remove what is too old now."""
-        await self._retention.forget_names()
-        if self._keep_days is not None:
-            before = datetime.now(UTC) - timedelta(days=self._keep_days)
-            gone = await self._retention.forget(before, self._stopped.is_set)
-            if gone.searches or gone.runs:
-                logger.info(
-                    "removed %d searches, and traces and logs of %d runs, that ended more than %g days ago",
-                    gone.searches,
-                    gone.runs,
-                    self._keep_days,
-                )
+        """Note which plans were fetched, and remove what is too old now."""
+        noted = frozenset(self._used)
+        await self._retention.note_uses(noted)
+        self._used -= noted
+        gone = await self._retention.sweep(self._keep, self._stopped.is_set)
+        if gone:
+            logger.info("removed what was too old: %s", ", ".join(f"{n} {kind}" for kind, n in gone.items()))
 
     async def _forever(self) -> None:
         while not self._stopped.is_set():
@@ -64,3 +60,15 @@ class Sweeper:
             except Exception:
                 logger.exception("what is old could not be removed; it is tried again in %g s", SWEEP_SECONDS)
             await happened(self._stopped, SWEEP_SECONDS)
+
+
+def keep_of(settings: Settings) -> Keep:
+    """For how long the settings have rows kept."""
+    return Keep(
+        ended=settings.keep_days,
+        failed=settings.keep_failed_days,
+        plans=settings.keep_plan_days,
+        runs=settings.keep_run_days,
+        agents=settings.keep_agent_days,
+        tokens=settings.keep_token_days,
+    )

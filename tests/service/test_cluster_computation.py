@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from distributed.core import Status
 from distributed.scheduler import KilledWorker
-from support.fake_searches import immediate
+from support.fake_searches import FakeProgress, immediate, orders_of, plan_of, stages_of
+from support.serving import PROBLEM
+from zbv_service.packing import pack
+from zbv_service.questions import parse_question, question_json
 from zbv_service.records import Update
+from zbv_service.searches.cluster import worker
 from zbv_service.searches.cluster.computation import DaskComputation
-from zbv_service.searches.cluster.worker import Abandoned, Evicted, Found, OutOfMemory
+from zbv_service.searches.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors import SearchCrashed, SearchEvicted, SearchLost
 from zbv_service.searches.task import SearchTask
+from zbv_solver.errors import ContradictedBound
 
 pytestmark = pytest.mark.anyio
 
@@ -49,6 +57,7 @@ async def test_reports_are_taken_once_also_from_another_process_that_counts_anew
         (Evicted("its worker was told to end."), SearchEvicted, "told to end"),
         (Abandoned("its service was silent."), SearchLost, "silent"),
         (ZeroDivisionError("of the search"), ZeroDivisionError, "of the search"),
+        (ContradictedBound({}, 7.0, 8.0, "cp-sat"), ContradictedBound, "below the lower bound 8 (cp-sat)"),
     ],
 )
 async def test_what_ended_it_is_put_down_to_whom_it_should_be(
@@ -68,3 +77,24 @@ async def test_one_that_does_not_stop_is_given_up_and_blamed() -> None:
     computation.kill()
     with pytest.raises(SearchCrashed, match="did not stop"):
         await computation.outcome
+
+
+async def test_a_worker_says_that_it_refused_an_incumbent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "get_worker", lambda: SimpleNamespace(status=Status.running))
+    seen: list[Update | None] = []
+
+    def search(problem: Any, options: Any, on_progress: Any, cancelled: Any, incumbent: Any) -> Any:
+        assert incumbent is None
+        stages = stages_of(problem)
+        on_progress(FakeProgress(9.0, 4.0, 1.25, "m", orders_of(stages), stages))
+        held = asyncio.run(worker.exchange("service", {"token": Wanted(stop=False, seen=0)}))
+        seen.append(held.searches["token"].update)
+        return plan_of(stages)
+
+    task = SearchTask("a", pack(question_json(parse_question(PROBLEM))), {}, pack([["0F0"], []]))
+    plan = await asyncio.to_thread(worker.run_on_worker, task, search, "token", "service", 60.0)
+    (update,) = seen
+    assert update is not None
+    assert plan.refusal is not None
+    assert plan.refusal == update.refusal
+    assert "InvalidPlan" in plan.refusal.reason

@@ -39,6 +39,7 @@ TYPES = {
     "too-many-searches": (429, "The token has too many unfinished searches"),
     "too-many-attempts": (429, "Too many wrong tokens came from this address"),
     "internal-error": (500, "The service failed"),
+    "contradicted-bound": (500, "A verified plan undercuts a lower bound"),
     "search-crashed": (500, "The search process died"),
     "run-failed": (500, "The run failed"),
     "missing-dependency": (501, "This part of the service is not installed"),

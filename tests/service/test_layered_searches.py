@@ -14,7 +14,7 @@ from support.serving import Service, Serving, until
 from zbv_service.client.answers import read_plan, read_rank
 from zbv_service.packing import incumbent_of, pack, pack_plan
 from zbv_service.questions import Question, parse_question, question_json
-from zbv_service.records import NewPlan
+from zbv_service.records import NewPlan, Refusal
 from zbv_service.searches.task import ProgressLike, SearchTask, compute, solver_search
 from zbv_solver.orders import Orders
 from zbv_solver.plan import Plan, gap_of
@@ -194,6 +194,7 @@ class Listener:
 
     def __init__(self, *, is_stopped: bool = False):
         self.reports: list[Any] = []
+        self.refusal: Refusal | None = None
         self._is_stopped = is_stopped
 
     def report(self, progress: Any) -> None:

@@ -19,6 +19,7 @@ OPERATIONS = {
     "submit_search": ("post", "/v1/searches"),
     "list_searches": ("get", "/v1/searches"),
     "get_search": ("get", "/v1/searches/{search_id}"),
+    "get_search_problem": ("get", "/v1/searches/{search_id}/problem"),
     "cancel_search": ("post", "/v1/searches/{search_id}/cancel"),
     "discard_search": ("delete", "/v1/searches/{search_id}"),
     "follow_search": ("get", "/v1/searches/{search_id}/events"),

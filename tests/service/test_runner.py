@@ -10,9 +10,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+import httpx
 import pytest
+from support.fake_service import fake_service
 from support.serving import DEADLINE, PROBLEM, Serving
-from zbv_service.database import Database, SearchTable
+from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.packing import pack
 from zbv_service.records import NewSearch, Update
 from zbv_service.searches.owners import new_owner
@@ -53,6 +55,11 @@ async def appeared(directory: Path, pattern: str, count: int = 1) -> Path:
 def started_in(directory: Path) -> list[int]:
     """Ids of the processes that began with a search."""
     return [int(path.name.removeprefix("started-")) for path in directory.glob("started-*")]
+
+
+def workers_in(directory: Path) -> list[str]:
+    """How many threads each of the processes that began was given."""
+    return sorted(path.read_text() for path in directory.glob("started-*"))
 
 
 def is_alive(process_id: int) -> bool:
@@ -180,6 +187,71 @@ async def test_a_search_that_neither_ends_in_time_nor_stops_is_ended(
         assert (ended["state"], ended["attempts"], ended["objective"]) == ("failed", 2, 9)
         assert "did not stop when it was told to" in ended["error"]["detail"]
     await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
+
+
+async def test_a_search_without_a_time_limit_is_stopped_after_the_longest_one(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("held", max_time_limit=0.3) as service:
+        ended = await service.ended((await service.submit()).json()["id"])
+        assert (ended["state"], ended["method"], ended["attempts"]) == ("done", "cancelled", 1)
+
+
+async def test_a_search_that_hangs_without_a_time_limit_is_ended(serving: Serving, directory: Path) -> None:
+    async with serving("deaf", max_time_limit=0.3, stop_seconds=0.2, max_crashes=1) as service:
+        ended = await service.ended((await service.submit()).json()["id"])
+        assert (ended["state"], ended["error"]["type"]) == ("failed", "/problems/search-crashed")
+        assert "did not stop when it was told to" in ended["error"]["detail"]
+    await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
+
+
+async def test_searches_get_the_cores_that_no_other_search_uses(
+    serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zbv_service.searches.runner.cores", lambda: 3)
+    told = []
+    async with serving("held", searches=3) as service:
+        for seed in range(3):
+            search_id = (await service.submit(seed=seed)).json()["id"]
+            await service.until(search_id, lambda found: found["objective"] is not None)
+            told.append(workers_in(directory))
+        (directory / "release").touch()
+    assert told[0] == ["workers 2"]
+    assert told[1] == ["workers 1", "workers 2"]
+    assert told[2] == ["workers 1", "workers 1", "workers 2"], "at least one each"
+
+
+async def test_the_plan_does_not_depend_on_the_workers(serving: Serving) -> None:
+    problem = {**PROBLEM, "microbatches": 6, "costs": {**PROBLEM["costs"], "forward": [3, 1, 2, 5], "p2p": 1}}
+    plans = []
+    for workers in (1, 2):
+        async with serving("solver", search_workers=workers) as service:
+            ended = await service.ended((await service.submit(problem)).json()["id"])
+            assert "workers" not in ended["options"]
+            plans.append((ended["plan_id"], ended["objective"], ended["lower_bound"]))
+            await service.http.delete(f"/v1/searches/{ended['id']}")
+    assert plans[0] == plans[1]
+
+
+async def test_a_service_that_is_killed_before_its_result_is_stored_computes_it_again(
+    serving: Serving, settings: Settings, directory: Path
+) -> None:
+    """It is killed at the end of the transaction, when the plan is written and nothing is committed."""
+    with fake_service("honest", directory, "zbv_service.database.search_leases.tell_end") as killed:
+        async with httpx.AsyncClient(base_url=killed.address, timeout=DEADLINE) as http:
+            answer = await http.post("/v1/searches", json={"problem": PROBLEM})
+        assert await asyncio.to_thread(killed.process.wait, DEADLINE) == -signal.SIGKILL
+    database = Database(settings.database)
+    assert await PlanTable(database).newest(1) == []
+    await database.close()
+    async with serving("honest") as service:
+        ended = await service.ended(answer.json()["id"])
+        assert (ended["state"], ended["attempts"]) == ("done", 2)
+        assert (await service.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
+        events = await service.http.get(
+            f"/v1/searches/{ended['id']}/events", headers={"Accept": "application/json"}
+        )
+        assert [event["event"] for event in events.json()["events"]].count("end") == 1
 
 
 async def test_the_leases_of_a_dead_process_of_this_machine_end_at_once(

@@ -16,11 +16,12 @@ from typing import Any
 
 from zbv_service.questions import Question
 from zbv_service.searches.task import ProgressLike, SearchFunction, solver_search
-from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.errors import ContradictedBound, InfeasibleMemory
 from zbv_solver.layers.cut import Cut
 from zbv_solver.orders import Action, Orders
 from zbv_solver.plan import Metrics, Plan, Provenance
 from zbv_solver.problem import Problem
+from zbv_solver.schema import problem_json
 from zbv_solver.search import make_plan
 
 DEADLINE = 120.0
@@ -99,7 +100,7 @@ def held(
 ) -> Plan:
     """Reports one incumbent, then waits for the file ``release`` or for cancellation."""
     here = directory()
-    (here / f"started-{os.getpid()}").touch()
+    (here / f"started-{os.getpid()}").write_text(f"workers {options['workers']}")
     if incumbent is not None:
         orders = incumbent.orders if isinstance(incumbent, Plan) else incumbent
         (here / "resumed").write_text("\n".join(orders.text(0)))
@@ -162,6 +163,39 @@ def tight(
     raise InfeasibleMemory((9.0,) * problem.pp_degree, (8.0,) * problem.pp_degree)
 
 
+def contradicted(
+    problem: Question,
+    options: dict[str, Any],
+    on_progress: Callable[[ProgressLike], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | Plan | None,
+) -> Plan:
+    """Fails as the library does when a plan undercuts a bound; notes every start."""
+    (directory() / f"started-{time.monotonic_ns()}").touch()
+    raise ContradictedBound(problem_json(stages_of(problem)), 7.0, 8.0, "cp-sat")
+
+
+def undercutting(
+    problem: Question,
+    options: dict[str, Any],
+    on_progress: Callable[[ProgressLike], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | Plan | None,
+) -> Plan:
+    """Reports a bound, and after the file ``release`` a plan that undercuts it; states the bound no more."""
+    stages = stages_of(problem)
+    on_progress(FakeProgress(9.0, 8.5, 0.5 / 8.5, "first", orders_of(stages), stages))
+    until = time.monotonic() + DEADLINE
+    while not (directory() / "release").exists():
+        if time.monotonic() > until:
+            raise TimeoutError("the test did not release its search.")
+        time.sleep(0.01)
+    on_progress(FakeProgress(8.0, 8.0, 0.0, "second", orders_of(stages), stages))
+    while not cancelled() and time.monotonic() < until:
+        time.sleep(0.01)
+    return plan_of(stages)
+
+
 @dataclass(frozen=True)
 class InDirectory:
     """A fake whose directory is told to it, not inherited: for processes that were there before the test."""
@@ -189,6 +223,8 @@ BY_NAME: dict[str, SearchFunction] = {
     "dying": dying,
     "broken": broken,
     "tight": tight,
+    "contradicted": contradicted,
+    "undercutting": undercutting,
     "solver": solver_search,
 }
 """The last is no fake: for what only the solver's answers show."""

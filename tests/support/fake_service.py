@@ -1,11 +1,13 @@
-"""A service process whose searches are fakes: ``python -m support.fake_service SEARCH DIRECTORY``.
+"""A service process whose searches are fakes: ``python -m support.fake_service SEARCH DIRECTORY [FUNCTION]``.
 
-Its database is in the directory. It prints its address once it listens.
+Its database is in the directory. It prints its address once it listens. It kills itself where it would call
+the function, which is given by its dotted name.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import uvicorn
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
@@ -33,10 +36,10 @@ class FakeService:
 
 
 @contextmanager
-def fake_service(search: str, directory: Path) -> Iterator[FakeService]:
-    """Runs as long as the block, if nobody kills it before."""
+def fake_service(search: str, directory: Path, *dies_in: str) -> Iterator[FakeService]:
+    """Runs as long as the block, if nobody kills it before; or until it would call ``dies_in``."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-m", "support.fake_service", search, str(directory)]
+    command = [sys.executable, "-m", "support.fake_service", search, str(directory), *dies_in]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -47,7 +50,9 @@ def fake_service(search: str, directory: Path) -> Iterator[FakeService]:
             process.kill()
 
 
-def _serve(search: str, directory: Path) -> None:
+def _serve(search: str, directory: Path, *dies_in: str) -> None:
+    for name in dies_in:
+        pytest.MonkeyPatch().setattr(name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     settings = Settings(auth="none", database=f"sqlite:///{directory}/zbv.db", searches=2)
     app = create_app(settings, search=InDirectory(BY_NAME[search], directory))
 
@@ -65,4 +70,4 @@ def _serve(search: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], Path(sys.argv[2]))
+    _serve(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

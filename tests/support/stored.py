@@ -18,10 +18,15 @@ from zbv_service.runs.records import NewAgent, NewRun
 
 
 def a_search(name: str, key: str | None = None, **changes: Any) -> NewSearch:
-    """A search of two ranks and four microbatches; ``changes`` are of its summary, or ``created_at``."""
-    created_at = changes.pop("created_at", None) or datetime.now(UTC)
+    """A search of two ranks and four microbatches.
+
+    ``changes`` are of its summary, or ``created_at`` or ``created_by``. It is created now by default, and
+    with None when the database says.
+    """
+    created_at = changes.pop("created_at", datetime.now(UTC))
+    created_by = changes.pop("created_by", None)
     summary = {"pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span", **changes}
-    return NewSearch(name, key or name, b"problem", summary, {}, created_at)
+    return NewSearch(name, key or name, b"problem", summary, {}, created_at, created_by)
 
 
 def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: Any) -> NewPlan:

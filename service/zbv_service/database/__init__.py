@@ -11,7 +11,7 @@ from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
 from zbv_service.database.heartbeats import HeartbeatTable
 from zbv_service.database.listeners import ListenerTable
 from zbv_service.database.plans import PlanTable
-from zbv_service.database.retention import Retention
+from zbv_service.database.retention import Keep, Retention
 from zbv_service.database.run_parts import PartTable
 from zbv_service.database.run_plans import RunPlanTable
 from zbv_service.database.runs import AgentsTaken, RunTable, SearchGone
@@ -32,6 +32,7 @@ __all__ = [
     "DatabaseAway",
     "DatabaseUnusable",
     "HeartbeatTable",
+    "Keep",
     "ListenerTable",
     "NameTaken",
     "PartTable",

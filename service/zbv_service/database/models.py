@@ -35,7 +35,7 @@ class Base(DeclarativeBase):
 
 
 class PlanRow(Base):
-    """A plan, immutable under its hash."""
+    """A plan, immutable under its hash. ``used_at`` is when it was last fetched, or found again."""
 
     __tablename__ = "plans"
 
@@ -54,6 +54,7 @@ class PlanRow(Base):
     method: Mapped[str] = mapped_column(String(200))
     time_unit: Mapped[str | None] = mapped_column(String(32))
     created_at: Mapped[datetime]
+    used_at: Mapped[datetime | None]
 
     __table_args__ = (
         Index("ix_plans_created_at", "created_at", "plan_id"),
@@ -69,6 +70,8 @@ class SearchRow(Base):
     starts a new one. ``problem_objective`` is what is to be minimised, ``objective`` how far that came.
     ``last_event`` is the number of its newest event; it grows in the transaction that adds one.
     ``is_wanted_by_client`` is false while only runs have asked for it: the last of them takes it away.
+    ``turn`` orders the queue: searches of one caller have rising turns, and a caller that has none waiting
+    gets the turn that is being served, so callers are served in rotation.
     """
 
     __tablename__ = "searches"
@@ -103,13 +106,16 @@ class SearchRow(Base):
     updated_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]
     last_event: Mapped[int]
+    turn: Mapped[int]
 
     __table_args__ = (
         Index("ix_searches_created_at", "created_at", "id"),
         Index("ix_searches_state", "state", "created_at"),
         Index("ix_searches_queue", "state", "cancel_requested", "created_at"),
+        Index("ix_searches_turn", "state", "turn", "created_at", "id", "created_by"),
+        Index("ix_searches_plan_id", "plan_id"),
         Index("ix_searches_shape", "pp_degree", "microbatches", "created_at"),
-        Index("ix_searches_created_by", "created_by", "state"),
+        Index("ix_searches_created_by", "created_by", "state", "turn"),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict, fields
+from datetime import datetime
 
 from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
@@ -24,7 +25,7 @@ class PlanTable:
     async def add(self, plan: NewPlan) -> bool:
         """Store a plan; False when it was there already."""
         async with self._database.writing() as session:
-            return await insert_plan(session, plan)
+            return await insert_plan(session, plan, await self._database.now(session))
 
     async def document(self, plan_id: str) -> bytes | None:
         """A plan's whole document, packed."""
@@ -82,14 +83,16 @@ class PlanTable:
 _SUMMARY = tuple(getattr(PlanRow, field.name) for field in fields(PlanSummary))
 
 
-async def insert_plan(session: AsyncSession, plan: NewPlan) -> bool:
-    """Store a plan in an open transaction; False when it was there already."""
+async def insert_plan(session: AsyncSession, plan: NewPlan, now: datetime) -> bool:
+    """Store a plan in an open transaction; False when it was there already, which counts as a use of it."""
     try:
         async with session.begin_nested():
             row = PlanRow(**asdict(plan.summary), document=plan.document, problem_key=plan.problem_key)
             session.add(row)
     except IntegrityError:
-        if await session.get(PlanRow, plan.summary.plan_id) is None:
+        known = await session.get(PlanRow, plan.summary.plan_id, with_for_update=True)
+        if known is None:
             raise
+        known.used_at = now
         return False
     return True

@@ -1,33 +1,62 @@
-"""Forgetting: what nobody asks for any more is removed, in portions that hold nobody up.
+"""Removes rows that are older than the operator wants to keep, in batches that hold nobody up.
 
-Plans are never removed: others refer to them by their hash, and they are small beside what is. Services that
-do this at the same time take different portions.
+Nothing is removed that something else refers to: a plan that a search, a run or a trace names, the search
+that a run waits for, an agent that a run had, a token that others were made from. It goes once those have
+gone. Services that sweep at the same time take different rows. Times are those of the database's clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import ColumnElement, Select, delete, func, inspect, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from zbv_service.database.engine import Database
-from zbv_service.database.models import IdempotencyRow, SearchEventRow, SearchRow
-from zbv_service.database.run_models import PartRow, RunRow
+from zbv_service.database.models import Base, IdempotencyRow, PlanRow, SearchEventRow, SearchRow
+from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
+from zbv_service.database.token_models import TokenRow
 from zbv_service.records import FINISHED
-from zbv_service.runs.records import RUN_ENDED
+from zbv_service.runs.records import AGENT_ENDED, RUN_ENDED
 
-PORTION = 200
+BATCH = 200
+"""Rows that one transaction removes."""
+SEARCH_BATCH = 20
+"""Searches that one transaction removes: each may have a thousand events."""
+USED_HOURS = 1.0
+"""How exactly it is noted when a plan was last used."""
 
 
 @dataclass(frozen=True)
-class Forgotten:
-    """How much was removed: searches with their events, and runs that lost their traces and logs."""
+class Keep:
+    """For how many days rows are kept.
 
-    searches: int
-    runs: int
+    Attributes
+    ----------
+    ended
+        Searches after their end, with their events; traces and logs of runs after the run's end.
+    failed
+        Searches that failed, with their problems.
+    plans
+        Plans that nothing refers to, after they were last fetched or found.
+    runs
+        Runs after their end, with their generations and events.
+    agents
+        Agents after their last sign of life.
+    tokens
+        Tokens, sessions and links after they were revoked or expired.
+    """
+
+    ended: float
+    failed: float
+    plans: float
+    runs: float
+    agents: float
+    tokens: float
 
 
 class Retention:
@@ -36,45 +65,73 @@ class Retention:
     def __init__(self, database: Database):
         self._database = database
 
-    async def forget(self, before: datetime, is_enough: Callable[[], bool] = lambda: False) -> Forgotten:
-        """Remove searches, and traces and logs of runs, that ended before a moment, until it is enough."""
-        searches = runs = 0
-        while not is_enough() and (found := await self._forget_searches(before)):
-            searches += found
-        while not is_enough() and (found := await self._forget_parts(before)):
-            runs += found
-        return Forgotten(searches, runs)
+    async def note_uses(self, plan_ids: Collection[str]) -> None:
+        """Note that plans were used now."""
+        remaining = sorted(plan_ids)
+        while remaining:
+            batch, remaining = remaining[:BATCH], remaining[BATCH:]
+            async with self._database.writing() as session:
+                now = await self._database.now(session)
+                stale = _last_use() < now - timedelta(hours=USED_HOURS)
+                used = update(PlanRow).where(PlanRow.plan_id.in_(batch), stale)
+                await session.execute(used.values(used_at=now))
 
-    async def forget_names(self) -> None:
-        """Remove the names of requests that have expired."""
-        expired = IdempotencyRow.expires_at <= datetime.now(UTC)
-        async with self._database.writing() as session:
-            await session.execute(delete(IdempotencyRow).where(expired))
+    async def sweep(self, keep: Keep, is_enough: Callable[[], bool] = lambda: False) -> dict[str, int]:
+        """Remove what is too old, until it is enough; returns how many rows of each kind went."""
+        async with self._database.reading() as session:
+            now = await self._database.now(session)
 
-    async def _forget_searches(self, before: datetime) -> int:
-        """Remove some; a run that waits for one's plan keeps it, and any other does without."""
-        ended = (
-            SearchRow.state.in_(sorted(FINISHED)),
-            SearchRow.created_at < before,  # which an index has, and which is the case of those that ended
-            SearchRow.finished_at < before,
+        def before(days: float) -> datetime:
+            return now - timedelta(days=days)
+
+        runs = before(keep.runs)
+        parts = max(before(keep.ended), runs)  # a run goes with its traces and logs
+        steps: tuple[tuple[str, Callable[[], Awaitable[int]]], ...] = (
+            ("idempotency keys", lambda: self._remove(IdempotencyRow, IdempotencyRow.expires_at <= now)),
+            ("traces and logs", lambda: self._remove(PartRow, _of_old_run(PartRow, parts))),
+            ("run events", lambda: self._remove(EventRow, _of_old_run(EventRow, runs))),
+            ("run nodes", lambda: self._remove(NodeRow, _of_old_run(NodeRow, runs))),
+            ("runs", lambda: self._remove(RunRow, _old_run(runs), _has_no_agent())),
+            ("searches", lambda: self._remove_searches(before(keep.ended), before(keep.failed))),
+            ("plans", lambda: self._remove(PlanRow, *_old_plan(before(keep.plans)))),
+            ("agents", lambda: self._remove(AgentRow, *_old_agent(before(keep.agents)))),
+            ("sessions and links", lambda: self._remove(TokenRow, _old_session(before(keep.tokens)))),
+            ("tokens", lambda: self._remove(TokenRow, *_old_token(before(keep.tokens)))),
         )
-        waited_for = select(RunRow.id).where(RunRow.search_id == SearchRow.id, RunRow.state == "planning")
-        old = select(SearchRow.id).where(*ended, ~waited_for.exists()).limit(PORTION)
-        if not await self._database.rows(old.limit(1)):
+        gone: dict[str, int] = {}
+        for name, remove in steps:
+            while not is_enough() and (count := await remove()):
+                gone[name] = gone.get(name, 0) + count
+        return gone
+
+    async def _remove(self, table: type[Base], *conditions: ColumnElement[bool]) -> int:
+        """Remove a batch of rows."""
+        key = inspect(table).primary_key
+        found = select(*key).where(*conditions).limit(BATCH)
+        if not await self._database.rows(found.limit(1)):
+            return 0  # a look needs no lock
+        async with self._database.writing() as session:
+            rows = (await session.execute(found.with_for_update(skip_locked=True, of=table))).all()
+            # Asked again, of locked rows: what came to refer to them meanwhile keeps them.
+            doomed = tuple_(*key).in_([tuple(row) for row in rows])
+            await session.execute(
+                delete(table).where(doomed, *conditions).execution_options(synchronize_session=False)
+            )
+        return len(rows)
+
+    async def _remove_searches(self, ended: datetime, failed: datetime) -> int:
+        old = or_(
+            (SearchRow.state == "failed") & (SearchRow.finished_at < failed),
+            SearchRow.state.in_(sorted(FINISHED - {"failed"})) & (SearchRow.finished_at < ended),
+        )
+        # An index has created_at, which comes before the end.
+        recent = SearchRow.created_at < max(ended, failed)
+        found: Select[Any] = select(SearchRow.id).where(recent, old, ~_awaited()).limit(SEARCH_BATCH)
+        if not await self._database.rows(found.limit(1)):
             return 0
         async with self._database.writing() as session:
-            ids = (await session.scalars(old.with_for_update(skip_locked=True))).all()
+            ids = (await session.scalars(found.with_for_update(skip_locked=True, of=SearchRow))).all()
             await remove_searches(session, ids)
-        return len(ids)
-
-    async def _forget_parts(self, before: datetime) -> int:
-        """Remove the parts of some runs."""
-        query = select(PartRow.run_id).distinct().join(RunRow, PartRow.run_id == RunRow.id)
-        query = query.where(RunRow.state.in_(sorted(RUN_ENDED)), RunRow.finished_at < before).limit(PORTION)
-        ids = [row.run_id for row in await self._database.rows(query)]
-        if ids:
-            async with self._database.writing() as session:
-                await session.execute(delete(PartRow).where(PartRow.run_id.in_(ids)))
         return len(ids)
 
 
@@ -83,3 +140,72 @@ async def remove_searches(session: AsyncSession, search_ids: Sequence[str]) -> N
     await session.execute(update(RunRow).where(RunRow.search_id.in_(search_ids)).values(search_id=None))
     await session.execute(delete(SearchEventRow).where(SearchEventRow.search_id.in_(search_ids)))
     await session.execute(delete(SearchRow).where(SearchRow.id.in_(search_ids)))
+
+
+def _old_run(before: datetime) -> ColumnElement[bool]:
+    return RunRow.state.in_(sorted(RUN_ENDED)) & (RunRow.finished_at < before)
+
+
+def _of_old_run(
+    table: type[PartRow] | type[EventRow] | type[NodeRow], before: datetime
+) -> ColumnElement[bool]:
+    return select(RunRow.id).where(RunRow.id == table.run_id, _old_run(before)).exists()
+
+
+def _has_no_agent() -> ColumnElement[bool]:
+    return ~select(AgentRow.id).where(AgentRow.run_id == RunRow.id).exists()
+
+
+def _awaited() -> ColumnElement[bool]:
+    """Whether a run waits for a search, or goes by its measured costs."""
+    planning = (RunRow.search_id == SearchRow.id) & (RunRow.state == "planning")
+    measured = RunRow.state.not_in(sorted(RUN_ENDED)) & RunRow.replanning.is_not(None)
+    replanning = measured & (RunRow.replanning["search_id"].as_string() == SearchRow.id)
+    return select(RunRow.id).where(or_(planning, replanning)).exists()
+
+
+def _last_use() -> ColumnElement[datetime]:
+    return func.coalesce(PlanRow.used_at, PlanRow.created_at)
+
+
+def _old_plan(before: datetime) -> tuple[ColumnElement[bool], ...]:
+    this, open_runs = PlanRow.plan_id, RunRow.state.not_in(sorted(RUN_ENDED))
+    offered, measured = RunRow.offer["plan_id"].as_string(), RunRow.replanning["plan_id"].as_string()
+    return (
+        PlanRow.created_at < before,
+        _last_use() < before,
+        ~select(SearchRow.id).where(SearchRow.plan_id == this).exists(),
+        ~select(RunRow.id).where(RunRow.plan_id == this).exists(),
+        ~select(RunRow.id).where(RunRow.target_plan_id == this).exists(),
+        ~select(PartRow.run_id).where(PartRow.plan_id == this).exists(),
+        this.not_in(select(offered).where(open_runs, offered.is_not(None))),
+        this.not_in(select(measured).where(open_runs, measured.is_not(None))),
+    )
+
+
+def _old_agent(before: datetime) -> tuple[ColumnElement[bool], ...]:
+    return (
+        AgentRow.state.in_(sorted(AGENT_ENDED)),
+        AgentRow.seen_at < before,
+        AgentRow.run_id.is_(None),
+        ~select(NodeRow.run_id).where(NodeRow.agent_id == AgentRow.id).exists(),
+    )
+
+
+def _ended_before(token: type[TokenRow], before: datetime) -> ColumnElement[bool]:
+    return or_(token.revoked_at < before, token.expires_at < before)
+
+
+def _old_session(before: datetime) -> ColumnElement[bool]:
+    """A session or link that has ended, or whose token has."""
+    parent = aliased(TokenRow)
+    orphaned = (
+        select(parent.id).where(parent.id == TokenRow.parent_id, _ended_before(parent, before)).exists()
+    )
+    return (TokenRow.kind != "token") & or_(_ended_before(TokenRow, before), orphaned)
+
+
+def _old_token(before: datetime) -> tuple[ColumnElement[bool], ...]:
+    child = aliased(TokenRow)
+    has_children = select(child.id).where(child.parent_id == TokenRow.id).exists()
+    return TokenRow.kind == "token", _ended_before(TokenRow, before), ~has_children

@@ -49,6 +49,9 @@ class RunRow(Base):
     __table_args__ = (
         Index("ix_runs_created_at", "created_at", "id"),
         Index("ix_runs_state", "state", "created_at"),
+        Index("ix_runs_plan_id", "plan_id"),
+        Index("ix_runs_target_plan_id", "target_plan_id"),
+        Index("ix_runs_search_id", "search_id"),
     )
 
 
@@ -77,6 +80,7 @@ class AgentRow(Base):
     __table_args__ = (
         Index("ix_agents_state", "state", "created_at"),
         Index("ix_agents_created_at", "created_at", "id"),
+        Index("ix_agents_run_id", "run_id"),
     )
 
 
@@ -139,3 +143,5 @@ class PartRow(Base):
     last_step: Mapped[int | None]
     body: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
     updated_at: Mapped[datetime]
+
+    __table_args__ = (Index("ix_run_parts_plan_id", "plan_id"),)

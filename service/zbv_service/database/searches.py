@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Row, Select, and_, bindparam, delete, func, or_, select, update
@@ -90,7 +90,8 @@ class SearchTable(SearchLeases):
                         return existing, False
                     if most is not None and await _unfinished(session, new.created_by, most) >= most:
                         raise TooManySearches
-                    row = _new_row(new)
+                    now = await _later_than_all(session, await self._database.now(session))
+                    row = _new_row(new, now, await _turn(session, new.created_by))
                     row.is_wanted_by_client = not for_run
                     session.add(row)
                     await session.flush()  # the event refers to it
@@ -111,11 +112,13 @@ class SearchTable(SearchLeases):
             return {str(row.request_key): _record(row) for row in await session.scalars(query)}
 
     async def queued_before(self, record: SearchRecord) -> int:
-        """How many queued searches come before a queued one."""
+        """How many queued searches have their turn before a queued one."""
         row = SearchRow
+        turn = select(row.turn).where(row.id == record.id).scalar_subquery()
         earlier = or_(
-            row.created_at < record.created_at,
-            and_(row.created_at == record.created_at, row.id < record.id),
+            row.turn < turn,
+            and_(row.turn == turn, row.created_at < record.created_at),
+            and_(row.turn == turn, row.created_at == record.created_at, row.id < record.id),
         )
         query = select(func.count()).select_from(row).where(row.state == "queued", earlier)
         async with self._database.reading() as session:
@@ -165,14 +168,13 @@ class SearchTable(SearchLeases):
 
         A queued search with an incumbent stays queued: it is claimed once more to make a plan of it.
         """
-        now = datetime.now(UTC)
         async with self._database.writing() as session:
             row = await session.get(SearchRow, search_id, with_for_update=True)
             if row is None:
                 return None
             if row.state in FINISHED or row.cancel_requested:
                 return _record(row)
-            await _give_up(session, row, now)
+            await _give_up(session, row, await self._database.now(session))
             record = _record(row)
         self._tell(search_id)
         return record
@@ -189,7 +191,7 @@ class SearchTable(SearchLeases):
                 return False
             if await session.scalar(_waiting_run(search_id)) is not None:
                 return False
-            await _give_up(session, row, datetime.now(UTC))
+            await _give_up(session, row, await self._database.now(session))
         self._tell(search_id)
         return True
 
@@ -244,6 +246,30 @@ async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> i
     return await session.scalar(select(func.count()).select_from(theirs.limit(most).subquery())) or 0
 
 
+async def _later_than_all(session: AsyncSession, now: datetime) -> datetime:
+    """A moment after that of the newest search: SQLite counts milliseconds, and lists sort by it."""
+    newest = await session.scalar(select(func.max(SearchRow.created_at)))
+    is_same = newest is not None and timedelta(0) <= newest - now < timedelta(milliseconds=1)
+    return newest + timedelta(microseconds=1) if newest is not None and is_same else now
+
+
+async def _turn(session: AsyncSession, caller: str | None) -> int:
+    """The turn of a caller's next search: after its other ones, and not before the one being served."""
+    row = SearchRow
+    queued, running, is_theirs = row.state == "queued", row.state == "running", row.created_by == caller
+    looks = (
+        select(func.min(row.turn)).where(queued),
+        select(func.max(row.turn)).where(running),
+        select(func.max(row.turn)).where(is_theirs, queued),
+        select(func.max(row.turn)).where(is_theirs, running),
+    )  # each finds one entry of an index
+    found = await session.execute(select(*(look.scalar_subquery() for look in looks)))
+    turns: list[int | None] = list(found.one())
+    next_queued, last_running, *theirs = turns
+    served = last_running if next_queued is None else next_queued
+    return max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
+
+
 async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | None:
     """The search that a request of this name was answered with before, if there was one."""
     known = await session.get(IdempotencyRow, named.key_hash)
@@ -282,10 +308,12 @@ def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
     return SearchRecord(**rows[0]._mapping) if rows else None
 
 
-def _new_row(new: NewSearch) -> SearchRow:
-    summary = new.summary
+def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
+    summary, created_at = new.summary, new.created_at or now
     return SearchRow(
-        **{field.name: getattr(new, field.name) for field in fields(new)},
+        **{field.name: getattr(new, field.name) for field in fields(new) if field.name != "created_at"},
+        created_at=created_at,
+        turn=turn,
         pp_degree=summary["pp_degree"],
         microbatches=summary["microbatches"],
         placement=summary["placement"],
@@ -296,7 +324,7 @@ def _new_row(new: NewSearch) -> SearchRow:
         crashes=0,
         fence=0,
         last_event=1,
-        updated_at=new.created_at,
+        updated_at=created_at,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -19,12 +17,12 @@ async def tally(database: Database) -> Tally:
     """Searches, agents and runs by state, states that nothing is in included; and the queue's age."""
     oldest = select(func.min(SearchRow.created_at)).where(SearchRow.state == "queued")
     async with database.reading() as session:
-        since = await session.scalar(oldest)
+        since, now = await session.scalar(oldest), await database.now(session)
         return Tally(
             searches=await _by_state(session, SearchRow, SEARCH_STATES),
             agents=await _by_state(session, AgentRow, AGENT_STATES),
             runs=await _by_state(session, RunRow, RUN_STATES),
-            queue_age=0.0 if since is None else max(0.0, (datetime.now(UTC) - since).total_seconds()),
+            queue_age=0.0 if since is None else max(0.0, (now - since).total_seconds()),
         )
 
 

@@ -127,6 +127,12 @@ ADVICE: dict[str, Advice] = {
         "The service met an error of its own. The request may have been right.",
         "Give the operator the request_id: the log has the rest under it. Repeating is safe.",
     ),
+    "contradicted-bound": Advice(
+        "A verified plan is better than a lower bound allows, so the plan or the bound is wrong. This is a "
+        "bug in zbv, not a mistake in the problem. No plan is returned: its certificate could be false.",
+        "Please report it with the problem. A failed search is kept, with its problem, as long as "
+        "ZBV_KEEP_FAILED_DAYS says. Searching again with another effort or seed may find a plan.",
+    ),
     "search-crashed": Advice(
         "The process of the search died several times, most often because memory ran out.",
         "Try fewer microbatches or less effort, or give the service's machine more memory.",

@@ -17,7 +17,15 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue, MissingDependency
+from zbv_solver.errors import (
+    ContradictedBound,
+    InfeasibleMemory,
+    InvalidInput,
+    InvalidPlan,
+    Issue,
+    MissingDependency,
+)
+from zbv_solver.schema import canonical_json
 
 from zbv_service.observability.context import REQUEST_ID
 
@@ -91,6 +99,7 @@ UNKNOWN_HOST = Kind("unknown-host", 421, "The service has no such name")
 TOO_MANY_SEARCHES = Kind("too-many-searches", 429, "The token has too many unfinished searches")
 TOO_MANY_ATTEMPTS = Kind("too-many-attempts", 429, "Too many wrong tokens came from this address")
 INTERNAL = Kind("internal-error", 500, "The service failed")
+CONTRADICTED_BOUND = Kind("contradicted-bound", 500, "A verified plan undercuts a lower bound")
 SEARCH_CRASHED = Kind("search-crashed", 500, "The search process died")
 RUN_FAILED = Kind("run-failed", 500, "The run failed")
 NOT_IMPLEMENTED = Kind("missing-dependency", 501, "This part of the service is not installed")
@@ -145,6 +154,24 @@ def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
     return document(INFEASIBLE_MEMORY, str(error), at, smallest_limit=list(error.smallest))
 
 
+def contradicted(error: ContradictedBound, problem: str | None = None) -> dict[str, Any]:
+    """The problem document of a plan that undercuts a bound; ``problem`` is the address of its problem."""
+    where = "the problem that you sent" if problem is None else f"the problem at {problem}"
+    detail = (
+        f"A verified plan has the objective {error.objective:.17g}, below the lower bound {error.bound:.17g} "
+        f"({error.source}). One of the two is wrong, so no plan is returned. This is a bug in zbv: please "
+        f"report it with {where}."
+    )
+    found = document(
+        CONTRADICTED_BOUND,
+        detail,
+        objective=error.objective,
+        lower_bound=error.bound,
+        source=error.source,
+    )
+    return found if problem is None else {**found, "problem": problem}
+
+
 def response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     """An answer that carries a problem document."""
     request_id = REQUEST_ID.get()
@@ -164,6 +191,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(InvalidInput, _on_invalid_input)
     app.add_exception_handler(InvalidPlan, _on_invalid_plan)
+    app.add_exception_handler(ContradictedBound, _on_contradicted_bound)
     app.add_exception_handler(MissingDependency, _on_missing_dependency)
     app.add_exception_handler(RequestValidationError, _on_parameters)
     app.add_exception_handler(HTTPException, _on_http)
@@ -196,6 +224,13 @@ async def _on_invalid_input(_request: Request, error: Exception) -> Response:
 
 async def _on_invalid_plan(_request: Request, error: Exception) -> Response:
     return response(document(INVALID_PLAN, str(error), [{"pointer": "/ranks", "detail": str(error)}]))
+
+
+async def _on_contradicted_bound(request: Request, error: Exception) -> Response:
+    error = cast("ContradictedBound", error)
+    request.app.state.metrics.bound_contradicted()
+    logger.error("%s; the problem is %s", error, canonical_json(error.problem))
+    return response(contradicted(error))
 
 
 async def _on_missing_dependency(_request: Request, error: Exception) -> Response:

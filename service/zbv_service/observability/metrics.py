@@ -68,6 +68,14 @@ class Metrics:
             buckets=_GAPS,
             registry=registry,
         )
+        self.contradicted_bounds = Counter(
+            "zbv_contradicted_bounds", "Verified plans that undercut a lower bound: bugs.", registry=registry
+        )
+        self.refused_incumbents = Counter(
+            "zbv_refused_incumbents",
+            "Stored plans that did not fit the search that was to start from them.",
+            registry=registry,
+        )
         self.plan_fetches = Counter("zbv_plan_fetches", "Plans asked for, 304s included.", registry=registry)
         self.rank_fetches = Counter(
             "zbv_rank_fetches", "Parts of plans asked for, 304s included.", registry=registry
@@ -109,6 +117,14 @@ class Metrics:
         self.search_seconds.labels(state, family(method)).observe(seconds)
         if gap is not None:
             self.search_gap.observe(gap)
+
+    def bound_contradicted(self) -> None:
+        """Count a plan that undercuts a lower bound."""
+        self.contradicted_bounds.inc()
+
+    def incumbent_refused(self) -> None:
+        """Count a stored incumbent that does not fit its problem."""
+        self.refused_incumbents.inc()
 
     def take(self, tally: Tally) -> None:
         """Show what the database holds now."""

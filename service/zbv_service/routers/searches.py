@@ -127,6 +127,23 @@ async def get_search(request: Request, search_id: str) -> Response:
     return _body(record, 200, await found.queued_before(record))
 
 
+@router.get(
+    "/{search_id}/problem",
+    dependencies=[READ],
+    operation_id="get_search_problem",
+    summary="The problem of a search",
+    response_description="The normalised problem document, for a report or for another search.",
+    responses={
+        200: {"content": {"application/json": {"schema": {"type": "object"}}}},
+        **documented(NOT_FOUND),
+    },
+)
+async def get_search_problem(request: Request, search_id: str) -> Response:
+    """It is kept as long as its search."""
+    text = await rooms(request).searches.problem_text(search_id)
+    return Response(text, headers={"Cache-Control": "no-store"}, media_type="application/json")
+
+
 @router.post(
     "/{search_id}/cancel",
     dependencies=[SEARCH],

@@ -12,13 +12,14 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
-from zbv_solver.errors import InfeasibleMemory, ZbvError
+from zbv_solver.errors import ContradictedBound, InfeasibleMemory, ZbvError
 
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.http import problems
 from zbv_service.packing import incumbent_of
-from zbv_service.records import Claim, NewPlan, Update
+from zbv_service.records import Claim, NewPlan, Refusal, Update
 from zbv_service.searches.executors import Computation, SearchCrashed, SearchEvicted, SearchLost
 from zbv_service.waiting import happened
 
@@ -30,12 +31,27 @@ MOST_EVICTIONS = 20
 logger = logging.getLogger(__name__)
 
 
+class Observer(Protocol):
+    """Counts what happens to searches that run here."""
+
+    def search_ended(self, state: str, method: str | None, gap: float | None, seconds: float) -> None:
+        """A search ended: method and gap of its plan, None without one; seconds since it started here."""
+
+    def bound_contradicted(self) -> None:
+        """A search failed because a plan undercuts a bound."""
+
+    def incumbent_refused(self) -> None:
+        """A search could not use its stored incumbent."""
+
+
 @dataclass(eq=False)
 class Attempt:
     """A search that is computed here.
 
     Attributes
     ----------
+    workers
+        Threads that it may use.
     latest
         Its newest report.
     is_unsaved
@@ -44,15 +60,22 @@ class Attempt:
         When it was seen to be computed, on the monotonic clock; it may wait for a place on a cluster before.
     stopped_at
         When it was told to stop; None while it is to go on.
+    contradiction
+        Why the search fails, once a report undercuts a stored bound.
+    refusal
+        Set once it is known that the search could not use its stored incumbent.
     """
 
     claim: Claim
     computation: Computation
+    workers: int = 1
     latest: Update | None = None
     is_unsaved: bool = False
     made_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     stopped_at: float | None = None
+    contradiction: ContradictedBound | None = None
+    refusal: Refusal | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def stop(self) -> None:
@@ -61,8 +84,16 @@ class Attempt:
             self.stopped_at = time.monotonic()
         self.computation.stop()
 
-    def hurry(self, patience: float) -> None:
-        """Stop it when its time limit is long over, and end it when it does not stop."""
+    def hurry(self, patience: float, longest: float) -> None:
+        """Stop it when its time limit is long over, and end its process when it does not stop.
+
+        Parameters
+        ----------
+        patience
+            Seconds that it gets to stop.
+        longest
+            Seconds after which a search without a time limit is stopped.
+        """
         now = time.monotonic()
         if self.started_at is None and self.computation.is_under_way:
             self.started_at = now
@@ -70,9 +101,11 @@ class Attempt:
         if self.stopped_at is not None:
             if now - self.stopped_at > patience:
                 self.computation.kill()
-        elif limit is not None and self.started_at is not None and now - self.started_at > limit + patience:
-            logger.warning("search %s goes on after its time limit and is told to stop", self.claim.id)
-            self.stop()
+        elif self.started_at is not None:
+            passed = now - self.started_at
+            if passed > (longest if limit is None else limit + patience):
+                logger.warning("search %s has run for %.0f s and is told to stop", self.claim.id, passed)
+                self.stop()
 
 
 class Endings:
@@ -84,8 +117,15 @@ class Endings:
         Set once the service stops: then attempts end because of it, and the database may stay away.
     """
 
-    def __init__(self, table: SearchTable, max_crashes: int, stopping: asyncio.Event):
+    def __init__(
+        self,
+        table: SearchTable,
+        max_crashes: int,
+        stopping: asyncio.Event,
+        observer: Observer | None = None,
+    ):
         self._table = table
+        self._observer = observer
         self._max_crashes = max_crashes
         self._stopping = stopping
 
@@ -105,6 +145,9 @@ class Endings:
                 if self._stopping.is_set():
                     raise
                 logger.warning("the end of search %s is not stored yet: %s", attempt.claim.id, error)
+            except ContradictedBound as error:
+                store = partial(self._fail_contradicted, attempt, error)
+                continue
             except Exception:
                 # Run again, it would come to the same; so it counts as a death, and there is an end to it.
                 logger.exception("the end of search %s cannot be stored", attempt.claim.id)
@@ -113,9 +156,17 @@ class Endings:
 
     async def _outcome(self, attempt: Attempt) -> Callable[[], Awaitable[bool]]:
         """Wait for a computation to end; returns what stores that."""
+        store = await self._computed(attempt)
+        if attempt.contradiction is not None:
+            return partial(self._fail_contradicted, attempt, attempt.contradiction)
+        return store
+
+    async def _computed(self, attempt: Attempt) -> Callable[[], Awaitable[bool]]:
         claim, table = attempt.claim, self._table
         try:
             plan = await attempt.computation.plan()
+        except ContradictedBound as error:
+            return partial(self._fail_contradicted, attempt, error)
         except InfeasibleMemory as error:
             return partial(table.ended, claim.id, claim.fence, "infeasible", problems.infeasible(error))
         except (SearchCrashed, SearchLost) as error:
@@ -127,7 +178,32 @@ class Endings:
             detail = str(error) if isinstance(error, ZbvError) else "The search failed; the log says why."
             document = problems.document(problems.INTERNAL, detail)
             return partial(table.ended, claim.id, claim.fence, "failed", document)
+        self.note_refusal(attempt, plan.refusal)
         return partial(self._keep, attempt, plan)
+
+    def note_refusal(self, attempt: Attempt, refusal: Refusal | None) -> None:
+        """Log and count, once, that an attempt could not use its stored incumbent."""
+        if refusal is None or attempt.refusal is not None:
+            return
+        attempt.refusal = refusal
+        logger.warning(
+            "search %s: its stored plan does not fit its problem, so it starts without: %s",
+            attempt.claim.id,
+            refusal.reason,
+        )
+        if self._observer is not None:
+            self._observer.incumbent_refused()
+
+    async def _fail_contradicted(self, attempt: Attempt, error: ContradictedBound) -> bool:
+        """Fail a search whose plan undercuts a bound. It is not run again: that would hide the bug."""
+        claim = attempt.claim
+        document = problems.contradicted(error, f"/v1/searches/{claim.id}/problem")
+        is_ours = await self._table.contradicted(claim.id, claim.fence, document)
+        if is_ours:
+            logger.error("search %s failed: %s", claim.id, error)
+            if self._observer is not None:
+                self._observer.bound_contradicted()
+        return is_ours
 
     async def _keep(self, attempt: Attempt, plan: NewPlan) -> bool:
         """Store a plan; that of a search which was only stopped with its service is where it goes on."""

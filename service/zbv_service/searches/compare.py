@@ -12,7 +12,7 @@ from zbv_solver.schema import parse_problem, problem_json
 from zbv_service.cache import Cache
 from zbv_service.database import PlanTable
 from zbv_service.documents import CompareRequest, Comparison, PlanSummaryDocument, parse_body
-from zbv_service.packing import problem_key
+from zbv_service.packing import problem_key, supported_bound
 from zbv_service.questions import read_problem, summary_of
 from zbv_service.searches.aside import Aside
 from zbv_service.settings import Settings
@@ -38,6 +38,8 @@ class Comparisons:
             When the body breaks a rule.
         ProblemError
             503 when too many others wait already.
+        ContradictedBound
+            When the best stored plan undercuts a bound.
         """
         problem = await asyncio.to_thread(self._read, body)
         document = problem_json(problem)
@@ -45,7 +47,10 @@ class Comparisons:
         made = await self._made.get(key, lambda: self._aside.run(baselines_of, document))
         best = await self._plans.best(key)
         found = None if best is None else PlanSummaryDocument.of(best)
-        bound = made["lower_bound"] if best is None else max(made["lower_bound"], best.lower_bound)
+        bound = made["lower_bound"]
+        if best is not None:
+            bound = max(bound, best.lower_bound)
+            bound = supported_bound(best.value, bound, "the bound of the problem", lambda: document)
         return Comparison.model_validate(
             {
                 "problem_summary": summary_of(problem),

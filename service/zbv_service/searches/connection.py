@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
 
-from zbv_service.records import NewPlan
+from zbv_service.records import NewPlan, Refusal
 from zbv_service.searches.task import ProgressLike, SearchFunction, SearchTask, compute, update_of
 
 CONNECT_SECONDS = 10.0
@@ -49,6 +49,7 @@ class Connection:
         self._stopped = threading.Event()
         self._closed = threading.Event()
         self._fresh = threading.Event()
+        self.refusal: Refusal | None = None
         self._latest: ProgressLike | None = None
         self._threads = [
             threading.Thread(target=target, name=f"zbv-{target.__name__}", daemon=True)
@@ -106,15 +107,15 @@ class Connection:
             progress = self._latest
             if progress is not None:
                 try:
-                    self._socket.sendall(_report(progress))
+                    self._socket.sendall(_report(progress, self.refusal))
                 except OSError:
                     self._stopped.set()
                     return
             self._closed.wait(REPORT_SECONDS)
 
 
-def _report(progress: ProgressLike) -> bytes:
-    fields = asdict(update_of(progress))
+def _report(progress: ProgressLike, refusal: Refusal | None) -> bytes:
+    fields = asdict(update_of(progress, refusal))
     ranks = fields.pop("incumbent")
     header = json.dumps(fields | {"size": len(ranks)}, allow_nan=False)
     return header.encode() + b"\n" + bytes(ranks)

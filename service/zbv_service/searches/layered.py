@@ -11,6 +11,7 @@ from zbv_solver.layers.reading import to_layered
 from zbv_solver.layers.tables import CutTables
 from zbv_solver.plan import Plan
 
+from zbv_service.packing import supported_bound
 from zbv_service.questions import largest_stages
 from zbv_service.searches.check_documents import LayersFacts, PlacementFacts
 
@@ -45,6 +46,8 @@ def estimate_of_layers(seconds: float, document: dict[str, Any]) -> tuple[float,
     ------
     InfeasibleMemory
         When no cut fits.
+    ContradictedBound
+        When the plan undercuts the bound.
     """
     problem = to_layered(parse_layered(document))
     stages = largest_stages(problem)
@@ -56,4 +59,5 @@ def estimate_of_layers(seconds: float, document: dict[str, Any]) -> tuple[float,
     from zbv_service.searches.sketch import sketch
 
     found = sketch(problem, seconds)
-    return min(floor(problem), found.objective), found
+    bound = supported_bound(found.objective, floor(problem), "the bound of every cut", lambda: document)
+    return bound, found

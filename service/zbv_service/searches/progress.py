@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
-from zbv_service.records import Update
+from zbv_service.records import Refusal, Update
 
 TOKEN_BYTES = 32
 HELLO_SECONDS = 10.0
@@ -120,4 +120,7 @@ async def _read_update(reader: asyncio.StreamReader) -> Update | None:
     size = fields.pop("size")
     if not 0 <= size <= MAX_RANKS_BYTES:
         raise ValueError(f"a report announces {size} bytes; at most {MAX_RANKS_BYTES} are taken.")
+    refusal = fields.pop("refusal")
+    if refusal is not None:
+        fields["refusal"] = Refusal(**refusal)
     return Update(**fields, incumbent=await reader.readexactly(size))

@@ -12,31 +12,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Set
-from typing import Protocol
+
+from zbv_solver.errors import ContradictedBound
 
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.observability.context import SEARCH_ID
 from zbv_service.records import FINISHED, Claim, Update
-from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings
+from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings, Observer
 from zbv_service.searches.choice import parse_choice
 from zbv_service.searches.executors import SearchExecutor
 from zbv_service.searches.local import LocalExecutor
 from zbv_service.searches.owners import is_dead, new_owner
 from zbv_service.searches.task import SearchFunction, SearchTask, solver_search
-from zbv_service.settings import Settings
+from zbv_service.settings import Settings, cores
 from zbv_service.waiting import happened
 
 POLL_SECONDS = 0.25
 """How often the queue, and requests to stop, are looked for that came in by another service."""
 
+USEFUL_WORKERS = 2
+"""Threads that a search makes use of: it runs two chains."""
+
 logger = logging.getLogger(__name__)
-
-
-class Observer(Protocol):
-    """Hears of the end of every search that ran here, for metrics."""
-
-    def search_ended(self, state: str, method: str | None, gap: float | None, seconds: float) -> None:
-        """Method and gap are those of its plan, None without one; seconds since it started here."""
 
 
 class Runner:
@@ -65,7 +62,7 @@ class Runner:
         self._queue_grew = asyncio.Event()
         self._reported = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._endings = Endings(table, settings.max_crashes, self._stopped)
+        self._endings = Endings(table, settings.max_crashes, self._stopped, observer)
         self._maintained = self._watched_since = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
 
@@ -146,7 +143,10 @@ class Runner:
         # A cancelled search only has to make a plan of what it found: that need not wait for a free place.
         while len(self._attempts) < 2 * slots and not self._stopped.is_set():
             claim = await self._table.claim(
-                self._owner, self._settings.lease_seconds, cancelled_only=len(self._attempts) >= slots
+                self._owner,
+                self._settings.lease_seconds,
+                cancelled_only=len(self._attempts) >= slots,
+                share=self._settings.max_running_per_token,
             )
             if claim is None:
                 break
@@ -177,7 +177,7 @@ class Runner:
     async def _heed(self) -> None:
         """Stop searches that were cancelled or taken away, by whichever service, and those that overstay."""
         for attempt in self._attempts:
-            attempt.hurry(self._settings.stop_seconds)
+            attempt.hurry(self._settings.stop_seconds, self._settings.max_time_limit)
         held = list(self._attempts)
         fences = _fences(held)
         unwanted = await self._table.unwanted(fences)
@@ -188,10 +188,13 @@ class Runner:
         await self._reported.wait()
         self._reported.clear()
         for attempt in list(self._attempts):
-            if attempt.is_unsaved and attempt.latest is not None:
+            if attempt.is_unsaved and attempt.latest is not None and attempt.contradiction is None:
                 attempt.is_unsaved = False
                 try:
                     await self._table.progressed(attempt.claim.id, attempt.claim.fence, attempt.latest)
+                except ContradictedBound as error:
+                    attempt.contradiction = error
+                    attempt.stop()
                 except Exception:
                     attempt.is_unsaved = True
                     self._reported.set()
@@ -201,14 +204,25 @@ class Runner:
         def report(update: Update) -> None:
             attempt.latest = update
             attempt.is_unsaved = True
+            self._endings.note_refusal(attempt, update.refusal)
             self._reported.set()
 
-        task = SearchTask(claim.id, claim.problem, claim.options, claim.incumbent)
-        attempt = Attempt(claim, self._executor.expect(task, self._search, report))
+        workers = self._workers()
+        task = SearchTask(claim.id, claim.problem, {**claim.options, "workers": workers}, claim.incumbent)
+        attempt = Attempt(claim, self._executor.expect(task, self._search, report), workers)
         if claim.cancel_requested:
             attempt.stop()
         self._attempts.add(attempt)
         attempt.task = asyncio.create_task(self._follow(attempt), name=f"zbv-search-{claim.id}")
+
+    def _workers(self) -> int:
+        """Threads for the next search: of this machine's cores, those that no search uses."""
+        if self._settings.search_workers is not None:
+            return self._settings.search_workers
+        if not isinstance(self._executor, LocalExecutor):
+            return 1  # a place on a cluster is one thread
+        idle = cores() - sum(attempt.workers for attempt in self._attempts)
+        return max(1, min(USEFUL_WORKERS, idle))
 
     async def _follow(self, attempt: Attempt) -> None:
         claim = attempt.claim

@@ -28,7 +28,7 @@ from zbv_service.http.problems import (
     TOO_MANY_SEARCHES,
     ProblemError,
 )
-from zbv_service.packing import pack, unpack
+from zbv_service.packing import pack, unpack, unpack_text
 from zbv_service.questions import Question, parse_question, question_json, read_question, summary_of
 from zbv_service.records import NamedRequest, NewSearch, Page, Position, SearchFilter, SearchRecord
 from zbv_service.searches.runner import Runner
@@ -103,7 +103,7 @@ class Searches:
         self, asked: tuple[NewSearch, str], key_hash: str | None, most: int | None, for_run: bool
     ) -> SearchRecord:
         new, fingerprint = asked
-        expires_at = new.created_at + timedelta(seconds=self._settings.idempotency_seconds)
+        expires_at = datetime.now(UTC) + timedelta(seconds=self._settings.idempotency_seconds)
         named = None if key_hash is None else NamedRequest(key_hash, fingerprint, expires_at)
         try:
             record, is_new = await self._table.add(new, named, most=most, for_run=for_run)
@@ -164,6 +164,13 @@ class Searches:
         """The normalised problem document of a search, packed, or None when it is gone."""
         return await self._table.problem(search_id)
 
+    async def problem_text(self, search_id: str) -> bytes:
+        """The normalised problem document of a search, as JSON text; raises :class:`ProblemError` 404."""
+        packed = await self._table.problem(_known(search_id))
+        if packed is None:
+            raise _not_found(search_id)
+        return await asyncio.to_thread(unpack_text, packed)
+
     async def newest(self, limit: int) -> list[SearchRecord]:
         """The newest searches first."""
         return await self._table.newest(limit)
@@ -213,7 +220,6 @@ def new_search(body: Any, settings: Settings) -> NewSearch:
         problem=pack(document),
         summary=summary_of(question),
         options=chosen,
-        created_at=datetime.now(UTC),
     )
 
 

@@ -6,20 +6,23 @@ to stop reaches it, is its executor's affair: see :class:`Reporter`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from zbv_solver.errors import ContradictedBound, InvalidPlan
 from zbv_solver.orders import Orders
 from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
 from zbv_solver.schema import parse_problem, problem_json
 
 from zbv_service.packing import finite, pack_incumbent, pack_plan, unpack
-from zbv_service.questions import Question, parse_question
-from zbv_service.records import NewPlan, Update
+from zbv_service.questions import Question, answers, parse_question
+from zbv_service.records import NewPlan, Refusal, Update
 
 METHOD_CHARACTERS = 200
+REASON_CHARACTERS = 1000
 
 
 class ProgressLike(Protocol):
@@ -54,7 +57,15 @@ class SearchFunction(Protocol):
 
 
 class Reporter(Protocol):
-    """A search's tie to the service that started it."""
+    """A search's tie to the service that started it.
+
+    Attributes
+    ----------
+    refusal
+        Every report carries it: the search could not use its stored incumbent.
+    """
+
+    refusal: Refusal | None
 
     def report(self, progress: ProgressLike) -> None:
         """Have a better plan or bound sent soon; a newer one takes its place. Never waits."""
@@ -94,27 +105,63 @@ def solver_search(
 
 
 def compute(task: SearchTask, search: SearchFunction, reporter: Reporter) -> NewPlan:
-    """Run a search to its end; raises :class:`zbv_solver.errors.InfeasibleMemory` when no plan fits."""
+    """Run a search to its end.
+
+    A stored incumbent that does not fit the problem is refused, and the search starts without it.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no plan fits.
+    InvalidPlan
+        When the search returns a plan of another problem.
+    ContradictedBound
+        When a verified plan undercuts a lower bound.
+    """
     question = parse_question(unpack(task.problem))
-    incumbent = None if task.incumbent is None else _incumbent(question, unpack(task.incumbent))
     if isinstance(question, Problem):  # of layers, only the search finds out
         question.require_feasible()
-    return pack_plan(search(question, task.options, reporter.report, reporter.is_stopped, incumbent))
+    incumbent = None
+    if task.incumbent is not None:
+        try:
+            incumbent = _incumbent(question, unpack(task.incumbent))
+        except ContradictedBound:
+            raise
+        except Exception as error:  # whatever is wrong with it: the search can do without
+            digest = hashlib.sha256(task.incumbent).hexdigest()
+            reporter.refusal = Refusal(digest, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
+    plan = search(question, task.options, reporter.report, reporter.is_stopped, incumbent)
+    if not answers(question, plan.problem):
+        raise InvalidPlan("the search returned a plan of another problem. This is a bug in zbv.")
+    return replace(pack_plan(plan), refusal=reporter.refusal)
 
 
 def _incumbent(question: Question, found: Any) -> Orders | Plan:
-    """What to go on from: orders, and of layers those of a cut."""
+    """A stored plan to start from, verified: orders, or a whole plan where layers were cut.
+
+    Raises
+    ------
+    InvalidPlan
+        When it is no plan of this problem.
+    Exception
+        Any other kind, when it cannot be read.
+    """
+    # Imported here: the solver's kernels take a second that only search processes should spend.
+    from zbv_solver.search import make_plan
+    from zbv_solver.verify import verify_orders
+
     ranks = found if isinstance(found, list) else found["ranks"]
     orders = Orders.from_text(ranks)
     if isinstance(question, Problem):
+        verify_orders(question, orders)
         return orders
-    # Imported here, as the solver's own search is.
-    from zbv_solver.search import make_plan
+    problem = parse_problem(found["problem"])
+    if not answers(question, problem):
+        raise InvalidPlan("the incumbent's cut is not a cut of the layers that were asked for.")
+    return make_plan(problem, orders, method="resumed")
 
-    return make_plan(parse_problem(found["problem"]), orders, method="resumed")
 
-
-def update_of(progress: ProgressLike) -> Update:
+def update_of(progress: ProgressLike, refusal: Refusal | None = None) -> Update:
     """A report as it is stored; packing the ranks of a large problem takes a while."""
     problem = progress.problem
     return Update(
@@ -125,4 +172,5 @@ def update_of(progress: ProgressLike) -> Update:
         incumbent=pack_incumbent(
             progress.orders.all_text(), None if problem.model is None else problem_json(problem)
         ),
+        refusal=refusal,
     )

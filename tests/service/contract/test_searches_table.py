@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 from sqlalchemy import func, select, text
 from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.database.models import SearchRow
-from zbv_service.records import NewPlan, NewSearch, PlanSummary, Update
+from zbv_service.packing import pack
+from zbv_service.records import NewPlan, NewSearch, PlanSummary, Refusal, Update
+from zbv_solver.errors import ContradictedBound
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +37,7 @@ def a_plan(name: str = "p") -> NewPlan:
     return NewPlan(summary, b"document", "problem")
 
 
-BETTER = Update(5.0, 4.0, 0.25, "m", b"ranks")
+BETTER = Update(5.0, 2.0, 1.5, "m", b"ranks")
 
 
 async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
@@ -207,3 +211,74 @@ async def test_moments_come_back_in_utc(database: Database) -> None:
     record = await table.get("a")
     assert record is not None
     assert (record.created_at, record.created_at.tzinfo) == (new.created_at, UTC)
+
+
+async def test_a_plan_that_undercuts_a_stored_bound_is_no_answer(database: Database) -> None:
+    table = SearchTable(database)
+    asked = pack({"pp_degree": 2})
+    await table.add(replace(a_search("a", "key"), problem=asked))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    assert await table.progressed("a", claim.fence, Update(9.0, 8.5, 0.5 / 8.5, "m", b"ranks"))
+    better, plan = Update(8.0, 8.0, 0.0, "n", b"others"), a_plan()  # of 3, whose own bound is 2
+    for store in (
+        table.progressed("a", claim.fence, better),
+        table.release("a", claim.fence, better),
+        table.crashed("a", claim.fence, better, 1, {}),
+        table.evicted("a", claim.fence, better, 1, {}),
+        table.finished("a", claim.fence, plan),
+    ):
+        with pytest.raises(ContradictedBound) as raised:
+            await store
+        assert raised.value.problem == {"pp_degree": 2}
+        assert raised.value.bound == 8.5
+    before = await table.get("a")
+    assert before is not None
+    assert (before.state, before.objective, before.lower_bound, before.crashes) == ("running", 9, 8.5, 0)
+    assert await PlanTable(database).document("p") is None
+
+    assert await table.contradicted("a", claim.fence, {"detail": "why"})
+    failed = await table.get("a")
+    assert failed is not None
+    assert (failed.state, failed.error, failed.crashes) == ("failed", {"detail": "why"}, 0)
+    assert (failed.objective, failed.lower_bound, failed.gap, failed.method) == (None, None, None, None)
+    assert await table.problem("a") == asked
+    assert (await table.add(a_search("b", "key")))[1], "it can be asked for again"
+
+
+async def test_a_bound_above_a_plan_by_rounding_is_lowered_to_it(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    assert await table.progressed("a", claim.fence, Update(9.0, 3 * (1 + 1e-13), 2.0, "m", b"ranks"))
+    assert await table.finished("a", claim.fence, a_plan())
+    done = await table.get("a")
+    assert done is not None
+    assert (done.state, done.lower_bound, done.gap) == ("done", 3.0, 0.0)
+
+
+async def test_an_incumbent_that_does_not_fit_is_forgotten_with_what_it_claimed(database: Database) -> None:
+    table = SearchTable(database)
+    for name in "abc":
+        await table.add(a_search(name))
+    for first in [await table.claim("me", 60) for _ in range(3)]:
+        assert first is not None
+        assert await table.release(first.id, first.fence, Update(1.0, 1.0, 0.0, "foreign", b"foreign"))
+    refusal = Refusal(hashlib.sha256(b"foreign").hexdigest(), "why")
+    claims = [await table.claim("me", 60) for _ in range(3)]
+    a, b, c = (claim for claim in claims if claim is not None)
+
+    own = replace(BETTER, refusal=refusal)
+    assert await table.progressed(a.id, a.fence, own)
+    # Every report of the attempt carries it; what the attempt itself found stays.
+    assert await table.progressed(a.id, a.fence, replace(own, objective=7.0, incumbent=b"worse"))
+    assert await table.finished(b.id, b.fence, replace(a_plan(), refusal=refusal))
+    unrelated = replace(own, lower_bound=0.5, refusal=Refusal("of another", "why"))
+    assert await table.progressed(c.id, c.fence, unrelated)
+    records = [await table.get(name) for name in "abc"]
+    assert [(record and (record.objective, record.lower_bound)) for record in records] == [
+        (5.0, 2.0),
+        (3.0, 2.0),
+        (1.0, 1.0),
+    ]

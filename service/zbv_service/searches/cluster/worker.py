@@ -27,7 +27,7 @@ import zbv_solver
 from distributed import Worker, get_worker
 from distributed.core import Status
 
-from zbv_service.records import NewPlan, Update
+from zbv_service.records import NewPlan, Refusal, Update
 from zbv_service.searches.task import ProgressLike, SearchFunction, SearchTask, compute, update_of
 
 _PACKAGES = ("numpy", "numba", "ortools", "distributed")
@@ -123,6 +123,7 @@ class Mailbox:
         self._patience = patience
         self._worker = get_worker()
         self._lock = threading.Lock()
+        self.refusal: Refusal | None = None
         self._latest: ProgressLike | None = None
         self._number = 0
         self._stopped = threading.Event()
@@ -167,7 +168,7 @@ class Mailbox:
         with self._lock:
             latest, number = self._latest, self._number
         is_new = latest is not None and number != seen
-        return Found(number, update_of(latest) if is_new and latest is not None else None)
+        return Found(number, update_of(latest, self.refusal) if is_new and latest is not None else None)
 
 
 _mailboxes: dict[str, Mailbox] = {}

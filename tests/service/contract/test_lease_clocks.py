@@ -1,0 +1,106 @@
+"""Leases hold whatever the wall clocks of services say: there is one clock, the database's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from support.clocks import clock_off_by
+from support.stored import a_plan, a_search
+from zbv_service.database import Database, SearchTable
+from zbv_service.database.tally import tally
+
+pytestmark = pytest.mark.anyio
+
+MINUTE = timedelta(minutes=1)
+
+
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+async def test_the_database_tells_the_time(database: Database) -> None:
+    for hours in (-1, 0, 1):
+        with clock_off_by(hours):
+            async with database.reading() as session:
+                told = await database.now(session)
+        assert told.tzinfo is UTC
+        assert abs(told - datetime.now(UTC)) < MINUTE
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_a_service_whose_clock_is_wrong_takes_no_search_away(database: Database, hours: float) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    assert await table.claim("right", 60) is not None
+    with clock_off_by(hours):
+        assert await table.requeue_expired() == 0
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_the_searches_of_a_service_whose_clock_is_wrong_stay_its_own_as_long_as_others(
+    database: Database, hours: float
+) -> None:
+    table = SearchTable(database)
+    with clock_off_by(hours):
+        await table.add(a_search("a"))
+        claim = await table.claim("wrong", 60)
+        assert claim is not None
+    assert await table.requeue_expired() == 0
+    with clock_off_by(hours):
+        assert await table.renew("wrong", {"a": claim.fence}, 60) == {"a"}
+    assert await table.requeue_expired() == 0
+    with clock_off_by(hours):
+        assert await table.renew("wrong", {"a": claim.fence}, 0.01) == {"a"}
+    await asyncio.sleep(0.02)
+    assert await table.requeue_expired() == 1, "its lease ends as every other one does"
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_what_a_service_whose_clock_is_wrong_stores_has_the_right_times(
+    database: Database, hours: float
+) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("before"))
+    with clock_off_by(hours):
+        await table.add(a_search("a", created_at=None))
+        assert (await tally(database)).queue_age < 60
+        await table.request_cancel("before")
+        claim = await table.claim("wrong", 60)
+        assert claim is not None
+        assert await table.finished("a", claim.fence, a_plan("p"))
+    found, cancelled = await table.get("a"), await table.get("before")
+    assert found is not None
+    assert cancelled is not None
+    for moment in (found.created_at, found.started_at, found.finished_at, found.updated_at):
+        assert moment is not None
+        assert abs(moment - datetime.now(UTC)) < MINUTE
+    assert cancelled.finished_at is not None
+    assert abs(cancelled.finished_at - datetime.now(UTC)) < MINUTE
+
+
+async def test_searches_of_one_moment_are_listed_in_the_order_in_which_they_came(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite's clock counts milliseconds."""
+    noon = datetime(2030, 1, 1, 12, tzinfo=UTC)
+
+    async def told(_database: Database, _session: object) -> datetime:
+        return noon
+
+    monkeypatch.setattr(Database, "now", told)
+    table, names = SearchTable(database), list("zmaqkfyb")
+    for name in names:
+        await table.add(a_search(name, created_at=None))
+    assert [record.id for record in await table.newest(9)] == names[::-1]
+    # A clock that was set back sorts later ones before; it does not drag their times along.
+    noon -= timedelta(hours=1)
+    await table.add(a_search("back", created_at=None))
+    back = await table.get("back")
+    assert back is not None
+    assert back.created_at == noon

@@ -230,7 +230,7 @@ def _furnish(
         pictures=PlanPictures(plans),
         dispatcher=dispatcher,
         agents=Agents(agents, runs, dispatcher),
-        runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher),
+        runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher, settings),
         parts=run_parts,
         steps=RunSteps(run_parts),
         measurements=Measurements(run_parts, plans),

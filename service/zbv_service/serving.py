@@ -12,11 +12,8 @@ from fastapi import FastAPI
 
 from zbv_service.app import create_app
 from zbv_service.http.connections import ConnectionLimits, limited
-from zbv_service.security.grants import Grant
 from zbv_service.security.local_token import left_behind
-from zbv_service.security.scopes import SCOPES
 from zbv_service.security.token_text import TokenText
-from zbv_service.security.tokens import LOCAL_NAME
 from zbv_service.settings import Settings
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -46,7 +43,7 @@ def serve(settings: Settings) -> bool:
             path = stack.enter_context(left_behind(listener.getsockname()[1], str(local)))
             if path is None:
                 print("zbv-service: cannot leave a token for commands on this machine; set XDG_STATE_HOME.")
-        server = _Server(config, app, _address(listener, settings), is_local=local is not None)
+        server = _Server(config, app, _address(listener, settings))
         server.run(sockets=[listener])
     return server.started
 
@@ -54,20 +51,19 @@ def serve(settings: Settings) -> bool:
 class _Server(uvicorn.Server):
     """Says when and where it listens, and lets agents go before it waits for requests to end."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, address: str, *, is_local: bool):
+    def __init__(self, config: uvicorn.Config, app: FastAPI, address: str):
         super().__init__(config)
         self._app = app
         self._address = address
-        self._is_local = is_local
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.started:
             return
         print(f"zbv-service: listening on {self._address}", flush=True)
-        if self._is_local:
-            grant = Grant(LOCAL_NAME, frozenset(SCOPES), "local")
-            token = await self._app.state.rooms.sign_in.new_link(grant)
+        rooms = self._app.state.rooms
+        if (grant := rooms.access.tokens.local_grant) is not None:
+            token = await rooms.sign_in.new_link(grant)
             print(
                 f"zbv-service: to sign in, open {self._address}/sign-in?token={token}\n"
                 f"zbv-service: (works once; for another link: zbv-service token link)",

@@ -25,6 +25,7 @@ agents = st.lists(
         slots=st.integers(1, 3),
         is_idle=st.booleans(),
         allowed_models=st.sampled_from([(), ("a.*",), ("*",)]),
+        owner=st.sampled_from([None, "one", "two"]),
     ),
     max_size=10,
 )
@@ -40,6 +41,7 @@ def test_a_gang_is_whole_idle_large_enough_and_its_own(waiting: list[Wanted], of
         gang = [known[agent_id] for agent_id in placed.get(run.run_id, [])]
         assert len(gang) in (0, run.nodes)
         assert all(agent.is_idle and agent.slots >= run.ranks_per_node for agent in gang)
+        assert len({agent.owner for agent in gang}) <= 1
 
 
 @given(runs, agents)
@@ -49,9 +51,23 @@ def test_nobody_stands_idle_whom_the_oldest_run_could_use(waiting: list[Wanted],
     oldest = waiting[0]
     large = [offer for offer in offers if offer.slots >= oldest.ranks_per_node]
     willing = [offer for offer in large if is_allowed(oldest.factory, offer.allowed_models)]
-    pool = willing if len(willing) >= oldest.nodes else large
-    can_start = sum(offer.is_idle for offer in pool) >= oldest.nodes
+    per_owner = [
+        [offer for offer in pool if offer.owner == owner]
+        for pool in (willing, large)
+        for owner in {offer.owner for offer in pool}
+    ]
+    pools = [pool for pool in per_owner if len(pool) >= oldest.nodes]
+    allowed = [pool for pool in pools if all(is_allowed(oldest.factory, o.allowed_models) for o in pool)]
+    can_start = any(sum(offer.is_idle for offer in pool) >= oldest.nodes for pool in allowed or pools)
     assert (oldest.run_id in choose(waiting, offers)) == can_start
+
+
+def test_agents_of_two_owners_are_never_one_run() -> None:
+    offers = [Offer("a", 1, True, ("*",), "one"), Offer("b", 1, True, ("*",), "two")]
+    pair = Wanted("pair", 2, 1, "a:b")
+    assert choose([pair], offers) == {}
+    assert choose([pair], [*offers, Offer("c", 1, True, ("*",), "two")]) == {"pair": ["b", "c"]}
+    assert choose([pair, Wanted("small", 1, 1, "a:b")], offers) == {"small": ["a"]}
 
 
 def test_a_large_run_keeps_its_agents_from_younger_ones_and_an_impossible_one_does_not() -> None:

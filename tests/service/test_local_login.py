@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import stat
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import select
 from support import fake_searches
 from support.serving import DEADLINE, PROBLEM, Service
 from support.tokens import add, bearer, kind_of
@@ -18,6 +20,7 @@ from zbv_service import client_token
 from zbv_service.app import create_app
 from zbv_service.client_token import CredentialsUnusable
 from zbv_service.database import TokenTable
+from zbv_service.database.token_models import TokenRow
 from zbv_service.security import attempts
 from zbv_service.security.local_token import left_behind
 from zbv_service.security.token_text import TokenText
@@ -147,11 +150,50 @@ async def test_links_cannot_be_tried_out(service: Service) -> None:
     assert "Too many wrong tokens" in refused.text
 
 
-async def test_a_session_does_not_make_others(service: Service) -> None:
-    """It would outlive its own end."""
+@pytest.mark.parametrize("behind", ["local", "token"])
+async def test_a_session_creates_no_credentials(service: Service, behind: str) -> None:
+    """They would outlive its own end."""
+    await service.http.get(await link(service, await add(service, "admin") if behind == "token" else None))
+    (session,) = service.http.cookies.values()
+    for fields in (OURS, bearer(session)):
+        refused = await service.http.post("/v1/sign-in-links", headers=fields)
+        assert (refused.status_code, kind_of(refused)) == (403, "insufficient-scope")
+    refused = await service.http.post("/sign-in", data={"token": session}, headers=OURS)
+    assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
+    assert "session cannot create" in refused.text
+    assert (await service.http.get("/sign-in", params={"token": session})).status_code == 401
+    async with service.app.state.rooms.database.reading() as stored:
+        kinds = await stored.scalars(select(TokenRow.kind).where(TokenRow.kind != "token"))
+        assert sorted(kinds) == ["link", "session"], "none but those that this test began with"
+
+
+async def test_a_session_does_not_outlive_the_token_that_began_it(service: Service) -> None:
+    fields = await add(service, "read", seconds=0.5)
+    await service.http.get(await link(service, fields))
+    assert (await service.http.get("/v1/searches")).is_success
+    await asyncio.sleep(0.6)
+    service.app.state.rooms.access.tokens._known.clear()
+    assert (await service.http.get("/v1/searches")).status_code == 401
+
+
+async def test_a_session_of_a_local_token_ends_with_it(service: Service, settings: Settings) -> None:
+    url = await link(service)
     await service.http.get(await link(service))
-    refused = await service.http.post("/v1/sign-in-links", headers=OURS)
-    assert (refused.status_code, kind_of(refused)) == (403, "insufficient-scope")
+    kept = dict(service.http.cookies)
+    for local, expected in ((LOCAL, True), (TokenText.new(), False)):
+        app = create_app(
+            settings.model_copy(update={"auth": "tokens"}),
+            search=fake_searches.immediate,
+            local_token=local,
+        )
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://zbv:8000", cookies=kept) as http,
+        ):
+            assert (await http.get("/v1/searches")).is_success == expected
+            if not expected:
+                assert (await http.get(url)).status_code == 401
 
 
 async def test_other_sites_cannot_use_the_session(service: Service) -> None:

@@ -60,6 +60,7 @@ class AgentRow(Base):
     allowed_models: Mapped[list[str]] = mapped_column(JSON)
     state: Mapped[str] = mapped_column(String(16))
     run_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("runs.id"))
+    owner: Mapped[str | None] = mapped_column(String(16))
     created_at: Mapped[datetime]
     seen_at: Mapped[datetime]
 

@@ -40,6 +40,10 @@ ADVICE: dict[str, Advice] = {
         "The request with this Idempotency-Key was answered with a search that somebody has discarded since.",
         "To have it searched anew, send the request with a new key.",
     ),
+    "run-removed": Advice(
+        "The request with this Idempotency-Key created a run, which the service has removed since.",
+        "To run it again, send the request with a new key.",
+    ),
     "search-in-use": Advice(
         "A run was submitted as a problem, and waits for the plan of this search.",
         "Cancel the run first; the detail names it.",
@@ -57,6 +61,12 @@ ADVICE: dict[str, Advice] = {
         "A browser sent the request with the cookie of its session, but for a page of another site. Such "
         "requests may be made without the user's knowledge, so they change nothing.",
         "Use the service's own pages, or send a token in Authorization. A proxy must pass Host on unchanged.",
+    ),
+    "agent-of-others": Advice(
+        "The token did not register this agent. Only the token that did, or one with the scope admin, may "
+        "act for it.",
+        "Use the token that registered the agent, or register the node again under a new id. Agents of "
+        "zbv-worker do so by themselves when their token changes.",
     ),
     "not-found": Advice(
         "Nothing has this address, or the search, plan, run or agent with this id does not exist (any more).",

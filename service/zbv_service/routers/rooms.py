@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fastapi import Request, Response
 
 from zbv_service.http.caching import IMMUTABLE
+from zbv_service.http.idempotency import key_hash_of
 from zbv_service.security.grants import grant_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ def rooms(request: Request) -> Rooms:
 def caller_of(request: Request) -> str | None:
     """The name of the token that a request came with; None where nobody has to say who they are."""
     return grant_of(request).name
+
+
+def request_key(request: Request) -> str | None:
+    """The hash of the caller and its Idempotency-Key, None without one; raises :class:`ProblemError` 400."""
+    return key_hash_of(request, grant_of(request).owner)
 
 
 def most_searches(request: Request) -> int:

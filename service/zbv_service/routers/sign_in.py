@@ -65,11 +65,12 @@ async def post_sign_in(request: Request) -> Response:
         if found.access.is_open:
             return _see_other(request, destination)
         grant = await found.access.check(request, form.get("token", [""])[0].strip())
+        session = await found.sign_in.begin(grant)
     except ProblemError as error:
-        if error.kind not in (problems.UNAUTHENTICATED, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
+        if error.kind not in (problems.UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
             raise
         return _refused_page(request, error)
-    return _begin(request, await found.sign_in.begin(grant), destination)
+    return _begin(request, session, destination)
 
 
 @router.post("/sign-out", dependencies=[ANYBODY], include_in_schema=False)
@@ -98,10 +99,6 @@ async def create_sign_in_link(request: Request) -> SignInLink:
     """The browser may do what the token may that asks for the link, and for as long."""
     found, base = rooms(request), str(request.base_url)
     grant = grant_of(request)
-    if grant.means == "session":  # which would never end: each link begins another
-        raise ProblemError(
-            INSUFFICIENT_SCOPE, "A browser's session makes no links. With a token: zbv-service token link."
-        )
     expires_at = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
     if found.access.is_open:
         return SignInLink(url=base, expires_at=expires_at)

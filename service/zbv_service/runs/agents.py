@@ -10,6 +10,7 @@ from zbv_service.documents import parse_body
 from zbv_service.http.problems import AGENT_GONE, NOT_FOUND, ProblemError
 from zbv_service.records import Page, Position
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
+from zbv_service.runs.agent_owners import AgentOwners
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.records import (
     AGENT_ENDED,
@@ -21,6 +22,7 @@ from zbv_service.runs.records import (
     StopCause,
     Work,
 )
+from zbv_service.security.grants import Grant
 from zbv_service.waiting import happened
 
 POLL_SECONDS = 1.0
@@ -34,11 +36,22 @@ class Agents:
         self._agents = agents
         self._runs = runs
         self._dispatcher = dispatcher
+        self.owners = AgentOwners(agents)
 
-    async def register(self, body: Any) -> tuple[AgentRecord, bool]:
-        """The agent of a request body, and whether it is new; raises InvalidInput."""
+    async def register(self, body: Any, grant: Grant) -> tuple[AgentRecord, bool]:
+        """The agent of a request body, and whether it is new.
+
+        Raises
+        ------
+        InvalidInput
+            When the body breaks a rule.
+        ProblemError
+            403 when another token has registered this agent.
+        """
         request = parse_body(AgentRequest, body)
-        record, is_new = await self._agents.add(NewAgent(**request.model_dump()))
+        record, is_new = await self._agents.add(NewAgent(**request.model_dump(), owner=grant.owner))
+        if not is_new:
+            await self.owners.require(grant, record.id)
         self._dispatcher.wake()
         return _present(record, record.id), is_new
 

@@ -46,6 +46,9 @@ class NewAgent:
         Ranks that the node takes at the same time.
     allowed_models
         Patterns of what the node may load; the node itself enforces them.
+    owner
+        The token that registers it, see :attr:`zbv_service.security.grants.Grant.owner`; None of agents that
+        were registered before owners were stored.
     """
 
     id: str
@@ -56,6 +59,7 @@ class NewAgent:
     devices: list[str]
     versions: dict[str, str]
     allowed_models: list[str]
+    owner: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ TYPES = {
     "infeasible-memory": (422, "No plan fits the memory limit"),
     "unknown-host": (421, "The service has no such name"),
     "too-many-searches": (429, "The token has too many unfinished searches"),
-    "too-many-attempts": (429, "Too many wrong tokens came from this address"),
+    "too-many-attempts": (429, "A wrong token came from this address too often"),
     "internal-error": (500, "The service failed"),
     "search-crashed": (500, "The search process died"),
     "run-failed": (500, "The run failed"),

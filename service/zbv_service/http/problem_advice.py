@@ -130,8 +130,8 @@ ADVICE: dict[str, Advice] = {
         "Wait for some to end, or cancel some. The operator may raise the limit, for all or for one token.",
     ),
     "too-many-attempts": Advice(
-        "Too many wrong tokens came from this address in a short time.",
-        "Wait as long as Retry-After says, and use a token that works.",
+        "The same wrong token came from this address too often in a short time.",
+        "Use a token that works; it is accepted at once. This one is looked up again after Retry-After.",
     ),
     "internal-error": Advice(
         "The service met an error of its own. The request may have been right.",

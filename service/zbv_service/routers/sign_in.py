@@ -44,10 +44,9 @@ async def get_sign_in(request: Request, token: str = "", next: str = "/") -> Res
         return _sign_in_page(request, next, 200)
     found = rooms(request)
     try:
-        found.access.require_patience(request)
-        session = await found.sign_in.follow_link(token)
+        async with found.access.guarded(request, token):
+            session = await found.sign_in.follow_link(token)
     except LinkUnusable as error:
-        found.access.note_failure(request)
         return _sign_in_page(request, next, 401, f"{error} To get a new one: zbv-service token link")
     except ProblemError as error:
         return _refused_page(request, error)

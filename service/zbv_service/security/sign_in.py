@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 from zbv_service.database.tokens import TokenTable
 from zbv_service.http.problems import INSUFFICIENT_SCOPE, ProblemError
+from zbv_service.security.attempts import WrongSecret
 from zbv_service.security.grants import Grant
 from zbv_service.security.records import NewToken, TokenKind
 from zbv_service.security.token_text import TokenText
@@ -14,7 +15,7 @@ from zbv_service.security.tokens import Tokens
 LINK_SECONDS = 24 * 3600.0
 
 
-class LinkUnusable(Exception):
+class LinkUnusable(WrongSecret):
     """A link that begins no session; the message says why."""
 
 

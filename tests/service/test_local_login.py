@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,7 @@ from zbv_service.client_token import CredentialsUnusable
 from zbv_service.database import TokenTable
 from zbv_service.database.token_models import TokenRow
 from zbv_service.security import attempts
-from zbv_service.security.local_token import left_behind
+from zbv_service.security.local_token import kept_token, left_behind
 from zbv_service.security.token_text import TokenText
 from zbv_service.settings import Settings
 
@@ -344,6 +345,47 @@ def test_without_a_runtime_directory_it_is_in_the_state_directory(
         )  # a home may be several machines'
         assert path == in_state or "run/user" in str(path)
         assert client_token.find("http://127.0.0.1:8123") == "zbv_local"
+
+
+def test_the_token_of_the_last_start_is_used_again(runtime: Path, tmp_path: Path) -> None:
+    one = f"sqlite:///{tmp_path}/one.db"
+    first = kept_token(8123, one)
+    (path,) = (tmp_path / "state" / "zbv").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert str(kept_token(8123, one)) == str(first)
+    (tmp_path / "one.db").touch()
+    others = [kept_token(8124, one), kept_token(8123, f"sqlite:///{tmp_path}/two.db")]
+    assert len({str(first), *map(str, others)}) == 3, "another port or database has another token"
+    kept_token(8125, "postgresql://u:secret@h/zbv")
+    assert str(kept_token(8123, one)) == str(first)
+    texts = [found.read_text() for found in path.parent.iterdir()]
+    assert not any("secret@" in text for text in texts)
+    assert not any("two.db" in text for text in texts), "that file is gone"
+
+
+@pytest.mark.parametrize("harm", ["readable", "writable", "garbage", "link", "empty", "folder"])
+def test_a_kept_token_that_others_may_know_is_replaced(runtime: Path, tmp_path: Path, harm: str) -> None:
+    url = f"sqlite:///{tmp_path}/zbv.db"
+    first = kept_token(8123, url)
+    (path,) = (tmp_path / "state" / "zbv").iterdir()
+    if harm in ("readable", "writable"):
+        path.chmod(0o604 if harm == "readable" else 0o620)
+    elif harm in ("garbage", "empty"):
+        path.write_text("nonsense\n\xff" if harm == "garbage" else "")
+    else:
+        aside = path.rename(tmp_path / "aside")
+        path.symlink_to(aside) if harm == "link" else path.mkdir()
+    second = kept_token(8123, url)
+    assert str(second) != str(first)
+    if harm != "folder":  # which cannot be replaced: the service starts with a token of its own
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+        assert str(kept_token(8123, url)) == str(second)
+
+
+def test_services_that_start_at_once_have_one_token(runtime: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: str(kept_token(8123, f"sqlite:///{tmp_path}/zbv.db")), range(32)))
+    assert len(found) == 1
 
 
 def test_what_is_told_comes_before_what_is_found(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,8 @@ def local_files(port: int) -> Iterator[Path]:
     for folder in dict.fromkeys(filter(None, runtime)):
         if os.path.isdir(folder):  # it is the system's to make
             yield Path(folder) / "zbv" / f"token-{port}"
-    for folder in dict.fromkeys(state):
-        yield folder / f"token-{platform.node()}-{port}"
+    for place in dict.fromkeys(state):
+        yield place / f"token-{platform.node()}-{port}"
 
 
 def state_folder() -> Path:

@@ -259,7 +259,7 @@ def test_a_service_that_is_away_is_waited_for(service: Service, capsys: pytest.C
 
     service.on_look = away
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 0
-    assert "The run goes on; so does this." in capsys.readouterr().err
+    assert "Waiting for it; the run does not need it meanwhile." in capsys.readouterr().err
 
 
 def test_and_not_for_ever(
@@ -272,6 +272,19 @@ def test_and_not_for_ever(
     monkeypatch.setattr(run_command, "AWAY_SECONDS", 0.0)
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
     assert "no answer from" in capsys.readouterr().err
+
+
+def test_a_run_whose_answers_were_lost_may_have_been_accepted(
+    service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(_request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("cut off")
+
+    monkeypatch.setattr(Service, "__call__", lambda _self, request: cut_off(request))
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    said = capsys.readouterr().err
+    assert "may have accepted the run" in said
+    assert "http://127.0.0.1:8000/runs before" in said
 
 
 def test_progress_is_that_of_the_slowest_rank_that_has_begun() -> None:

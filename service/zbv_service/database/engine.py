@@ -52,7 +52,10 @@ class DatabaseUnusable(Exception):
 
 
 class DatabaseAway(Exception):
-    """The database does not answer, or not in time; it may be back in a moment, and nothing was stored."""
+    """The database does not answer, or not in time; it may be back in a moment.
+
+    What was being written may be stored or not: the answer to a commit can get lost.
+    """
 
 
 class Database:

@@ -254,11 +254,24 @@ def _allowed(request: Request) -> list[str]:
 async def on_database_away(request: Request, error: Exception) -> Response:
     """The answer to a request that needed the database when it was away."""
     logger.warning("%s %s was not answered: %s", request.method, request.url.path, error)
-    detail = "The database does not answer now; nothing was changed. Ask again in a moment."
+    detail = f"The database does not answer now. {_repeating(request)}"
     return response(document(NOT_READY, detail), {"Retry-After": "1"})
 
 
 async def _on_crash(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    detail = "An error of the service, not of the request; its log has the details. Nothing was stored."
+    detail = f"An error of the service, not of the request; its log has the details. {_repeating(request)}"
     return response(document(INTERNAL, detail))
+
+
+def _repeating(request: Request) -> str:
+    """What to do about a request of which nobody knows whether it was carried out.
+
+    A commit whose answer was lost has changed the database all the same, and a crash may come after one.
+    """
+    if request.method in ("GET", "HEAD"):
+        return "Repeat the request in a moment."
+    return (
+        "The request may have been carried out all the same. Look first, or repeat it with the same "
+        "Idempotency-Key where it had one (POST /v1/searches, POST /v1/runs)."
+    )

@@ -138,7 +138,7 @@ def _present(record: AgentRecord | None, agent_id: str) -> AgentRecord:
     if found.state in AGENT_ENDED:
         raise ProblemError(
             AGENT_GONE,
-            f"agent {found.name} is {found.state}, and a run that it had has failed. Stop its ranks and "
-            f"register anew, under a new id.",
+            f"agent {found.name} is {found.state}, and its part of a run is over. Stop its ranks and "
+            f"register again, under a new id.",
         )
     return found

@@ -229,6 +229,21 @@ async def test_signing_out_ends_the_session_for_good(service: Service) -> None:
     assert (await service.http.get("/", headers=PAGE)).status_code == 401
 
 
+async def test_a_browser_whose_session_ended_can_sign_in_again(service: Service) -> None:
+    """Its pages go on asking with the old cookie until somebody looks at them."""
+    await service.http.get(await link(service))
+    kept = dict(service.http.cookies)
+    await service.http.post("/sign-out", headers=OURS)
+    service.http.cookies.update(kept)
+    for _ in range(2 * attempts.ALLOWED):
+        refused = await service.http.get("/v1/searches")
+    assert refused.status_code == 429
+    page = await service.http.get("/", headers=PAGE)
+    assert (page.status_code, 'name="token"' in page.text) == (429, True)
+    answer = await service.http.post("/sign-in", data={"token": str(LOCAL)}, headers=OURS)
+    assert answer.status_code == 303
+
+
 async def test_a_session_ends_with_its_token(service: Service) -> None:
     fields = await add(service, "read", name="carol")
     url = await link(service, fields)

@@ -16,7 +16,12 @@ from zbv_service.http.problems import INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY
 from zbv_service.pages.sign_in import sign_in_page
 from zbv_service.routers.answers import page, problem_answer, root_of, shell_of
 from zbv_service.routers.rooms import rooms
-from zbv_service.security.access import InsufficientScope, Unauthenticated, require_same_origin
+from zbv_service.security.access import (
+    InsufficientScope,
+    TooManyAttempts,
+    Unauthenticated,
+    require_same_origin,
+)
 from zbv_service.security.cookies import end_session, session_of, set_session
 from zbv_service.security.documents import SignInLink
 from zbv_service.security.grants import grant_of
@@ -31,7 +36,7 @@ router = APIRouter()
 
 def install(app: FastAPI) -> None:
     """Show people who have to sign in, or may not see something, a page instead of a document."""
-    for error in (Unauthenticated, InsufficientScope):
+    for error in (Unauthenticated, InsufficientScope, TooManyAttempts):
         app.add_exception_handler(error, _on_refusal)
 
 
@@ -121,7 +126,9 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
         return problem_answer(error, request, error.headers)
     query = f"?{request.url.query}" if request.url.query else ""
     path = request.url.path.removeprefix(root_of(request))
-    answer = _sign_in_page(request, path + query, 401)
+    # A browser that still has the cookie of a session that ended can sign in whatever its pages have asked.
+    complaint = error.detail if isinstance(error, TooManyAttempts) else ""
+    answer = _sign_in_page(request, path + query, error.kind.status, complaint)
     answer.headers.update(error.headers)
     return answer
 

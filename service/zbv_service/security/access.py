@@ -52,6 +52,18 @@ class InsufficientScope(ProblemError):
         )
 
 
+class TooManyAttempts(ProblemError):
+    """429: one wrong token came from one address too often."""
+
+    def __init__(self, address: str, wait: int):
+        super().__init__(
+            TOO_MANY_ATTEMPTS,
+            f"This wrong token came from {address} too often; wait {wait} s before it is sent again, or "
+            f"send one that works.",
+            headers={"Retry-After": str(wait)},
+        )
+
+
 class Access:
     """Finds out who sends a request."""
 
@@ -132,18 +144,13 @@ class Access:
 
         Raises
         ------
-        ProblemError
-            429 when this very one was wrong too often.
+        TooManyAttempts
+            When this very one was wrong too often.
         """
         address = _address(request)
         wait = 0 if is_known else self._attempts.wait_seconds(address, text)
         if wait:
-            raise ProblemError(
-                TOO_MANY_ATTEMPTS,
-                f"This wrong token came from {address} too often; wait {wait} s before it is sent again, or "
-                f"send one that works.",
-                headers={"Retry-After": str(wait)},
-            )
+            raise TooManyAttempts(address, wait)
         is_slowed = not is_known and self._attempts.is_slowed(address)
         try:
             async with self._turn if is_slowed else nullcontext():

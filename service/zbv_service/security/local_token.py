@@ -7,6 +7,7 @@ command must not send the token to somebody else's program that listens on the p
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -14,6 +15,7 @@ import os
 import platform
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ from zbv_service.security.token_text import TokenText
 
 _KEPT = "secret-"
 _MOST_BYTES = 8192
+_LOCK_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +61,28 @@ def kept_token(port: int, database: str) -> TokenText:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a lock on a directory: two services may start at once."""
+    """Hold a lock on a directory: two services may start at once. Raises TimeoutError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _locked(descriptor):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "another service holds its lock")
+            time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether a lock could be taken, or the file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _read_kept(path: Path, database: str) -> TokenText | None:

@@ -145,6 +145,9 @@ async def test_a_repeated_request_starts_no_second_run(serving: Serving) -> None
         assert (again.status_code, again.json()["id"], again.json()["state"]) == (202, run_id, "cancelled")
         assert kind(await submit_run(service, steps=6)) == (422, "idempotency-key-reused")
         assert await runs(service) == [run_id]
+        assert kind(await submit_run(service, None, id="d" * 32)) == (422, "invalid-body"), (
+            "the service chooses it"
+        )
         assert (await submit_run(service, None)).json()["id"] != run_id, "without a key it is another run"
     async with serving("immediate") as service:
         assert (await submit_run(service)).json()["id"] == run_id, "the key outlives the service"

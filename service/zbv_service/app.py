@@ -239,7 +239,7 @@ def _furnish(
         dispatcher=dispatcher,
         heartbeats=heartbeats,
         agents=Agents(agents, runs, heartbeats, dispatcher),
-        runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher),
+        runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher, settings),
         parts=run_parts,
         steps=RunSteps(run_parts),
         measurements=Measurements(run_parts, plans),

@@ -126,7 +126,10 @@ class Run:
 
 
 class AgentGone(InvalidRequest):
-    """The service does not know the agent, or holds it for lost: its run has failed; register anew."""
+    """The service does not know the agent, has declared it lost, or says that it belongs to another token.
+
+    The agent's part of a run is over; register again under a new id.
+    """
 
 
 class RunTimeout(Exception):
@@ -146,6 +149,7 @@ class RunClient(Client):
         options: Mapping[str, Any] | None = None,
         problem: Any = None,
         search_options: Mapping[str, Any] | None = None,
+        key: str | None = None,
     ) -> Run:
         """Have a plan run, once, however often the request is repeated.
 
@@ -155,6 +159,9 @@ class RunClient(Client):
             One of them: a plan, or a problem document whose plan is searched first.
         model
             ``factory``, and perhaps ``arguments`` and ``seed``.
+        key
+            The request's Idempotency-Key, for callers that repeat the request themselves; a random one unless
+            given. The client repeats a request whose answer was lost with the same key.
 
         Raises
         ------
@@ -163,7 +170,6 @@ class RunClient(Client):
         """
         what = {"plan_id": plan_id} if problem is None else {"plan_id": plan_id, "problem": problem}
         body = {
-            "id": uuid.uuid4().hex,
             **what,
             "search_options": None if search_options is None else dict(search_options),
             "model": dict(model),
@@ -171,7 +177,8 @@ class RunClient(Client):
             "steps": steps,
             "options": dict(options or {}),
         }
-        return self._call(Call("POST", "/v1/runs", _RUN, json=body))
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        return self._call(Call("POST", "/v1/runs", _RUN, json=body, headers=headers))
 
     def run(self, run_id: str) -> Run:
         """The state of a run."""
@@ -267,10 +274,16 @@ class RunClient(Client):
 
     def _of_agent(self, method: str, path: str, **arguments: Any) -> Any:
         """The decoded answer, None where there is none."""
-        return self._call(Call(method, path, _answer_or_none, errors=_GONE, **arguments))
+        try:
+            return self._call(Call(method, path, _answer_or_none, errors=_GONE, **arguments))
+        except InvalidRequest as error:
+            if error.document.get("type") == _OF_OTHERS:  # the token was replaced since it registered
+                raise AgentGone(error.document) from None
+            raise
 
 
 _GONE = {404: AgentGone, 410: AgentGone}
+_OF_OTHERS = "/problems/agent-of-others"
 
 
 def _answer_or_none(response: httpx.Response) -> Any:

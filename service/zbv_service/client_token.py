@@ -73,17 +73,22 @@ def is_loopback(host: str) -> bool:
 def local_files(port: int) -> Iterator[Path]:
     """Where a service on a port of this machine leaves its token, the best place first.
 
-    The runtime directory is gone after a reboot, as such a token is; the state directory is for machines
+    The runtime directory is gone after a reboot, as such a service is; the state directory is for machines
     without one. Several machines may share that, so its files name theirs. A command that was started without
     the session's variables looks there, too.
     """
     runtime = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}"]
-    state = [os.environ.get("XDG_STATE_HOME"), os.path.expanduser("~/.local/state")]
+    state = [state_folder(), Path(os.path.expanduser("~/.local/state")) / "zbv"]
     for folder in dict.fromkeys(filter(None, runtime)):
         if os.path.isdir(folder):  # it is the system's to make
             yield Path(folder) / "zbv" / f"token-{port}"
-    for folder in dict.fromkeys(filter(None, state)):
-        yield Path(folder) / "zbv" / f"token-{platform.node()}-{port}"
+    for place in dict.fromkeys(state):
+        yield place / f"token-{platform.node()}-{port}"
+
+
+def state_folder() -> Path:
+    """The directory for what outlives a reboot: ``$XDG_STATE_HOME/zbv``, or ``~/.local/state/zbv``."""
+    return Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "zbv"
 
 
 def _left_behind(port: int) -> str | None:

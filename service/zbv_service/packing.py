@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from zbv_solver.certificate import gap_of, verdict
 from zbv_solver.errors import ContradictedBound
-from zbv_solver.plan import OPTIMAL_GAP, Plan, gap_of, plan_json
+from zbv_solver.plan import Plan, plan_json
 from zbv_solver.schema import canonical_json
 
 from zbv_service.records import NewPlan, PlanSummary, Update
@@ -83,7 +84,7 @@ def pack_incumbent(ranks: list[list[str]], cut: dict[str, Any] | None) -> bytes:
 
 def contradicts(objective: float, bound: float) -> bool:
     """Whether a verified plan undercuts a lower bound by more than rounding: one of the two is wrong."""
-    return bound > objective * (1 + OPTIMAL_GAP)
+    return verdict(objective, bound) == "contradicted"
 
 
 def supported_bound(

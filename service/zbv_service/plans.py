@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zbv_solver import __version__
 from zbv_solver.channels import Channel, channels
 from zbv_solver.plan import Plan, parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem import Problem
@@ -16,7 +17,7 @@ from zbv_solver.schema import canonical_json
 
 from zbv_service.cache import Cache
 from zbv_service.database import PlanTable
-from zbv_service.http.caching import IMMUTABLE
+from zbv_service.http.caching import REVALIDATED
 from zbv_service.http.problems import NOT_FOUND, ProblemError
 from zbv_service.packing import pack_plan, unpack_text
 from zbv_service.questions import require_size
@@ -30,7 +31,7 @@ _ID = re.compile(r"[0-9a-z]{1,64}")
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """The whole answer to a fetch of a rank's part, made once: it never changes."""
+    """The whole answer to a fetch of a rank's part, made once: this version always gives the same."""
 
     body: bytes
     headers: list[tuple[bytes, bytes]]
@@ -41,14 +42,19 @@ class RankAnswer:
         fields = {
             "content-length": str(len(body)),
             "content-type": "application/json",
-            "etag": f'"{plan_id}-{rank}"',
-            "cache-control": IMMUTABLE,
+            "etag": f'"{rank_tag(plan_id, rank)}"',
+            "cache-control": REVALIDATED,
         }
         return cls(body, [(name.encode(), value.encode()) for name, value in fields.items()])
 
     def is_conditional(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether a request asks for more than the answer as it is."""
         return any(name == b"if-none-match" for name, _ in headers)
+
+
+def rank_tag(plan_id: str, rank: int) -> str:
+    """What names a rank's part: another version may say it in other words."""
+    return f"{plan_id}-{rank}-{__version__}"
 
 
 class Plans:

@@ -138,6 +138,10 @@ class SearchEvent:
     data: dict[str, Any]
 
 
+RequestKind = Literal["search", "run"]
+"""What a request that may carry an Idempotency-Key creates."""
+
+
 @dataclass(frozen=True)
 class NamedRequest:
     """A request that its caller gave a name to (the header Idempotency-Key).
@@ -148,11 +152,14 @@ class NamedRequest:
         Hash of the caller and the name.
     fingerprint
         Hash of the body: the same name must come with the same one.
+    kind
+        What the request creates: the same name must come to the same address.
     """
 
     key_hash: str
     fingerprint: str
     expires_at: datetime
+    kind: RequestKind = "search"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import socket
 import ssl
@@ -11,17 +12,18 @@ import uvicorn
 from fastapi import FastAPI
 
 from zbv_service.app import create_app
+from zbv_service.client_token import is_loopback
 from zbv_service.http.connections import ConnectionLimits, limited
-from zbv_service.security.grants import Grant
-from zbv_service.security.local_token import left_behind
-from zbv_service.security.scopes import SCOPES
+from zbv_service.security.local_token import kept_token, left_behind
 from zbv_service.security.token_text import TokenText
-from zbv_service.security.tokens import LOCAL_NAME
 from zbv_service.settings import Settings
 
 MAX_HEAD_BYTES = 64 * 1024
 BACKLOG = 2048
 MOST_FILES = 65_536
+
+
+logger = logging.getLogger(__name__)
 
 
 class CannotServe(Exception):
@@ -34,40 +36,78 @@ def serve(settings: Settings) -> bool:
     Raises
     ------
     CannotServe
-        When the address is taken, or certificates cannot be used.
+        When the address is taken or is not what its name promises, or certificates cannot be used.
     """
     _allow_files()
-    local = TokenText.new() if settings.is_local and settings.auth == "tokens" else None
-    app = create_app(settings, local_token=local)
-    config = config_of(app, settings)
     with ExitStack() as stack:
+        # First of all: whoever has the port has its token.
         listener = stack.enter_context(_listen(settings.host, settings.port))
+        _require_loopback_if_local(listener, settings)
+        if (warning := exposure(listener.getsockname()[0], settings)) is not None:
+            logger.warning(warning)
+        local = _local_token(settings)
+        app = create_app(settings, local_token=local)
+        config = config_of(app, settings)
         if local is not None:
             path = stack.enter_context(left_behind(listener.getsockname()[1], str(local)))
             if path is None:
                 print("zbv-service: cannot leave a token for commands on this machine; set XDG_STATE_HOME.")
-        server = _Server(config, app, _address(listener, settings), is_local=local is not None)
+        server = _Server(config, app, _address(listener, settings))
         server.run(sockets=[listener])
     return server.started
+
+
+def _require_loopback_if_local(listener: socket.socket, settings: Settings) -> None:
+    """A name for this machine, such as localhost, can stand for another address; raises CannotServe."""
+    address = listener.getsockname()[0]
+    if settings.is_local and not is_loopback(address):
+        raise CannotServe(
+            f"found host {settings.host}, which is {address} here: others can reach it. Use 127.0.0.1, or "
+            f"correct the name's entry (in /etc/hosts, for example)."
+        )
+
+
+def exposure(address: str, settings: Settings) -> str | None:
+    """What to warn of when a service listens on an address; None when there is nothing.
+
+    Who names proxies other than the default is taken to have one that speaks TLS.
+    """
+    has_proxy = settings.trusted_proxies != Settings.model_fields["trusted_proxies"].default
+    if is_loopback(address) or settings.tls_cert is not None or has_proxy:
+        return None
+    return (
+        f"listening on {settings.host} ({address}) without TLS: whoever can see the traffic can take the "
+        f"tokens in it. Serve TLS (--tls-cert and --tls-key), or put a proxy that does before the service: "
+        f"on this machine with --host 127.0.0.1, or elsewhere with --trusted-proxies ADDRESS."
+    )
+
+
+def _local_token(settings: Settings) -> TokenText | None:
+    """The token for commands on this machine; None where there is none.
+
+    A service that takes any free port gets a new one: its clients do not find it again either.
+    """
+    if not settings.is_local or settings.auth != "tokens":
+        return None
+    return TokenText.new() if settings.port == 0 else kept_token(settings.port, settings.database)
 
 
 class _Server(uvicorn.Server):
     """Says when and where it listens, and lets agents go before it waits for requests to end."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, address: str, *, is_local: bool):
+    def __init__(self, config: uvicorn.Config, app: FastAPI, address: str):
         super().__init__(config)
         self._app = app
         self._address = address
-        self._is_local = is_local
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.started:
             return
         print(f"zbv-service: listening on {self._address}", flush=True)
-        if self._is_local:
-            grant = Grant(LOCAL_NAME, frozenset(SCOPES), "local")
-            token = await self._app.state.rooms.sign_in.new_link(grant)
+        rooms = self._app.state.rooms
+        if (grant := rooms.access.tokens.local_grant) is not None:
+            token = await rooms.sign_in.new_link(grant)
             print(
                 f"zbv-service: to sign in, open {self._address}/sign-in?token={token}\n"
                 f"zbv-service: (works once; for another link: zbv-service token link)",

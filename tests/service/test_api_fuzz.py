@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.serving import Serving
 from zbv_service.bench import fuzz
-from zbv_service.bench.malformed import ID, TARGETS, malformed
+from zbv_service.bench.malformed import ID, RUN_ID, TARGETS, malformed
 
 pytestmark = pytest.mark.anyio
 OPENAPI = json.loads((Path(__file__).parents[2] / "service" / "openapi.json").read_text())
@@ -23,7 +23,7 @@ def test_every_address_that_takes_a_body_is_a_target() -> None:
         for method, operation in methods.items()
         if "requestBody" in operation
     }
-    names = {"{agent_id}": ID, "{run_id}": ID, "{generation}": "0", "{rank}": "0"}
+    names = {"{agent_id}": ID, "{run_id}": RUN_ID, "{generation}": "0", "{rank}": "0"}
 
     def filled(path: str) -> str:
         for name, value in names.items():
@@ -44,9 +44,9 @@ def test_a_seed_names_its_bodies() -> None:
 async def test_no_malformed_body_makes_the_service_fail(serving: Serving) -> None:
     statuses: dict[int, int] = {}
     async with serving("immediate", agent_timeout_seconds=3600.0, max_trace_bytes=2**20) as service:
-        await fuzz.prepare(service.http)
+        run_id = await fuzz.prepare(service.http)
         for request in fuzz.requests(250, seed=1):
-            status, text = await fuzz.send(service.http, request)
+            status, text = await fuzz.send(service.http, request, run_id)
             assert status < 500, (request, text)
             if status >= 400:
                 body: dict[str, Any] = json.loads(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -151,6 +153,61 @@ async def test_many_wrong_tokens_have_to_wait_and_right_ones_do_not(service: Ser
     assert kind_of(refused) == "too-many-attempts"
     assert int(refused.headers["retry-after"]) > 0
     assert (await service.http.get("/v1/searches", headers=right)).is_success
+
+
+async def test_a_stale_client_behind_a_proxy_locks_nobody_out(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests of these tests come from one address, as those of a proxy that is not trusted do."""
+    monkeypatch.setattr(attempts, "DELAY_SECONDS", 0.0)
+    stale, tokens = bearer(str(TokenText.new())), service.app.state.rooms.access.tokens
+    for _ in range(2 * attempts.ALLOWED):
+        refused = await service.http.get("/v1/searches", headers=stale)
+    assert refused.status_code == 429
+    for _ in range(2 * attempts.ALLOWED):  # and somebody guesses, from there too
+        wrong = bearer(str(TokenText.new()))
+        assert (await service.http.get("/v1/searches", headers=wrong)).status_code == 401
+    right = await add(service, "read", name="never seen before")
+    assert not tokens.is_known(right["Authorization"].partition(" ")[2])
+    guessed = right["Authorization"].rpartition("_")[0] + "_" + TokenText.new().secret
+    for _ in range(2 * attempts.ALLOWED):  # with its id, which is no secret
+        assert not (await service.http.get("/v1/searches", headers={"Authorization": guessed})).is_success
+    assert (await service.http.get("/v1/searches", headers=right)).is_success
+
+
+async def test_guesses_are_looked_up_one_at_a_time_and_answered_late(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "DELAY_SECONDS", 0.2)
+    tokens = service.app.state.rooms.access.tokens
+    at_once, most = 0, 0
+    look = tokens.grant
+
+    async def watched(text: str) -> object:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0)
+        found = await look(text)
+        at_once -= 1
+        return found
+
+    monkeypatch.setattr(tokens, "grant", watched)
+
+    async def guess() -> int:
+        answer = await service.http.get("/v1/searches", headers=bearer(str(TokenText.new())))
+        return answer.status_code
+
+    for _ in range(attempts.ALLOWED):
+        assert await guess() == 401
+    began = time.monotonic()
+    assert set(await asyncio.gather(*(guess() for _ in range(10)))) == {401}
+    assert most == 1
+    assert time.monotonic() - began >= 0.2
+    most = 0
+    monkeypatch.setattr(attempts, "WINDOW_SECONDS", 0.0)
+    assert set(await asyncio.gather(*(guess() for _ in range(10)))) == {401}
+    assert most > 1, "after the window nobody waits"
 
 
 async def test_a_rank_plan_in_memory_is_no_way_round(service: Service) -> None:

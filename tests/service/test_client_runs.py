@@ -38,6 +38,22 @@ def problem(status: int) -> dict[str, Any]:
     return {"type": "t", "title": "T", "status": status, "detail": "D"}
 
 
+def test_a_run_whose_answer_was_lost_is_asked_for_again_under_the_same_key() -> None:
+    keys: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers["idempotency-key"])
+        if len(keys) == 1:
+            raise httpx.ReadError("cut off")
+        if len(keys) == 2:
+            return httpx.Response(409, json=problem(409), headers={"Retry-After": "1"})
+        return httpx.Response(503 if len(keys) == 3 else 202, json=RUN if len(keys) == 4 else problem(503))
+
+    with RunClient("http://zbv", transport=httpx.MockTransport(answer)) as client:
+        client.submit_run("p", {"factory": "a.b:c"}, nodes=1, steps=1)
+    assert (len(keys), len(set(keys))) == (4, 1)
+
+
 def test_no_work_is_none_and_work_is_read() -> None:
     assert answering(204).next_work("a", 1) is None
     work = answering(200, WORK).next_work("a", 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,33 @@ async def test_sqlite_writes_ahead_waits_for_others_and_checks_references(tmp_pa
             ]
         assert found == ["wal", 30_000, 1]
     await database.close()
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("before", ["nothing", "open to all"])
+async def test_sqlite_files_are_private_whatever_the_umask(
+    tmp_path: Path, before: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    umask = os.umask(0)
+    try:
+        database = Database(f"sqlite:///{tmp_path}/zbv.db")
+        if before == "open to all":  # as an earlier version left it, killed in the middle of its work
+            connection = sqlite3.connect(tmp_path / "zbv.db")
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("CREATE TABLE other (x)")
+            assert set(modes(tmp_path).values()) == {0o644}
+        await database.migrate()
+        async with database.writing() as session:
+            await session.execute(text("DELETE FROM plans"))
+        assert modes(tmp_path) == dict.fromkeys(("zbv.db", "zbv.db-wal", "zbv.db-shm"), 0o600)
+        assert ("had mode 644" in caplog.text) == (before == "open to all")
+        await database.close()
+    finally:
+        os.umask(umask)
 
 
 @pytest.mark.parametrize(

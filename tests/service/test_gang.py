@@ -67,6 +67,14 @@ def test_nobody_stands_idle_whom_the_oldest_run_could_use(waiting: list[Wanted],
     assert (oldest.run_id in choose(waiting, offers)) == can_start
 
 
+def test_agents_of_two_owners_are_never_one_run() -> None:
+    offers = [Offer("a", 1, True, ("*",), "one"), Offer("b", 1, True, ("*",), "two")]
+    pair = Wanted("pair", 2, 1, "a:b")
+    assert choose([pair], offers) == {}
+    assert choose([pair], [*offers, Offer("c", 1, True, ("*",), "two")]) == {"pair": ["b", "c"]}
+    assert choose([pair, Wanted("small", 1, 1, "a:b")], offers) == {"small": ["a"]}
+
+
 def test_a_large_run_keeps_its_agents_from_younger_ones_and_an_impossible_one_does_not() -> None:
     def offer(name: str, *, is_idle: bool) -> Offer:
         return Offer(name, 1, is_idle, ("*",))

@@ -1,4 +1,4 @@
-"""The header Idempotency-Key: a request that is sent twice is done once."""
+"""The header Idempotency-Key: a request that is sent twice is done once, whatever it creates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from support.runs_over_http import MODEL, import_plan
 from support.serving import PROBLEM, Service, Serving
+from support.tokens import add
 
 pytestmark = pytest.mark.anyio
 
@@ -84,7 +86,7 @@ async def test_a_key_that_is_being_answered_is_a_conflict(serving: Serving) -> N
         assert {kind(answer) for answer in answers if answer.is_error} == {(409, "idempotency-key-in-use")}
         assert all(int(answer.headers["retry-after"]) > 0 for answer in answers if answer.is_error)
         assert (await submit(service, KEY)).json()["id"] == accepted[0].json()["id"]
-        assert searches._in_flight == set()
+        assert searches._names._in_flight == set()
 
 
 @pytest.mark.parametrize(
@@ -121,3 +123,69 @@ async def test_a_quoted_key_is_the_bare_one(serving: Serving) -> None:
         bare = await submit(service, "a-b")
         assert kind(await submit(service, '"a-b"', seed=1)) == (422, "idempotency-key-reused")
         assert (await submit(service, '"a-b"')).json()["id"] == bare.json()["id"]
+
+
+async def submit_run(service: Service, key: str | None = KEY, **more: Any) -> httpx.Response:
+    body = {"plan_id": await import_plan(service), "model": MODEL, "nodes": 2, "steps": 5, **more}
+    headers = {} if key is None else {"Idempotency-Key": key}
+    return await service.http.post("/v1/runs", json=body, headers=headers)
+
+
+async def runs(service: Service) -> list[str]:
+    return [run["id"] for run in (await service.http.get("/v1/runs")).json()["runs"]]
+
+
+async def test_a_repeated_request_starts_no_second_run(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        first = await submit_run(service)
+        assert first.status_code == 202
+        run_id = first.json()["id"]
+        await service.http.post(f"/v1/runs/{run_id}/cancel")
+        again = await submit_run(service, f'"{KEY}"')
+        assert (again.status_code, again.json()["id"], again.json()["state"]) == (202, run_id, "cancelled")
+        assert kind(await submit_run(service, steps=6)) == (422, "idempotency-key-reused")
+        assert await runs(service) == [run_id]
+        assert kind(await submit_run(service, None, id="d" * 32)) == (422, "invalid-body"), (
+            "the service chooses it"
+        )
+        assert (await submit_run(service, None)).json()["id"] != run_id, "without a key it is another run"
+    async with serving("immediate") as service:
+        assert (await submit_run(service)).json()["id"] == run_id, "the key outlives the service"
+
+
+async def test_a_key_belongs_to_one_address(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        assert (await submit(service, KEY)).status_code == 202
+        assert kind(await submit_run(service)) == (422, "idempotency-key-reused")
+        assert (await submit_run(service, "other")).status_code == 202
+        assert kind(await submit(service, "other")) == (422, "idempotency-key-reused")
+        assert len(await runs(service)) == 1
+
+
+async def test_every_token_has_its_own_keys(serving: Serving) -> None:
+    async with serving("immediate", auth="tokens") as service:
+        service.http.headers.update(await add(service, "admin", name="one"))
+        first = (await submit_run(service)).json()["id"]
+        assert (await submit_run(service)).json()["id"] == first
+        service.http.headers.update(await add(service, "admin", name="two"))
+        assert (await submit_run(service)).json()["id"] != first
+
+
+async def test_a_run_that_was_refused_leaves_its_key_free(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        assert kind(await submit_run(service, nodes=3)) == (422, "invalid-body")
+        assert kind(await submit_run(service, problem=PROBLEM)) == (422, "invalid-body")
+        assert (await submit_run(service)).status_code == 202
+
+
+@pytest.mark.parametrize("what", ["plan", "problem"])
+async def test_a_run_that_is_asked_for_many_times_at_once_is_one_run(serving: Serving, what: str) -> None:
+    """By two services on one database."""
+    changes: dict[str, Any] = {} if what == "plan" else {"plan_id": None, "problem": PROBLEM}
+    async with serving("held") as one, serving("held") as two:
+        asked = [submit_run(service, **changes) for service in (one, two) * 5]
+        answers = await asyncio.gather(*asked)
+        accepted = [answer for answer in answers if answer.is_success]
+        assert len({answer.json()["id"] for answer in accepted}) == 1
+        assert {kind(answer) for answer in answers if answer.is_error} <= {(409, "idempotency-key-in-use")}
+        assert await runs(one) == [accepted[0].json()["id"]]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import select
 from support import fake_searches
 from support.serving import DEADLINE, PROBLEM, Service
 from support.tokens import add, bearer, kind_of
@@ -18,8 +21,9 @@ from zbv_service import client_token
 from zbv_service.app import create_app
 from zbv_service.client_token import CredentialsUnusable
 from zbv_service.database import TokenTable
+from zbv_service.database.token_models import TokenRow
 from zbv_service.security import attempts
-from zbv_service.security.local_token import left_behind
+from zbv_service.security.local_token import kept_token, left_behind
 from zbv_service.security.token_text import TokenText
 from zbv_service.settings import Settings
 
@@ -119,14 +123,15 @@ async def test_nobody_is_sent_elsewhere(service: Service, elsewhere: str) -> Non
 async def test_a_wrong_token_signs_nobody_in(service: Service) -> None:
     answer = await service.http.post("/sign-in", data={"token": "<b>wrong</b>"}, headers=OURS)
     assert answer.status_code == 401
-    assert "none of this service" in answer.text
+    assert "unknown to this service" in answer.text
     assert "<b>wrong" not in answer.text
     assert "set-cookie" not in answer.headers
+    data = {"token": str(TokenText.new())}
     statuses = [
-        (await service.http.post("/sign-in", data={"token": str(TokenText.new())}, headers=OURS)).status_code
-        for _ in range(20)
+        (await service.http.post("/sign-in", data=data, headers=OURS)).status_code
+        for _ in range(attempts.ALLOWED + 1)
     ]
-    assert statuses[-1] == 429
+    assert statuses == [401] * attempts.ALLOWED + [429]
 
 
 async def test_a_proxys_own_credentials_do_not_hide_the_session(service: Service) -> None:
@@ -134,24 +139,64 @@ async def test_a_proxys_own_credentials_do_not_hide_the_session(service: Service
     assert (await service.http.get("/v1/searches", auth=("user", "of the proxy"))).is_success
 
 
-async def test_links_cannot_be_tried_out(service: Service) -> None:
-    right = await link(service)
+async def test_a_wrong_link_is_refused_at_last_and_a_right_one_works_all_the_same(service: Service) -> None:
+    right, wrong = await link(service), str(TokenText.new())
     tried = [
-        (await service.http.get("/sign-in", params={"token": str(TokenText.new())})).status_code
+        (await service.http.get("/sign-in", params={"token": wrong})).status_code
         for _ in range(attempts.ALLOWED + 1)
     ]
     assert tried == [401] * attempts.ALLOWED + [429]
-    refused = await service.http.get(right)
+    refused = await service.http.get("/sign-in", params={"token": wrong})
     assert (refused.status_code, "set-cookie" in refused.headers) == (429, False)
     assert int(refused.headers["retry-after"]) > 0
-    assert "Too many wrong tokens" in refused.text
+    assert "wrong token" in refused.text
+    assert "set-cookie" in (await service.http.get(right)).headers
 
 
-async def test_a_session_does_not_make_others(service: Service) -> None:
-    """It would outlive its own end."""
+@pytest.mark.parametrize("behind", ["local", "token"])
+async def test_a_session_creates_no_credentials(service: Service, behind: str) -> None:
+    """They would outlive its own end."""
+    await service.http.get(await link(service, await add(service, "admin") if behind == "token" else None))
+    (session,) = service.http.cookies.values()
+    for fields in (OURS, bearer(session)):
+        refused = await service.http.post("/v1/sign-in-links", headers=fields)
+        assert (refused.status_code, kind_of(refused)) == (403, "insufficient-scope")
+    refused = await service.http.post("/sign-in", data={"token": session}, headers=OURS)
+    assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
+    assert "session cannot create" in refused.text
+    assert (await service.http.get("/sign-in", params={"token": session})).status_code == 401
+    async with service.app.state.rooms.database.reading() as stored:
+        kinds = await stored.scalars(select(TokenRow.kind).where(TokenRow.kind != "token"))
+        assert sorted(kinds) == ["link", "session"], "none but those that this test began with"
+
+
+async def test_a_session_does_not_outlive_the_token_that_began_it(service: Service) -> None:
+    fields = await add(service, "read", seconds=0.5)
+    await service.http.get(await link(service, fields))
+    assert (await service.http.get("/v1/searches")).is_success
+    await asyncio.sleep(0.6)
+    service.app.state.rooms.access.tokens._known.clear()
+    assert (await service.http.get("/v1/searches")).status_code == 401
+
+
+async def test_a_session_of_a_local_token_ends_with_it(service: Service, settings: Settings) -> None:
+    url = await link(service)
     await service.http.get(await link(service))
-    refused = await service.http.post("/v1/sign-in-links", headers=OURS)
-    assert (refused.status_code, kind_of(refused)) == (403, "insufficient-scope")
+    kept = dict(service.http.cookies)
+    for local, expected in ((LOCAL, True), (TokenText.new(), False)):
+        app = create_app(
+            settings.model_copy(update={"auth": "tokens"}),
+            search=fake_searches.immediate,
+            local_token=local,
+        )
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://zbv:8000", cookies=kept) as http,
+        ):
+            assert (await http.get("/v1/searches")).is_success == expected
+            if not expected:
+                assert (await http.get(url)).status_code == 401
 
 
 async def test_other_sites_cannot_use_the_session(service: Service) -> None:
@@ -182,6 +227,21 @@ async def test_signing_out_ends_the_session_for_good(service: Service) -> None:
     assert not service.http.cookies
     service.http.cookies.update(kept)
     assert (await service.http.get("/", headers=PAGE)).status_code == 401
+
+
+async def test_a_browser_whose_session_ended_can_sign_in_again(service: Service) -> None:
+    """Its pages go on asking with the old cookie until somebody looks at them."""
+    await service.http.get(await link(service))
+    kept = dict(service.http.cookies)
+    await service.http.post("/sign-out", headers=OURS)
+    service.http.cookies.update(kept)
+    for _ in range(2 * attempts.ALLOWED):
+        refused = await service.http.get("/v1/searches")
+    assert refused.status_code == 429
+    page = await service.http.get("/", headers=PAGE)
+    assert (page.status_code, 'name="token"' in page.text) == (429, True)
+    answer = await service.http.post("/sign-in", data={"token": str(LOCAL)}, headers=OURS)
+    assert answer.status_code == 303
 
 
 async def test_a_session_ends_with_its_token(service: Service) -> None:
@@ -300,6 +360,47 @@ def test_without_a_runtime_directory_it_is_in_the_state_directory(
         )  # a home may be several machines'
         assert path == in_state or "run/user" in str(path)
         assert client_token.find("http://127.0.0.1:8123") == "zbv_local"
+
+
+def test_the_token_of_the_last_start_is_used_again(runtime: Path, tmp_path: Path) -> None:
+    one = f"sqlite:///{tmp_path}/one.db"
+    first = kept_token(8123, one)
+    (path,) = (tmp_path / "state" / "zbv").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert str(kept_token(8123, one)) == str(first)
+    (tmp_path / "one.db").touch()
+    others = [kept_token(8124, one), kept_token(8123, f"sqlite:///{tmp_path}/two.db")]
+    assert len({str(first), *map(str, others)}) == 3, "another port or database has another token"
+    kept_token(8125, "postgresql://u:secret@h/zbv")
+    assert str(kept_token(8123, one)) == str(first)
+    texts = [found.read_text() for found in path.parent.iterdir()]
+    assert not any("secret@" in text for text in texts)
+    assert not any("two.db" in text for text in texts), "that file is gone"
+
+
+@pytest.mark.parametrize("harm", ["readable", "writable", "garbage", "link", "empty", "folder"])
+def test_a_kept_token_that_others_may_know_is_replaced(runtime: Path, tmp_path: Path, harm: str) -> None:
+    url = f"sqlite:///{tmp_path}/zbv.db"
+    first = kept_token(8123, url)
+    (path,) = (tmp_path / "state" / "zbv").iterdir()
+    if harm in ("readable", "writable"):
+        path.chmod(0o604 if harm == "readable" else 0o620)
+    elif harm in ("garbage", "empty"):
+        path.write_text("nonsense\n\xff" if harm == "garbage" else "")
+    else:
+        aside = path.rename(tmp_path / "aside")
+        path.symlink_to(aside) if harm == "link" else path.mkdir()
+    second = kept_token(8123, url)
+    assert str(second) != str(first)
+    if harm != "folder":  # which cannot be replaced: the service starts with a token of its own
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+        assert str(kept_token(8123, url)) == str(second)
+
+
+def test_services_that_start_at_once_have_one_token(runtime: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: str(kept_token(8123, f"sqlite:///{tmp_path}/zbv.db")), range(32)))
+    assert len(found) == 1
 
 
 def test_what_is_told_comes_before_what_is_found(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 from support.serving import PROBLEM, Service, Serving
+from zbv_service import plans
+from zbv_service.pages import shell
+from zbv_service.routers import rooms
 from zbv_solver.channels import Channel, Transfer, channels
 from zbv_solver.plan import parse_plan, plan_json
 from zbv_solver.schema import parse_problem
@@ -85,19 +88,50 @@ async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: l
 async def test_a_plan_never_changes_and_says_so(serving: Serving, ranks: list[list[str]]) -> None:
     async with serving("immediate") as service:
         plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-        for path, etag in (
-            (f"/v1/plans/{plan_id}", plan_id),
-            (f"/v1/plans/{plan_id}/ranks/1", f"{plan_id}-1"),
-            (f"/v1/plans/{plan_id}/export/torch-csv", f"{plan_id}-torch-csv"),
-        ):
+        path = f"/v1/plans/{plan_id}"
+        answer = await service.http.get(path)
+        assert answer.headers["etag"] == f'"{plan_id}"'
+        assert "immutable" in answer.headers["cache-control"]
+        for known in (f'"{plan_id}"', f'W/"{plan_id}"', f'"other", "{plan_id}"', "*"):
+            unchanged = await service.http.get(path, headers={"if-none-match": known})
+            assert (unchanged.status_code, unchanged.content) == (304, b"")
+        other = await service.http.get(path, headers={"if-none-match": '"other"'})
+        assert (other.status_code, other.content) == (200, answer.content)
+
+
+@pytest.mark.parametrize(
+    "below",
+    [
+        "/v1/plans/{}/ranks/1",
+        "/v1/plans/{}/export/torch-csv",
+        "/plans/{}/thumbnail.png",
+        "/plans/{}/chart",
+        "/plans/{}/actions",
+        "/plans/{}/baselines/1f1b/actions",
+    ],
+)
+async def test_what_a_version_makes_of_a_plan_is_not_kept_past_an_upgrade(
+    serving: Serving, ranks: list[list[str]], below: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving("immediate") as service:
+        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+        path = below.format(plan_id)
+        for _ in range(2):  # a rank's part comes the short way the second time
             answer = await service.http.get(path)
-            assert answer.headers["etag"] == f'"{etag}"'
-            assert "immutable" in answer.headers["cache-control"]
-            for known in (f'"{etag}"', f'W/"{etag}"', f'"other", "{etag}"', "*"):
-                unchanged = await service.http.get(path, headers={"if-none-match": known})
-                assert (unchanged.status_code, unchanged.content) == (304, b"")
-            other = await service.http.get(path, headers={"if-none-match": '"other"'})
-            assert (other.status_code, other.content) == (200, answer.content)
+            assert (answer.status_code, answer.headers["cache-control"]) == (200, "private, no-cache")
+            known = {"if-none-match": answer.headers["etag"]}
+            again = await service.http.get(path, headers=known)
+            assert (again.status_code, again.content) == (304, b"")
+        old = {"v": shell.assets()}
+        if path.startswith("/plans"):  # pages name the version in addresses
+            assert "immutable" in (await service.http.get(path, params=old)).headers["cache-control"]
+    monkeypatch.setattr(plans, "__version__", "99.0.0")
+    monkeypatch.setattr(shell, "__version__", "99.0.0")
+    monkeypatch.setattr(rooms, "assets", shell.assets.__wrapped__)
+    async with serving("immediate") as service:
+        upgraded = await service.http.get(path, headers=known)
+        assert (upgraded.status_code, upgraded.headers["etag"] in known.values()) == (200, False)
+        assert "immutable" not in (await service.http.get(path, params=old)).headers["cache-control"]
 
 
 async def test_a_rank_is_told_its_actions_and_what_it_exchanges(

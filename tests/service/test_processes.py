@@ -17,9 +17,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support.refusals import refusal
 from support.serving import DEADLINE, PROBLEM
+from zbv_service import client_token
 from zbv_service.client import Client, Search
 from zbv_solver.plan import parse_plan
 from zbv_solver.verify import verify
@@ -60,12 +62,14 @@ Serve = Callable[..., Served]
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Starts services: ``serve(directory)``. Those that still run at the end are killed."""
+    """Starts services: ``serve(directory, port)``. Those that still run at the end are killed."""
     with ExitStack() as stack:
+        environment = stack.enter_context(pytest.MonkeyPatch.context())
+        environment.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
 
-        def start(directory: Path) -> Served:
+        def start(directory: Path, port: int = 0) -> Served:
             log = stack.enter_context((directory / "log").open("a"))
-            command = [*COMMAND, "serve", "--port", "0", "--searches", "2"]
+            command = [*COMMAND, "serve", "--port", str(port), "--searches", "2"]
             process = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)
             stack.enter_context(process)
             stack.callback(process.kill)
@@ -99,6 +103,12 @@ def begun_again(client: Client, search_id: str, attempts: int) -> Search:
     return until(lambda: client.search(search_id), lambda seen: seen.attempts == attempts)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def children_of(process_id: int) -> list[int]:
     """Processes below a process, at any depth."""
     lists = Path(f"/proc/{process_id}/task").glob("*/children")
@@ -115,9 +125,13 @@ def is_running(process_id: int) -> bool:
 
 
 def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Path) -> None:
-    """One directory, one search, and three services after each other."""
-    served = serve(tmp_path)
+    """One directory, one port, one search, three services after each other, and one client of them all."""
+    port = free_port()
+    served = serve(tmp_path, port)
     before = begun(served)
+    token = client_token.find(served.address)
+    assert token is not None
+    polling = httpx.Client(base_url=served.address, headers={"Authorization": f"Bearer {token}"})
     other = served.client.submit(PROBLEM, {"effort": "quick"})
     for attempts, number in enumerate((signal.SIGKILL, signal.SIGTERM), start=2):
         below = children_of(served.process.pid)
@@ -129,7 +143,9 @@ def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Pa
             assert time.monotonic() < deadline, f"orphans: {alive}"
             time.sleep(0.05)
 
-        served = serve(tmp_path)
+        served = serve(tmp_path, port)
+        polled = polling.get(f"/v1/searches/{before.id}")
+        assert (polled.status_code, polled.json()["id"]) == (200, before.id), polled.text
         resumed = begun_again(served.client, before.id, attempts)
         assert resumed.objective is not None
         assert before.objective is not None
@@ -146,6 +162,8 @@ def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Pa
     assert before.objective is not None
     assert after.objective <= before.objective * (1 + 1e-9)
     verify(client.plan(str(after.plan_id)))
+    assert polling.get(f"/v1/searches/{before.id}").json()["state"] == "cancelled"
+    polling.close()
 
 
 @pytest.fixture(scope="module")

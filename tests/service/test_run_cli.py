@@ -31,6 +31,7 @@ class Service:
     def __init__(self, last: str = "succeeded") -> None:
         self.last = last
         self.requests: list[tuple[str, Any]] = []
+        self.keys: set[str] = set()
         self.looks = 0
         self.refusal: dict[str, Any] | None = None
         self.refused_with = 422
@@ -40,6 +41,8 @@ class Service:
         path = request.url.path
         if request.method == "POST":
             self.requests.append((path, json.loads(request.content or b"null")))
+        if request.method == "POST" and path == "/v1/runs":
+            self.keys.add(request.headers["idempotency-key"])
         if path == "/v1/plans":
             return httpx.Response(201, json={"plan_id": "f" * 64})
         if self.refusal is not None:
@@ -98,7 +101,7 @@ def test_a_stored_plan_is_run_and_followed_to_its_end(
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 0
     ((path, body),) = service.requests
     assert path == "/v1/runs"
-    assert len(body.pop("id")) == 32
+    assert len(service.keys) == 1
     assert body == {
         "plan_id": "e" * 64,
         "model": {"factory": "a.b:c", "arguments": {}, "seed": 0},
@@ -256,7 +259,7 @@ def test_a_service_that_is_away_is_waited_for(service: Service, capsys: pytest.C
 
     service.on_look = away
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 0
-    assert "The run goes on; so does this." in capsys.readouterr().err
+    assert "Waiting for it; the run does not need it meanwhile." in capsys.readouterr().err
 
 
 def test_and_not_for_ever(
@@ -269,6 +272,19 @@ def test_and_not_for_ever(
     monkeypatch.setattr(run_command, "AWAY_SECONDS", 0.0)
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
     assert "no answer from" in capsys.readouterr().err
+
+
+def test_a_run_whose_answers_were_lost_may_have_been_accepted(
+    service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(_request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("cut off")
+
+    monkeypatch.setattr(Service, "__call__", lambda _self, request: cut_off(request))
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    said = capsys.readouterr().err
+    assert "may have accepted the run" in said
+    assert "http://127.0.0.1:8000/runs before" in said
 
 
 def test_progress_is_that_of_the_slowest_rank_that_has_begun() -> None:

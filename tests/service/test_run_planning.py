@@ -86,14 +86,6 @@ async def test_cancelling_ends_the_search_that_the_run_began_and_no_other(servin
         await service.http.post(f"/v1/searches/{shared['search_id']}/cancel")
 
 
-async def test_the_same_id_again_is_the_same_run_and_search(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        first = (await submit_problem(service, id="d" * 32)).json()
-        again = (await submit_problem(service, {**PROBLEM, "microbatches": 3}, id="d" * 32)).json()
-        assert (again["id"], again["search_id"]) == (first["id"], first["search_id"])
-        assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1
-
-
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"problem": None}, "/plan_id"),
     ({"plan_id": "0" * 64}, "/plan_id"),

@@ -189,39 +189,56 @@ async def test_two_tokens_that_work_never_share_a_name(database: Database) -> No
     assert [record.is_live(datetime.now(UTC)) for record in await table.tokens()] == [False, True]
 
 
-def test_an_address_with_many_wrong_tokens_has_to_wait() -> None:
+def test_a_token_that_was_wrong_too_often_has_to_wait_and_another_one_need_not() -> None:
     clock = Clock()
     tried = Attempts(clock)
     for _ in range(attempts.ALLOWED - 1):
-        tried.failed("10.0.0.1")
-    assert tried.wait_seconds("10.0.0.1") == 0
-    tried.failed("10.0.0.1")
-    assert tried.wait_seconds("10.0.0.1") == attempts.WINDOW_SECONDS
-    assert tried.wait_seconds("10.0.0.2") == 0
+        tried.failed("10.0.0.1", "stale")
+    assert tried.wait_seconds("10.0.0.1", "stale") == 0
+    tried.failed("10.0.0.1", "stale")
+    assert tried.wait_seconds("10.0.0.1", "stale") == attempts.WINDOW_SECONDS
+    assert tried.wait_seconds("10.0.0.1", "other") == tried.wait_seconds("10.0.0.2", "stale") == 0
+    assert not tried.is_slowed("10.0.0.1"), "it is one wrong token"
     clock.now += attempts.WINDOW_SECONDS + 1
-    assert tried.wait_seconds("10.0.0.1") == 0
+    assert tried.wait_seconds("10.0.0.1", "stale") == 0
 
 
-def test_of_too_many_addresses_the_one_that_was_quiet_the_longest_is_forgotten(
+def test_many_different_wrong_tokens_slow_their_address_or_all() -> None:
+    clock = Clock()
+    tried = Attempts(clock)
+    for index in range(attempts.ALLOWED):
+        tried.failed("10.0.0.1", str(index))
+    assert (tried.is_slowed("10.0.0.1"), tried.is_slowed("10.0.0.2")) == (True, False)
+    for index in range(attempts.ALLOWED_EVERYWHERE):
+        tried.failed(f"10.1.{index // 200}.{index % 200}", "guess")
+    assert tried.is_slowed("10.0.0.2")
+    clock.now += attempts.WINDOW_SECONDS + 1
+    assert not tried.is_slowed("10.0.0.1")
+
+
+def test_what_is_remembered_of_wrong_tokens_is_bounded_and_is_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attempts, "REMEMBERED", 2)
     tried = Attempts(Clock())
     for address in ("10.0.0.1", "10.0.0.2"):
         for _ in range(attempts.ALLOWED):
-            tried.failed(address)
-    tried.failed("10.0.0.1")
-    tried.failed("10.0.0.3")
-    assert tried.wait_seconds("10.0.0.1") > 0
-    assert tried.wait_seconds("10.0.0.2") == 0
+            tried.failed(address, "secret")
+    tried.failed("10.0.0.1", "secret")
+    tried.failed("10.0.0.3", "secret")
+    assert tried.wait_seconds("10.0.0.1", "secret") > 0
+    assert tried.wait_seconds("10.0.0.2", "secret") == 0, "it was quiet the longest, and is forgotten"
+    for counts in (tried._of_token, tried._of_place, tried._everywhere):
+        assert len(counts._found) <= 2
+        assert "secret" not in str(counts._found)
 
 
 def test_a_network_of_addresses_is_one_address() -> None:
     tried = Attempts(Clock())
     for number in range(attempts.ALLOWED):
-        tried.failed(f"2001:db8::{number:x}")
-    assert tried.wait_seconds("2001:db8::ffff") > 0
-    assert tried.wait_seconds("2001:db9::1") == 0
+        tried.failed(f"2001:db8::{number:x}", "stale")
+    assert tried.wait_seconds("2001:db8::ffff", "stale") > 0
+    assert tried.wait_seconds("2001:db9::1", "stale") == 0
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ from random import Random
 import httpx
 
 from zbv_service.bench.findings import Finding
-from zbv_service.bench.malformed import AGENT, ID, PLAN, RUN, Malformed, malformed
+from zbv_service.bench.malformed import AGENT, ID, PLAN, RUN, RUN_ID, Malformed, malformed
 from zbv_service.bench.served import serving
 from zbv_service.client.credentials import Bearer
 
@@ -55,23 +55,26 @@ def requests(count: int, seed: int) -> Iterator[Malformed]:
     return (malformed(random) for _ in range(count))
 
 
-async def prepare(http: httpx.AsyncClient) -> None:
-    """Have a plan, an agent and a run of it, so that bodies about them are read rather than told 404."""
+async def prepare(http: httpx.AsyncClient) -> str:
+    """The id of a run with a plan and an agent, so that bodies about them are read, not refused."""
     plan_id = (await http.post("/v1/plans", json=PLAN)).raise_for_status().json()["plan_id"]
     (await http.post("/v1/agents", json=AGENT)).raise_for_status()
-    (await http.post("/v1/runs", json={**RUN, "plan_id": plan_id})).raise_for_status()
+    run = (await http.post("/v1/runs", json={**RUN, "plan_id": plan_id})).raise_for_status().json()
     work = await http.get(f"/v1/agents/{ID}/work", params={"wait": WORK_SECONDS})
     if work.status_code != 200:
         raise RuntimeError(f"the run got no agent: {work.status_code} {work.text}")
+    return str(run["id"])
 
 
-async def send(http: httpx.AsyncClient, request: Malformed) -> tuple[int, str]:
-    """The status and the text of an answer; :data:`NO_ANSWER` when there was none."""
+async def send(http: httpx.AsyncClient, request: Malformed, run_id: str) -> tuple[int, str]:
+    """The status and the text of an answer about a run; :data:`NO_ANSWER` when there was none."""
     target = request.target
+    path, content = (
+        target.path.replace(RUN_ID, run_id),
+        request.content.replace(RUN_ID.encode(), run_id.encode()),
+    )
     try:
-        answer = await http.request(
-            target.method, target.path, content=request.content, headers=request.headers
-        )
+        answer = await http.request(target.method, path, content=content, headers=request.headers)
     except httpx.TransportError as error:
         # The service may close a connection whose body it does not want to read to its end.
         return (CLOSED, f"{error!r}") if len(request.content) > 2**20 else (NO_ANSWER, f"{target}: {error!r}")
@@ -83,11 +86,11 @@ async def _send(address: str, made: Iterable[Malformed]) -> list[tuple[int, str]
     left = iter(made)
 
     async with httpx.AsyncClient(base_url=address, timeout=TIMEOUT, auth=Bearer(None, address)) as http:
-        await prepare(http)
+        run_id = await prepare(http)
 
         async def drive() -> None:
             for request in left:
-                answers.append(await send(http, request))
+                answers.append(await send(http, request, run_id))
 
         await asyncio.gather(*(drive() for _ in range(AT_ONCE)))
     return answers

@@ -13,6 +13,8 @@ from random import Random
 from typing import Any
 
 ID = "0" * 32
+RUN_ID = "d" * 32
+"""Stands for the run that requests are about, whose id the service chooses."""
 PLAN_ID = "0" * 64
 HUGE = ("1e400", "-1e400", "9" * 400, "9" * 5000, "1e-400", "NaN", "Infinity", "-Infinity", "-0", "01")
 SURROGATES = ("\\ud800", "\\udfff\\ud800", "\\u0000", "\ufeff")
@@ -84,7 +86,6 @@ _RANKS = [
 PLAN = {"problem": _PROBLEM, "ranks": _RANKS}
 """A valid plan: one microbatch after the other."""
 RUN: dict[str, Any] = {
-    "id": ID,
     "plan_id": PLAN_ID,
     "model": {"factory": "a.b:c", "arguments": {"layers": 1}, "seed": 0},
     "nodes": 1,
@@ -101,9 +102,9 @@ AGENT: dict[str, Any] = {
     "versions": {"torch": "2"},
     "allowed_models": ["*"],
 }
-_HEARTBEAT = {"port": 1, "run_id": ID, "ranks": [{"rank": 0, "step": 1, "action": "0F0"}]}
+_HEARTBEAT = {"port": 1, "run_id": RUN_ID, "ranks": [{"rank": 0, "step": 1, "action": "0F0"}]}
 _END = {
-    "run_id": ID,
+    "run_id": RUN_ID,
     "generation": 0,
     "outcome": "failed",
     "failures": [{"kind": "error", "detail": "x", "rank": 0}],
@@ -117,7 +118,7 @@ _TRACE = {
     "uncertainty_ns": 0,
     "steps": [{"step": 0, "loss": 1.0, "seconds": 1.0, "actions": [["0F0", 0, 0, 1, 0]]}],
 }
-_PART = f"/v1/agents/{ID}/runs/{ID}/generations/0/ranks/0"
+_PART = f"/v1/agents/{ID}/runs/{RUN_ID}/generations/0/ranks/0"
 
 TARGETS: tuple[Target, ...] = (
     Target("POST", "/v1/searches", {"problem": _PROBLEM, "options": _OPTIONS}),
@@ -130,9 +131,9 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "POST",
         "/v1/runs",
-        {**RUN, "id": None, "plan_id": None, "problem": _PROBLEM, "search_options": _OPTIONS},
+        {**RUN, "plan_id": None, "problem": _PROBLEM, "search_options": _OPTIONS},
     ),
-    Target("POST", f"/v1/runs/{ID}/plan", {"plan_id": PLAN_ID}),
+    Target("POST", f"/v1/runs/{RUN_ID}/plan", {"plan_id": PLAN_ID}),
     Target("POST", "/v1/agents", AGENT),
     Target("POST", f"/v1/agents/{ID}/heartbeat", _HEARTBEAT),
     Target("POST", f"/v1/agents/{ID}/ended", _END),

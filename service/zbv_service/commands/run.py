@@ -143,7 +143,11 @@ def execute(parsed: argparse.Namespace) -> int:
         except InvalidRequest as error:
             raise stop_of(error, "the run") from None
         except ClientError as error:
-            raise Stop(FAILED, str(error)) from None
+            raise Stop(
+                FAILED,
+                f"{error} The service may have accepted the run all the same: look at {client.base_url}/runs "
+                f"before you submit it again.",
+            ) from None
         print(run.id, flush=True)  # the result, for scripts
         return _follow_or_leave(client, run, cancels=parsed.cancel_on_interrupt)
 
@@ -234,7 +238,7 @@ def follow(client: RunClient, run_id: str) -> Run:
         except ServiceUnreachable as error:
             if time.monotonic() - answered > AWAY_SECONDS:
                 raise
-            _say(f"{error} The run goes on; so does this.")
+            _say(f"{error} Waiting for it; the run does not need it meanwhile.")
             time.sleep(POLL_SECONDS)
             continue
         answered = time.monotonic()

@@ -10,14 +10,14 @@ from zbv_service.database.agents import AgentTable
 from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
 from zbv_service.database.heartbeats import HeartbeatTable
 from zbv_service.database.listeners import ListenerTable
+from zbv_service.database.named_requests import NameTaken
 from zbv_service.database.plans import PlanTable
 from zbv_service.database.retention import Keep, Retention
 from zbv_service.database.run_parts import PartTable
 from zbv_service.database.run_plans import RunPlanTable
-from zbv_service.database.runs import AgentsTaken, RunTable, SearchGone
+from zbv_service.database.runs import AgentsTaken, RunRemoved, RunTable, SearchGone
 from zbv_service.database.search_events import SearchEventTable
 from zbv_service.database.searches import (
-    NameTaken,
     SearchDiscarded,
     SearchInUse,
     SearchTable,
@@ -39,6 +39,7 @@ __all__ = [
     "PlanTable",
     "Retention",
     "RunPlanTable",
+    "RunRemoved",
     "RunTable",
     "SearchDiscarded",
     "SearchEventTable",

@@ -48,6 +48,17 @@ class AgentTable:
             row = await session.get(AgentRow, agent_id)
             return None if row is None else _record(row)
 
+    async def owned(self, agent_id: str, by: str) -> str | None:
+        """The owner of an agent, which is ``by`` if it has none yet; None when there is no such agent."""
+        record = await self.get(agent_id)
+        if record is None or record.owner is not None:
+            return None if record is None else record.owner
+        without = update(AgentRow).where(AgentRow.id == agent_id, AgentRow.owner.is_(None))
+        async with self._database.writing() as session:
+            await session.execute(without.values(owner=by))
+        record = await self.get(agent_id)
+        return None if record is None else record.owner
+
     async def newest(self, limit: int) -> list[AgentRecord]:
         """The agents that are there, the newest first."""
         return list((await self.page(AgentFilter(), limit)).items)

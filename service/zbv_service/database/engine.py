@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sqlite3
+import stat
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from alembic.util.exc import CommandError
@@ -41,12 +45,18 @@ _MIGRATION_LOCK = 6_451_203
 """Names the lock under which one service at a time migrates a PostgreSQL database; any number would do."""
 
 
+logger = logging.getLogger(__name__)
+
+
 class DatabaseUnusable(Exception):
     """The database cannot be opened or brought up to date; the message says which, why and what to do."""
 
 
 class DatabaseAway(Exception):
-    """The database does not answer, or not in time; it may be back in a moment, and nothing was stored."""
+    """The database does not answer, or not in time; it may be back in a moment.
+
+    What was being written may be stored or not: the answer to a commit can get lost.
+    """
 
 
 class Database:
@@ -54,13 +64,14 @@ class Database:
 
     def __init__(self, url: str):
         parsed = async_url(url)
+        self._file = sqlite_file(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         if self.is_sqlite:
             self._engine = create_async_engine(parsed, connect_args={"timeout": BUSY_SECONDS})
             _prepare_sqlite(self._engine)
         else:
             self._engine = create_async_engine(parsed, **_postgres_options())
-        self._quick = _QuickReader(parsed) if self.is_sqlite and sqlite_file(url) is not None else None
+        self._quick = _QuickReader(parsed) if self._file is not None else None
 
     async def migrate(self) -> None:
         """Bring the tables to the newest version, from any older one or from nothing.
@@ -82,6 +93,8 @@ class Database:
                     await connection.run_sync(upgrade)
                 if self.is_sqlite:
                     await connection.invalidate()  # no later user gets one without foreign keys
+            if self._file is not None:
+                await asyncio.to_thread(_make_private, self._file)
         except (SQLAlchemyError, CommandError, sqlite3.Error) as error:
             shown = self._engine.url.render_as_string(hide_password=True)
             reason = getattr(error, "orig", None) or error
@@ -216,9 +229,39 @@ async def _unhurried(connection: AsyncConnection) -> None:
 
 
 def _open_once(path: str) -> None:
-    """Raise what opening raises. The asynchronous driver raises it too, and then its thread outlives the loop
-    and complains on standard error."""
+    """Make a new file private, and raise what opening raises.
+
+    The asynchronous driver raises it too, and then its thread outlives the loop and complains on standard
+    error.
+    """
+    with suppress(OSError):  # sqlite3 says what is wrong
+        if path != ":memory:":
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     sqlite3.connect(path, timeout=BUSY_SECONDS).close()
+
+
+def _make_private(path: Path) -> None:
+    """Take a database file, and the files that SQLite keeps beside it, away from other users.
+
+    New ones are private from the start: SQLite gives the others the permissions of the first. This is for
+    files that an earlier version created, as the umask said.
+    """
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        file = path.with_name(path.name + suffix)
+        try:
+            mode = stat.S_IMODE(file.stat().st_mode)
+            if mode & 0o077:
+                file.chmod(0o600)
+                logger.warning("%s had mode %o, so others could use it; it has 600 now.", file, mode)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning(
+                "other users of this machine can use %s, and its mode cannot be changed (%s). It holds all "
+                "problems and plans: have its owner run chmod 600.",
+                file,
+                error.strerror,
+            )
 
 
 def _prepare_sqlite(engine: AsyncEngine) -> None:

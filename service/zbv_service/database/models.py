@@ -132,16 +132,17 @@ class SearchEventRow(Base):
 
 
 class IdempotencyRow(Base):
-    """A request that named itself with an Idempotency-Key, and the search that it was answered with.
+    """A request that named itself with an Idempotency-Key, and what it created or found.
 
-    ``search_id`` refers to a row that may be gone: the key outlives a search that is discarded.
+    ``kind`` says in which table ``resource_id`` is. That row may be gone: the key outlives it.
     """
 
     __tablename__ = "idempotency_keys"
 
     key_hash: Mapped[str] = mapped_column(String(64), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(64))
-    search_id: Mapped[str] = mapped_column(String(32))
+    kind: Mapped[str] = mapped_column(String(16))
+    resource_id: Mapped[str] = mapped_column(String(32))
     expires_at: Mapped[datetime]
 
     __table_args__ = (Index("ix_idempotency_keys_expires_at", "expires_at"),)

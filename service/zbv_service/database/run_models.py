@@ -74,6 +74,7 @@ class AgentRow(Base):
     checkpoint_directories: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     state: Mapped[str] = mapped_column(String(16))
     run_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("runs.id"))
+    owner: Mapped[str | None] = mapped_column(String(16))
     created_at: Mapped[datetime]
     seen_at: Mapped[datetime]
 

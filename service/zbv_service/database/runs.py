@@ -16,10 +16,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
+from zbv_service.database.named_requests import answered_with, remember
 from zbv_service.database.paging import begins, page_after, page_of
 from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, node_of, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
-from zbv_service.records import Page, Position
+from zbv_service.records import NamedRequest, Page, Position
 from zbv_service.runs.gang import Offer, Wanted, choose, lack
 from zbv_service.runs.records import (
     RUN_ENDED,
@@ -44,19 +45,27 @@ class SearchGone(Exception):
     """The search was discarded or cancelled."""
 
 
+class RunRemoved(Exception):
+    """The run that a named request created was removed since."""
+
+
 class RunTable:
     """The runs of one database."""
 
     def __init__(self, database: Database):
         self._database = database
 
-    async def add(self, new: NewRun) -> RunRecord:
-        """Accept a run; it waits for agents, or its plan. One that is there already stays as it is.
+    async def add(self, new: NewRun, named: NamedRequest | None = None) -> RunRecord:
+        """Accept a run; it waits for agents, or for its plan. A named request is stored with it.
+
+        A request that was answered before gets the run that it created then.
 
         Raises
         ------
         SearchGone
             When the search that it is to wait for has been discarded or cancelled meanwhile.
+        NameTaken, RunRemoved
+            As :meth:`of_request`.
         """
         row = RunRow(
             **asdict(new),
@@ -70,9 +79,8 @@ class RunTable:
         )
         try:
             async with self._database.writing() as session:
-                known = await session.get(RunRow, new.id)
-                if known is not None:
-                    return _record(known, await nodes_of(session, known))
+                if named is not None:
+                    await remember(session, named, new.id)
                 if new.search_id is not None and not await _held_search(session, new.search_id):
                     raise SearchGone(new.search_id)
                 session.add(row)
@@ -82,11 +90,30 @@ class RunTable:
                 else:
                     add_event(session, row.id, "waiting", f"for {new.nodes} agents")
         except IntegrityError:
-            found = await self.get(new.id)
-            if found is None:
+            known = None if named is None else await self.of_request(named)
+            if known is None:
                 raise
-            return found  # the same request came twice at once
+            return known  # the same request came twice at once
         return _record(row, ())
+
+    async def of_request(self, named: NamedRequest) -> RunRecord | None:
+        """The run that a request of this name created; None when there was no such request.
+
+        Raises
+        ------
+        NameTaken
+            When it was another request.
+        RunRemoved
+            When the run was removed since.
+        """
+        async with self._database.reading() as session:
+            run_id = await answered_with(session, named)
+            if run_id is None:
+                return None
+            row = await session.get(RunRow, run_id)
+            if row is None:
+                raise RunRemoved(run_id)
+            return _record(row, await nodes_of(session, row))
 
     async def get(self, run_id: str) -> RunRecord | None:
         """A run by id."""
@@ -287,8 +314,13 @@ def _offer(agent: AgentRow) -> Offer:
         agent.slots,
         agent.run_id is None,
         tuple(agent.allowed_models),
+        agent.owner,
         checkpoint_directories=None if directories is None else tuple(directories),
     )
+
+
+def _is_of(node: NodeRow, run: RunRow) -> bool:
+    return node.run_id == run.id and node.generation == run.generation
 
 
 def _node(row: NodeRow) -> NodeRecord:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Row, Select, and_, bindparam, delete, func, or_, select, update
+from sqlalchemy import Row, Select, and_, bindparam, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.models import IdempotencyRow, SearchRow
+from zbv_service.database.models import SearchRow
+from zbv_service.database.named_requests import answered_with, remember
 from zbv_service.database.paging import begins, of_shape, page_after, page_of
 from zbv_service.database.retention import remove_searches
 from zbv_service.database.run_end import changed
@@ -27,10 +28,6 @@ from zbv_service.records import (
     SearchFilter,
     SearchRecord,
 )
-
-
-class NameTaken(Exception):
-    """The caller gave the same name to a request with another body."""
 
 
 class SearchDiscarded(Exception):
@@ -85,7 +82,7 @@ class SearchTable(SearchLeases):
                 async with self._database.writing() as session:
                     if named is not None:
                         search_id = new.id if existing is None else existing.id
-                        await _remember(session, named, search_id)
+                        await remember(session, named, search_id)
                     if existing is not None:
                         return existing, False
                     if most is not None and await _unfinished(session, new.created_by, most) >= most:
@@ -272,30 +269,13 @@ async def _turn(session: AsyncSession, caller: str | None) -> int:
 
 async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | None:
     """The search that a request of this name was answered with before, if there was one."""
-    known = await session.get(IdempotencyRow, named.key_hash)
-    if known is None or known.expires_at <= datetime.now(UTC):
+    search_id = await answered_with(session, named)
+    if search_id is None:
         return None
-    if known.fingerprint != named.fingerprint:
-        raise NameTaken
-    row = await session.get(SearchRow, known.search_id)
+    row = await session.get(SearchRow, search_id)
     if row is None:
         raise SearchDiscarded
     return row
-
-
-async def _remember(session: AsyncSession, named: NamedRequest, search_id: str) -> None:
-    """Note which search a named request is answered with; an expired name can be given again."""
-    same, expired = IdempotencyRow.key_hash == named.key_hash, IdempotencyRow.expires_at <= datetime.now(UTC)
-    await session.execute(delete(IdempotencyRow).where(same, expired))
-    session.add(
-        IdempotencyRow(
-            key_hash=named.key_hash,
-            fingerprint=named.fingerprint,
-            search_id=search_id,
-            expires_at=named.expires_at,
-        )
-    )
-    await session.flush()
 
 
 # Made once: what SQLAlchemy derives from a query takes longer than carrying it out, and is kept with it.

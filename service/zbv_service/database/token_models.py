@@ -13,8 +13,8 @@ from zbv_service.database.models import Base
 class TokenRow(Base):
     """A token, a browser's session, or a link that becomes one.
 
-    ``parent_id`` is the token that a session or link was made with: it ends with it. The secret itself is
-    nowhere.
+    ``parent_id`` is the token that a session or link was made with: it ends with it. ``local_id`` names the
+    local token instead, which is in no database. The secret itself is nowhere.
     """
 
     __tablename__ = "tokens"
@@ -25,6 +25,7 @@ class TokenRow(Base):
     secret_hash: Mapped[str] = mapped_column(String(64))
     scopes: Mapped[list[str]] = mapped_column(JSON)
     parent_id: Mapped[str | None] = mapped_column(String(16), ForeignKey("tokens.id"))
+    local_id: Mapped[str | None] = mapped_column(String(16))
     max_searches: Mapped[int | None]
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime | None]

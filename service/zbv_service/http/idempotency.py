@@ -6,17 +6,115 @@ structured string in double quotes (RFC 9651); most clients leave the quotes out
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from fastapi import Request
 
-from zbv_service.http.problems import INVALID_IDEMPOTENCY_KEY, ProblemError
+from zbv_service.database import NameTaken
+from zbv_service.http.problems import (
+    IDEMPOTENCY_KEY_IN_USE,
+    IDEMPOTENCY_KEY_REUSED,
+    INVALID_IDEMPOTENCY_KEY,
+    ProblemError,
+)
+from zbv_service.records import NamedRequest, RequestKind
 
 HEADER = "Idempotency-Key"
 MAX_LENGTH = 255
 _QUOTED = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
 _ESCAPED = re.compile(r'\\(["\\])')
 _BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]+")
+
+
+KEY_PARAMETER: dict[str, Any] = {
+    "name": HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Names the request, so that sending it twice does it once. Each token has its own keys. A "
+    "key is remembered for a day, unless the operator says otherwise; until then the answer is what "
+    "the first request created, even if that was cancelled since.",
+    "schema": {"type": "string", "maxLength": MAX_LENGTH + 2},
+}
+"""The OpenAPI parameter of a route that takes the header."""
+
+
+class NamedRequests:
+    """The named requests of one kind that this process is answering.
+
+    Parameters
+    ----------
+    seconds
+        How long names are remembered.
+    """
+
+    def __init__(self, kind: RequestKind, seconds: float):
+        self._kind = kind
+        self._lifetime = timedelta(seconds=seconds)
+        self._in_flight: set[str] = set()
+
+    @asynccontextmanager
+    async def named(
+        self, key_hash: str | None, body: Any, *, is_small: bool = False
+    ) -> AsyncIterator[NamedRequest | None]:
+        """Answer a request inside the block; store what it yields with what the request creates.
+
+        Parameters
+        ----------
+        key_hash
+            Of the caller and the key; without one, None is yielded.
+        is_small
+            Whether hashing the body takes less time than handing it to a thread.
+
+        Raises
+        ------
+        ProblemError
+            409 while a request of the same name is being answered here, 422 when the block finds that the
+            name belongs to another request.
+        """
+        if key_hash is None:
+            yield None
+            return
+        if key_hash in self._in_flight:
+            raise ProblemError(
+                IDEMPOTENCY_KEY_IN_USE,
+                "The first request with this Idempotency-Key is not answered yet; send it again in a second.",
+                headers={"Retry-After": "1"},
+            )
+        self._in_flight.add(key_hash)
+        try:
+            fingerprint = _hash(body) if is_small else await asyncio.to_thread(_hash, body)
+            yield NamedRequest(key_hash, fingerprint, datetime.now(UTC) + self._lifetime, self._kind)
+        except NameTaken:
+            raise ProblemError(
+                IDEMPOTENCY_KEY_REUSED,
+                "This Idempotency-Key came with another body or to another address before; a new request "
+                "needs a new key.",
+            ) from None
+        finally:
+            self._in_flight.discard(key_hash)
+
+
+def key_hash_of(request: Request, owner: str) -> str | None:
+    """The hash of a caller and the key of its request; None when the request has no key.
+
+    Raises
+    ------
+    ProblemError
+        400 as :func:`idempotency_key`.
+    """
+    key = idempotency_key(request)
+    return None if key is None else _hash([owner, key])
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def idempotency_key(request: Request) -> str | None:

@@ -30,15 +30,20 @@ ADVICE: dict[str, Advice] = {
     ),
     "idempotency-key-in-use": Advice(
         "A request with this Idempotency-Key came in before and is being answered.",
-        "Send the request again after the seconds in Retry-After; the answer is that of the first one.",
+        "Send the request again after the seconds in Retry-After. If the first one was accepted, the answer "
+        "is what it created.",
     ),
     "idempotency-key-reused": Advice(
-        "This Idempotency-Key came with another body before. A key names one request.",
+        "This Idempotency-Key came with another body or to another address before. A key names one request.",
         "Send a new key with a new request; to repeat a request, send its body unchanged.",
     ),
     "search-discarded": Advice(
         "The request with this Idempotency-Key was answered with a search that somebody has discarded since.",
-        "To have it searched anew, send the request with a new key.",
+        "To search it again, send the request with a new key.",
+    ),
+    "run-removed": Advice(
+        "The request with this Idempotency-Key created a run, which the service has removed since.",
+        "To run it again, send the request with a new key.",
     ),
     "search-in-use": Advice(
         "A run was submitted as a problem, and waits for the plan of this search.",
@@ -58,6 +63,12 @@ ADVICE: dict[str, Advice] = {
         "requests may be made without the user's knowledge, so they change nothing.",
         "Use the service's own pages, or send a token in Authorization. A proxy must pass Host on unchanged.",
     ),
+    "agent-of-others": Advice(
+        "The token did not register this agent. Only the token that did, or one with the scope admin, may "
+        "act for it.",
+        "Use the token that registered the agent, or register the node again under a new id. Agents of "
+        "zbv-worker do so by themselves when their token changes.",
+    ),
     "not-found": Advice(
         "Nothing has this address, or the search, plan, run or agent with this id does not exist (any more).",
         "Look at the list of the collection, such as /v1/searches; /openapi.json has every address.",
@@ -75,8 +86,8 @@ ADVICE: dict[str, Advice] = {
         "Read the run's state first; the detail says which states allow it.",
     ),
     "agent-gone": Advice(
-        "The agent was silent for too long and counts as lost, or it has said goodbye. Runs that it had have "
-        "failed or were begun anew elsewhere.",
+        "The agent was silent for too long and counts as lost, or it has left. Its part of a run is over; "
+        "the run failed, or starts again when it has retries left.",
         "Register again, under a new id.",
     ),
     "address-too-long": Advice(
@@ -94,7 +105,7 @@ ADVICE: dict[str, Advice] = {
         "Send application/json, and for packed bodies Content-Encoding: gzip.",
     ),
     "invalid-body": Advice(
-        "The body is JSON, but breaks rules of its document. Nothing was stored.",
+        "The body is JSON, but breaks rules of its document. Nothing of it was stored.",
         "Each entry of errors points to one value and says what was found and what the rule is.",
     ),
     "invalid-parameter": Advice(
@@ -120,12 +131,13 @@ ADVICE: dict[str, Advice] = {
         "Wait for some to end, or cancel some. The operator may raise the limit, for all or for one token.",
     ),
     "too-many-attempts": Advice(
-        "Too many wrong tokens came from this address in a short time.",
-        "Wait as long as Retry-After says, and use a token that works.",
+        "The same wrong token came from this address too often in a short time.",
+        "Use a token that works; it is accepted at once. This one is looked up again after Retry-After.",
     ),
     "internal-error": Advice(
         "The service met an error of its own. The request may have been right.",
-        "Give the operator the request_id: the log has the rest under it. Repeating is safe.",
+        "Give the operator the request_id: the log has the rest under it. A GET may be repeated. Any other "
+        "request may have been carried out: look first, or repeat it with the Idempotency-Key that it had.",
     ),
     "contradicted-bound": Advice(
         "A verified plan is better than a lower bound allows, so the plan or the bound is wrong. This is a "
@@ -138,8 +150,8 @@ ADVICE: dict[str, Advice] = {
         "Try fewer microbatches or less effort, or give the service's machine more memory.",
     ),
     "run-failed": Advice(
-        "Ranks of the run failed, and no retries are left.",
-        "The failures name cause before consequence: rank, action and peer. The ranks' logs have more.",
+        "The run ended without success: no retries are left, or another try would fail in the same way.",
+        "Failures of ranks name causes before consequences: rank, action and peer. Ranks' logs have more.",
     ),
     "missing-dependency": Advice(
         "The operation needs a package that is not installed where the service runs.",
@@ -147,7 +159,8 @@ ADVICE: dict[str, Advice] = {
     ),
     "not-ready": Advice(
         "The service starts, stops, or cannot reach its database.",
-        "Ask again in a moment; clients that keep to Retry-After do so by themselves.",
+        "Ask again in a moment; clients that keep to Retry-After do so by themselves. A request other than "
+        "GET may have been carried out: look first, or repeat it with the Idempotency-Key that it had.",
     ),
     "too-many-connections": Advice(
         "As many connections are open as the service takes.",

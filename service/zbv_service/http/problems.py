@@ -75,6 +75,7 @@ MALFORMED_JSON = Kind("malformed-json", 400, "The body is not JSON")
 INVALID_IDEMPOTENCY_KEY = Kind("invalid-idempotency-key", 400, "The Idempotency-Key breaks a rule")
 UNAUTHENTICATED = Kind("unauthenticated", 401, "The request does not say who sends it")
 INSUFFICIENT_SCOPE = Kind("insufficient-scope", 403, "The token does not allow this")
+AGENT_OF_OTHERS = Kind("agent-of-others", 403, "The agent belongs to another token")
 OTHER_ORIGIN = Kind("other-origin", 403, "Another site's page sent the request")
 NOT_FOUND = Kind("not-found", 404, "There is no such thing")
 METHOD_NOT_ALLOWED = Kind("method-not-allowed", 405, "This address does not take this method")
@@ -85,6 +86,7 @@ IDEMPOTENCY_KEY_IN_USE = Kind(
     "idempotency-key-in-use", 409, "A request with this Idempotency-Key is being answered"
 )
 SEARCH_DISCARDED = Kind("search-discarded", 410, "The search that this Idempotency-Key named was discarded")
+RUN_REMOVED = Kind("run-removed", 410, "The run that this Idempotency-Key named was removed")
 AGENT_GONE = Kind("agent-gone", 410, "The agent is lost or has left")
 ADDRESS_TOO_LONG = Kind("address-too-long", 414, "The address is too long")
 HEADERS_TOO_LARGE = Kind("headers-too-large", 431, "The header fields are too large")
@@ -97,7 +99,7 @@ INVALID_PLAN = Kind("invalid-plan", 422, "The plan cannot be executed as its pro
 INFEASIBLE_MEMORY = Kind("infeasible-memory", 422, "No plan fits the memory limit")
 UNKNOWN_HOST = Kind("unknown-host", 421, "The service has no such name")
 TOO_MANY_SEARCHES = Kind("too-many-searches", 429, "The token has too many unfinished searches")
-TOO_MANY_ATTEMPTS = Kind("too-many-attempts", 429, "Too many wrong tokens came from this address")
+TOO_MANY_ATTEMPTS = Kind("too-many-attempts", 429, "A wrong token came from this address too often")
 INTERNAL = Kind("internal-error", 500, "The service failed")
 CONTRADICTED_BOUND = Kind("contradicted-bound", 500, "A verified plan undercuts a lower bound")
 SEARCH_CRASHED = Kind("search-crashed", 500, "The search process died")
@@ -287,11 +289,24 @@ def _allowed(request: Request) -> list[str]:
 async def on_database_away(request: Request, error: Exception) -> Response:
     """The answer to a request that needed the database when it was away."""
     logger.warning("%s %s was not answered: %s", request.method, request.url.path, error)
-    detail = "The database does not answer now; nothing was changed. Ask again in a moment."
+    detail = f"The database does not answer now. {_repeating(request)}"
     return response(document(NOT_READY, detail), {"Retry-After": "1"})
 
 
 async def _on_crash(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    detail = "An error of the service, not of the request; its log has the details. Nothing was stored."
+    detail = f"An error of the service, not of the request; its log has the details. {_repeating(request)}"
     return response(document(INTERNAL, detail))
+
+
+def _repeating(request: Request) -> str:
+    """What to do about a request of which nobody knows whether it was carried out.
+
+    A commit whose answer was lost has changed the database all the same, and a crash may come after one.
+    """
+    if request.method in ("GET", "HEAD"):
+        return "Repeat the request in a moment."
+    return (
+        "The request may have been carried out all the same. Look first, or repeat it with the same "
+        "Idempotency-Key where it had one (POST /v1/searches, POST /v1/runs)."
+    )

@@ -37,8 +37,8 @@ def plan_page(view: report.PlanView, shell: Shell) -> str:
         links=tuple(links),
         exports=tuple(exports),
         json_url=document,
-        picture_url=f"{page}/thumbnail.png",
-        # Of an answer that is kept for good, the address changes with what reads it.
+        # Of an answer that is kept for good, the address changes with what makes and reads it.
+        picture_url=f"{page}/thumbnail.png?v={assets()}",
         actions_url=f"{page}/actions?v={assets()}",
         chart_url=f"{page}/chart?v={assets()}",
         bokeh_url=f"{shell.root}/static/bokeh/js/bokeh.min.js?v={BOKEH_VERSION}",

@@ -101,8 +101,11 @@ class Shell:
 
 @cache
 def assets() -> str:
-    """A text that changes when a style sheet or script does, for addresses that are kept for good."""
-    digest = sha256()
+    """A text that changes with every version of the service and with every style sheet and script.
+
+    It is part of addresses whose answers are kept for good.
+    """
+    digest = sha256(__version__.encode())
     for directory in (report.STATIC, STATIC_DIRECTORIES["/static/pages"]):
         for path in sorted(directory.rglob("*")):
             if path.is_file():

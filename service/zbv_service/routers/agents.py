@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from zbv_solver.rank_trace import RankTraceDocument
 
 from zbv_service.http.bodies import read_json, read_packed
@@ -13,6 +13,7 @@ from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of, text_body
 from zbv_service.http.problems import (
     AGENT_GONE,
+    AGENT_OF_OTHERS,
     BODY_TOO_LARGE,
     INVALID_BODY,
     INVALID_PARAMETER,
@@ -34,13 +35,23 @@ from zbv_service.runs.agent_documents import (
     WorkDocument,
 )
 from zbv_service.runs.parts import MAX_LOG_BYTES
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.grants import grant_of
+from zbv_service.security.scheme import READ, READ_SCOPES, needs
+from zbv_service.security.scopes import allows
 
 MAX_WAIT = 60.0
 _BODY = (MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY)
 
 AGENT = needs("agent")
 READ_OR_AGENT = needs("read", "agent")
+
+
+async def _own_agent(request: Request, agent_id: str) -> None:
+    await rooms(request).agents.owners.require(grant_of(request), agent_id)
+
+
+OWN_AGENT = [AGENT, Depends(_own_agent)]
+"""The dependencies of a route that acts for an agent."""
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 
@@ -56,13 +67,15 @@ router = APIRouter(prefix="/v1/agents", tags=["agents"])
     openapi_extra=body_of(AgentRequest),
     responses={
         200: {"model": RegisteredAgent, "description": "Registered before, under this id."},
-        **documented(*_BODY, AGENT_GONE),
+        **documented(*_BODY, AGENT_OF_OTHERS, AGENT_GONE),
     },
 )
 async def register_agent(request: Request) -> Response:
     """The agent chooses its id, so a registration whose answer was lost can be repeated."""
     found = rooms(request)
-    record, is_new = await found.agents.register(await read_json(request, found.settings.max_body_bytes))
+    record, is_new = await found.agents.register(
+        await read_json(request, found.settings.max_body_bytes), grant_of(request)
+    )
     answer = RegisteredAgent(
         agent=AgentDocument.of(record),
         heartbeat_seconds=found.settings.agent_heartbeat_seconds,
@@ -100,23 +113,25 @@ async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()
     operation_id="get_agent",
     dependencies=[READ_OR_AGENT],
     summary="An agent",
-    responses=documented(NOT_FOUND),
+    responses=documented(AGENT_OF_OTHERS, NOT_FOUND),
 )
 async def get_agent(request: Request, agent_id: str) -> AgentDocument:
-    """Also one that left or was lost."""
+    """Also one that left or was lost. A token without the scope read sees its own agents only."""
+    if not allows(grant_of(request).scopes, READ_SCOPES):
+        await _own_agent(request, agent_id)
     return AgentDocument.of(await rooms(request).agents.get(agent_id))
 
 
 @router.get(
     "/{agent_id}/work",
     operation_id="get_work",
-    dependencies=[AGENT],
+    dependencies=OWN_AGENT,
     summary="An agent's work, waited for",
     response_model=WorkDocument,
     response_description="Its node of a run; the same until its end is reported.",
     responses={
         204: {"description": "There was none for so long; ask again."},
-        **documented(NOT_FOUND, AGENT_GONE, INVALID_PARAMETER),
+        **documented(AGENT_OF_OTHERS, NOT_FOUND, AGENT_GONE, INVALID_PARAMETER),
     },
 )
 async def get_work(
@@ -135,11 +150,11 @@ async def get_work(
 @router.post(
     "/{agent_id}/heartbeat",
     operation_id="beat",
-    dependencies=[AGENT],
+    dependencies=OWN_AGENT,
     summary="A sign of life, and where the ranks are",
     response_model=HeartbeatAnswer,
     openapi_extra=body_of(Heartbeat),
-    responses=documented(*_BODY, NOT_FOUND, AGENT_GONE),
+    responses=documented(*_BODY, AGENT_OF_OTHERS, NOT_FOUND, AGENT_GONE),
 )
 async def beat(request: Request, agent_id: str) -> HeartbeatAnswer:
     """The answer says whether the ranks must end."""
@@ -150,11 +165,11 @@ async def beat(request: Request, agent_id: str) -> HeartbeatAnswer:
 @router.post(
     "/{agent_id}/ended",
     operation_id="report_end",
-    dependencies=[AGENT],
+    dependencies=OWN_AGENT,
     summary="How the node of a run ended",
     status_code=204,
     openapi_extra=body_of(NodeEnd),
-    responses=documented(*_BODY, NOT_FOUND, AGENT_GONE),
+    responses=documented(*_BODY, AGENT_OF_OTHERS, NOT_FOUND, AGENT_GONE),
 )
 async def report_end(request: Request, agent_id: str) -> Response:
     """The agent is free afterwards. Saying it twice changes nothing."""
@@ -170,11 +185,11 @@ Index = Annotated[int, Path(ge=0, le=2**31 - 1)]
 @router.put(
     _PART + "/trace",
     operation_id="put_trace",
-    dependencies=[AGENT],
+    dependencies=OWN_AGENT,
     summary="What a rank measured",
     status_code=204,
     openapi_extra=body_of(RankTraceDocument),
-    responses=documented(*_BODY, NOT_FOUND, AGENT_GONE, INVALID_PARAMETER),
+    responses=documented(*_BODY, AGENT_OF_OTHERS, NOT_FOUND, AGENT_GONE, INVALID_PARAMETER),
 )
 async def put_trace(request: Request, agent_id: str, run_id: str, generation: Index, rank: Index) -> Response:
     """Takes the place of the rank's former trace. May be sent as gzip."""
@@ -189,12 +204,18 @@ async def put_trace(request: Request, agent_id: str, run_id: str, generation: In
 @router.put(
     _PART + "/log",
     operation_id="put_log",
-    dependencies=[AGENT],
+    dependencies=OWN_AGENT,
     summary="The end of a rank's log",
     status_code=204,
     openapi_extra=text_body(),
     responses=documented(
-        MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, NOT_FOUND, AGENT_GONE, INVALID_PARAMETER
+        MALFORMED_JSON,
+        BODY_TOO_LARGE,
+        UNSUPPORTED_MEDIA_TYPE,
+        AGENT_OF_OTHERS,
+        NOT_FOUND,
+        AGENT_GONE,
+        INVALID_PARAMETER,
     ),
 )
 async def put_log(request: Request, agent_id: str, run_id: str, generation: Index, rank: Index) -> Response:
@@ -209,9 +230,9 @@ async def put_log(request: Request, agent_id: str, run_id: str, generation: Inde
 @router.post(
     "/{agent_id}/drain",
     operation_id="drain_agent",
-    dependencies=[AGENT],
+    dependencies=OWN_AGENT,
     summary="Give an agent no more work",
-    responses=documented(NOT_FOUND, AGENT_GONE),
+    responses=documented(AGENT_OF_OTHERS, NOT_FOUND, AGENT_GONE),
 )
 async def drain_agent(request: Request, agent_id: str) -> AgentDocument:
     """A run that it has goes on."""
@@ -221,10 +242,10 @@ async def drain_agent(request: Request, agent_id: str) -> AgentDocument:
 @router.delete(
     "/{agent_id}",
     operation_id="remove_agent",
-    dependencies=[AGENT],
+    dependencies=OWN_AGENT,
     summary="Deregister an agent",
     status_code=204,
-    responses=documented(NOT_FOUND),
+    responses=documented(AGENT_OF_OTHERS, NOT_FOUND),
 )
 async def remove_agent(request: Request, agent_id: str) -> Response:
     """A run that it still has fails."""

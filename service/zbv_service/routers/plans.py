@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.documents import ImportedPlan, PlanDocument, PlanList, PlanSummaryDocument, RankDocument
 from zbv_service.http.bodies import read_json
+from zbv_service.http.caching import REVALIDATED
 from zbv_service.http.cursors import neighbours, position_of
 from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of, content_of
@@ -22,8 +23,9 @@ from zbv_service.http.problems import (
     UNSUPPORTED_MEDIA_TYPE,
     documented,
 )
+from zbv_service.plans import rank_tag
 from zbv_service.routers.listing import PlanListQuery, page_at
-from zbv_service.routers.rooms import SEE_PAGE, immutable, rooms
+from zbv_service.routers.rooms import SEE_PAGE, cached, derived, immutable, rooms
 from zbv_service.security.scheme import READ, needs
 
 STORE = needs("search", "launch")
@@ -117,7 +119,7 @@ async def get_plan(request: Request, plan_id: str) -> Response:
     summary="One rank's part of a plan",
     response_class=Response,
     responses={
-        200: content_of(RankDocument, "The rank's part; it never changes."),
+        200: content_of(RankDocument, "The rank's part; it changes with the version of the service at most."),
         **_NOT_MODIFIED,
         **documented(NOT_FOUND, INVALID_PARAMETER),
     },
@@ -127,7 +129,7 @@ async def get_rank(request: Request, plan_id: str, rank: int) -> Response:
     found = rooms(request)
     text = await found.plans.rank(plan_id, rank)
     found.metrics.rank_fetches.inc()
-    headers, known = immutable(request, f"{plan_id}-{rank}")
+    headers, known = cached(request, rank_tag(plan_id, rank), REVALIDATED)
     return known or Response(text, headers=headers, media_type="application/json")
 
 
@@ -146,6 +148,6 @@ async def get_rank(request: Request, plan_id: str, rank: int) -> Response:
 async def export_plan(request: Request, plan_id: str, format_name: str) -> Response:
     """The formats of ``zbv export``."""
     text, media_type, name = await rooms(request).plans.export(plan_id, format_name)
-    headers, known = immutable(request, f"{plan_id}-{format_name}")
+    headers, known = derived(request, f"{plan_id}-{format_name}")
     headers["Content-Disposition"] = f'attachment; filename="{name}"'
     return known or Response(text, headers=headers, media_type=media_type)

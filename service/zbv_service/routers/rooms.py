@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 
-from zbv_service.http.caching import IMMUTABLE
+from zbv_service.http.caching import IMMUTABLE, REVALIDATED
+from zbv_service.http.idempotency import key_hash_of
+from zbv_service.pages.shell import assets
 from zbv_service.security.grants import grant_of
 
 if TYPE_CHECKING:
@@ -29,6 +31,11 @@ def caller_of(request: Request) -> str | None:
     return grant_of(request).name
 
 
+def request_key(request: Request) -> str | None:
+    """The hash of the caller and its Idempotency-Key, None without one; raises :class:`ProblemError` 400."""
+    return key_hash_of(request, grant_of(request).owner)
+
+
 def most_searches(request: Request) -> int:
     """How many unfinished searches may be the caller's."""
     own = grant_of(request).max_searches
@@ -39,8 +46,25 @@ def immutable(
     request: Request, etag: str, more: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], Response | None]:
     """Headers of an answer that never changes, and ``more``; and the 304 when the caller has it already."""
+    return cached(request, etag, IMMUTABLE, more)
+
+
+def derived(request: Request, etag: str) -> tuple[dict[str, str], Response | None]:
+    """As :func:`immutable`, of what this version of the service makes of something that never changes.
+
+    A later version may make something else of it. Only where the address names this version (``?v=``) may
+    the answer be kept without asking.
+    """
+    is_versioned = request.query_params.get("v") == assets()
+    return cached(request, f"{etag}-{assets()}", IMMUTABLE if is_versioned else REVALIDATED)
+
+
+def cached(
+    request: Request, etag: str, how_long: str, more: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], Response | None]:
+    """Headers of an answer that may be kept, and ``more``; and the 304 when the caller has it already."""
     quoted = f'"{etag}"'
-    headers = {"ETag": quoted, "Cache-Control": IMMUTABLE, **(more or {})}
+    headers = {"ETag": quoted, "Cache-Control": how_long, **(more or {})}
     asked = request.headers.get("if-none-match", "")
     known = {tag.strip().removeprefix("W/") for tag in asked.split(",")}
     if quoted in known or "*" in known:

@@ -10,20 +10,26 @@ from fastapi.responses import PlainTextResponse
 
 from zbv_service.http.bodies import read_json
 from zbv_service.http.cursors import neighbours, position_of
+from zbv_service.http.idempotency import KEY_PARAMETER
 from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of
 from zbv_service.http.problems import (
     BODY_TOO_LARGE,
+    IDEMPOTENCY_KEY_IN_USE,
+    IDEMPOTENCY_KEY_REUSED,
     INVALID_BODY,
+    INVALID_IDEMPOTENCY_KEY,
     INVALID_PARAMETER,
     MALFORMED_JSON,
     NOT_FOUND,
+    RUN_REMOVED,
     RUN_STATE,
+    TOO_MANY_SEARCHES,
     UNSUPPORTED_MEDIA_TYPE,
     documented,
 )
 from zbv_service.routers.listing import RunListQuery, page_at
-from zbv_service.routers.rooms import SEE_PAGE, caller_of, most_searches, rooms
+from zbv_service.routers.rooms import SEE_PAGE, caller_of, most_searches, request_key, rooms
 from zbv_service.runs.documents import (
     EventDocument,
     EventList,
@@ -56,14 +62,27 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
     response_model=RunDocument,
     response_description="Accepted: it starts once its plan is found and all its agents are free. Follow the "
     "Location.",
-    openapi_extra=body_of(RunRequest),
-    responses=documented(MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, INVALID_BODY),
+    openapi_extra={**body_of(RunRequest), "parameters": [KEY_PARAMETER]},
+    responses=documented(
+        MALFORMED_JSON,
+        INVALID_IDEMPOTENCY_KEY,
+        IDEMPOTENCY_KEY_IN_USE,
+        RUN_REMOVED,
+        BODY_TOO_LARGE,
+        UNSUPPORTED_MEDIA_TYPE,
+        INVALID_BODY,
+        IDEMPOTENCY_KEY_REUSED,
+        TOO_MANY_SEARCHES,
+    ),
 )
 async def submit_run(request: Request) -> Response:
-    """It gets all its agents at once, or none."""
+    """It gets all its agents at once, or none. Send an Idempotency-Key: without one, a repeated request
+    starts a second run."""
     found = rooms(request)
+    key = request_key(request)
     body = await read_json(request, found.settings.max_body_bytes)
-    return _answer(await found.runs.submit(body, caller_of(request), most_searches(request)), 202)
+    record = await found.runs.submit(body, key=key, caller=caller_of(request), most=most_searches(request))
+    return _answer(record, 202)
 
 
 @router.get(

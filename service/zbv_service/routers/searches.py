@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from zbv_service.documents import SearchDocument, SearchList, SearchRequest
 from zbv_service.http.bodies import read_json
 from zbv_service.http.cursors import neighbours, position_of
-from zbv_service.http.idempotency import HEADER, MAX_LENGTH, idempotency_key
+from zbv_service.http.idempotency import KEY_PARAMETER
 from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of
 from zbv_service.http.problems import (
@@ -29,7 +29,7 @@ from zbv_service.http.problems import (
 )
 from zbv_service.records import FINISHED, SearchRecord
 from zbv_service.routers.listing import SearchListQuery, page_at
-from zbv_service.routers.rooms import SEE_PAGE, caller_of, most_searches, rooms
+from zbv_service.routers.rooms import SEE_PAGE, caller_of, most_searches, request_key, rooms
 from zbv_service.security.scheme import READ, needs
 
 RETRY_SECONDS = 1
@@ -38,15 +38,6 @@ SMALL_BYTES = 8192
 SEARCH = needs("search")
 
 router = APIRouter(prefix="/v1/searches", tags=["searches"])
-
-_KEY = {
-    "name": HEADER,
-    "in": "header",
-    "required": False,
-    "description": "Names the request, so that sending it twice does it once. Remembered for a day, unless "
-    "the operator says otherwise; until then even a search that was cancelled since is the answer.",
-    "schema": {"type": "string", "maxLength": MAX_LENGTH + 2},
-}
 
 
 @router.post(
@@ -57,7 +48,7 @@ _KEY = {
     status_code=202,
     response_model=SearchDocument,
     response_description="Accepted, or already accepted before: follow the Location.",
-    openapi_extra={**body_of(SearchRequest), "parameters": [_KEY]},
+    openapi_extra={**body_of(SearchRequest), "parameters": [KEY_PARAMETER]},
     responses={
         200: {"model": SearchDocument, "description": "Answered before: the same problem and options."},
         **documented(
@@ -75,7 +66,7 @@ _KEY = {
 async def submit_search(request: Request) -> Response:
     """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
     found = rooms(request)
-    key = idempotency_key(request)
+    key = request_key(request)
     body = await read_json(request, found.settings.max_body_bytes)
     record = await found.searches.submit(
         body,

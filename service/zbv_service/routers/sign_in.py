@@ -16,7 +16,12 @@ from zbv_service.http.problems import INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY
 from zbv_service.pages.sign_in import sign_in_page
 from zbv_service.routers.answers import page, problem_answer, root_of, shell_of
 from zbv_service.routers.rooms import rooms
-from zbv_service.security.access import InsufficientScope, Unauthenticated, require_same_origin
+from zbv_service.security.access import (
+    InsufficientScope,
+    TooManyAttempts,
+    Unauthenticated,
+    require_same_origin,
+)
 from zbv_service.security.cookies import end_session, session_of, set_session
 from zbv_service.security.documents import SignInLink
 from zbv_service.security.grants import grant_of
@@ -31,7 +36,7 @@ router = APIRouter()
 
 def install(app: FastAPI) -> None:
     """Show people who have to sign in, or may not see something, a page instead of a document."""
-    for error in (Unauthenticated, InsufficientScope):
+    for error in (Unauthenticated, InsufficientScope, TooManyAttempts):
         app.add_exception_handler(error, _on_refusal)
 
 
@@ -44,10 +49,9 @@ async def get_sign_in(request: Request, token: str = "", next: str = "/") -> Res
         return _sign_in_page(request, next, 200)
     found = rooms(request)
     try:
-        found.access.require_patience(request)
-        session = await found.sign_in.follow_link(token)
+        async with found.access.guarded(request, token):
+            session = await found.sign_in.follow_link(token)
     except LinkUnusable as error:
-        found.access.note_failure(request)
         return _sign_in_page(request, next, 401, f"{error} To get a new one: zbv-service token link")
     except ProblemError as error:
         return _refused_page(request, error)
@@ -65,11 +69,12 @@ async def post_sign_in(request: Request) -> Response:
         if found.access.is_open:
             return _see_other(request, destination)
         grant = await found.access.check(request, form.get("token", [""])[0].strip())
+        session = await found.sign_in.begin(grant)
     except ProblemError as error:
-        if error.kind not in (problems.UNAUTHENTICATED, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
+        if error.kind not in (problems.UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
             raise
         return _refused_page(request, error)
-    return _begin(request, await found.sign_in.begin(grant), destination)
+    return _begin(request, session, destination)
 
 
 @router.post("/sign-out", dependencies=[ANYBODY], include_in_schema=False)
@@ -98,10 +103,6 @@ async def create_sign_in_link(request: Request) -> SignInLink:
     """The browser may do what the token may that asks for the link, and for as long."""
     found, base = rooms(request), str(request.base_url)
     grant = grant_of(request)
-    if grant.means == "session":  # which would never end: each link begins another
-        raise ProblemError(
-            INSUFFICIENT_SCOPE, "A browser's session makes no links. With a token: zbv-service token link."
-        )
     expires_at = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
     if found.access.is_open:
         return SignInLink(url=base, expires_at=expires_at)
@@ -125,7 +126,9 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
         return problem_answer(error, request, error.headers)
     query = f"?{request.url.query}" if request.url.query else ""
     path = request.url.path.removeprefix(root_of(request))
-    answer = _sign_in_page(request, path + query, 401)
+    # A browser that still has the cookie of a session that ended can sign in whatever its pages have asked.
+    complaint = error.detail if isinstance(error, TooManyAttempts) else ""
+    answer = _sign_in_page(request, path + query, error.kind.status, complaint)
     answer.headers.update(error.headers)
     return answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from zbv_service.database import AgentTable, RunTable
@@ -10,6 +11,7 @@ from zbv_service.documents import parse_body
 from zbv_service.http.problems import AGENT_GONE, NOT_FOUND, ProblemError
 from zbv_service.records import Page, Position
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
+from zbv_service.runs.agent_owners import AgentOwners
 from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
@@ -25,6 +27,7 @@ from zbv_service.runs.records import (
     StopCause,
     Work,
 )
+from zbv_service.security.grants import Grant
 from zbv_service.waiting import happened
 
 
@@ -37,11 +40,22 @@ class Agents:
         self._heartbeats = heartbeats
         self._dispatcher = dispatcher
         self._assignments = Assignments(runs, dispatcher)
+        self.owners = AgentOwners(agents)
 
-    async def register(self, body: Any) -> tuple[AgentRecord, bool]:
-        """The agent of a request body, and whether it is new; raises InvalidInput."""
+    async def register(self, body: Any, grant: Grant) -> tuple[AgentRecord, bool]:
+        """The agent of a request body, and whether it is new.
+
+        Raises
+        ------
+        InvalidInput
+            When the body breaks a rule.
+        ProblemError
+            403 when another token has registered this agent.
+        """
         request = parse_body(AgentRequest, body)
-        record, is_new = await self._agents.add(request.new_agent)
+        record, is_new = await self._agents.add(replace(request.new_agent, owner=grant.owner))
+        if not is_new:
+            await self.owners.require(grant, record.id)
         self._dispatcher.wake()
         _require_present(record.id, record.name, record.state)
         return record, is_new
@@ -135,8 +149,8 @@ def _require_present(agent_id: str, name: str, state: AgentState | None) -> None
     if state in AGENT_ENDED:
         raise ProblemError(
             AGENT_GONE,
-            f"agent {name} is {state}, and the run that it had has failed on it. Stop its ranks and register "
-            f"again, under a new id.",
+            f"agent {name} is {state}, and its part of a run is over. Stop its ranks and register again, "
+            f"under a new id.",
         )
 
 

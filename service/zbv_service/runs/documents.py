@@ -43,9 +43,6 @@ class ModelDocument(_Request):
 class RunRequest(_Request):
     """A plan to be run, or a problem whose plan is to be searched and run: exactly one of the two."""
 
-    id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = Field(
-        None, description="Chosen at random by the caller: the same id again is the same run."
-    )
     plan_id: PlanId | None = None
     problem: QuestionDocument | None = None
     search_options: OptionsDocument | None = Field(

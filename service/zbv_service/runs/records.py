@@ -48,6 +48,9 @@ class NewAgent:
     allowed_models, checkpoint_directories
         Patterns of what the node may load, and where its ranks may write checkpoints, None when it does not
         say; the node itself enforces both.
+    owner
+        The token that registers it, see :attr:`zbv_service.security.grants.Grant.owner`; None of agents that
+        were registered before owners were stored.
     """
 
     id: str
@@ -59,6 +62,7 @@ class NewAgent:
     versions: dict[str, str]
     allowed_models: list[str]
     checkpoint_directories: list[str] | None = field(default=None, kw_only=True)
+    owner: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

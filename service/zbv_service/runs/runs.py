@@ -11,15 +11,17 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plan import Plan
 
-from zbv_service.database import PlanTable, RunPlanTable, RunTable, SearchGone
+from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
 from zbv_service.documents import parse_body
-from zbv_service.http.problems import NOT_FOUND, RUN_STATE, ProblemError
+from zbv_service.http.idempotency import NamedRequests
+from zbv_service.http.problems import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
 from zbv_service.plans import Plans
-from zbv_service.records import Page, Position, SearchRecord
+from zbv_service.records import NamedRequest, Page, Position, SearchRecord
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.documents import PlanChange, RunRequest
 from zbv_service.runs.records import EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.searches.searches import Searches
+from zbv_service.settings import Settings
 
 
 class Runs:
@@ -33,6 +35,7 @@ class Runs:
         plans: Plans,
         searches: Searches,
         dispatcher: Dispatcher,
+        settings: Settings,
     ):
         self._runs = runs
         self._run_plans = run_plans
@@ -40,12 +43,17 @@ class Runs:
         self._plans = plans
         self._searches = searches
         self._dispatcher = dispatcher
+        self._names = NamedRequests("run", settings.idempotency_seconds)
 
-    async def submit(self, body: Any, caller: str | None = None, most: int | None = None) -> RunRecord:
-        """Accept the run that a request body asks for, or find it.
+    async def submit(
+        self, body: Any, *, key: str | None = None, caller: str | None = None, most: int | None = None
+    ) -> RunRecord:
+        """Accept the run that a request body asks for, or find the one that this request created before.
 
         Parameters
         ----------
+        key
+            Hash of the caller and its name for the request; as for searches.
         caller
             Who asks.
         most
@@ -56,19 +64,34 @@ class Runs:
         InvalidInput
             When the body breaks a rule.
         ProblemError
-            429 when a search is needed and the caller has too many.
+            409 while a request of the same name is being answered, 422 when the name belongs to another
+            request, 410 when its run is gone, 429 when a search is needed and the caller has too many.
         """
+        async with self._names.named(key, body) as named:
+            try:
+                return await self._submit(body, named, caller, most)
+            except RunRemoved:
+                raise ProblemError(
+                    RUN_REMOVED,
+                    "The run of this request was removed. Send the request with a new Idempotency-Key to run "
+                    "it again.",
+                ) from None
+
+    async def _submit(
+        self, body: Any, named: NamedRequest | None, caller: str | None, most: int | None
+    ) -> RunRecord:
         request = parse_body(RunRequest, body)
         _require_one_plan(request)
         _require_json(request.model.arguments)
-        known = None if request.id is None else await self._runs.get(request.id)
+        # Before anything else is looked at: a repeated request gets its run, whatever has become of its plan.
+        known = None if named is None else await self._runs.of_request(named)
         if known is not None:
             return known
         ranks_per_node = _spread(request, await self._pp_degree(request))
         now = datetime.now(UTC)
         chosen = request.search_options
         new = NewRun(
-            id=request.id or uuid.uuid4().hex,
+            id=uuid.uuid4().hex,
             plan_id=request.plan_id,
             search_id=None,
             search_options=None if chosen is None else chosen.model_dump(),
@@ -80,18 +103,20 @@ class Runs:
             created_at=now,
             created_by=caller,
         )
-        record = await self._accepted(new, body, caller, most)
+        record = await self._accepted(new, named, body, most)
         self._dispatcher.wake()
         return record
 
-    async def _accepted(self, new: NewRun, body: Any, caller: str | None, most: int | None) -> RunRecord:
+    async def _accepted(
+        self, new: NewRun, named: NamedRequest | None, body: Any, most: int | None
+    ) -> RunRecord:
         """The stored run; one without a plan waits for a search, which exists then."""
         if new.plan_id is not None:
-            return await self._runs.add(new)
+            return await self._runs.add(new, named)
         while True:
-            search = await self._search(body, caller, most)
+            search = await self._search(body, new.created_by, most)
             try:
-                return await self._runs.add(replace(new, search_id=search.id))
+                return await self._runs.add(replace(new, search_id=search.id), named)
             except SearchGone:
                 continue  # somebody took the search of the same problem away just now: ask for another
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import re
 import uuid
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from zbv_solver import __version__
@@ -17,11 +15,10 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.options import EFFORTS
 from zbv_solver.schema import canonical_json
 
-from zbv_service.database import NameTaken, SearchDiscarded, SearchInUse, SearchTable, TooManySearches
+from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents import OptionsDocument, SearchRequest, parse_body
+from zbv_service.http.idempotency import NamedRequests
 from zbv_service.http.problems import (
-    IDEMPOTENCY_KEY_IN_USE,
-    IDEMPOTENCY_KEY_REUSED,
     NOT_FOUND,
     SEARCH_DISCARDED,
     SEARCH_IN_USE,
@@ -48,7 +45,7 @@ class Searches:
         self._table = table
         self._runner = runner
         self._settings = settings
-        self._in_flight: set[str] = set()
+        self._names = NamedRequests("search", settings.idempotency_seconds)
 
     async def submit(
         self,
@@ -65,10 +62,10 @@ class Searches:
         Parameters
         ----------
         key
-            The caller's name for the request. For ``settings.idempotency_seconds`` the same name with the
-            same body is answered with the same search, whatever became of it.
+            Hash of the caller and its name for the request. For ``settings.idempotency_seconds`` the same
+            name with the same body is answered with the same search, whatever became of it.
         caller
-            Who asks; names of one caller say nothing about another's.
+            Who asks.
         most
             Unfinished searches that the caller may have, None for any number.
         is_small
@@ -84,39 +81,19 @@ class Searches:
             409 while a request of the same name is being answered, 422 when it had another body, 410 when its
             search was discarded, 429 when the caller has too many searches.
         """
-        if key is None:
-            return await self._submit(await self._prepare(body, caller, is_small), None, most, for_run)
-        key_hash = hashlib.sha256(json.dumps([caller, key]).encode()).hexdigest()
-        if key_hash in self._in_flight:
-            raise ProblemError(
-                IDEMPOTENCY_KEY_IN_USE,
-                "The first request with this Idempotency-Key is not answered yet; send it again in a second.",
-                headers={"Retry-After": "1"},
-            )
-        self._in_flight.add(key_hash)
-        try:
-            return await self._submit(await self._prepare(body, caller, is_small), key_hash, most, for_run)
-        finally:
-            self._in_flight.discard(key_hash)
+        async with self._names.named(key, body, is_small=is_small) as named:
+            return await self._submit(await self._prepare(body, caller, is_small), named, most, for_run)
 
     async def _submit(
-        self, asked: tuple[NewSearch, str], key_hash: str | None, most: int | None, for_run: bool
+        self, new: NewSearch, named: NamedRequest | None, most: int | None, for_run: bool
     ) -> SearchRecord:
-        new, fingerprint = asked
-        expires_at = datetime.now(UTC) + timedelta(seconds=self._settings.idempotency_seconds)
-        named = None if key_hash is None else NamedRequest(key_hash, fingerprint, expires_at)
         try:
             record, is_new = await self._table.add(new, named, most=most, for_run=for_run)
-        except NameTaken:
-            raise ProblemError(
-                IDEMPOTENCY_KEY_REUSED,
-                "This Idempotency-Key came with another body before; a new request needs a new key.",
-            ) from None
         except SearchDiscarded:
             raise ProblemError(
                 SEARCH_DISCARDED,
                 "The search of this request was discarded. Send the request with a new Idempotency-Key to "
-                "have it searched anew.",
+                "search again.",
             ) from None
         except TooManySearches:
             raise ProblemError(
@@ -131,15 +108,14 @@ class Searches:
             self._runner.wake()
         return record
 
-    async def _prepare(self, body: Any, caller: str | None, is_small: bool) -> tuple[NewSearch, str]:
-        """The search that a body asks for, and the body's fingerprint."""
+    async def _prepare(self, body: Any, caller: str | None, is_small: bool) -> NewSearch:
+        """The search that a body asks for."""
         if is_small:
             return self._read(body, caller)
         return await asyncio.to_thread(self._read, body, caller)
 
-    def _read(self, body: Any, caller: str | None) -> tuple[NewSearch, str]:
-        new = replace(new_search(body, self._settings), created_by=caller)
-        return new, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    def _read(self, body: Any, caller: str | None) -> NewSearch:
+        return replace(new_search(body, self._settings), created_by=caller)
 
     async def get(self, search_id: str) -> SearchRecord:
         """A search; raises :class:`ProblemError` 404."""

@@ -5,7 +5,9 @@ As RFC 6750 (bearer tokens) says: 401 without a token or with a wrong one, 403 w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 
 from fastapi import Request
 
@@ -17,7 +19,8 @@ from zbv_service.http.problems import (
     UNAUTHENTICATED,
     ProblemError,
 )
-from zbv_service.security.attempts import Attempts
+from zbv_service.security import attempts
+from zbv_service.security.attempts import Attempts, WrongSecret
 from zbv_service.security.cookies import session_of
 from zbv_service.security.grants import OPEN, Grant
 from zbv_service.security.origins import SAFE_METHODS, is_from_elsewhere, is_same_origin
@@ -28,7 +31,7 @@ _REALM = 'Bearer realm="zbv"'
 _HOW = "send it as Authorization: Bearer …; commands take it from ZBV_TOKEN or --token-file"
 
 
-class Unauthenticated(ProblemError):
+class Unauthenticated(WrongSecret, ProblemError):
     """401: the request says not, or wrongly, who sends it."""
 
     def __init__(self, detail: str, *, is_wrong: bool):
@@ -49,6 +52,18 @@ class InsufficientScope(ProblemError):
         )
 
 
+class TooManyAttempts(ProblemError):
+    """429: one wrong token came from one address too often."""
+
+    def __init__(self, address: str, wait: int):
+        super().__init__(
+            TOO_MANY_ATTEMPTS,
+            f"This wrong token came from {address} too often; wait {wait} s before it is sent again, or "
+            f"send one that works.",
+            headers={"Retry-After": str(wait)},
+        )
+
+
 class Access:
     """Finds out who sends a request."""
 
@@ -56,6 +71,7 @@ class Access:
         self.tokens = tokens
         self.is_open = is_open
         self._attempts = Attempts()
+        self._turn = asyncio.Lock()
 
     async def require(self, request: Request, needed: Sequence[str]) -> Grant:
         """The grant of a request that may do what needs one of these scopes.
@@ -64,7 +80,7 @@ class Access:
         ------
         Unauthenticated, InsufficientScope
         ProblemError
-            When another site's page sent it, or too many wrong tokens came from there.
+            When another site's page sent it, or a wrong token came from there too often.
         """
         grant = await self.identify(request)
         if not allows(grant.scopes, needed):
@@ -106,33 +122,44 @@ class Access:
         return grant is not None and allows(grant.scopes, needed)
 
     async def check(self, request: Request, text: str) -> Grant:
-        """The grant of a token or session."""
-        if not self.tokens.is_known(text):
-            self.require_patience(request)
-        grant = await self.tokens.grant(text)
-        if grant is None:
-            self.note_failure(request)
-            raise Unauthenticated(
-                "The token is none of this service's, or it has expired or was revoked. A new one comes from "
-                "zbv-service token create.",
-                is_wrong=True,
-            )
+        """The grant of a token or session; raises :class:`ProblemError` 401 or 429."""
+        async with self.guarded(request, text, is_known=self.tokens.is_known(text)):
+            grant = await self.tokens.grant(text)
+            if grant is None:
+                raise Unauthenticated(
+                    "The token is unknown to this service, expired or revoked. Create a new one: zbv-service "
+                    "token create.",
+                    is_wrong=True,
+                )
         return grant
 
-    def note_failure(self, request: Request) -> None:
-        """Count a wrong token, or a wrong link, of the address that sent it."""
-        self._attempts.failed(_address(request))
+    @asynccontextmanager
+    async def guarded(self, request: Request, text: str, *, is_known: bool = False) -> AsyncIterator[None]:
+        """Look a token or link up inside the block, which raises :class:`WrongSecret` when it is wrong.
 
-    def require_patience(self, request: Request) -> None:
-        """Raise :class:`ProblemError` 429 when too many wrong ones came from there."""
+        Parameters
+        ----------
+        is_known
+            Whether it worked a short while ago. Others wait for their turn while many wrong ones come.
+
+        Raises
+        ------
+        TooManyAttempts
+            When this very one was wrong too often.
+        """
         address = _address(request)
-        wait = self._attempts.wait_seconds(address)
+        wait = 0 if is_known else self._attempts.wait_seconds(address, text)
         if wait:
-            raise ProblemError(
-                TOO_MANY_ATTEMPTS,
-                f"Too many wrong tokens came from {address}; wait {wait} s before the next one.",
-                headers={"Retry-After": str(wait)},
-            )
+            raise TooManyAttempts(address, wait)
+        is_slowed = not is_known and self._attempts.is_slowed(address)
+        try:
+            async with self._turn if is_slowed else nullcontext():
+                yield
+        except WrongSecret:
+            self._attempts.failed(address, text)
+            if is_slowed:
+                await asyncio.sleep(attempts.DELAY_SECONDS)
+            raise
 
 
 def require_same_origin(request: Request) -> None:

@@ -23,7 +23,9 @@ class Grant:
     means
         A token, a browser's session, the token of this machine's user, or none where none is asked for.
     token_id
-        Of the token that stands behind it; None for the last two means and sessions begun with them.
+        The stored token behind it; None for the last two means and for sessions begun with a local token.
+    local_id
+        The local token behind it; None for all others.
     max_searches
         Unfinished searches it may have; None leaves it to the service.
     """
@@ -32,7 +34,13 @@ class Grant:
     scopes: frozenset[str]
     means: Means
     token_id: str | None = None
+    local_id: str | None = None
     max_searches: int | None = None
+
+    @property
+    def owner(self) -> str:
+        """Who owns what a request creates: a token, with all its sessions; or ``local`` or ``open``."""
+        return self.token_id or ("open" if self.means == "open" else "local")
 
 
 OPEN = Grant(None, frozenset(SCOPES), "open")

@@ -1,24 +1,135 @@
-"""The token that a service on the loopback interface leaves for the commands of its user."""
+"""The token of a service on the loopback interface, for the commands of its user.
+
+Two files hold it. One is private to the service and outlives it, so that the next start has the same token
+and clients that poll go on. The other is where commands look. It is there only while the service runs: a
+command must not send the token to somebody else's program that listens on the port afterwards.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
+import logging
 import os
+import platform
 import secrets
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zbv_service.client_token import local_files
+from zbv_service.client_token import local_files, state_folder
+from zbv_service.database.url import shown_url, sqlite_file
+from zbv_service.security.token_text import TokenText
+
+_KEPT = "secret-"
+_MOST_BYTES = 8192
+_LOCK_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+def kept_token(port: int, database: str) -> TokenText:
+    """The token of the service on a port with a database: that of its last start, or a new one.
+
+    It is in ``secret-MACHINE-PORT-…`` in the state directory. A file that others could read or write is not
+    believed, and replaced. Where no file can be written, the token is good for this start only.
+    """
+    name = _database_name(database)
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    path = state_folder() / f"{_KEPT}{platform.node()}-{port}-{digest}"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _alone_in(path.parent):
+            token = _read_kept(path, name)
+            if token is None:
+                token = TokenText.new()
+                _write_kept(path, f"{token}\n{name}\n")
+                _forget_databases_that_are_gone(path)
+    except OSError as error:
+        logger.warning(
+            "cannot keep the local token in %s (%s): after a restart of the service clients need a new one. "
+            "Set XDG_STATE_HOME to a directory that can be written.",
+            path,
+            error.strerror,
+        )
+        return TokenText.new()
+    return token
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a lock on a directory: two services may start at once. Raises TimeoutError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _locked(descriptor):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "another service holds its lock")
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether a lock could be taken, or the file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _read_kept(path: Path, database: str) -> TokenText | None:
+    """The token in a private file of this user for this database; None when there is none such."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        is_private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        lines = file.read(_MOST_BYTES).decode(errors="replace").splitlines() if is_private else []
+    return TokenText.parse(lines[0]) if len(lines) == 2 and lines[1] == database else None
+
+
+def _write_kept(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _forget_databases_that_are_gone(own: Path) -> None:
+    """Remove the tokens of other databases whose files are gone; those of trials lie in temporary folders."""
+    for path in own.parent.glob(f"{_KEPT}{platform.node()}-*"):
+        with suppress(OSError):
+            lines = path.read_text(errors="replace").splitlines()
+            is_file = len(lines) == 2 and lines[1].startswith("/")
+            if path != own and is_file and not os.path.exists(lines[1]):
+                path.unlink()
+
+
+def _database_name(url: str) -> str:
+    """What names a database for all starts: the path of a file, or a URL without its password."""
+    file = sqlite_file(url)
+    return shown_url(url) if file is None else str(file.resolve())
 
 
 @contextmanager
 def left_behind(port: int, token: str) -> Iterator[Path | None]:
     """Leave a token where commands of this user look for that of a port; gone at the end.
 
-    None where no directory can be written. What killed services left does no harm, as nothing knows its token
-    any more; it is removed all the same. That a service lives shows in the lock that it holds on its file,
-    which ends with its process.
+    None where no directory can be written. What killed services left is removed by the next one: a service
+    that runs holds a lock on its file, which ends with its process.
     """
     path, held = None, None
     for path in local_files(port):

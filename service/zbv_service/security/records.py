@@ -20,7 +20,9 @@ class NewToken:
     name
         Under which its searches and runs are noted. Of the tokens that work, no two have the same.
     parent_id
-        The token that a session or link was made with. None of those of a service's own local token.
+        The token that a session or link was made with; None when that was a local token.
+    local_id
+        The local token that a session or link was made with; None when that was a stored token.
     max_searches
         Unfinished searches it may have; None leaves it to the service.
     """
@@ -32,6 +34,7 @@ class NewToken:
     scopes: tuple[str, ...]
     created_at: datetime
     parent_id: str | None = None
+    local_id: str | None = None
     max_searches: int | None = None
     expires_at: datetime | None = None
 
@@ -46,6 +49,7 @@ class TokenRecord:
     secret_hash: str
     scopes: tuple[str, ...]
     parent_id: str | None
+    local_id: str | None
     max_searches: int | None
     created_at: datetime
     expires_at: datetime | None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from zbv_service.database.tokens import TokenTable
+from zbv_service.http.problems import INSUFFICIENT_SCOPE, ProblemError
+from zbv_service.security.attempts import WrongSecret
 from zbv_service.security.grants import Grant
 from zbv_service.security.records import NewToken, TokenKind
 from zbv_service.security.token_text import TokenText
@@ -13,8 +15,19 @@ from zbv_service.security.tokens import Tokens
 LINK_SECONDS = 24 * 3600.0
 
 
-class LinkUnusable(Exception):
+class LinkUnusable(WrongSecret):
     """A link that begins no session; the message says why."""
+
+
+class SessionCreatesNothing(ProblemError):
+    """403: a browser's session asked for another credential."""
+
+    def __init__(self, what: str):
+        super().__init__(
+            INSUFFICIENT_SCOPE,
+            f"A browser's session cannot create {what}: it would outlive its own end. Use a token of "
+            f"zbv-service token create, or zbv-service token link on the service's machine.",
+        )
 
 
 class SignIn:
@@ -26,7 +39,15 @@ class SignIn:
         self.session_seconds = session_seconds
 
     async def new_link(self, grant: Grant) -> str:
-        """A token that begins one session with the same grant, if it is used within a day."""
+        """A token that begins one session with the same grant, if it is used within a day.
+
+        Raises
+        ------
+        SessionCreatesNothing
+            When the grant is that of a session.
+        """
+        if grant.means == "session":
+            raise SessionCreatesNothing("a link")
         return await self._add("link", grant, LINK_SECONDS)
 
     async def follow_link(self, text: str) -> str:
@@ -41,11 +62,26 @@ class SignIn:
             raise LinkUnusable("This link is too old, or the token behind it was revoked.")
         if not await self._table.redeem(token.id):
             raise LinkUnusable("This link was used before: it works once.")
-        grant = Grant(stored.name, frozenset(stored.scopes), "session", stored.parent_id, stored.max_searches)
+        grant = Grant(
+            stored.name,
+            frozenset(stored.scopes),
+            "token",
+            token_id=stored.parent_id,
+            local_id=stored.local_id,
+            max_searches=stored.max_searches,
+        )
         return await self.begin(grant)
 
     async def begin(self, grant: Grant) -> str:
-        """A new session with a grant; it ends with the token behind it at the latest."""
+        """A new session with a grant; it ends with the token behind it at the latest.
+
+        Raises
+        ------
+        SessionCreatesNothing
+            When the grant is that of a session.
+        """
+        if grant.means == "session":
+            raise SessionCreatesNothing("another session")
         return await self._add("session", grant, self.session_seconds)
 
     async def end(self, text: str) -> None:
@@ -66,6 +102,7 @@ class SignIn:
                 scopes=tuple(sorted(grant.scopes)),
                 created_at=now,
                 parent_id=grant.token_id,
+                local_id=grant.local_id,
                 max_searches=grant.max_searches,
                 expires_at=now + timedelta(seconds=seconds),
             )

@@ -43,7 +43,7 @@ class Tokens:
     Parameters
     ----------
     local
-        A token of this process alone, which may do everything; it is in no database.
+        The token for commands on this machine, which may do everything; it is in no database.
     """
 
     def __init__(
@@ -58,6 +58,13 @@ class Tokens:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._looks: dict[str, asyncio.Task[_Known | None]] = {}
         self._notes: set[asyncio.Task[None]] = set()
+
+    @property
+    def local_grant(self) -> Grant | None:
+        """What the local token may do; None when there is none."""
+        if self._local is None:
+            return None
+        return Grant(LOCAL_NAME, frozenset(SCOPES), "local", local_id=self._local.id)
 
     async def close(self) -> None:
         """Wait for what is still being asked or noted."""
@@ -77,7 +84,7 @@ class Tokens:
         if token is None:
             return None
         if self._is_local(token):
-            return Grant(LOCAL_NAME, frozenset(SCOPES), "local")
+            return self.local_grant
         known = self._known.get(token.id)
         if known is None or self._clock() - known.at > FRESH_SECONDS:
             known = await self._look(token.id)
@@ -124,12 +131,14 @@ class Tokens:
         return known
 
     def has_root(self, record: TokenRecord) -> bool:
-        """Whether what a session or link was made with is accepted here, as far as this process knows.
+        """Whether the token behind a session or link may be accepted here.
 
-        One that was made with a local token, whichever, works where there is such a token: on the loopback
-        interface, and nowhere else that the database may move to.
+        The database knows whether a stored token works. Sessions of a local token work with that token only,
+        so they end with it, and work nowhere else that the database may move to.
         """
-        return record.kind == "token" or record.parent_id is not None or self._local is not None
+        if record.kind == "token" or record.parent_id is not None:
+            return True
+        return self._local is not None and record.local_id == self._local.id
 
     def _note_use(self, record: TokenRecord) -> None:
         now = datetime.now(UTC)
@@ -149,4 +158,11 @@ class Tokens:
 def _grant(record: TokenRecord) -> Grant:
     means: Means = "session" if record.kind == "session" else "token"
     token_id = record.parent_id if record.kind == "session" else record.id
-    return Grant(record.name, frozenset(record.scopes), means, token_id, record.max_searches)
+    return Grant(
+        record.name,
+        frozenset(record.scopes),
+        means,
+        token_id=token_id,
+        local_id=record.local_id,
+        max_searches=record.max_searches,
+    )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -13,10 +14,12 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import IntegrityError
 from support.databases import VERSIONS
+from support.stored import a_search
 from zbv_service.database import AgentTable, Database, DatabaseUnusable, PlanTable, RunTable, SearchTable
 from zbv_service.database.migrate import upgrade
 from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
+from zbv_service.records import NamedRequest
 
 _AT = "'2030-01-01 00:00:00'"
 _PLAN = zlib.compress(json.dumps({"problem": {"pp_degree": 2}}).encode()).hex()
@@ -35,6 +38,7 @@ _ROWS: dict[str, tuple[str, ...]] = {
         f"INSERT INTO agents VALUES ('a', 'n', 'h', 1, 2, '[]', '{{}}', '[]', 'live', 'r', {_AT}, {_AT})",
         "INSERT INTO run_nodes VALUES ('r', 0, 0, 'a', 'n', 'h:1', 'running', NULL, '[]', '[]', NULL)",
     ),
+    "0005": ("INSERT INTO idempotency_keys VALUES ('name', 'body', 's', '2999-01-01 00:00:00+00:00')",),
 }
 """Rows that were written by a version; each version has those of the ones before as well."""
 
@@ -81,10 +85,13 @@ async def test_what_any_version_has_written_is_kept(
         assert run is not None
         assert agent is not None
         assert (run.plan_id, run.search_id, [node.agent_id for node in run.members]) == ("p", None, ["a"])
-        assert agent.run_id == "r"
+        assert (agent.run_id, agent.owner) == ("r", None)
         with pytest.raises(IntegrityError):
             async with database.writing() as session:
                 await session.execute(text("DELETE FROM runs"))
+    if version >= "0005":
+        again = NamedRequest("name", "body", datetime.now(UTC))
+        assert (await searches.add(a_search("u"), again))[0].id == "s"
     await database.close()
 
 

@@ -9,20 +9,23 @@ from datetime import UTC, datetime, timedelta
 from random import Random
 
 import pytest
+from sqlalchemy import delete
 from support.stored import a_search
 from zbv_service.database import (
     AgentsTaken,
     AgentTable,
     Database,
     HeartbeatTable,
+    NameTaken,
     PlanTable,
+    RunRemoved,
     RunTable,
     SearchGone,
     SearchInUse,
     SearchTable,
 )
-from zbv_service.database.run_models import AgentRow
-from zbv_service.records import NewPlan, PlanSummary
+from zbv_service.database.run_models import AgentRow, EventRow, RunRow
+from zbv_service.records import NamedRequest, NewPlan, PlanSummary
 from zbv_service.runs.records import Beat, NewAgent, NewRun, NodeOutcome, NodeReport
 
 pytestmark = pytest.mark.anyio
@@ -153,11 +156,55 @@ async def test_what_is_registered_or_submitted_twice_at_once_is_there_once(any_d
     both = databases * 8
     agents = await asyncio.gather(*(AgentTable(each).add(new_agent("same")) for each in both))
     assert sorted(is_new for _, is_new in agents) == [False] * 15 + [True]
-    runs = await asyncio.gather(*(RunTable(each).add(new_run("same", 1)) for each in both))
-    assert {run.id for run in runs} == {"same"}
-    assert len(await RunTable(databases[0]).events("same", 0, 9)) == 1
+    named = NamedRequest("name", "body", datetime.now(UTC) + timedelta(seconds=60), "run")
+    adding = (RunTable(each).add(new_run(f"r{index}", 1), named) for index, each in enumerate(both))
+    runs = await asyncio.gather(*adding)
+    assert len({run.id for run in runs}) == 1
+    assert [run.id for run in await RunTable(databases[0]).newest(9)] == [runs[0].id]
+    assert len(await RunTable(databases[0]).events(runs[0].id, 0, 9)) == 1
     for database in databases:
         await database.close()
+
+
+async def test_a_named_run_and_its_name_are_stored_together_or_not_at_all(any_database_url: str) -> None:
+    database = Database(any_database_url)
+    await PlanTable(database).add(a_plan())
+    runs = RunTable(database)
+    named = NamedRequest("name", "body", datetime.now(UTC) + timedelta(seconds=60), "run")
+    with pytest.raises(SearchGone):
+        await runs.add(replace(new_run("a", 1), plan_id=None, search_id="gone"), named)
+    assert await runs.of_request(named) is None, "the name of a request that failed is free"
+    assert (await runs.add(new_run("a", 1), named)).id == "a"
+    assert (await runs.add(new_run("b", 1), named)).id == "a"
+    for other in (replace(named, fingerprint="other"), replace(named, kind="search")):
+        with pytest.raises(NameTaken):
+            await runs.add(new_run("c", 1), other)
+    assert [run.id for run in await runs.newest(9)] == ["a"]
+    async with database.writing() as session:
+        await session.execute(delete(EventRow))
+        await session.execute(delete(RunRow))
+    with pytest.raises(RunRemoved):
+        await runs.add(new_run("d", 1), named)
+    expired = replace(named, key_hash="old", expires_at=datetime.now(UTC) - timedelta(seconds=1))
+    assert (await runs.add(new_run("e", 1), expired)).id == "e"
+    assert (await runs.add(new_run("f", 1), expired)).id == "f"
+    await database.close()
+
+
+async def test_an_agent_belongs_to_whom_it_was_registered_by_or_to_the_first_that_acts_for_it(
+    any_database_url: str,
+) -> None:
+    database = Database(any_database_url)
+    agents = AgentTable(database)
+    await agents.add(replace(new_agent("a"), owner="one"))
+    assert not (await agents.add(replace(new_agent("a"), owner="two")))[1]
+    assert await agents.owned("a", "two") == "one"
+    await agents.add(new_agent("older"))
+    found = await asyncio.gather(*(agents.owned("older", f"token-{index}") for index in range(8)))
+    assert len(set(found)) == 1, "all hear of the same owner"
+    assert await agents.owned("older", "late") == found[0]
+    assert await agents.owned("nobody", "one") is None
+    await database.close()
 
 
 async def test_an_agent_that_gives_a_sign_of_life_just_now_is_not_lost(any_database_url: str) -> None:

@@ -13,9 +13,8 @@ from zbv_solver.plan import Plan
 from zbv_service.beside import USUAL
 from zbv_service.http.problems import NOT_FOUND, ProblemError
 from zbv_service.pages.compare import compare_page, compare_view
-from zbv_service.pages.shell import assets
 from zbv_service.routers.answers import page, problem_answer, shell_of
-from zbv_service.routers.rooms import immutable, rooms
+from zbv_service.routers.rooms import derived, rooms
 from zbv_service.security.scheme import READ
 
 MOST_NAMES = 32
@@ -51,7 +50,7 @@ async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Res
     baseline = await found.besides.baseline(await found.plans.plan(plan_id), name)
     if baseline is None:
         raise ProblemError(NOT_FOUND, f"found no classical schedule {name[:LONGEST_NAME]!r}.")
-    headers, known = immutable(request, f"{plan_id}-{name}-actions-{assets()}")
+    headers, known = derived(request, f"{plan_id}-{name}-actions")
     return known or Response(
         await asyncio.to_thread(_packed, baseline), headers=headers, media_type="application/octet-stream"
     )

@@ -7,9 +7,8 @@ from fastapi.responses import HTMLResponse
 
 from zbv_service.http.problems import ProblemError
 from zbv_service.pages.plan import plan_page
-from zbv_service.pages.shell import assets
 from zbv_service.routers.answers import page, problem_answer, shell_of
-from zbv_service.routers.rooms import immutable, rooms
+from zbv_service.routers.rooms import derived, rooms
 from zbv_service.security.scheme import READ
 
 router = APIRouter(include_in_schema=False)
@@ -29,7 +28,7 @@ async def get_plan_page(request: Request, plan_id: str) -> HTMLResponse:
 async def get_plan_chart(request: Request, plan_id: str) -> Response:
     """What the script of a plan's page draws with: see :func:`zbv_solver.export.report.chart_document`."""
     content = await rooms(request).pictures.chart(plan_id)
-    headers, known = immutable(request, f"{plan_id}-chart-{assets()}")
+    headers, known = derived(request, f"{plan_id}-chart")
     return known or Response(content, headers=headers, media_type="application/json")
 
 
@@ -37,5 +36,5 @@ async def get_plan_chart(request: Request, plan_id: str) -> Response:
 async def get_plan_actions(request: Request, plan_id: str) -> Response:
     """A plan's actions for the script of its chart: see :mod:`zbv_solver.export.timeline_data`."""
     content = await rooms(request).pictures.actions(plan_id)
-    headers, known = immutable(request, f"{plan_id}-actions-{assets()}")
+    headers, known = derived(request, f"{plan_id}-actions")
     return known or Response(content, headers=headers, media_type="application/octet-stream")

@@ -1,0 +1,116 @@
+"""An agent belongs to the token that registered it: nobody else acts for it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from sqlalchemy import text
+from support.runs_over_http import MODEL, ONCE, import_plan
+from support.serving import Service, Serving
+from support.tokens import add, kind_of
+from zbv_service.client_runs import AgentGone, RunClient
+from zbv_service.security.scheme import scopes_of
+
+pytestmark = pytest.mark.anyio
+
+Fields = dict[str, str]
+
+
+@pytest.fixture
+async def service(serving: Serving) -> AsyncIterator[Service]:
+    async with serving("immediate", auth="tokens") as found:
+        yield found
+
+
+async def register(service: Service, digit: str, fields: Fields) -> httpx.Response:
+    body = {"id": digit * 32, "name": f"host-{digit}", "address": f"10.0.0.{ord(digit)}", "port": 29500}
+    body |= {"slots": 1, "allowed_models": ["a.*"]}
+    return await service.http.post("/v1/agents", json=body, headers=fields)
+
+
+async def run_on_two(service: Service) -> str:
+    service.http.headers.update(await add(service, "launch", "read", name="launcher"))
+    body = {"plan_id": await import_plan(service), "model": MODEL, "nodes": 2, "steps": 5, "options": ONCE}
+    answer = await service.http.post("/v1/runs", json=body)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+async def test_only_the_token_that_registered_an_agent_or_admin_acts_for_it(service: Service) -> None:
+    own = await add(service, "agent", name="own")
+    foreign = await add(service, "agent", "read", "search", "launch", name="foreign")
+    admin = await add(service, "admin", name="admin")
+    assert (await register(service, "a", own)).status_code == 201
+    agent, asked = "a" * 32, 0
+    for route in service.app.router.routes:
+        if not isinstance(route, APIRoute) or "{agent_id}" not in route.path or scopes_of(route) != ["agent"]:
+            continue
+        asked += 1
+        method, path = next(iter(route.methods or ())), route.path
+        address = path.format(agent_id=agent, run_id="0" * 32, generation=0, rank=0)
+        answer = await service.http.request(method, address, headers=foreign)
+        assert (answer.status_code, kind_of(answer)) == (403, "agent-of-others"), f"{method} {path}"
+        assert "only that token" in answer.json()["detail"]
+        for fields in (own, admin) if method != "DELETE" else ():
+            answer = await service.http.request(method, address, headers=fields)
+            assert answer.status_code != 403, f"{method} {path}: {answer.text}"
+    assert asked >= 7
+    assert (await service.http.get(f"/v1/agents/{agent}", headers=foreign)).json()["state"] == "draining"
+    assert (await service.http.delete(f"/v1/agents/{agent}", headers=admin)).status_code == 204
+
+
+async def test_a_registration_is_not_repeated_by_others_and_not_shown_to_them(service: Service) -> None:
+    own, foreign = await add(service, "agent", name="own"), await add(service, "agent", name="foreign")
+    assert (await register(service, "a", own)).status_code == 201
+    assert (await register(service, "a", own)).status_code == 200
+    refused = await register(service, "a", foreign)
+    assert (refused.status_code, kind_of(refused)) == (403, "agent-of-others")
+    assert "host-a" not in refused.text
+    address = f"/v1/agents/{'a' * 32}"
+    assert (await service.http.get(address, headers=own)).json()["name"] == "host-a"
+    assert (await service.http.get(address, headers=foreign)).status_code == 403
+    reader = await add(service, "agent", "read", name="reader")
+    assert (await service.http.get(address, headers=reader)).status_code == 200, "read sees everything"
+
+
+async def test_a_false_node_gets_no_part_in_the_runs_of_others(service: Service) -> None:
+    """As node 0 it would say where the ranks meet, and they would believe what it sends them."""
+    own, foreign = await add(service, "agent", name="own"), await add(service, "agent", name="foreign")
+    run_id = await run_on_two(service)
+    for digit, fields in (("0", foreign), ("a", own), ("b", own)):
+        assert (await register(service, digit, fields)).status_code == 201
+    works = []
+    for digit in "ab":
+        answer = await service.http.get(f"/v1/agents/{digit * 32}/work", params={"wait": 5}, headers=own)
+        assert answer.status_code == 200, answer.text
+        works.append(answer.json())
+    assert {found["rendezvous"] for found in works} == {"10.0.0.97:29500"}
+    none = await service.http.get(f"/v1/agents/{'0' * 32}/work", headers=foreign)
+    assert none.status_code == 204
+    assert "b" * 32 not in str(works[0]), "a node learns nothing of the others but where they meet"
+    end = {"run_id": run_id, "generation": 0, "outcome": "failed", "failures": []}
+    for digit in "0a":
+        await service.http.post(f"/v1/agents/{digit * 32}/ended", json=end, headers=foreign)
+    assert (await service.http.get(f"/v1/runs/{run_id}")).json()["state"] == "starting"
+
+
+async def test_an_agent_of_before_belongs_to_the_first_token_that_acts_for_it(service: Service) -> None:
+    own, foreign = await add(service, "agent", name="own"), await add(service, "agent", name="foreign")
+    admin = await add(service, "admin", name="admin")
+    assert (await register(service, "a", own)).status_code == 201
+    async with service.app.state.rooms.database.writing() as session:
+        await session.execute(text("UPDATE agents SET owner = NULL"))
+    address = f"/v1/agents/{'a' * 32}/heartbeat"
+    for fields, status in ((admin, 200), (own, 200), (foreign, 403), (own, 200)):
+        assert (await service.http.post(address, json={}, headers=fields)).status_code == status
+
+
+def test_an_agent_whose_token_was_replaced_registers_again() -> None:
+    """Its file of the token holds another one by then."""
+    told = {"type": "/problems/agent-of-others", "title": "T", "status": 403, "detail": "D"}
+    transport = httpx.MockTransport(lambda _request: httpx.Response(403, json=told))
+    with RunClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
+        client.heartbeat("a", {})

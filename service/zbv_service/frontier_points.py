@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zbv_solver import frontier
+from zbv_solver.certificate import gap_of
 from zbv_solver.frontier import Known
-from zbv_solver.plan import gap_of
 from zbv_solver.problem import Problem
 
 from zbv_service.packing import supported_bound

@@ -8,7 +8,8 @@ a common divisor become integers here, whose sums are exact; others become share
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,26 +20,46 @@ LARGEST_COST = 1 << 32
 """Integer costs up to this are exact in sums of a million of them."""
 
 
+@dataclass(frozen=True)
+class SearchUnit:
+    """The unit of time of a search.
+
+    Attributes
+    ----------
+    length
+        In the caller's unit.
+    scale
+        What makes costs integers; None where they have no common divisor.
+    """
+
+    length: float
+    scale: float | None
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> SearchUnit:
+        """The unit of all times that a search adds up."""
+        scale = integer_scale(times, LARGEST_COST)
+        return cls(max(times), None) if scale is None else cls(1 / scale, scale)
+
+    def converted(self, times: Sequence[float]) -> tuple[float, ...]:
+        """Times of the caller's in this unit."""
+        row = np.array(times, dtype=np.float64)
+        found = rounded_to_bits(row / self.length) if self.scale is None else np.rint(row * self.scale)
+        return tuple(np.where(found < MIN_NUMBER, 0.0, found).tolist())
+
+
 def in_search_unit(problem: Problem) -> tuple[Problem, float]:
     """The problem in the unit of the search, without its layers; and how long that unit is.
 
     Times of the returned problem, times that length, are times of the given one, up to rounding.
     """
     arrays, costs = problem.arrays, problem.costs
-    times = np.concatenate([arrays.duration.ravel(), arrays.transfer])
-    scale = integer_scale(times.tolist(), LARGEST_COST)
-    largest = float(times.max())
-
-    def converted(values: tuple[float, ...]) -> tuple[float, ...]:
-        row = np.array(values, dtype=np.float64)
-        found = rounded_to_bits(row / largest) if scale is None else np.rint(row * scale)
-        return tuple(np.where(found < MIN_NUMBER, 0.0, found).tolist())
-
+    unit = SearchUnit.of([*arrays.duration.ravel().tolist(), *arrays.transfer.tolist()])
     own = Costs(
-        converted(costs.forward),
-        converted(costs.backward_input),
-        converted(costs.backward_weight),
-        converted(tuple(arrays.transfer.tolist())),
-        None if costs.backward is None else converted(costs.backward),
+        unit.converted(costs.forward),
+        unit.converted(costs.backward_input),
+        unit.converted(costs.backward_weight),
+        unit.converted(arrays.transfer.tolist()),
+        None if costs.backward is None else unit.converted(costs.backward),
     )
-    return replace(problem, costs=own, model=None), largest if scale is None else 1 / scale
+    return replace(problem, costs=own, model=None), unit.length

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cuts import layered_in_other_units, layered_problems
-from support.problems import decades, in_other_units, rough_problems
+from support.cuts import layered, layered_in_other_units, layered_problems
+from support.problems import decades, in_other_units, rough_problems, uniform
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.numeric import OPTIMAL_GAP
@@ -99,3 +101,45 @@ def test_another_factor_gives_layers_the_same_objective_up_to_rounding(
         assert plan is other
         return
     assert other.objective == pytest.approx(plan.objective * time, rel=OPTIMAL_GAP, abs=0)
+
+
+HEURISTIC = Budget(20_000, 40_000, 100, 200_000, 2_000, 0, 0.015, 0, 0.02)
+"""No CP-SAT, which finds the best order of a small problem whatever the others make of it."""
+
+
+@pytest.mark.parametrize("factor", [0.1, 1 / 3, 3e-10, 7e9])
+@pytest.mark.parametrize(("p", "m", "limit"), [(3, 7, 3.0), (3, 12, 4.5), (4, 9, 6.0)])
+def test_moves_that_tie_in_one_unit_tie_in_every_unit(
+    p: int, m: int, limit: float, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1 + 0.2 is more than 0.3 for a float: annealing went another way, and ended elsewhere."""
+    monkeypatch.setattr("zbv_solver.pipeline.BUDGETS", {"standard": HEURISTIC})
+    problem = uniform(p, m, p2p=2, limit=limit)
+    other = search(in_other_units(problem, factor, factor))
+    assert other.orders == search(problem).orders
+
+
+@pytest.mark.parametrize("factor", [0.1, 1 / 3])
+def test_cuts_that_tie_in_one_unit_tie_in_every_unit(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zbv_solver.pipeline.BUDGETS", {"quick": HEURISTIC})
+    found = []
+    for seed in range(4):
+        draw = random.Random(seed)
+        layers = [
+            {
+                "name": f"layer{number}",
+                "forward": draw.randint(1, 6),
+                "backward_input": draw.randint(1, 6),
+                "backward_weight": draw.randint(0, 4),
+                "output_bytes": draw.randint(0, 9),
+            }
+            for number in range(16)
+        ]
+        link = {"latency": 0.5, "bandwidth": 2}
+        problem = layered(layers=layers, pp_degree=3, placement="loop", costs={"link": link})
+        plan, other = outcome(problem), outcome(layered_in_other_units(problem, factor, 1.0))
+        assert plan is not None
+        assert other is not None
+        found.append(other.orders == plan.orders)
+        assert other.objective == pytest.approx(plan.objective * factor, rel=OPTIMAL_GAP, abs=0)
+    assert all(found)

@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import undefer
-from zbv_solver.plan import gap_of
+from zbv_solver.certificate import gap_of
 
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from zbv_solver.certificate import gap_of
 from zbv_solver.export import quantities
 from zbv_solver.options import EFFORTS
-from zbv_solver.plan import Plan, gap_of
+from zbv_solver.plan import Plan
 
 from zbv_service.frontier_points import CutSummary, Frontier, Point
 from zbv_service.pages.frontier_axis import Axis

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from zbv_solver.certificate import gap_of
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.options import SearchOptions
-from zbv_solver.plan import Plan, baseline_json, gap_of
+from zbv_solver.plan import Plan, baseline_json
 from zbv_solver.schema import parse_problem
 
 from zbv_service.cache import Cache

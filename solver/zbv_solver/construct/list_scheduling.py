@@ -184,8 +184,8 @@ def in_flight_caps(problem: Problem) -> NDArray[np.int64]:
     most = min(2 * problem.pp_degree, problem.microbatches)
     # A quotient that rounding put just above an integer is that integer.
     rounded_up = np.ceil(np.minimum(allowed, most) * (1 - MEMORY_TOLERANCE))
-    clipped: NDArray[np.int64] = np.clip(rounded_up, 1, most).astype(np.int64)
-    return clipped
+    caps: NDArray[np.int64] = np.clip(rounded_up, 1, most).astype(np.int64)
+    return caps
 
 
 def serial(problem: Problem) -> Attempt:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layers.layer import Model
+from zbv_solver.numeric import MIN_NUMBER
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,9 @@ class Link:
     bandwidth: float
 
     def transfer(self, output_bytes: float) -> float:
-        """Duration of sending so many bytes."""
-        return self.latency + output_bytes / self.bandwidth
+        """Duration of sending so many bytes; 0 where it is shorter than any duration that zbv accepts."""
+        duration = self.latency + output_bytes / self.bandwidth
+        return duration if duration >= MIN_NUMBER else 0.0
 
 
 @dataclass(frozen=True)

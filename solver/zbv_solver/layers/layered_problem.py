@@ -256,15 +256,16 @@ def _sum_issues(problem: LayeredProblem) -> list[Issue]:
     """A stage may get any of the layers, so all of them together must be what a stage may cost and hold."""
     each, link = problem.model.each, problem.link
     kinds = [[layer.costs_when(variant) for layer in each] for variant in (False, True)]
+    longest = max(sum(getattr(costs, name) for costs in kind) for kind in kinds for name in _COSTS)
     largest = max(
-        *(sum(getattr(costs, name) for costs in kind) for kind in kinds for name in _COSTS),
         *(sum(abs(getattr(costs.memory, name)) for costs in kind) for kind in kinds for name in _MEMORY),
         *(max(costs.memory.workspace for costs in kind) for kind in kinds),
     )
     issues = []
-    if broken_rule(3 * (largest + max(problem.static))):
-        rule = f"found {largest:.6g} for all of them together; must be at most {MAX_NUMBER / 3:.6g}, beside "
-        issues.append(Issue("/layers", rule + "memory.static. Use a larger unit."))
+    if broken_rule(3 * max(longest, largest + max(problem.static))):
+        rule = f"found {max(longest, largest):.6g} for all of them together; must be at most "
+        rule += f"{MAX_NUMBER / 3:.6g}, for memory less memory.static. Use a larger unit."
+        issues.append(Issue("/layers", rule))
     if link is not None and broken_rule(link.transfer(max(layer.output_bytes for layer in each))):
         rule = f"found a bandwidth of {link.bandwidth:.6g}: the longest transfer takes longer than "
         issues.append(Issue("/costs/link", rule + f"{MAX_NUMBER:g}. Use a larger unit of time."))

@@ -17,17 +17,19 @@ from zbv_solver.assemble import compare, make_plan
 from zbv_solver.bounds import lower_bound
 from zbv_solver.certificate import certify, verdict
 from zbv_solver.construct.baselines import without_limit
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.layers.floors import least_worst_load
 from zbv_solver.layers.joint_search import Candidate, improve_cut
 from zbv_solver.layers.judge import Judge
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.least_memory import least_memory_cut
 from zbv_solver.layers.roomy_cuts import roomy_cuts
+from zbv_solver.layers.search_unit import OwnUnit
 from zbv_solver.layers.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.layers.space import Bounds, CutSpace
 from zbv_solver.layers.starts import EVEN, HISTOGRAM, Start, fitting_starts
 from zbv_solver.layers.tables import CutTables
+from zbv_solver.layers.writing import layered_json
 from zbv_solver.numeric import OPTIMAL_GAP
 from zbv_solver.options import STAGES, SearchOptions
 from zbv_solver.pipeline import Cancelled, OnProgress, Pipeline, Progress
@@ -79,7 +81,14 @@ def plan_layers(
     ContradictedBound
         When a plan undercuts a bound.
     """
-    return _LayersSearch(problem, options or SearchOptions(), on_progress, cancelled).run(incumbent)
+    own = OwnUnit.of(problem)
+    start = None if incumbent is None else own.incumbent(_checked(problem, incumbent))
+    hear = None if on_progress is None else lambda heard: on_progress(own.progress(heard))
+    try:
+        return own.plan(_LayersSearch(own.problem, options or SearchOptions(), hear, cancelled).run(start))
+    except ContradictedBound as error:
+        objective, bound = error.objective * own.length, error.bound * own.length
+        raise ContradictedBound(layered_json(problem), objective, bound, error.source) from None
 
 
 def bound_over_all_cuts(problem: LayeredProblem) -> float:
@@ -90,9 +99,10 @@ def bound_over_all_cuts(problem: LayeredProblem) -> float:
     InfeasibleMemory
         When no cut has a plan that fits the memory limit.
     """
-    search = _LayersSearch(problem, SearchOptions(), None, None)
+    own = OwnUnit.of(problem)
+    search = _LayersSearch(own.problem, SearchOptions(), None, None)
     search.feasible()
-    return min(search.floors.values())
+    return min(search.floors.values()) * own.length
 
 
 class _LayersSearch:
@@ -120,8 +130,7 @@ class _LayersSearch:
         return [(space, found) for space, found in starts if found] or self._hard_starts()
 
     def run(self, incumbent: Plan | None) -> Plan:
-        if incumbent is not None:
-            self.best = incumbent = _checked(self.problem, incumbent)
+        self.best = incumbent
         feasible = self.feasible()
         if incumbent is None:
             self._begin(*feasible[0])

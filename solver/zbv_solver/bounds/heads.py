@@ -184,8 +184,8 @@ def _room(
 ) -> float:  # pragma: no cover - compiled
     """The earliest time by which completions of the cells before k can have made room for ``first(c, k)``.
 
-    Lemma 11. ``taken`` and ``given`` remember, from k to k, which completions were merged, what they give back, and
-    when the last of them can be.
+    Lemma 11. ``taken`` and ``given`` remember, from k to k, which completions were merged, what they give
+    back, and when the last of them can be.
     """
     wanted = 0.0
     for j in range(c + 1):
@@ -216,8 +216,8 @@ def _require(
 ) -> None:  # pragma: no cover - compiled
     """Count the firsts, seconds and pres of every chunk that must precede the k-th action of chunk c.
 
-    Lemma 13. Seconds by room, were all others done as far as can be: cells 0 … k of the chunks 0 … j whose n_j-th
-    second has not come hold all, those of the chunks up to ``top`` at least cell k.
+    Lemma 13. Seconds by room, were all others done as far as can be: cells 0 … k of the chunks 0 … j whose
+    n_j-th second has not come hold all, those of the chunks up to ``top`` at least cell k.
     """
     chunks = len(reach)
     top = c if kind == FIRST else chunks - 1

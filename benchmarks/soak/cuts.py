@@ -25,6 +25,8 @@ def every_cut(document: Document) -> Iterator[Pipeline]:
 
 def _placements(document: Document) -> list[tuple[str, int]]:
     kind = document["placement"]
+    if kind == "auto" and document["pp_degree"] == 1:
+        return [("single", 1)]
     if kind == "auto":
         return [("v", 2), ("loop", 2), ("loop", 3), ("loop", 4), ("single", 1)]
     return [(kind, {"v": 2, "single": 1}.get(kind) or document.get("chunks", 2))]

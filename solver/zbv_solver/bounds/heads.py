@@ -1,5 +1,7 @@
 """Heads: how early every action can start, from paths, loads and memory together.
 
+The proofs are in PROOFS.md, section 2: Lemmas 10 to 17. A kernel's docstring names its lemma.
+
 Kernels sweep a :class:`~zbv_solver.bounds.sides.Side` microbatch by microbatch; a head depends only on
 heads of smaller index and of earlier stages of the same microbatch, so one sweep is the fixed point. Four
 arguments raise a head, each on every rank, so that a wait of one rank reaches the others:
@@ -58,6 +60,8 @@ def sweep(
     m: int,
 ) -> FloatArray:  # pragma: no cover - compiled
     """Heads (3, S, m) of the first m firsts and seconds of every stage, and the earliest ends of its cells.
+
+    Lemmas 10, 11, 12, 13, 14, 16 and 17.
 
     ``origin`` is the stage whose first action opens the window; with ``everywhere`` no rank has an action
     before that, otherwise only the stage's own rank has none. Read backwards, other ranks' pres (their W's)
@@ -134,7 +138,7 @@ def _path(
     stage: int,
     k: int,
 ) -> float:  # pragma: no cover - compiled
-    """After the previous action of the stage and kind, and after the same microbatch's previous action."""
+    """After the previous action of the stage and kind, and the microbatch's previous action: Lemma 10."""
     head: float = EVER
     if k > 0:
         head = heads[kind, stage, k - 1] + work[home[stage], kind, layer[stage]]
@@ -153,7 +157,7 @@ def _path(
 def _safe(
     heads: FloatArray, work: FloatArray, stages: IntArray, reach: IntArray, kind: int, c: int, k: int
 ) -> float:  # pragma: no cover - compiled
-    """Safety, see the module's docstring."""
+    """Safety, see the module's docstring: Lemma 12."""
     last = len(stages) - 1
     head: float = EVER
     if kind == FIRST and c < last and k >= reach[c]:
@@ -179,8 +183,8 @@ def _room(
 ) -> float:  # pragma: no cover - compiled
     """The earliest time by which completions of the cells before k can have made room for ``first(c, k)``.
 
-    ``taken`` and ``given`` remember, from k to k, which completions were merged, what they give back, and
-    when the last of them can be.
+    Lemma 11. ``taken`` and ``given`` remember, from k to k, which completions were merged, what they give
+    back, and when the last of them can be.
     """
     wanted = 0.0
     for j in range(c + 1):
@@ -211,8 +215,8 @@ def _require(
 ) -> None:  # pragma: no cover - compiled
     """Count the firsts, seconds and pres of every chunk that must precede the k-th action of chunk c.
 
-    Seconds by room, were all others done as far as can be: cells 0 … k of the chunks 0 … j whose n_j-th
-    second has not come hold all, those of the chunks up to ``top`` at least cell k.
+    Lemma 13. Seconds by room, were all others done as far as can be: cells 0 … k of the chunks 0 … j whose
+    n_j-th second has not come hold all, those of the chunks up to ``top`` at least cell k.
     """
     chunks = len(reach)
     top = c if kind == FIRST else chunks - 1
@@ -244,7 +248,7 @@ def _require(
 def _after(
     heads: FloatArray, work: FloatArray, stages: IntArray, need: IntArray, kind: int, c: int
 ) -> float:  # pragma: no cover - compiled
-    """After the last of the required seconds of every chunk."""
+    """After the last of the required seconds of every chunk: Lemma 13."""
     head = EVER
     for j in range(len(stages)):
         if need[SECOND, j] > 0 and (kind == FIRST or j != c):
@@ -256,7 +260,7 @@ def _after(
 def _lacking(
     hold: FloatArray, room: float, need: IntArray, top: int, k: int
 ) -> float:  # pragma: no cover - compiled
-    """Memory that must be given back beyond what the required seconds give, each unit at some work."""
+    """Memory that must be given back beyond what the required seconds give: Lemma 14."""
     lacking = -room
     for j in range(top + 1):
         lacking += hold[HOLD, j] * (k + 1) - hold[FREE_SECOND, j] * need[SECOND, j]
@@ -285,7 +289,7 @@ def _done(
     extra: float,
     scratch: FloatArray,
 ) -> float:  # pragma: no cover - compiled
-    """Most of the required work that can have been done before ``time``."""
+    """Most of the required work that can have been done before ``time``: Lemma 15."""
     if time <= 0:
         return 0.0
     done, other = 0.0, 0.0
@@ -307,6 +311,8 @@ def fill(
     scratch: FloatArray,
 ) -> float:  # pragma: no cover - compiled
     """Most work of firsts and pres that fits the room: a fractional knapsack, so at least the true most.
+
+    Lemma 15 (c).
 
     Per chunk at most ``pres`` pres and min(``ready``, ``firsts``) firsts, every first with its pre. Where
     the first does more work per memory, it goes with its pre; otherwise pres go first. Either way a
@@ -350,7 +356,7 @@ def fill(
 def _cell_end(
     heads: FloatArray, work: FloatArray, own: IntArray, stage: int, c: int, k: int
 ) -> float:  # pragma: no cover - compiled
-    """Earliest end of a cell's post, one after the other where no cell can be fused."""
+    """Earliest end of a cell's post, one after the other where no cell can be fused: Lemma 17."""
     end: float = heads[SECOND, stage, k] + work[SECOND, c] + work[POST, c]
     return max(end, heads[END, stage, k - 1] + work[POST, c]) if k > 0 and own[c] else end
 

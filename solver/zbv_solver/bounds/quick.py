@@ -2,7 +2,8 @@
 
 Jackson's preemptive one-machine bound (Carlier 1982): every action of a rank is a job with a head (time
 that must pass before it can start) and a tail (time that must pass after it ends). Heads and tails come
-from the path of a microbatch through the stages and from the slowest action on that path.
+from the path of a microbatch through the stages and from the slowest action on that path. The proof is in
+PROOFS.md, section 1.
 
 For ``makespan`` heads begin at the first start of all ranks, and tails end at the last end of all. For
 ``span`` both begin and end on the rank itself, whose own window is being bounded; another rank's W never
@@ -24,7 +25,7 @@ IntArray = NDArray[Any]
 
 
 def one_machine_bounds(problem: Problem) -> list[float]:
-    """Jackson's bound of every rank.
+    """Jackson's bound of every rank: Lemma 7.
 
     Positions lie along the stages: position k < S is F of stage k; position k >= S is the backward of stage
     2S-1-k, whose share on the path is the cheaper of I and B. What of the backward's cheapest work is not
@@ -49,7 +50,7 @@ def one_machine_bounds(problem: Problem) -> list[float]:
 
 
 def preemptive_bound(heads: FloatArray, lengths: FloatArray, tails: FloatArray) -> float:
-    """Jackson's bound of one machine with jobs (n,)."""
+    """Jackson's bound of one machine with jobs (n,): Lemma 6."""
     return float(_one_machine(np.argsort(heads), heads, lengths, tails))
 
 

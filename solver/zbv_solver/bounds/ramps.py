@@ -44,7 +44,10 @@ IntArray = NDArray[Any]
 def ramp_bound(
     forwards: Side, backwards: Side, heads: FloatArray, tails: FloatArray, rank: int, m: int
 ) -> float:
-    """Bound of a window of a rank: heads and tails (3, S, n) of its first and last n <= m microbatches."""
+    """Bound of a window of a rank: heads and tails (3, S, n) of its first and last n <= m microbatches.
+
+    Lemmas 20 and 21.
+    """
     stages = forwards.stages[rank]
     ramps = [
         _ramp(side.work[rank], side.hold[rank], float(side.room[rank]), own, np.unique(own), m, True)
@@ -61,7 +64,7 @@ def through_bound(
 ) -> float:
     """Bound of another rank's window from all that ``rank`` must do in it; 0 for more than two chunks.
 
-    ``heads`` and ``tails`` (3, S, n) are those of the other rank's window.
+    ``heads`` and ``tails`` (3, S, n) are those of the other rank's window. Lemma 22.
     """
     stages = forwards.stages[rank]
     if len(stages) > 2:
@@ -85,7 +88,7 @@ def through_bound(
 
 
 def machine_bound(side: Side, heads: FloatArray, tails: FloatArray, rank: int) -> float:
-    """Jackson's bound of a rank's window from heads and tails (3, S, m) of all its actions."""
+    """Jackson's bound of a rank's window from heads and tails (3, S, m) of all its actions: Lemma 19."""
     stages, work, m = side.stages[rank], side.work[rank], heads.shape[2]
     after = np.arange(m, dtype=np.float64)[::-1]
     weights = work[POST][:, None]
@@ -226,7 +229,7 @@ def _pres(
 def _join(
     early: FloatArray, late: FloatArray, forward: float, backward: float, best: float
 ) -> float:  # pragma: no cover - compiled
-    """Best sum of idle times: what both ramps do of a kind is no more than there is of it."""
+    """Best sum of idle times: what both ramps do of a kind is no more than there is of it. Lemma 21."""
     load = forward + backward
     for i in range(len(early)):
         for j in range(len(late)):

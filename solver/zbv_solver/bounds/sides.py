@@ -65,7 +65,7 @@ class Side:
     own: IntArray
 
     def heads(self, origin: int, everywhere: bool, m: int) -> FloatArray:
-        """Heads (3, S, m) of firsts, seconds and cell ends, see :func:`.heads.sweep`."""
+        """Heads (3, S, m) of firsts, seconds and cell ends: Lemmas 10 to 17, see :func:`.heads.sweep`."""
         return sweep(
             self.work,
             self.hold,
@@ -82,7 +82,10 @@ class Side:
 
 
 def sides(problem: Problem) -> tuple[Side, Side]:
-    """The problem read forwards and backwards."""
+    """The problem read forwards and backwards.
+
+    Lemma 5 for the lengths, 8 for reading backwards, 9 for ``room``, 12 for ``reach`` and 14 for ``price``.
+    """
     arrays = problem.arrays
     stages = np.array(problem.placement.stages_of, dtype=np.int64)
     fusable = may_fuse(problem)
@@ -110,7 +113,7 @@ def sides(problem: Problem) -> tuple[Side, Side]:
 
 
 def may_fuse(problem: Problem) -> BoolArray:
-    """Where B can pay (S,): it is cheaper than I and W, or I would grow memory under a limit."""
+    """Where B can pay (S,): it is cheaper than I and W, or I would grow memory under a limit. Lemma 2."""
     arrays = problem.arrays
     cheaper: BoolArray = arrays.duration[B] < arrays.duration[I] + arrays.duration[W]
     grows: BoolArray = (arrays.delta[I] > 0) & (problem.memory.limit is not None)

@@ -38,7 +38,7 @@ class Windows:
 
 
 def windows(problem: Problem) -> Windows:
-    """Heads and tails of all actions; for ``span``, a sweep per rank."""
+    """Heads and tails of all actions; for ``span``, a sweep per rank. Lemma 18."""
     forwards, backwards = sides(problem)
     inputs = problem.arrays.duration[I]
     head = np.zeros((3, problem.n_stages, problem.microbatches))

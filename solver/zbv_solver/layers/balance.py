@@ -4,7 +4,8 @@ Under V a rank hosts a piece from either end of what is left between its neighbo
 served from the outside in. A state (i, j) says that the parts before i and from j on are given out; which
 states the first ranks can reach with no load above T is a sweep, and T is found by bisection between loads
 that occur. Of every state that cannot be left for a load above T the sweep notes that load: the least of
-them bounds what is possible from below, which ends the bisection at an exact value.
+them bounds what is possible from below, which ends the bisection at an exact value. The proof is Lemma 34 of
+bounds/PROOFS.md.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ def balanced_cut(space: CutSpace, reference: Bounds) -> Balanced | None:
     Load is a rank's F's and its cheaper backwards for one microbatch, as in
     :meth:`~zbv_solver.problem.Problem.busy_time`. Stages are recomputed where their rank would not fit
     without. Of several cuts one near the bounds of the reference. Only placements V and single. None where
-    no cut fits.
+    no cut fits. Lemma 34.
     """
     return _Balancer(space, reference, LOAD).solve()
 
 
 def smallest_cut(space: CutSpace, reference: Bounds) -> Balanced | None:
-    """The cut that needs the least memory beyond the limits; ``worst`` is that, negative where it fits."""
+    """The cut that needs the least memory beyond the limits; ``worst`` is that, negative where it fits.
+
+    Lemma 34.
+    """
     return _Balancer(space, reference, EXCESS).solve()
 
 

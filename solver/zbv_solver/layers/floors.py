@@ -16,7 +16,8 @@ def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
     """A lower bound on the most loaded rank's work for one microbatch, for any placement.
 
     It is at least the mean, with as much recomputed as the memory of all ranks together demands; it is
-    at least what the rank with the most parts has; and it is a sum of whole layers.
+    at least what the rank with the most parts has; and it is a sum of whole layers. Lemmas 31, 32, 33 and
+    37 of bounds/PROOFS.md.
     """
     mean = max(_least_total(tables) / problem.pp_degree, _most_parts(problem.pp_degree, tables))
     sums = _possible_loads(problem)

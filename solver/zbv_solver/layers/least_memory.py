@@ -58,7 +58,7 @@ def least_memory_cut(
     seconds: float | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> LeastMemory:
-    """The cut whose worst rank needs least beyond its room; every rank's room is finite.
+    """The cut whose worst rank needs least beyond its room; every rank's room is finite. Lemma 36.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def least_memory_cut(
 
 
 def surely_lacking(space: CutSpace) -> float:
-    """What some rank needs beyond its room whatever the cut: for one part, or of all parts together."""
+    """What some rank needs beyond its room whatever the cut: for one part, or of all together. Lemma 35."""
     tables = space.tables
     held = np.diff(tables.sums[:, 3], axis=1)
     workspace = np.array([np.diagonal(each, offset=1) for each in tables.workspace])

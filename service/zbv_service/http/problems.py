@@ -17,13 +17,11 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue, MissingDependency
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
 
 from zbv_service.observability.context import REQUEST_ID
 
 MEDIA_TYPE = "application/problem+json"
-MOST_ISSUES = 100
-"""Of a body: so many broken rules are told one by one."""
 _PREFIX = "/problems/"
 
 logger = logging.getLogger(__name__)
@@ -128,11 +126,6 @@ def document(
     return {**found, **({} if errors is None else {"errors": errors}), **more}
 
 
-def first_issues(error: InvalidInput) -> tuple[Issue, ...]:
-    """The broken rules that are told: whoever breaks thousands at once has made one mistake many times."""
-    return error.issues[:MOST_ISSUES]
-
-
 def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
     """The problem document of a memory limit that no plan fits."""
     at = [
@@ -187,11 +180,8 @@ async def _on_problem(_request: Request, error: Exception) -> Response:
 
 async def _on_invalid_input(_request: Request, error: Exception) -> Response:
     error = cast("InvalidInput", error)
-    issues = first_issues(error)
-    errors = [{"pointer": issue.pointer, "detail": issue.detail} for issue in issues]
-    left = len(error.issues) - len(issues)
-    detail = str(InvalidInput(issues))
-    return response(document(INVALID_BODY, f"{detail} And {left} more." if left else detail, errors))
+    errors = [{"pointer": issue.pointer, "detail": issue.detail} for issue in error.issues]
+    return response(document(INVALID_BODY, str(error), errors))
 
 
 async def _on_invalid_plan(_request: Request, error: Exception) -> Response:

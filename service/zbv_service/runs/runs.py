@@ -162,7 +162,7 @@ class Runs:
                 most=most,
             )
         except InvalidInput as error:
-            raise InvalidInput([_of_run(issue) for issue in error.issues]) from None
+            raise InvalidInput([*map(_of_run, error.issues)], error.more, error.is_partial) from None
 
     async def _cancel_search(self, run: RunRecord, search_id: str) -> None:
         """Stop a search that this run began; one that was there before has others who wait for it."""

@@ -11,7 +11,6 @@ from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.problem import Problem, exceeds
 
 from zbv_service.documents import ProblemSummary, parse_body
-from zbv_service.http.problems import first_issues
 from zbv_service.questions import Question, summary_of
 from zbv_service.searches.check_documents import CheckRequest, IssueDocument, ProblemCheck, ProblemFacts
 from zbv_service.searches.layered import facts_of_layers
@@ -28,7 +27,7 @@ def _check(body: Any, settings: Settings) -> ProblemCheck:
     try:
         question = _question_of(body, settings)
     except InvalidInput as error:
-        issues = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in first_issues(error)]
+        issues = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in error.issues]
         return ProblemCheck(is_valid=False, issues=issues, problem_summary=None, facts=None)
     summary = ProblemSummary.model_validate(summary_of(question))
     if isinstance(question, LayeredProblem):
@@ -44,7 +43,8 @@ def _question_of(body: Any, settings: Settings) -> Question:
     try:
         question, _ = parse_request(asked, settings)
     except InvalidInput as error:
-        raise InvalidInput([*error.issues, *_wrong_fraction(body)]) from None
+        issues = [*error.issues, *_wrong_fraction(body)]
+        raise InvalidInput(issues, error.more, error.is_partial) from None
     request = parse_body(CheckRequest, body)
     if request.limit_fraction is None:
         return question

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from zbv_solver import __version__
 
 from zbv_service.beside import Besides
+from zbv_service.computations import Computations
 from zbv_service.database import (
     AgentTable,
     Database,
@@ -27,6 +28,7 @@ from zbv_service.database import (
 )
 from zbv_service.frontier import Frontiers
 from zbv_service.http import openapi, problems
+from zbv_service.http.bodies import BodyMemory
 from zbv_service.http.limits import Limited
 from zbv_service.http.rank_fetches import RankFetches
 from zbv_service.observability.metrics import Metrics
@@ -49,7 +51,6 @@ from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
-from zbv_service.searches.aside import Aside
 from zbv_service.searches.compare import Comparisons
 from zbv_service.searches.estimate import Estimates
 from zbv_service.searches.events import SearchEvents
@@ -77,7 +78,7 @@ class Rooms:
     runner: Runner
     searches: Searches
     events: SearchEvents
-    aside: Aside
+    computations: Computations
     comparisons: Comparisons
     estimates: Estimates
     schedules: Schedules
@@ -139,18 +140,15 @@ def create_app(
             await runner.start()
             await dispatcher.start()
             await rooms.sweeper.start()
-            if settings.preload == "at-start":
-                rooms.pictures.start()
             try:
                 yield
             finally:
-                await rooms.pictures.stop()
                 await dispatcher.stop()
                 await runner.stop()
                 await rooms.sweeper.stop()
                 await rooms.access.tokens.close()
                 await rooms.events.stop()
-                rooms.aside.stop()
+                rooms.computations.stop()
         finally:
             await database.close()
 
@@ -168,6 +166,7 @@ def create_app(
     )
     app.state.metrics = metrics
     app.state.settings = settings
+    app.state.body_memory = BodyMemory()
     problems.install(app)
     app.add_exception_handler(DatabaseAway, problems.on_database_away)
     sign_in.install(app)
@@ -208,11 +207,13 @@ def _furnish(
     events = SearchEvents(SearchEventTable(database))
     searches_table.listen(events.changed)
     runner = Runner(searches_table, settings, search, metrics)
-    searches, plans = Searches(searches_table, runner, settings), Plans(plan_table, settings)
-    replanner = Replanner(runs, run_plans, parts, plans, searches)
+    computations = Computations()
+    searches = Searches(searches_table, runner, settings, computations)
+    plans = Plans(plan_table, settings, computations)
+    replanner = Replanner(runs, run_plans, parts, plans, searches, computations)
     dispatcher = Dispatcher(agents, runs, run_plans, replanner, settings)
-    token_table, aside = TokenTable(database), Aside()
-    schedules, run_parts = Schedules(aside), RunParts(parts)
+    token_table = TokenTable(database)
+    schedules, run_parts = Schedules(computations), RunParts(parts, computations)
     tokens = Tokens(token_table, local_token)
     return Rooms(
         settings=settings,
@@ -220,11 +221,11 @@ def _furnish(
         runner=runner,
         searches=searches,
         events=events,
-        aside=aside,
-        comparisons=Comparisons(plan_table, aside, settings),
-        estimates=Estimates(aside, settings),
+        computations=computations,
+        comparisons=Comparisons(plan_table, computations, settings),
+        estimates=Estimates(computations, settings),
         schedules=schedules,
-        frontiers=Frontiers(plan_table, searches_table, searches, schedules),
+        frontiers=Frontiers(plan_table, searches_table, searches, schedules, computations),
         besides=Besides(plans, schedules),
         plans=plans,
         pictures=PlanPictures(plans),
@@ -232,8 +233,8 @@ def _furnish(
         agents=Agents(agents, runs, dispatcher),
         runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher),
         parts=run_parts,
-        steps=RunSteps(run_parts),
-        measurements=Measurements(run_parts, plans),
+        steps=RunSteps(run_parts, computations),
+        measurements=Measurements(run_parts, plans, computations),
         sweeper=Sweeper(Retention(database), settings.keep_days),
         metrics=metrics,
         readiness=Readiness(database, runner, dispatcher),

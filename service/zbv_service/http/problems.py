@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
+from zbv_solver.errors import MOST_ISSUES, InfeasibleMemory, InvalidInput, InvalidPlan, MissingDependency
 
 from zbv_service.observability.context import REQUEST_ID
 
@@ -117,6 +117,10 @@ class ProblemError(Exception):
         self.errors = errors
         self.headers = headers or {}
 
+    def __reduce__(self) -> tuple[type[ProblemError], tuple[Any, ...]]:
+        # Computations raise it in other processes.
+        return ProblemError, (self.kind, self.detail, self.errors, self.headers)
+
 
 def document(
     kind: Kind, detail: str, errors: list[dict[str, str]] | None = None, **more: Any
@@ -133,7 +137,7 @@ def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
             "pointer": "/problem/memory/limit",
             "detail": f"rank {rank} has {error.limits[rank]:.15g} and needs {error.smallest[rank]:.15g}.",
         }
-        for rank in error.ranks
+        for rank in error.ranks[:MOST_ISSUES]
     ]
     return document(INFEASIBLE_MEMORY, str(error), at, smallest_limit=list(error.smallest))
 

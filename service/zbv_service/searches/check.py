@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from zbv_solver import memory_fraction
@@ -18,12 +17,15 @@ from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 
 
-async def check(body: Any, settings: Settings) -> ProblemCheck:
-    """What is wrong with the request for a search that a body is, and what it asks for when nothing is."""
-    return await asyncio.to_thread(_check, body, settings)
+def check(settings: Settings, body: Any) -> bytes:
+    """What is wrong with the request for a search that a body is, and what it asks for when nothing is.
+
+    As the JSON text of a :class:`ProblemCheck`: of many stages it takes long to write.
+    """
+    return _check(settings, body).model_dump_json().encode()
 
 
-def _check(body: Any, settings: Settings) -> ProblemCheck:
+def _check(settings: Settings, body: Any) -> ProblemCheck:
     try:
         question = _question_of(body, settings)
     except InvalidInput as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -10,6 +9,7 @@ import re
 import uuid
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from zbv_solver import __version__
@@ -17,6 +17,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.options import EFFORTS
 from zbv_solver.schema import canonical_json
 
+from zbv_service.computations import Computations
 from zbv_service.database import NameTaken, SearchDiscarded, SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents import OptionsDocument, SearchRequest, parse_body
 from zbv_service.http.problems import (
@@ -44,8 +45,9 @@ logger = logging.getLogger(__name__)
 class Searches:
     """The searches of a service."""
 
-    def __init__(self, table: SearchTable, runner: Runner, settings: Settings):
+    def __init__(self, table: SearchTable, runner: Runner, settings: Settings, computations: Computations):
         self._table = table
+        self._computations = computations
         self._runner = runner
         self._settings = settings
         self._in_flight: set[str] = set()
@@ -57,12 +59,13 @@ class Searches:
         key: str | None = None,
         caller: str | None = None,
         most: int | None = None,
-        is_small: bool = False,
     ) -> SearchRecord:
         """Queue the search that a request body asks for, or return the one that already answers it.
 
         Parameters
         ----------
+        body
+            JSON text, or what it says.
         key
             The caller's name for the request. For ``settings.idempotency_seconds`` the same name with the
             same body is answered with the same search, whatever became of it.
@@ -70,8 +73,6 @@ class Searches:
             Who asks; names of one caller say nothing about another's.
         most
             Unfinished searches that the caller may have, None for any number.
-        is_small
-            Whether reading the body takes less time than handing it to a thread.
 
         Raises
         ------
@@ -79,10 +80,11 @@ class Searches:
             When the body breaks a rule; nothing is stored then.
         ProblemError
             409 while a request of the same name is being answered, 422 when it had another body, 410 when its
-            search was discarded, 429 when the caller has too many searches.
+            search was discarded, 429 when the caller has too many searches, 503 when too many bodies wait to
+            be read.
         """
         if key is None:
-            return await self._submit(await self._prepare(body, caller, is_small), None, most)
+            return await self._submit(await self._prepare(body, caller), None, most)
         key_hash = hashlib.sha256(json.dumps([caller, key]).encode()).hexdigest()
         if key_hash in self._in_flight:
             raise ProblemError(
@@ -92,7 +94,7 @@ class Searches:
             )
         self._in_flight.add(key_hash)
         try:
-            return await self._submit(await self._prepare(body, caller, is_small), key_hash, most)
+            return await self._submit(await self._prepare(body, caller), key_hash, most)
         finally:
             self._in_flight.discard(key_hash)
 
@@ -128,15 +130,14 @@ class Searches:
             self._runner.wake()
         return record
 
-    async def _prepare(self, body: Any, caller: str | None, is_small: bool) -> tuple[NewSearch, str]:
+    async def _prepare(self, body: Any, caller: str | None) -> tuple[NewSearch, str]:
         """The search that a body asks for, and the body's fingerprint."""
-        if is_small:
-            return self._read(body, caller)
-        return await asyncio.to_thread(self._read, body, caller)
-
-    def _read(self, body: Any, caller: str | None) -> tuple[NewSearch, str]:
-        new = replace(new_search(body, self._settings), created_by=caller)
-        return new, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        read = partial(read_search, self._settings)
+        is_text = isinstance(body, bytes | bytearray)
+        new, fingerprint = await (
+            self._computations.of_body(read, body) if is_text else self._computations.of_document(read, body)
+        )
+        return replace(new, created_by=caller), fingerprint
 
     async def get(self, search_id: str) -> SearchRecord:
         """A search; raises :class:`ProblemError` 404."""
@@ -155,7 +156,7 @@ class Searches:
         record, packed = await self.get(search_id), await self._table.problem(search_id)
         if packed is None:
             raise _not_found(search_id)
-        return record, await asyncio.to_thread(lambda: parse_question(unpack(packed)))
+        return record, await self._computations.run(parse_packed, packed)
 
     async def problem(self, search_id: str) -> bytes | None:
         """The normalised problem document of a search, packed, or None when it is gone."""
@@ -192,6 +193,16 @@ class Searches:
                 SEARCH_IN_USE, f"run {error.run_id} waits for search {search_id}; cancel the run first."
             ) from None
         self._runner.cancel(search_id)
+
+
+def parse_packed(packed: bytes) -> Question:
+    """The question of a packed document."""
+    return parse_question(unpack(packed))
+
+
+def read_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
+    """The search that a decoded body asks for, and the body's fingerprint; raises :class:`InvalidInput`."""
+    return new_search(body, settings), hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def new_search(body: Any, settings: Settings) -> NewSearch:

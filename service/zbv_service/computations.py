@@ -38,7 +38,7 @@ MEMORY = 1024**3
 """Bytes that a computation may allocate."""
 RETRY_SECONDS = 5
 LIGHT_BYTES = 8192
-LIGHT_STAGES = 256
+LIGHT_STAGES = 128
 """A body up to this size, with no more stages than this, is read faster than it is handed to a process."""
 LARGE = 1024**2
 """Bytes that travel to and from a process as a file: a pipe would copy them, and everybody would wait."""

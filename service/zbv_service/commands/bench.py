@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from zbv_service.bench.findings import Finding
 
 ALL = ("ranks", "queue", "stored", "fuzz", "streams")
-NAMES = (*ALL, "page")
+NAMES = (*ALL, "hostile", "page")
 _TITLES = {
     "ranks": "Rank plans fetched over loopback",
     "queue": "A queue over SIGKILL",
     "stored": "An identical problem answered from the store",
     "fuzz": "Malformed bodies",
     "streams": "Idle event streams",
+    "hostile": "The worst requests, each repeated by 16 clients",
     "page": "The page of a plan in a browser",
 }
 
@@ -38,7 +39,8 @@ def add_bench(commands: Any) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"{', '.join(ALL)}, or all of these (the default); or page, which needs a browser",
+        help=f"{', '.join(ALL)}, or all of these (the default); hostile, which takes --seconds for "
+        "every request; or page, which needs a browser",
     )
     bench.add_argument(
         "--seconds", type=_amount, default=10.0, metavar="S", help="of each measurement (default 10)"
@@ -50,6 +52,13 @@ def add_bench(commands: Any) -> None:
     bench.add_argument("--searches", type=_count, default=1000, metavar="N", help="that are queued")
     bench.add_argument("--bodies", type=_count, default=10_000, metavar="N", help="that are malformed")
     bench.add_argument("--streams", type=_count, default=1000, metavar="N", help="that are held open")
+    bench.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="hostile requests with this in their names",
+    )
     bench.add_argument("--seed", type=int, default=0, help="of the malformed bodies")
     bench.add_argument("-o", "--output", metavar="FILE", help="write the findings as JSON, too")
     bench.set_defaults(run=_bench)
@@ -77,7 +86,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
-    from zbv_service.bench import fuzz, page, queue, ranks, stored, streams
+    from zbv_service.bench import fuzz, hostile, page, queue, ranks, stored, streams
 
     if name == "ranks":
         return ranks.measure(parsed.seconds, parsed.connections, parsed.offered)
@@ -87,6 +96,8 @@ def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
         return stored.measure(parsed.seconds)
     if name == "fuzz":
         return fuzz.measure(parsed.bodies, parsed.seed)
+    if name == "hostile":
+        return hostile.measure(parsed.seconds, parsed.only)
     if name == "page":
         return page.measure()
     return streams.measure(parsed.streams, parsed.seconds)

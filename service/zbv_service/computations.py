@@ -20,9 +20,10 @@ from typing import Any, TypeVar, cast
 
 from zbv_service.http.bodies import parse_json
 from zbv_service.http.problems import NOT_READY, ProblemError
-from zbv_service.observability.context import CALLER
+from zbv_service.observability.context import CALLER, CLIENT_GONE
 from zbv_service.searches.processes import IsolatedProcesses
 from zbv_service.turns import NoRoom, Turns
+from zbv_service.waiting import happened
 
 T = TypeVar("T")
 
@@ -69,6 +70,24 @@ class Computations:
         async with self._turn():
             return await self._compute(function, argument)
 
+    async def for_client(self, function: Callable[[Any], T], argument: Any) -> T:
+        """As :meth:`run`, of what only this request's client waits for: it ends when the client leaves."""
+        gone = CLIENT_GONE.get()
+        if gone is None:
+            return await self.run(function, argument)
+        made = asyncio.create_task(self.run(function, argument))
+        leaving = asyncio.create_task(gone.wait())
+        try:
+            await asyncio.wait([made, leaving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not made.done():
+                made.cancel()
+                await asyncio.wait([made])
+        if made.cancelled():
+            raise _refused("Its client went away.")
+        return made.result()
+
     async def of_body(self, function: Callable[[Any], T], body: bytes | bytearray) -> T:
         """What a function makes of a JSON body: at once where that is a matter of a millisecond.
 
@@ -83,7 +102,7 @@ class Computations:
             document = parse_json(body)
             if is_light(document):
                 return function(document)
-        return await self.run(_OfText(function), body)
+        return await self.for_client(_OfText(function), body)
 
     async def of_document(self, function: Callable[[Any], T], document: Any) -> T:
         """As :meth:`of_body`, of a body that is decoded already."""
@@ -111,12 +130,12 @@ class Computations:
             ) from None
 
     async def _compute(self, function: Callable[[Any], T], argument: Any) -> T:
-        sent, future = argument, None
+        sent = argument
         try:
             if isinstance(argument, bytes | bytearray) and len(argument) > LARGE:
                 sent = await self._in_thread(self._store, argument)
                 argument = None  # the file has it
-            future = await self._in_thread(self._processes.submit, _call, function, sent, self._folder.name)
+            future = await self._begin(function, sent)
             made = await self._in_time(future)
             if isinstance(made, _Stored):
                 made = await self._in_thread(made.take)
@@ -129,18 +148,42 @@ class Computations:
             if isinstance(sent, _Stored):
                 sent.remove()
 
+    async def _begin(self, function: Callable[[Any], T], sent: Any) -> Future[Any]:
+        """Have a process begin with it; starting one takes the calling thread some milliseconds."""
+        beginning = asyncio.ensure_future(
+            self._in_thread(self._processes.submit, _call, function, sent, self._folder.name)
+        )
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            await self._end(await beginning)
+            raise
+
     async def _in_time(self, future: Future[Any]) -> Any:
-        """The result of a computation that has begun; once the time is over, its process is killed."""
+        """The result of a computation that has begun.
+
+        Once its time is over, or nobody waits for it any more, its process is killed; the caller's turn lasts
+        until it is dead.
+        """
         waited = asyncio.wrap_future(future)
-        done, _ = await asyncio.wait([waited], timeout=self._seconds)
+        try:
+            done, _ = await asyncio.wait([waited], timeout=self._seconds)
+        except asyncio.CancelledError:
+            await self._end(future)
+            raise
         if done:
             return waited.result()
-        while not future.done():
+        await self._end(future)
+        raise _refused(f"It takes longer than {self._seconds:g} seconds.")
+
+    async def _end(self, future: Future[Any]) -> None:
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+        while not ended.is_set():
             # One whose process is still starting has no process yet to kill.
             self._processes.kill_process_of(future)
-            await asyncio.wait([waited], timeout=0.1)
-        waited.exception()
-        raise _refused(f"It takes longer than {self._seconds:g} seconds.")
+            await happened(ended, 0.1)
 
     def _store(self, content: bytes | bytearray) -> _Stored:
         return _Stored.of(content, self._folder.name)

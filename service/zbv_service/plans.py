@@ -141,7 +141,7 @@ class Plans:
             400 when it is not JSON, 503 when too many computations wait already.
         """
         # Never at once: even a small plan is compared with classical schedules.
-        plan = await self._computations.run(partial(import_text, self._settings.max_cells), body)
+        plan = await self._computations.for_client(partial(import_text, self._settings.max_cells), body)
         return plan.summary, await self._table.add(plan)
 
     async def thumbnail(self, plan_id: str) -> bytes:

@@ -16,7 +16,7 @@ from support.serving import DEADLINE, until
 from zbv_service import computations
 from zbv_service.computations import LARGE, LIGHT_BYTES, Computations, is_light
 from zbv_service.http.problems import ProblemError
-from zbv_service.observability.context import CALLER
+from zbv_service.observability.context import CALLER, CLIENT_GONE
 from zbv_service.turns import NoRoom, Turns
 from zbv_solver.errors import InvalidInput
 
@@ -128,6 +128,24 @@ async def test_only_what_stays_small_is_computed_at_once() -> None:
         assert is_light({"problem": problem}) is expected, problem
         if isinstance(problem, dict):
             assert is_light(problem) is expected, problem
+
+
+async def test_a_computation_ends_when_its_client_leaves(tmp_path: Path) -> None:
+    async with computing() as found:
+        gone = asyncio.Event()
+        CLIENT_GONE.set(gone)
+        waiting = asyncio.create_task(found.for_client(partial(sleep, str(tmp_path)), None))
+        started = tmp_path / "process"
+        await until(lambda: started.exists() and bool(started.read_text()), "it begins")
+        gone.set()
+        with pytest.raises(ProblemError, match="went away"):
+            await waiting
+        assert not is_alive(int(started.read_text()))
+        # Nobody else is hurt, and those who only wait for their turn leave, too.
+        assert await found.run(process_of, None)
+        with pytest.raises(ProblemError, match="went away"):
+            await found.for_client(partial(sleep, str(tmp_path)), None)
+        assert found._turns.waiting == 0
 
 
 async def order_of(turns: Turns, callers: str) -> str:

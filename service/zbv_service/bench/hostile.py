@@ -1,7 +1,8 @@
 """Sixteen clients that each repeat the worst request that one can construct, and what others notice of it.
 
 The clients are a process of their own, as they would be elsewhere; meanwhile this one asks for signs of life
-and fetches ranks at a steady rate, as agents and balancers do.
+and fetches ranks at a steady rate, as agents and balancers do. It asks a third party the same: a server that
+does nothing else. What that one is late by, the machine's other work explains.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import multiprocessing
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from multiprocessing.connection import Connection
@@ -65,7 +66,7 @@ def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
         Parts of names or paths of the requests; without any it is all of them.
     """
     found: list[Finding] = []
-    with serving("--searches", "1", "--agent-timeout-seconds", "86400") as served:
+    with serving("--searches", "1", "--agent-timeout-seconds", "86400") as served, _bystander() as control:
         with Client(served.address, timeout=ANSWER_SECONDS) as client:
             small, large = plan_to_serve(), plan_to_serve(*STORED)
             plan_id, large_id = client.import_plan(small), client.import_plan(large)
@@ -74,26 +75,27 @@ def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
                 client.submit({**SMALL, "memory": {**WEIGHTS, "limit": 0.001 + number}})
         ranks = [f"/v1/plans/{plan_id}/ranks/{rank}" for rank in range(small["problem"]["pp_degree"])]
         asking = [get(served.address, path, served.token) for path in ("/healthz", *ranks)]
-        asyncio.run(_quiet(served, asking, 1.0))  # caches
-        health, fetches = asyncio.run(_quiet(served, asking, max(seconds, 5.0)))
-        alone = _findings("without hostile clients", health, fetches)
+        asyncio.run(_quiet(served, control, asking, 1.0))  # caches
+        alone_loads = asyncio.run(_quiet(served, control, asking, max(seconds, 5.0)))
+        alone = _findings("without hostile clients", alone_loads)
         found += alone
         memory, answers = Memory(), Counter[int]()
         for request in worst(large_id, trace_path):
             where = f"{request.method} {_short(request.path)}: {request.name}"
             if only and not any(part in where for part in only):
                 continue
-            health, fetches, statuses = asyncio.run(_attacked(served, request, asking, seconds, memory))
+            loads, statuses = asyncio.run(_attacked(served, control, request, asking, seconds, memory))
             counts = (f"{count} × {status or 'none'}" for status, count in sorted(statuses.items()))
-            found += _findings(f"{where} ({', '.join(counts) or 'no answer yet'})", health, fetches)
+            found += _findings(f"{where} ({', '.join(counts) or 'no answer yet'})", loads)
             answers += statuses
-            for each in found[-2:]:  # all of them take many minutes
+            for each in found[-3:]:  # all of them take many minutes
                 Console(stderr=True).print(f"{each.value:9.1f} ms  {each.name}", soft_wrap=True)
-    late = [each.value for each in found[len(alone) :]] or [0.0, 0.0]
+    late = [each.value for each in found[len(alone) :]] or [0.0] * 3
     return [
         *found,
-        Finding("signs of life, the worst 99 of 100", max(late[::2]), "ms", TARGET),
-        Finding("fetches of ranks, the worst 99 of 100", max(late[1::2]), "ms", TARGET),
+        Finding("signs of life, the worst 99 of 100", max(late[::3]), "ms", TARGET),
+        Finding("fetches of ranks, the worst 99 of 100", max(late[1::3]), "ms", TARGET),
+        Finding("  a server that does nothing else, at the worst", max(late[2::3]), "ms"),
         Finding("most memory of the service's process", memory.own / 1e6, "MB", MEMORY_TARGET),
         Finding("  with all of its children", memory.all / 1e6, "MB"),
         Finding("answers 500", float(answers[500]), "", 0),
@@ -111,14 +113,15 @@ def _begin_run(served: Served, plan_id: str) -> str:
     return f"/v1/agents/{ID}/runs/{work['run_id']}/generations/{work['generation']}/ranks/0/trace"
 
 
-def _findings(name: str, health: Load, fetches: Load) -> list[Finding]:
-    """Of two loads, how long 99 of 100 took; infinitely long where there was another answer than 200."""
+def _findings(name: str, loads: Sequence[Load]) -> list[Finding]:
+    """How long 99 of 100 took; infinitely long where there was another answer than 200."""
     found = []
-    for what, load in ((f"{name}; signs of life", health), ("  fetches of ranks", fetches)):
+    names = (f"{name}; signs of life", "  fetches of ranks", "  a server that does nothing else")
+    for what, load, target in zip(names, loads, (TARGET, TARGET, None), strict=True):
         median, longest = 1e3 * quantile(load.latencies, 0.5), 1e3 * max(load.latencies)
         is_right = set(load.statuses) == {200}
         late = 1e3 * quantile(load.latencies, 0.99) if is_right else inf
-        found.append(Finding(f"{what} (median {median:.1f}, longest {longest:.0f})", late, "ms", TARGET))
+        found.append(Finding(f"{what} (median {median:.1f}, longest {longest:.0f})", late, "ms", target))
     return found
 
 
@@ -127,17 +130,18 @@ def _short(path: str) -> str:
     return re.sub(r"[0-9a-f]{32,}", "…", path)
 
 
-async def _quiet(served: Served, asking: Sequence[bytes], seconds: float) -> tuple[Load, Load]:
-    """Signs of life, and fetches of ranks."""
+async def _quiet(served: Served, control: str, asking: Sequence[bytes], seconds: float) -> Sequence[Load]:
+    """Signs of life, fetches of ranks, and signs of life of the server that does nothing else."""
     return await asyncio.gather(
         offer(served.address, asking[:1], 4, seconds, RATE),
         offer(served.address, asking[1:], 4, seconds, RATE),
+        offer(control, asking[:1], 4, seconds, RATE),
     )
 
 
 async def _attacked(
-    served: Served, request: Worst, asking: Sequence[bytes], seconds: float, memory: Memory
-) -> tuple[Load, Load, Counter[int]]:
+    served: Served, control: str, request: Worst, asking: Sequence[bytes], seconds: float, memory: Memory
+) -> tuple[Sequence[Load], Counter[int]]:
     """The same while clients repeat a request, and what they were answered."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -148,14 +152,42 @@ async def _attacked(
     watching = asyncio.create_task(_watch(served, memory))
     try:
         await loop.run_in_executor(None, here.recv)  # they are ready: bodies are made
-        health, fetches = await _quiet(served, asking, seconds)
+        loads = await _quiet(served, control, asking, seconds)
         here.send("stop")
         statuses: Counter[int] = await loop.run_in_executor(None, here.recv)
     finally:
         watching.cancel()
         attack.kill()
         attack.join()
-    return health, fetches, statuses
+    return loads, statuses
+
+
+@contextmanager
+def _bystander() -> Iterator[str]:
+    """The address of a server in a process of its own that answers everything with nothing."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_answer, args=(there,), daemon=True)
+    process.start()
+    try:
+        yield here.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(line: Connection) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def listen() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        line.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await server.serve_forever()
+
+    asyncio.run(listen())
 
 
 async def _watch(served: Served, memory: Memory) -> None:

@@ -27,7 +27,7 @@ from zbv_service.http.problems import (
     UNSUPPORTED_MEDIA_TYPE,
     ProblemError,
 )
-from zbv_service.observability.context import CALLER
+from zbv_service.observability.context import CALLER, CLIENT_GONE
 
 SMALL = 16 * 1024
 """Bodies up to this many bytes are decoded in less time than handing them over takes."""
@@ -210,7 +210,27 @@ async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
         raise _too_large(limit)
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserved(int(declared) if is_declared else limit):
-        yield await _read(request, limit)
+        body = await _read(request, limit)
+        async with _noticing_departure(request):
+            yield body
+
+
+@asynccontextmanager
+async def _noticing_departure(request: Request) -> AsyncIterator[None]:
+    """Have :data:`CLIENT_GONE` say, as long as the block lasts, when the client hangs up."""
+    is_gone = asyncio.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        is_gone.set()
+
+    watching, token = asyncio.create_task(watch()), CLIENT_GONE.set(is_gone)
+    try:
+        yield
+    finally:
+        CLIENT_GONE.reset(token)
+        watching.cancel()
 
 
 async def _read(request: Request, limit: int) -> bytearray:

@@ -5,6 +5,7 @@ Context variables follow a task into the tasks and threads that it starts, so no
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ HEADER = "X-Request-ID"
 REQUEST_ID: ContextVar[str | None] = ContextVar("zbv_request_id", default=None)
 CALLER: ContextVar[str | None] = ContextVar("zbv_caller", default=None)
 """Whose request it is: the name of a token, or the address of a client that needs none."""
+CLIENT_GONE: ContextVar[asyncio.Event | None] = ContextVar("zbv_client_gone", default=None)
+"""Happens when the client of a request with a body hangs up."""
 SEARCH_ID: ContextVar[str | None] = ContextVar("zbv_search_id", default=None)
 
 _SANE = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")

@@ -121,7 +121,7 @@ class RunParts:
         """
         former = await self._table.read(run_id, generation, "trace", [rank])
         read = partial(read_trace, rank, former[0].body if former else None, limit if is_gzip else None)
-        read_one = await self._computations.run(read, body)
+        read_one = await self._computations.for_client(read, body)
         await self._table.put(
             NewPart(
                 run_id=run_id,

@@ -29,7 +29,7 @@ from zbv_service.http.problems import (
 )
 from zbv_service.observability.context import CALLER, CLIENT_GONE
 
-SMALL = 16 * 1024
+SMALL = 64 * 1024
 """Bodies up to this many bytes are decoded in less time than handing them over takes."""
 MEDIUM = 1024**2
 MEDIUM_VALUES = 100_000

@@ -21,6 +21,9 @@ from zbv_service.runs.documents import PlanChange, RunRequest
 from zbv_service.runs.records import EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.searches.searches import Searches
 
+MAX_ARGUMENTS = 16 * 1024
+"""Characters of a model's arguments as JSON."""
+
 
 class Runs:
     """The runs of a service."""
@@ -230,13 +233,22 @@ def _of_run(issue: Issue) -> Issue:
 
 
 def _require_json(arguments: dict[str, Any]) -> None:
-    """Numbers such as 1e999 are read as infinities, which JSON cannot say to the agents."""
+    """Numbers such as 1e999 are read as infinities, which JSON cannot say to the agents.
+
+    Every list of runs and every agent's work has the arguments, so they must not be large.
+    """
     try:
-        json.dumps(arguments, allow_nan=False)
+        size = len(json.dumps(arguments, allow_nan=False))
     except (ValueError, RecursionError):
         raise InvalidInput.at(
             "/model/arguments", "holds a number too large or too many levels; agents must get it as JSON."
         ) from None
+    if size > MAX_ARGUMENTS:
+        raise InvalidInput.at(
+            "/model/arguments",
+            f"found {size} characters of JSON; must be at most {MAX_ARGUMENTS}. Have the factory read "
+            f"the rest from a file.",
+        )
 
 
 def _found(record: RunRecord | None, run_id: str) -> RunRecord:

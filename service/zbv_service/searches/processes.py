@@ -132,7 +132,7 @@ class IsolatedProcesses(Executor):
             self._all.pop(pool, None)
             is_surprise = not self._is_shut_down
         if is_surprise:
-            logger.warning("a search process died; it is replaced when the next search starts")
+            logger.warning("a process ended before its task did; the next task gets a new one")
         pool.shutdown(wait=False)
 
 

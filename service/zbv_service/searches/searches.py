@@ -151,12 +151,12 @@ class Searches:
         """How many searches come before one that is queued; None of one that is not."""
         return await self._table.queued_before(record) if record.state == "queued" else None
 
-    async def asked(self, search_id: str) -> tuple[SearchRecord, Question]:
-        """A search and its problem; raises :class:`ProblemError` 404."""
+    async def asked(self, search_id: str) -> tuple[SearchRecord, bytes]:
+        """A search and its problem, packed: see :func:`parse_packed`; raises :class:`ProblemError` 404."""
         record, packed = await self.get(search_id), await self._table.problem(search_id)
         if packed is None:
             raise _not_found(search_id)
-        return record, await self._computations.run(parse_packed, packed)
+        return record, packed
 
     async def problem(self, search_id: str) -> bytes | None:
         """The normalised problem document of a search, packed, or None when it is gone."""

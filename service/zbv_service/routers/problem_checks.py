@@ -18,7 +18,7 @@ from zbv_service.http.problems import (
     documented,
 )
 from zbv_service.routers.rooms import rooms
-from zbv_service.searches.check import check
+from zbv_service.searches.check import check_text
 from zbv_service.searches.check_documents import CheckRequest, Estimate, EstimateRequest, ProblemCheck
 from zbv_service.security.scheme import needs
 
@@ -42,7 +42,7 @@ async def check_problem(request: Request) -> Response:
     """The body is that of `POST /v1/searches`. One that breaks a rule is no error here: it is the answer."""
     found = rooms(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
-        text = await found.computations.of_body(partial(check, found.settings), body)
+        text = await found.computations.of_body(partial(check_text, found.settings), body)
     return Response(text, media_type="application/json")
 
 

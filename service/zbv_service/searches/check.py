@@ -17,15 +17,13 @@ from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 
 
-def check(settings: Settings, body: Any) -> bytes:
-    """What is wrong with the request for a search that a body is, and what it asks for when nothing is.
-
-    As the JSON text of a :class:`ProblemCheck`: of many stages it takes long to write.
-    """
-    return _check(settings, body).model_dump_json().encode()
+def check_text(settings: Settings, body: Any) -> bytes:
+    """As :func:`check`, as JSON text: of many stages it takes long to write."""
+    return check(settings, body).model_dump_json().encode()
 
 
-def _check(settings: Settings, body: Any) -> ProblemCheck:
+def check(settings: Settings, body: Any) -> ProblemCheck:
+    """What is wrong with the request for a search that a body is, and what it asks for when nothing is."""
     try:
         question = _question_of(body, settings)
     except InvalidInput as error:

@@ -36,7 +36,7 @@ TARGET = 50.0
 """Milliseconds that 99 of 100 answers take at most."""
 MEMORY_TARGET = 1000.0
 """Megabytes of the service's own process."""
-RATE = 100.0
+RATE = 50.0
 """Signs of life, and fetches of ranks, a second."""
 ANSWER_SECONDS = 90.0
 LOOK_SECONDS = 0.1
@@ -84,9 +84,13 @@ def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
             where = f"{request.method} {_short(request.path)}: {request.name}"
             if only and not any(part in where for part in only):
                 continue
+            cpu = served.cpu_seconds
             loads, statuses = asyncio.run(_attacked(served, control, request, asking, seconds, memory))
+            share = (served.cpu_seconds - cpu) / seconds
             counts = (f"{count} × {status or 'none'}" for status, count in sorted(statuses.items()))
-            found += _findings(f"{where} ({', '.join(counts) or 'no answer yet'})", loads)
+            found += _findings(
+                f"{where} ({', '.join(counts) or 'no answer yet'}; {share:.0%} of a core)", loads
+            )
             answers += statuses
             for each in found[-3:]:  # all of them take many minutes
                 Console(stderr=True).print(f"{each.value:9.1f} ms  {each.name}", soft_wrap=True)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from zbv_solver import __version__
 
 from zbv_service.beside import Besides
+from zbv_service.computations import Computations
 from zbv_service.database import (
     AgentTable,
     Database,
@@ -29,6 +30,7 @@ from zbv_service.database import (
 )
 from zbv_service.frontier import Frontiers
 from zbv_service.http import openapi, problems
+from zbv_service.http.bodies import BodyMemory
 from zbv_service.http.limits import Limited
 from zbv_service.http.rank_fetches import RankFetches
 from zbv_service.observability.metrics import Metrics
@@ -53,7 +55,6 @@ from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
 from zbv_service.runs.watch import AgentWatch
-from zbv_service.searches.aside import Aside
 from zbv_service.searches.compare import Comparisons
 from zbv_service.searches.estimate import Estimates
 from zbv_service.searches.events import SearchEvents
@@ -81,7 +82,7 @@ class Rooms:
     runner: Runner
     searches: Searches
     events: SearchEvents
-    aside: Aside
+    computations: Computations
     comparisons: Comparisons
     estimates: Estimates
     schedules: Schedules
@@ -144,19 +145,16 @@ def create_app(
             await runner.start()
             await dispatcher.start()
             await rooms.sweeper.start()
-            if settings.preload == "at-start":
-                rooms.pictures.start()
             try:
                 yield
             finally:
-                await rooms.pictures.stop()
                 await dispatcher.stop()
                 await rooms.heartbeats.stop()
                 await runner.stop()
                 await rooms.sweeper.stop()
                 await rooms.access.tokens.close()
                 await rooms.events.stop()
-                rooms.aside.stop()
+                rooms.computations.stop()
         finally:
             await database.close()
 
@@ -174,6 +172,7 @@ def create_app(
     )
     app.state.metrics = metrics
     app.state.settings = settings
+    app.state.body_memory = BodyMemory()
     problems.install(app)
     app.add_exception_handler(DatabaseAway, problems.on_database_away)
     sign_in.install(app)
@@ -214,13 +213,15 @@ def _furnish(
     events = SearchEvents(SearchEventTable(database))
     searches_table.listen(events.changed)
     runner = Runner(searches_table, settings, search, metrics)
-    searches, plans = Searches(searches_table, runner, settings), Plans(plan_table, settings)
-    replanner = Replanner(runs, run_plans, parts, plans, searches)
+    computations = Computations()
+    searches = Searches(searches_table, runner, settings, computations)
+    plans = Plans(plan_table, settings, computations)
+    replanner = Replanner(runs, run_plans, parts, plans, searches, computations)
     watch = AgentWatch(agents, ListenerTable(database), settings.agent_timeout_seconds)
     dispatcher = Dispatcher(runs, run_plans, replanner, watch, settings)
     heartbeats = Heartbeats(HeartbeatTable(database))
-    token_table, aside = TokenTable(database), Aside()
-    schedules, run_parts = Schedules(aside), RunParts(parts)
+    token_table = TokenTable(database)
+    schedules, run_parts = Schedules(computations), RunParts(parts, computations)
     tokens = Tokens(token_table, local_token)
     return Rooms(
         settings=settings,
@@ -228,11 +229,11 @@ def _furnish(
         runner=runner,
         searches=searches,
         events=events,
-        aside=aside,
-        comparisons=Comparisons(plan_table, aside, settings),
-        estimates=Estimates(aside, settings),
+        computations=computations,
+        comparisons=Comparisons(plan_table, computations, settings),
+        estimates=Estimates(computations, settings),
         schedules=schedules,
-        frontiers=Frontiers(plan_table, searches_table, searches, schedules),
+        frontiers=Frontiers(plan_table, searches_table, searches, schedules, computations),
         besides=Besides(plans, schedules),
         plans=plans,
         pictures=PlanPictures(plans),
@@ -241,8 +242,8 @@ def _furnish(
         agents=Agents(agents, runs, heartbeats, dispatcher),
         runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher, settings),
         parts=run_parts,
-        steps=RunSteps(run_parts),
-        measurements=Measurements(run_parts, plans),
+        steps=RunSteps(run_parts, computations),
+        measurements=Measurements(run_parts, plans, computations),
         sweeper=Sweeper(Retention(database), keep_of(settings), plans.used),
         metrics=metrics,
         readiness=Readiness(database, runner, dispatcher),

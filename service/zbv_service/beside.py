@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbv_solver.construct.baselines import BASELINES
+from zbv_solver.errors import InvalidInput
 from zbv_solver.plan import Plan
 
 from zbv_service.cache import wait_a_while
@@ -92,6 +93,8 @@ class Besides:
             )
         except ProblemError as error:
             return Beside(name, is_baseline, None, error.detail)
+        except InvalidInput as error:
+            return Beside(name, is_baseline, None, error.issues[0].detail)
         mine, theirs = plan.problem.units.time, other.problem.units.time
         if mine != theirs:
             complaint = (

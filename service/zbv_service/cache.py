@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Generic, TypeVar
@@ -28,11 +29,22 @@ def _heard(done: asyncio.Future[Any]) -> None:
 
 
 class Cache(Generic[T]):
-    """Keeps the most recently used values. Readers of a value that is being made wait for that one."""
+    """Keeps the most recently used values. Readers of a value that is being made wait for that one.
 
-    def __init__(self, size: int):
+    Parameters
+    ----------
+    size
+        How many.
+    most_bytes, weigh
+        How many bytes of them, and those of one. Newer values drive older ones out; the newest stays.
+    """
+
+    def __init__(self, size: int, most_bytes: float = math.inf, weigh: Callable[[T], int] = lambda _: 0):
         self._size = size
+        self._most_bytes = most_bytes
+        self._weigh = weigh
         self._values: OrderedDict[str, asyncio.Future[T]] = OrderedDict()
+        self._bytes: dict[str, int] = {}
 
     async def get(self, key: str, make: Callable[[], Awaitable[T]]) -> T:
         """The value of a key; made once. A failure to make it is not kept."""
@@ -40,10 +52,9 @@ class Cache(Generic[T]):
         if future is None:
             # A task of its own, so that a reader who goes away takes nothing from the others.
             future = asyncio.ensure_future(make())
-            future.add_done_callback(lambda done: self._drop_failure(key, done))
+            future.add_done_callback(lambda done: self._made(key, done))
             self._values[key] = future
-            while len(self._values) > self._size:
-                self._values.popitem(last=False)
+            self._drop_old()
         else:
             self._values.move_to_end(key)
         return await asyncio.shield(future)
@@ -56,7 +67,19 @@ class Cache(Generic[T]):
         self._values.move_to_end(key)
         return future.result()
 
-    def _drop_failure(self, key: str, done: asyncio.Future[T]) -> None:
+    def _made(self, key: str, done: asyncio.Future[T]) -> None:
         failed = done.cancelled() or done.exception() is not None
-        if failed and self._values.get(key) is done:
+        if self._values.get(key) is not done:
+            return
+        if failed:
             del self._values[key]
+        else:
+            self._bytes[key] = self._weigh(done.result())
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        while len(self._values) > 1 and (
+            len(self._values) > self._size or sum(self._bytes.values()) > self._most_bytes
+        ):
+            key, _ = self._values.popitem(last=False)
+            self._bytes.pop(key, None)

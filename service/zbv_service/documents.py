@@ -8,10 +8,9 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from zbv_solver.errors import InvalidInput
 from zbv_solver.plan import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
 from zbv_solver.problem import Objective
-from zbv_solver.schema import Number, issues_of
+from zbv_solver.schema import Number, refusal
 
 from zbv_service.http.problems import ProblemDetails
 from zbv_service.questions import QuestionDocument
@@ -255,7 +254,7 @@ def parse_body(model: type[B], body: Any) -> B:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise InvalidInput(issues_of(error, body)) from None
+        raise refusal(error, body) from None
 
 
 def _dump(document: Any) -> bytes:

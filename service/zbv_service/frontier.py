@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zbv_solver import frontier, memory_fraction
@@ -21,11 +22,12 @@ from zbv_solver.problem import MEMORY_TOLERANCE, Problem
 from zbv_solver.schema import numbers, problem_json
 
 from zbv_service.cache import Cache, wait_a_while
+from zbv_service.computations import Computations
 from zbv_service.database import PlanTable, SearchTable
 from zbv_service.documents import OptionsDocument
 from zbv_service.frontier_layers import LayeredFrontiers
 from zbv_service.frontier_points import Frontier, Point, newest, tightened
-from zbv_service.http.problems import NOT_FOUND, TOO_MANY_SEARCHES, ProblemError
+from zbv_service.http.problems import INVALID_PARAMETER, NOT_FOUND, TOO_MANY_SEARCHES, ProblemError
 from zbv_service.packing import problem_key, unpack
 from zbv_service.records import FINISHED, PlanSummary
 from zbv_service.searches.schedules import Schedules
@@ -36,6 +38,8 @@ FINE = 0.025
 PATIENCE_SECONDS = 1.5
 """How long a page waits for bounds; the page after it has them."""
 CACHED_NEEDS = 4096
+MAX_STAGES = 4096
+"""Of a frontier: it is dozens of problems, each with all stages."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,20 @@ class Asked:
 class Frontiers:
     """Reads frontiers, and has their missing points searched."""
 
-    def __init__(self, plans: PlanTable, searches: SearchTable, submit: Searches, schedules: Schedules):
+    def __init__(
+        self,
+        plans: PlanTable,
+        searches: SearchTable,
+        submit: Searches,
+        schedules: Schedules,
+        computations: Computations,
+    ):
+        self._computations = computations
         self._plans = plans
         self._searches = searches
         self._submit = submit
         self._schedules = schedules
-        self._layered = LayeredFrontiers(plans, searches, schedules)
+        self._layered = LayeredFrontiers(plans, searches, schedules, computations)
         self._needs: Cache[float] = Cache(CACHED_NEEDS)
 
     async def of(self, plan: Plan) -> Frontier:
@@ -80,8 +92,14 @@ class Frontiers:
         """
         if plan.cut is not None:
             return await self._layered.of(plan)
-        problem, grid = plan.problem, frontier.grid(plan.problem)
-        documents, others = await asyncio.to_thread(_documents, problem, grid)
+        problem = plan.problem
+        if problem.n_stages > MAX_STAGES:
+            raise ProblemError(
+                INVALID_PARAMETER,
+                f"found a plan of {problem.n_stages} stages; frontiers are made of at most {MAX_STAGES}.",
+            )
+        grid = frontier.grid(problem)
+        documents, others = await self._computations.run(partial(_documents, grid=grid), problem)
         summaries = await self._plans.best_of([*(each.key for each in documents.values()), *others])
         known = await self._known(plan, summaries.values())
         requests = {key: each for each in grid for key in documents[each].requests}
@@ -145,8 +163,8 @@ class Frontiers:
                 raise ProblemError(
                     NOT_FOUND, f"plan {summary.plan_id} was removed in the meantime; load the page again."
                 )
-            document = await asyncio.to_thread(unpack, packed)
-            return memory_fraction.needed(problem, document["metrics"]["peak_memory"])
+            peak = await self._computations.run(peak_memory_of, packed)
+            return memory_fraction.needed(problem, peak)
 
         return await self._needs.get(summary.plan_id, load)
 
@@ -159,7 +177,7 @@ class Frontiers:
 
 @dataclass(frozen=True)
 class _Limited:
-    """The problem at a limit: its document and hash, and those of the requests to search it."""
+    """The problem at a limit: its document where it is a point, its hash, and those of its searches."""
 
     problem: dict[str, Any]
     limit: float
@@ -185,13 +203,19 @@ def _documents(problem: Problem, grid: Sequence[float]) -> tuple[dict[float, _Li
             [OptionsDocument(effort=effort).model_dump() for effort in EFFORTS] if fraction in grid else []
         )
         found[fraction] = _Limited(
-            document,
+            document if fraction in grid else {},
             max(limits),
             problem_key(document),
             tuple(request_key(document, options) for options in asked),
         )
     own = memory_fraction.of_limit(problem)
     return found, {problem_key(unlimited): math.inf, problem_key(base): math.inf if own is None else own}
+
+
+def peak_memory_of(packed: bytes) -> list[float]:
+    """What the ranks of a packed plan need."""
+    found: list[float] = unpack(packed)["metrics"]["peak_memory"]
+    return found
 
 
 def _baselines(plan: Plan) -> tuple[Known, ...]:

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zbv_solver.frontier import Known, at_limit, best_within, fits
@@ -20,6 +21,7 @@ from zbv_solver.plan import Plan
 from zbv_solver.schema import problem_json
 
 from zbv_service.cache import Cache, wait_a_while
+from zbv_service.computations import Computations
 from zbv_service.database import PlanTable, SearchTable
 from zbv_service.documents import OptionsDocument
 from zbv_service.frontier_points import CutSummary, Frontier, Point, newest, tightened
@@ -39,7 +41,10 @@ ANSWERED = ("done", "infeasible")
 class LayeredFrontiers:
     """Reads the frontiers of plans whose layers a search has cut."""
 
-    def __init__(self, plans: PlanTable, searches: SearchTable, schedules: Schedules):
+    def __init__(
+        self, plans: PlanTable, searches: SearchTable, schedules: Schedules, computations: Computations
+    ):
+        self._computations = computations
         self._plans = plans
         self._searches = searches
         self._schedules = schedules
@@ -57,7 +62,7 @@ class LayeredFrontiers:
         """
         question = asked_of(plan)
         grid = await self._schedules.limits(question)
-        asked = await asyncio.to_thread(_questions, question, grid)
+        asked = await self._computations.run(partial(_questions, grid=grid), question)
         found = await self._searches.of_requests(list(asked.requests))
         known, cuts = await self._known(plan, found.values())
         floors = await self._floors(question, grid)
@@ -114,8 +119,7 @@ class LayeredFrontiers:
                 raise ProblemError(
                     NOT_FOUND, f"plan {plan_id} was removed in the meantime; load the page again."
                 )
-            document = await asyncio.to_thread(unpack, packed)
-            return max(document["metrics"]["peak_memory"]), CutSummary.of(document["problem"])
+            return await self._computations.run(need_and_cut_of, packed)
 
         return await self._stored.get(plan_id, load)
 
@@ -124,6 +128,12 @@ class LayeredFrontiers:
         made = asyncio.ensure_future(self._schedules.floors(question, grid))
         await wait_a_while([made], PATIENCE_SECONDS)
         return made.result() if made.done() else None
+
+
+def need_and_cut_of(packed: bytes) -> tuple[float, CutSummary]:
+    """What a packed plan needs, and how it is cut."""
+    document = unpack(packed)
+    return max(document["metrics"]["peak_memory"]), CutSummary.of(document["problem"])
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,6 +16,7 @@ from zbv_solver.errors import ContradictedBound
 from zbv_solver.plan import Plan, plan_json
 from zbv_solver.schema import canonical_json
 
+from zbv_service.questions import Question, question_json, summary_of
 from zbv_service.records import NewPlan, PlanSummary, Update
 
 
@@ -36,6 +38,31 @@ def unpack(packed: bytes) -> Any:
 def problem_key(problem: dict[str, Any]) -> str:
     """Hash of a normalised problem document: equal ones ask for the same plans."""
     return hashlib.sha256(canonical_json(problem).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class PackedQuestion:
+    """A question as it travels between processes: few objects, whatever its size.
+
+    Attributes
+    ----------
+    packed
+        Its normalised document.
+    key
+        The document's :func:`problem_key`.
+    summary
+        As :func:`zbv_service.questions.summary_of`.
+    """
+
+    packed: bytes
+    key: str
+    summary: dict[str, Any]
+
+    @classmethod
+    def of(cls, question: Question) -> PackedQuestion:
+        """Normalise, pack and hash a question."""
+        text = canonical_json(question_json(question)).encode()
+        return cls(zlib.compress(text), hashlib.sha256(text).hexdigest(), summary_of(question))
 
 
 def pack_plan(plan: Plan) -> NewPlan:

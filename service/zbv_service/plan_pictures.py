@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 from typing import TYPE_CHECKING
 
 from zbv_service.cache import Cache
-from zbv_service.plans import Plans
+from zbv_service.plans import Plans, plan_of
 
 if TYPE_CHECKING:
     from zbv_solver.export.report import PlanView
 
 CACHED_VIEWS = 16
-CACHED_ACTIONS = 4
-"""Up to 5 MB each."""
+CACHED_BYTES = 32 * 1024**2
 
 
 class PlanPictures:
@@ -23,60 +21,56 @@ class PlanPictures:
 
     def __init__(self, plans: Plans):
         self._plans = plans
-        self._loading: asyncio.Task[None] | None = None
         self._views: Cache[PlanView] = Cache(CACHED_VIEWS)
-        self._charts: Cache[bytes] = Cache(CACHED_VIEWS)
-        self._actions: Cache[bytes] = Cache(CACHED_ACTIONS)
-
-    def start(self) -> None:
-        """Load in the background what draws, so that who opens the first page does not wait for it."""
-        self._loading = asyncio.create_task(asyncio.to_thread(_load))
-
-    async def stop(self) -> None:
-        """Wait for the background."""
-        if self._loading is not None:
-            await self._loading
+        self._charts: Cache[bytes] = Cache(CACHED_VIEWS, CACHED_BYTES, len)
+        self._actions: Cache[bytes] = Cache(CACHED_VIEWS, CACHED_BYTES, len)
 
     async def view(self, plan_id: str) -> PlanView:
         """A plan as its page shows it, without links; raises :class:`ProblemError` 404."""
 
-        async def make() -> PlanView:
-            # Imported here, as below: it takes a second.
-            from zbv_solver.export.report import plan_view
-
-            plan = await self._plans.plan(plan_id)
-            return await asyncio.to_thread(plan_view, plan)
-
-        return await self._views.get(plan_id, make)
+        return await self._views.get(plan_id, lambda: self._plans.compute(view_of, plan_id))
 
     async def chart(self, plan_id: str) -> bytes:
         """What the script of a plan's page draws with, as JSON text; raises :class:`ProblemError` 404."""
 
         async def make() -> bytes:
-            from zbv_solver.export.report import chart_document
-
-            # Asked for at the same moment, but the reader sees the picture first: it has Python to itself.
+            # Asked for at the same moment, but the reader sees the picture first.
             await self._plans.thumbnail(plan_id)
-            plan = await self._plans.plan(plan_id)
-            return await asyncio.to_thread(lambda: json.dumps(chart_document(plan)).encode())
+            return await self._plans.compute(chart_of, plan_id)
 
         return await self._charts.get(plan_id, make)
 
     async def actions(self, plan_id: str) -> bytes:
         """A plan's actions as the script of its page takes them; raises :class:`ProblemError` 404."""
 
-        async def make() -> bytes:
-            from zbv_solver.export.timeline import timeline
-            from zbv_solver.export.timeline_data import timeline_bytes
-
-            plan = await self._plans.plan(plan_id)
-            return await asyncio.to_thread(lambda: timeline_bytes(timeline(plan)))
-
-        return await self._actions.get(plan_id, make)
+        return await self._actions.get(plan_id, lambda: self._plans.compute(actions_of, plan_id))
 
 
-def _load() -> None:
-    """Bokeh, its models' definitions, and the machine code of the timing: drawing once loads all of it."""
+def view_of(packed: bytes) -> PlanView:
+    """A packed plan as its page shows it; runs in a process of its own, as those below."""
+    # Imported here, as below: it takes a second.
+    from zbv_solver.export.report import plan_view
+
+    return plan_view(plan_of(packed))
+
+
+def chart_of(packed: bytes) -> bytes:
+    """What the script of a packed plan's page draws with, as JSON text."""
+    from zbv_solver.export.report import chart_document
+
+    return json.dumps(chart_document(plan_of(packed))).encode()
+
+
+def actions_of(packed: bytes) -> bytes:
+    """A packed plan's actions as the script of its page takes them."""
+    from zbv_solver.export.timeline import timeline
+    from zbv_solver.export.timeline_data import timeline_bytes
+
+    return timeline_bytes(timeline(plan_of(packed)))
+
+
+def load() -> None:
+    """Load Bokeh, its models' definitions, and the machine code of the timing, all by drawing once."""
     from zbv_solver.export.report import chart_document, plan_view
     from zbv_solver.export.thumbnail import thumbnail
     from zbv_solver.schema import parse_problem
@@ -87,7 +81,6 @@ def _load() -> None:
     plan_view(plan)
     thumbnail(plan)
     chart_document(plan)
-    # What was loaded stays: without this the collector goes through all of it, a quarter of a second, while
-    # somebody waits for a page.
+    # What was loaded stays: without this the collector of every forked process goes through all of it.
     gc.collect()
     gc.freeze()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from zbv_solver import __version__
 from zbv_solver.channels import Channel, channels
@@ -16,16 +16,22 @@ from zbv_solver.problem import Problem
 from zbv_solver.schema import canonical_json
 
 from zbv_service.cache import Cache
+from zbv_service.computations import Computations
 from zbv_service.database import PlanTable
+from zbv_service.http.bodies import parse_json
 from zbv_service.http.caching import REVALIDATED
 from zbv_service.http.problems import NOT_FOUND, ProblemError
-from zbv_service.packing import pack_plan, unpack_text
+from zbv_service.packing import pack_plan, unpack, unpack_text
 from zbv_service.questions import require_size
 from zbv_service.records import NewPlan, Page, PlanFilter, PlanSummary, Position
 from zbv_service.settings import Settings
 
 CACHED_PLANS = 16
+CACHED_EXPORTS = 32
+CACHED_BYTES = 64 * 1024**2
+"""Of plans in one form; the largest plan takes half of it."""
 CACHED_THUMBNAILS = 256
+T = TypeVar("T")
 _ID = re.compile(r"[0-9a-z]{1,64}")
 
 
@@ -66,15 +72,18 @@ class Plans:
         Ids of plans that were fetched; who notes that in the database takes them out.
     """
 
-    def __init__(self, table: PlanTable, settings: Settings):
+    def __init__(self, table: PlanTable, settings: Settings, computations: Computations):
         self._table = table
         self._settings = settings
         self.used: set[str] = set()
-        self._texts: Cache[bytes] = Cache(CACHED_PLANS)
-        self._plans: Cache[Plan] = Cache(CACHED_PLANS)
-        self._ranks: Cache[list[RankAnswer]] = Cache(CACHED_PLANS)
+        self._computations = computations
+        self._texts: Cache[bytes] = Cache(CACHED_PLANS, CACHED_BYTES, len)
+        self._plans: Cache[Plan] = Cache(CACHED_PLANS, CACHED_BYTES, _bytes_of)
+        self._ranks: Cache[list[RankAnswer]] = Cache(
+            CACHED_PLANS, CACHED_BYTES, lambda answers: sum(len(answer.body) for answer in answers)
+        )
+        self._exports: Cache[bytes] = Cache(CACHED_EXPORTS, CACHED_BYTES, len)
         self._thumbnails: Cache[bytes] = Cache(CACHED_THUMBNAILS)
-        self._drawing = asyncio.Semaphore(1)  # a list asks for many at once, and each takes a core
 
     async def newest(self, limit: int) -> list[PlanSummary]:
         """The newest plans first."""
@@ -88,24 +97,34 @@ class Plans:
         """A plan's document as JSON text; raises :class:`ProblemError` 404."""
 
         async def load() -> bytes:
-            # Not every text is one that a database takes.
-            packed = await self._table.document(plan_id) if _ID.fullmatch(plan_id) else None
-            if packed is None:
-                raise ProblemError(NOT_FOUND, f"found no plan {plan_id[:64]!r}; GET /v1/plans lists them.")
-            return await asyncio.to_thread(unpack_text, packed)
+            # Unpacking lets other threads go on.
+            return await asyncio.to_thread(unpack_text, await self._packed(plan_id))
 
         text = await self._texts.get(plan_id, load)
         self.used.add(plan_id)
         return text
 
+    async def compute(self, function: Callable[[bytes], T], plan_id: str) -> T:
+        """What a function of :meth:`zbv_service.computations.Computations.run` makes of a packed plan.
+
+        Raises
+        ------
+        ProblemError
+            404, and 503 when too many computations wait already.
+        """
+        return await self._computations.run(function, await self._packed(plan_id))
+
+    async def _packed(self, plan_id: str) -> bytes:
+        # Not every text is one that a database takes.
+        packed = await self._table.document(plan_id) if _ID.fullmatch(plan_id) else None
+        if packed is None:
+            raise ProblemError(NOT_FOUND, f"found no plan {plan_id[:64]!r}; GET /v1/plans lists them.")
+        return packed
+
     async def plan(self, plan_id: str) -> Plan:
         """A plan; raises :class:`ProblemError` 404."""
 
-        async def load() -> Plan:
-            text = await self.text(plan_id)
-            return await asyncio.to_thread(lambda: parse_plan(json.loads(text)))
-
-        plan = await self._plans.get(plan_id, load)
+        plan = await self._plans.get(plan_id, lambda: self.compute(plan_of, plan_id))
         self.used.add(plan_id)
         return plan
 
@@ -113,9 +132,8 @@ class Plans:
         """What one rank executes, as JSON text; raises :class:`ProblemError` 404."""
 
         async def load() -> list[RankAnswer]:
-            plan = await self.plan(plan_id)
-            texts = await asyncio.to_thread(rank_texts, plan)
-            return [RankAnswer.of(plan_id, number, text) for number, text in enumerate(texts)]
+            joined = await self.compute(joined_ranks_of, plan_id)
+            return await asyncio.to_thread(_separate, plan_id, joined)
 
         answers = await self._ranks.get(plan_id, load)
         self.used.add(plan_id)
@@ -133,31 +151,26 @@ class Plans:
         self.used.add(plan_id)
         return answers[rank]
 
-    async def add(self, body: Any) -> tuple[PlanSummary, bool]:
+    async def add(self, body: bytes | bytearray) -> tuple[PlanSummary, bool]:
         """Verify a plan made elsewhere, compute its metrics and store it; and whether it is new.
 
         Raises
         ------
         InvalidInput, InvalidPlan
             When the plan is wrong; nothing is stored then.
+        ProblemError
+            400 when it is not JSON, 503 when too many computations wait already.
         """
-        plan = await asyncio.to_thread(import_plan, body, self._settings.max_cells)
+        # Never at once: even a small plan is compared with classical schedules.
+        plan = await self._computations.for_client(partial(import_text, self._settings.max_cells), body)
         return plan.summary, await self._table.add(plan)
 
     async def thumbnail(self, plan_id: str) -> bytes:
         """A plan at a glance, as PNG; raises :class:`ProblemError` 404."""
 
-        async def draw() -> bytes:
-            # Imported here: Pillow and what draws are only needed for this.
-            from zbv_solver.export.thumbnail import thumbnail
+        return await self._thumbnails.get(plan_id, lambda: self.compute(thumbnail_of, plan_id))
 
-            async with self._drawing:
-                plan = await self.plan(plan_id)
-                return await asyncio.to_thread(thumbnail, plan)
-
-        return await self._thumbnails.get(plan_id, draw)
-
-    async def export(self, plan_id: str, name: str) -> tuple[str, str, str]:
+    async def export(self, plan_id: str, name: str) -> tuple[bytes, str, str]:
         """A plan in another format: its text, media type and file name; raises :class:`ProblemError` 404."""
         # Imported here: formats bring their own heavy packages.
         from zbv_solver.export import FORMATS
@@ -167,9 +180,21 @@ class Plans:
             raise ProblemError(
                 NOT_FOUND, f"found no format {name!r}; there are {', '.join(sorted(FORMATS))}."
             )
-        plan = await self.plan(plan_id)
-        text = await asyncio.to_thread(target.render, plan)
+        export = partial(export_of, name)
+        text = await self._exports.get(f"{plan_id} {name}", lambda: self.compute(export, plan_id))
         return text, target.media_type, f"plan-{plan_id[:12]}{target.suffix}"
+
+
+def plan_of(packed: bytes) -> Plan:
+    """A packed plan."""
+    plan = parse_plan(unpack(packed))
+    _ = plan.plan_id  # a hash of the whole document: taken here, it comes along with the plan
+    return plan
+
+
+def import_text(max_cells: int, text: bytes | bytearray) -> NewPlan:
+    """As :func:`import_plan`, of JSON text; raises :class:`ProblemError` 400 when it is none."""
+    return import_plan(parse_json(text), max_cells)
 
 
 def import_plan(body: Any, max_cells: int) -> NewPlan:
@@ -191,6 +216,43 @@ def import_plan(body: Any, max_cells: int) -> NewPlan:
         seconds=provenance.seconds,
     )
     return pack_plan(plan.with_baselines(compare(problem)))
+
+
+def export_of(name: str, packed: bytes) -> bytes:
+    """A packed plan in another format."""
+    # Imported here: formats bring their own heavy packages.
+    from zbv_solver.export import FORMATS
+
+    return FORMATS[name].render(parse_plan(unpack(packed))).encode()
+
+
+def thumbnail_of(packed: bytes) -> bytes:
+    """A packed plan at a glance, as PNG."""
+    # Imported here: Pillow and what draws are only needed for this.
+    from zbv_solver.export.thumbnail import thumbnail
+
+    return thumbnail(parse_plan(unpack(packed)))
+
+
+def joined_ranks_of(packed: bytes) -> bytes:
+    """The answer for every rank of a packed plan: a line of lengths, and then one after the other."""
+    texts = rank_texts(parse_plan(unpack(packed)))
+    return b"".join([" ".join(str(len(text)) for text in texts).encode(), b"\n", *texts])
+
+
+def _separate(plan_id: str, joined: bytes) -> list[RankAnswer]:
+    """The answers that :func:`joined_ranks_of` has joined."""
+    end = joined.index(b"\n")
+    answers, begin = [], end + 1
+    for rank, length in enumerate(map(int, joined[:end].split())):
+        answers.append(RankAnswer.of(plan_id, rank, joined[begin : begin + length]))
+        begin += length
+    return answers
+
+
+def _bytes_of(plan: Plan) -> int:
+    """About what a plan takes in memory: 9 bytes per action, and the numbers of its stages."""
+    return 9 * len(plan.orders) + 400 * plan.problem.n_stages
 
 
 def rank_texts(plan: Plan) -> list[bytes]:

@@ -26,11 +26,15 @@ __all__ = [
     "read_problem",
     "read_question",
     "require_size",
+    "require_stages",
     "summary_of",
     "uncut",
 ]
 
 Question = Problem | LayeredProblem
+
+MAX_STAGES = 16_384
+"""Bounds and schedules take time in the square of the stages: of more than so many, minutes."""
 
 OTHER_PLACEMENTS = ("v", "single", "loop-")
 """How the baselines begin that only a search of several placements has."""
@@ -98,13 +102,23 @@ def require_size(question: Question, max_cells: int) -> None:
             f"found {p} ranks times {m} microbatches; this service takes at most {max_cells}. Plan fewer "
             f"microbatches: the steady state repeats.",
         )
-    # Of layers the planner may choose the placement, and every one that it tries must be possible.
+    # The cost of a plan. Of layers the planner may choose the placement, and every one must be possible.
     stages, most = largest_stages(question), 2 * min(max_cells, MAX_CELLS)
-    if isinstance(question, LayeredProblem) and stages * m > most:
+    if stages * m > most:
         raise InvalidInput.at(
             "/problem/microbatches",
-            f"found {m} microbatches times the {stages} stages of the finest placement; this service takes "
-            f"at most {most}. Plan fewer microbatches: the steady state repeats.",
+            f"found {m} microbatches times {stages} stages, those of the finest placement; this service "
+            f"takes at most {most}. Plan fewer microbatches: the steady state repeats.",
+        )
+
+
+def require_stages(problem: Problem) -> None:
+    """Raise :class:`InvalidInput` for a problem with too many stages to be computed beside a request."""
+    if problem.n_stages > MAX_STAGES:
+        raise InvalidInput.at(
+            "/problem/chunks",
+            f"found {problem.n_stages} stages; schedules and estimates are made of at most {MAX_STAGES}. "
+            f"Have it searched instead.",
         )
 
 

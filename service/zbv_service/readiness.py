@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 
 from zbv_service.database import Database, DatabaseAway
@@ -11,6 +12,8 @@ from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.searches.runner import Runner
 
 PING_SECONDS = 5.0
+FRESH_SECONDS = 1.0
+"""How long what was found answers the next who ask."""
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +27,22 @@ class FailedCheck:
 
 
 class Readiness:
-    """Answers whoever asks, however often; the log hears of changes alone."""
+    """Answers whoever asks, however often; the log hears of changes alone.
+
+    Nobody needs a token to ask, so asking must not take connections to the database from those who work: one
+    look answers all who ask within ``FRESH_SECONDS``.
+    """
 
     def __init__(self, database: Database, runner: Runner, dispatcher: Dispatcher):
+        self._pinging: asyncio.Task[str | None] | None = None
+        self._fresh_until = -math.inf
         self._database = database
         self._runner = runner
         self._dispatcher = dispatcher
         self._failing: frozenset[str] = frozenset()
 
     async def failed_checks(self) -> list[FailedCheck]:
-        """The checks that fail now; none when the service is ready."""
+        """The checks that fail now, of the database a moment ago; none when the service is ready."""
         failed, reasons = [], []
         why = await self._why_database_is_away()
         if why is not None:
@@ -49,6 +58,19 @@ class Readiness:
         return failed
 
     async def _why_database_is_away(self) -> str | None:
+        now = asyncio.get_running_loop().time()
+        if self._pinging is None or (self._pinging.done() and now >= self._fresh_until):
+            # A task of its own: a caller who goes away takes nothing from the others.
+            self._pinging = asyncio.create_task(self._ping())
+        return await asyncio.shield(self._pinging)
+
+    async def _ping(self) -> str | None:
+        try:
+            return await self._reason()
+        finally:
+            self._fresh_until = asyncio.get_running_loop().time() + FRESH_SECONDS
+
+    async def _reason(self) -> str | None:
         try:
             async with asyncio.timeout(PING_SECONDS):
                 await self._database.ping()

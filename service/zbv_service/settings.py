@@ -80,7 +80,7 @@ class Settings(BaseSettings):
         "pages: at the start, or by the first search or page, which then takes a second or two longer.",
     )
     max_body_bytes: int = Field(8 * MEBIBYTE, ge=1, description="Largest request body, plans aside.")
-    max_plan_bytes: int = Field(128 * MEBIBYTE, ge=1, description="Largest body of a plan to import.")
+    max_plan_bytes: int = Field(64 * MEBIBYTE, ge=1, description="Largest body of a plan to import.")
     max_trace_bytes: int = Field(
         32 * MEBIBYTE, ge=1, description="Largest trace of a rank, once it is decompressed."
     )

@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvalidInput as error:
         for issue in error.issues:
             _complain(str(issue))
+        if error.rest:
+            _complain(error.rest)
         return EXIT_WRONG_INPUT
     except (InvalidPlan, MissingDependency) as error:
         _complain(str(error))

@@ -14,9 +14,12 @@ Every message says what was found, what the rule is, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+MOST_ISSUES = 100
+"""Broken rules of a document that an error lists one by one."""
 
 
 class ZbvError(Exception):
@@ -43,15 +46,35 @@ class Issue:
 
 
 class InvalidInput(ZbvError):
-    """A problem, plan or option document breaks one or more rules."""
+    """A problem, plan or option document breaks one or more rules.
 
-    def __init__(self, issues: list[Issue] | tuple[Issue, ...]):
-        self.issues = tuple(issues)
-        super().__init__(" ".join(str(issue) for issue in self.issues))
+    Attributes
+    ----------
+    issues
+        The first broken rules, at most ``MOST_ISSUES``: a document that breaks thousands of them repeats one
+        mistake, and it must not cost a gigabyte to say so.
+    more
+        How many others there are.
+    is_partial
+        Whether checking stopped before the end, so that there may be even more.
+    """
 
-    def __reduce__(self) -> tuple[type[InvalidInput], tuple[tuple[Issue, ...]]]:
+    def __init__(self, issues: Sequence[Issue], more: int = 0, is_partial: bool = False):
+        self.issues = tuple(issues[:MOST_ISSUES])
+        self.more = more + len(issues) - len(self.issues)
+        self.is_partial = is_partial
+        super().__init__(" ".join([*map(str, self.issues), *([self.rest] if self.rest else [])]))
+
+    def __reduce__(self) -> tuple[type[InvalidInput], tuple[tuple[Issue, ...], int, bool]]:
         # Exceptions with their own constructor do not cross process pools without this.
-        return type(self), (self.issues,)
+        return type(self), (self.issues, self.more, self.is_partial)
+
+    @property
+    def rest(self) -> str:
+        """How many broken rules ``issues`` leaves out, as a sentence; empty where it has all of them."""
+        if not self.more:
+            return ""
+        return f"And at least {self.more} more." if self.is_partial else f"And {self.more} more."
 
     @classmethod
     def at(cls, pointer: str, detail: str) -> InvalidInput:
@@ -60,7 +83,8 @@ class InvalidInput(ZbvError):
 
     def below(self, prefix: str) -> InvalidInput:
         """The same error for a document that was nested at ``prefix`` in a larger one."""
-        return InvalidInput([Issue(prefix + issue.pointer, issue.detail) for issue in self.issues])
+        issues = [Issue(prefix + issue.pointer, issue.detail) for issue in self.issues]
+        return InvalidInput(issues, self.more, self.is_partial)
 
 
 class InfeasibleMemory(ZbvError):

@@ -37,7 +37,8 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise InvalidInput.at(
-                "", f"found {text!r}; an action is a stage, one of F, I, W, B, and a microbatch, as in '7I3'."
+                "",
+                f"found {str(text)[:60]!r}; an action is a stage, one of F, I, W, B, and a microbatch: 7I3.",
             )
         return cls(int(match[1]), match[2], int(match[3]))
 

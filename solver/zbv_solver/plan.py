@@ -10,17 +10,31 @@ import hashlib
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zbv_solver import __version__
 from zbv_solver.certificate import Status
 from zbv_solver.certificate import gap_of as gap_of
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.layers.layer import MAX_LAYERS
 from zbv_solver.orders import Orders
-from zbv_solver.problem import Objective, Problem
-from zbv_solver.schema import Number, canonical_json, issues_of, number, numbers, parse_problem, problem_json
+from zbv_solver.problem import MAX_PP_DEGREE, Objective, Problem
+from zbv_solver.schema import (
+    MAX_ACTIONS,
+    MAX_NAME,
+    MAX_STAGES,
+    MAX_TEXT,
+    AtMost,
+    Number,
+    canonical_json,
+    number,
+    numbers,
+    parse_problem,
+    problem_json,
+    refusal,
+)
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,15 @@ def baseline_json(baseline: Baseline) -> dict[str, Any]:
     }
 
 
+MAX_BASELINES = 100
+PerRank = Annotated[list[Number], AtMost(MAX_PP_DEGREE)]
+Ranks = Annotated[list[Annotated[list[str], AtMost(MAX_ACTIONS)]], AtMost(MAX_PP_DEGREE)]
+"""Every rank's actions."""
+_Line = Annotated[str, Field(max_length=MAX_NAME)]
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+_StatedPartition = Annotated[list[Annotated[list[str], AtMost(MAX_LAYERS)]], AtMost(MAX_STAGES)]
+
+
 class _Lenient(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -194,7 +217,7 @@ class MetricsDocument(_Lenient):
     makespan: Number
     span: Number
     bubble_rate: Number
-    peak_memory: list[Number]
+    peak_memory: PerRank
     lower_bound: Number = 0.0
     gap: Number | None = None
     status: Status = "feasible"
@@ -203,27 +226,27 @@ class MetricsDocument(_Lenient):
 class BaselineDocument(_Lenient):
     """Stated metrics of a baseline."""
 
-    name: str
+    name: _Line
     span: Number
     makespan: Number
     bubble_rate: Number
-    peak_memory: list[Number]
+    peak_memory: PerRank
     fits: bool
 
 
 class ProvenanceDocument(_Lenient):
     """How a plan came to be."""
 
-    version: str = "unknown"
+    version: _Line = "unknown"
     seed: int = 0
-    method: str = "unknown"
+    method: _Text = "unknown"
     seconds: float = 0.0
 
 
 class CutDocument(_Lenient):
     """Stated certificate of a cut."""
 
-    method: str = "unknown"
+    method: _Text = "unknown"
     lower_bound: Number = 0.0
     gap: Number | None = None
 
@@ -231,15 +254,15 @@ class CutDocument(_Lenient):
 class PlanDocument(_Lenient):
     """A plan file. Only ``problem`` and ``ranks`` are needed; stated metrics are checked when present."""
 
-    plan_id: str | None = None
+    plan_id: _Line | None = None
     problem: dict[str, Any]
     objective: Objective | None = None
-    ranks: list[list[str]]
+    ranks: Ranks
     metrics: MetricsDocument | None = None
-    baselines: list[BaselineDocument] = []
+    baselines: Annotated[list[BaselineDocument], AtMost(MAX_BASELINES)] = []
     provenance: ProvenanceDocument = ProvenanceDocument()
-    partition: list[list[str]] | None = None
-    recompute: list[bool] | None = None
+    partition: _StatedPartition | None = None
+    recompute: Annotated[list[bool], AtMost(MAX_STAGES)] | None = None
     cut: CutDocument | None = None
 
 
@@ -248,7 +271,7 @@ def parse_plan_document(document: Any) -> PlanDocument:
     try:
         return PlanDocument.model_validate(document)
     except ValidationError as error:
-        raise InvalidInput(issues_of(error, document)) from None
+        raise refusal(error, document) from None
 
 
 def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
@@ -265,6 +288,7 @@ def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
         raise InvalidInput.at(
             "/objective", f"found {document.objective!r}; the plan's problem says {problem.objective!r}."
         )
+    _require_possible_length(document, problem)
     _require_layers(document, problem)
     orders = Orders.from_text(document.ranks)
     stated = document.plan_id
@@ -273,6 +297,17 @@ def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
             "/plan_id", f"found {stated}; its problem and ranks hash to {found}. The plan was altered."
         )
     return problem, orders
+
+
+def _require_possible_length(document: PlanDocument, problem: Problem) -> None:
+    """Raise for lists that are far too long: whoever verifies them looks at every action."""
+    found, most = sum(map(len, document.ranks)), 2 * problem.max_actions
+    if found > most:
+        raise InvalidInput.at(
+            "/ranks",
+            f"found {found} actions; the problem has at most {problem.max_actions}: F, I and W of every "
+            f"stage and microbatch.",
+        )
 
 
 def _require_layers(document: PlanDocument, problem: Problem) -> None:

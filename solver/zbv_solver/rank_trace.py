@@ -15,13 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.orders import Orders
-from zbv_solver.schema import issues_of
+from zbv_solver.schema import MAX_ACTIONS, AtMost, refusal
 
 Nanoseconds = Annotated[int, Field(strict=True, ge=-(2**62), le=2**62)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Bytes = Annotated[int, Field(strict=True, ge=0, le=2**62)]
 Record = tuple[str, Nanoseconds, Nanoseconds, Nanoseconds, Bytes]
 """Action, wait, start, end, bytes received from another rank."""
+
+MAX_STEPS = 1000
 
 WAIT, START, END = range(3)
 """Columns of :attr:`StepTrace.times`."""
@@ -37,7 +39,7 @@ class StepTraceDocument(_Document):
     step: Index
     loss: float | None = Field(None, description="Of the ranks that have the last stage.")
     seconds: Annotated[float, Field(ge=0)]
-    actions: list[Record] = Field(
+    actions: Annotated[list[Record], AtMost(MAX_ACTIONS)] = Field(
         description="In execution order: the action, when the rank turned to it, when its input was there, "
         "when it was done (nanoseconds of the rank's clock), and the bytes received for it."
     )
@@ -52,7 +54,7 @@ class RankTraceDocument(_Document):
     plan_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     clock_offset_ns: Nanoseconds = Field(0, description="What its clock shows more than rank 0's.")
     uncertainty_ns: Nanoseconds = Field(0, description="The offset is wrong by at most this.")
-    steps: list[StepTraceDocument]
+    steps: Annotated[list[StepTraceDocument], AtMost(MAX_STEPS)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,7 @@ def parse_rank_trace(document: Any) -> RankTrace:
     try:
         parsed = RankTraceDocument.model_validate(document)
     except ValidationError as error:
-        raise InvalidInput(issues_of(error, document)) from None
+        raise refusal(error, document) from None
     steps = tuple(_step(index, step, parsed.clock_offset_ns) for index, step in enumerate(parsed.steps))
     for index in range(1, len(steps)):
         if steps[index].step <= steps[index - 1].step:

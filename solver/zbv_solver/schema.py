@@ -7,14 +7,83 @@ Pydantic checks types and unknown keys here; the rules between numbers are the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue
 from zbv_solver.placement import Placement, PlacementKind
 from zbv_solver.problem import MAX_CELLS, MAX_PP_DEGREE, Costs, Memory, Objective, Problem, Units
+
+MAX_CHUNKS = 64
+MAX_STAGES = MAX_PP_DEGREE * MAX_CHUNKS
+MAX_ACTIONS = 6 * MAX_CELLS
+"""Of a plan: F, I and W of at most twice ``MAX_CELLS`` stages times microbatches."""
+MAX_NAME = 200
+MAX_TEXT = 2000
+MOST_UNKNOWN_KEYS = MOST_ISSUES
+BATCH = 1000
+"""Entries of a list that are checked together. The first batch with a mistake is the last one checked."""
+_SHOWN = 60
+_TEXT = reprlib.Repr()
+_TEXT.maxlevel, _TEXT.maxlist, _TEXT.maxdict, _TEXT.maxtuple = 3, 20, 20, 20
+_TEXT.maxstring = _TEXT.maxother = _TEXT.maxlong = 2 * _SHOWN
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Annotates a list that has at most so many entries.
+
+    Pydantic checks every entry of a list before it looks at the length, and keeps every mistake. Here the
+    length comes first, and checking stops after the batch with the first mistake: what a wrong document costs
+    does not grow with the number of its mistakes.
+    """
+
+    length: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), "maxItems": self.length}
+
+    def _check(self, values: Any, check: Callable[[Any], Any]) -> Any:
+        if not isinstance(values, list):
+            return check(values)
+        if len(values) > self.length:
+            raise PydanticCustomError(
+                TOO_MANY,
+                "found {found} entries; must be at most {most}",
+                {"found": len(values), "most": self.length},
+            )
+        checked: list[Any] = []
+        for first in range(0, max(1, len(values)), BATCH):
+            try:
+                checked += check(values[first : first + BATCH])
+            except ValidationError:
+                return check(values[: first + BATCH])  # raises once more, with places in the whole list
+        return checked
+
+
+TOO_MANY = "too_many"
+"""Pydantic's type of the errors that say a number of their own, and not the value that was found."""
 
 Number = Annotated[float, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -25,7 +94,8 @@ def _number_or_list(value: Any) -> str:
 
 
 NumberOrList = Annotated[
-    Annotated[Number, Tag("number")] | Annotated[list[Number], Tag("list")], Discriminator(_number_or_list)
+    Annotated[Number, Tag("number")] | Annotated[list[Number], AtMost(MAX_STAGES), Tag("list")],
+    Discriminator(_number_or_list),
 ]
 """A scalar, one value per chunk, or one per stage."""
 
@@ -38,6 +108,18 @@ class Document(BaseModel):
     """A JSON object without unknown keys."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_unknown_keys(cls, value: Any) -> Any:
+        # Every unknown key is a mistake of its own, and pydantic would keep them all.
+        if isinstance(value, dict) and len(value) > len(cls.model_fields) + MOST_UNKNOWN_KEYS:
+            raise PydanticCustomError(
+                TOO_MANY,
+                "found {found} keys; this object has at most {most}, and no others are allowed",
+                {"found": len(value), "most": len(cls.model_fields)},
+            )
+        return value
 
 
 class CostsDocument(Document):
@@ -73,7 +155,7 @@ class ProblemDocument(Document):
     pp_degree: Annotated[int, Field(strict=True, ge=1, le=MAX_PP_DEGREE)]
     microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_CELLS)]
     placement: PlacementKind = "v"
-    chunks: Count | None = Field(None, le=64, description="Stages per rank; only for placement loop.")
+    chunks: Count | None = Field(None, le=MAX_CHUNKS, description="Stages per rank; only for placement loop.")
     objective: Objective = "span"
     costs: CostsDocument
     memory: MemoryDocument | None = None
@@ -98,7 +180,7 @@ def parse_problem(document: Any) -> Problem:
     try:
         parsed = ProblemDocument.model_validate(document)
     except ValidationError as error:
-        raise InvalidInput(issues_of(error, document)) from None
+        raise refusal(error, document) from None
     return to_problem(parsed)
 
 
@@ -215,20 +297,48 @@ def numbers(values: Sequence[float]) -> list[float | int]:
     return [number(value) for value in values]
 
 
-def issues_of(error: ValidationError, document: Any) -> list[Issue]:
-    """Pydantic's findings as issues whose pointers name keys that a user wrote, not our types."""
+def refusal(error: ValidationError, document: Any) -> InvalidInput:
+    """Pydantic's findings as an error whose pointers name keys that a user wrote, not our types."""
+    entries = error.errors(include_url=False, include_context=False)
+    is_partial = any(_is_in_long_list(entry["loc"], document) for entry in entries)
     issues = []
-    for entry in error.errors(include_url=False):
+    for entry in entries[:MOST_ISSUES]:
         path = _document_path(entry["loc"], entry["type"], document)
-        pointer = "".join(f"/{str(key).replace('~', '~0').replace('/', '~1')}" for key in path)
-        found = "" if entry["type"] in ("missing", "extra_forbidden") else f"found {_shown(entry['input'])}; "
+        pointer = "".join(f"/{_key(key).replace('~', '~0').replace('/', '~1')}" for key in path)
+        says_all = entry["type"] in ("missing", "extra_forbidden", TOO_MANY)
+        found = "" if says_all else f"found {shown(entry['input'])}; "
         rule = {
             "missing": "this key is required and absent.",
             "extra_forbidden": "unknown key; remove it or correct its spelling.",
             "model_type": "must be a JSON object.",
         }.get(entry["type"], entry["msg"][0].lower() + entry["msg"][1:] + ".")
         issues.append(Issue(pointer, found + rule))
-    return issues
+    return InvalidInput(issues, len(entries) - len(issues), is_partial)
+
+
+def shown(value: Any) -> str:
+    """A value of a document as a message quotes it: its beginning, whatever its size."""
+    text = _TEXT.repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _is_in_long_list(loc: tuple[int | str, ...], document: Any) -> bool:
+    """Whether a mistake lies in a list of which only a part was checked."""
+    current = document
+    for key in loc:
+        if isinstance(current, dict) and key in current:
+            current = current[key]
+        elif isinstance(current, list) and isinstance(key, int) and key < len(current):
+            if len(current) > BATCH:
+                return True
+            current = current[key]
+    return False
+
+
+def _key(key: int | str) -> str:
+    """A key in a pointer; of one that is too long to be a name of ours, its beginning."""
+    text = str(key)
+    return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "..."
 
 
 def _document_path(loc: tuple[int | str, ...], kind: str, document: Any) -> list[int | str]:
@@ -245,14 +355,6 @@ def _document_path(loc: tuple[int | str, ...], kind: str, document: Any) -> list
             continue
         path.append(key)
     return path
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to print integers of more than a few thousand digits
-        return "a number too long to print"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def require_possible_chunks(placement: str, chunks: int | None) -> None:

@@ -60,7 +60,8 @@ async def test_a_wrong_problem_is_refused(serving: Serving) -> None:
 async def test_too_many_at_once_are_told_to_come_back(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zbv_service.searches.aside.WAITING", 0)
+    monkeypatch.setattr("zbv_service.computations.WAITING", 0)
+    monkeypatch.setattr("zbv_service.computations.AT_A_TIME_EACH", 0)
     async with serving("honest") as service:
         answer = await compared(service)
         assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")

@@ -134,10 +134,9 @@ def test_ranks_that_lack_memory_are_listed_together() -> None:
     assert search_view(replace(RECORD, state="infeasible"), weightless, None).fraction == ""
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
-async def test_every_preset_can_be_searched(preset: Any) -> None:
-    found = await check({"problem": preset.problem, "limit_fraction": preset.limit_fraction}, Settings())
+def test_every_preset_can_be_searched(preset: Any) -> None:
+    found = check(Settings(), {"problem": preset.problem, "limit_fraction": preset.limit_fraction})
     assert found.issues == []
     if "layers" in preset.problem:
         assert found.layers is not None

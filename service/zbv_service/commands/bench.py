@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zbv_service.bench.findings import Finding
 
 ALL = ("ranks", "queue", "stored", "fuzz", "streams")
-NAMES = (*ALL, "heartbeats", "page")
+NAMES = (*ALL, "heartbeats", "hostile", "page")
 _TITLES = {
     "ranks": "Rank plans fetched over loopback",
     "queue": "A queue over SIGKILL",
@@ -23,6 +23,7 @@ _TITLES = {
     "fuzz": "Malformed bodies",
     "streams": "Idle event streams",
     "heartbeats": "Heartbeats of the agents of one run",
+    "hostile": "The worst requests, each repeated by 16 clients",
     "page": "The page of a plan in a browser",
 }
 
@@ -40,8 +41,8 @@ def add_bench(commands: Any) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"{', '.join(ALL)}, or all of these (the default); heartbeats, which needs PostgreSQL; or "
-        "page, which needs a browser",
+        help=f"{', '.join(ALL)}, or all of these (the default); heartbeats, which needs PostgreSQL; hostile, "
+        "which takes --seconds for every request; or page, which needs a browser",
     )
     bench.add_argument(
         "--seconds", type=_amount, default=10.0, metavar="S", help="of each measurement (default 10)"
@@ -58,6 +59,13 @@ def add_bench(commands: Any) -> None:
         "--database",
         metavar="URL",
         help="an empty database for heartbeats (default: a PostgreSQL server of its own)",
+    )
+    bench.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="hostile requests with this in their names",
     )
     bench.add_argument("--seed", type=int, default=0, help="of the malformed bodies")
     bench.add_argument("-o", "--output", metavar="FILE", help="write the findings as JSON, too")
@@ -87,7 +95,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
-    from zbv_service.bench import fuzz, heartbeats, page, queue, ranks, stored, streams
+    from zbv_service.bench import fuzz, heartbeats, hostile, page, queue, ranks, stored, streams
 
     if name == "ranks":
         return ranks.measure(parsed.seconds, parsed.connections, parsed.offered)
@@ -99,6 +107,8 @@ def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
         return fuzz.measure(parsed.bodies, parsed.seed)
     if name == "heartbeats":
         return heartbeats.measure(parsed.agents, parsed.seconds, parsed.database)
+    if name == "hostile":
+        return hostile.measure(parsed.seconds, parsed.only)
     if name == "page":
         return page.measure()
     return streams.measure(parsed.streams, parsed.seconds)

@@ -10,55 +10,85 @@ import asyncio
 import email.message
 import json
 import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NoReturn
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
+from zbv_solver.errors import InvalidInput
 
 from zbv_service.http.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
     MALFORMED_JSON,
+    NOT_READY,
     UNSUPPORTED_MEDIA_TYPE,
     ProblemError,
 )
+from zbv_service.observability.context import CALLER, CLIENT_GONE
 
 SMALL = 64 * 1024
 """Bodies up to this many bytes are decoded in less time than handing them over takes."""
+MEDIUM = 1024**2
+MEDIUM_VALUES = 100_000
+"""Bytes and values of a body that this process takes as a decoded document. Only problems, plans and traces
+are larger, and those are read in other processes (:mod:`zbv_service.computations`)."""
+IN_MEMORY, IN_MEMORY_EACH = 192 * 1024**2, 96 * 1024**2
+"""Bytes of bodies in memory at the same time: of all requests, and of those of one caller."""
+FREE = 64 * 1024
+"""Bytes of a body that are not counted: connections are limited, too."""
 SLOWEST = 16 * 1024
 """Bytes per second: a body that comes more slowly than this, after a while, is not waited for."""
 
 
 async def read_json(request: Request, limit: int) -> Any:
-    """The decoded JSON body of a request, at most ``limit`` bytes of it.
+    """The decoded JSON body of a request, at most ``limit`` bytes of it and at most ``MEDIUM``.
 
     Raises
     ------
     ProblemError
         413 when it is larger, 415 when it is not declared as JSON, 400 when it is not JSON.
+    InvalidInput
+        When it holds too many values.
     """
-    _require_json(request)
-    body = await _read(request, limit)
-    if len(body) <= SMALL:
-        return parse_json(body)
-    return await asyncio.to_thread(parse_json, body)  # seconds for the largest; others are served meanwhile
+    async with read_text(request, min(limit, MEDIUM)) as body:
+        if len(body) <= SMALL:
+            return parse_json(body)
+        return await request.app.state.rooms.computations.run(parse_medium, body)
 
 
-async def read_packed(request: Request, limit: int) -> bytes:
-    """The body of a request, decompressed if it says that it is gzip, at most ``limit`` bytes of it.
+@asynccontextmanager
+async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
+    """The JSON body of a request, not decoded, at most ``limit`` bytes of it, as long as the block lasts.
 
     Raises
     ------
     ProblemError
-        413 when it is larger, 415 for another encoding, 400 when it is not gzip.
+        413 when it is larger, 415 when it is not declared as JSON, 503 when too many bodies are in memory.
+    """
+    _require_json(request)
+    async with _reading(request, limit) as body:
+        yield body
+
+
+@asynccontextmanager
+async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytearray, bool]]:
+    """The body of a request, at most ``limit`` bytes of it, and whether it says that it is gzip.
+
+    Raises
+    ------
+    ProblemError
+        413 when it is larger, 415 for another encoding, 503 when too many bodies are in memory.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip"):
         raise ProblemError(
             UNSUPPORTED_MEDIA_TYPE, f"found content encoding {encoding!r}; send it plain or as gzip."
         )
-    body = await _read(request, limit)
-    return body if encoding == "identity" else await asyncio.to_thread(_decompress, body, limit)
+    async with _reading(request, limit) as body:
+        yield body, encoding == "gzip"
 
 
 async def read_form(request: Request, limit: int) -> str:
@@ -74,10 +104,12 @@ async def read_form(request: Request, limit: int) -> str:
         raise ProblemError(
             UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does."
         )
-    return (await _read(request, limit)).decode("latin-1")
+    async with _reading(request, limit) as body:
+        return body.decode("latin-1")
 
 
-def _decompress(body: bytes, limit: int) -> bytes:
+def decompressed(body: bytes | bytearray, limit: int) -> bytes:
+    """A gzip body's content, at most ``limit`` bytes of it; raises :class:`ProblemError` 400 or 413."""
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         text = stream.decompress(body, limit + 1)
@@ -90,7 +122,29 @@ def _decompress(body: bytes, limit: int) -> bytes:
     return text
 
 
-def parse_json(body: bytes) -> Any:
+def parse_medium(body: bytes | bytearray) -> Any:
+    """As :func:`parse_json`; raises :class:`InvalidInput` for a document with too many values."""
+    document = parse_json(body)
+    # Each of them follows a comma or an opening bracket, which may also stand in a text.
+    if sum(map(body.count, (b",", b"[", b"{"))) > MEDIUM_VALUES and _values(document) > MEDIUM_VALUES:
+        raise InvalidInput.at("", f"found more than {MEDIUM_VALUES} values in one document; send fewer.")
+    return document
+
+
+def _values(document: Any) -> int:
+    """Number of values in a decoded document."""
+    waiting, count = [document], 0
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+    return count
+
+
+def parse_json(body: bytes | bytearray) -> Any:
     """Strict JSON: UTF-8, no NaN or infinities, numbers and nesting within reason."""
     try:
         return json.loads(body.decode(), parse_constant=_refuse_constant)
@@ -116,25 +170,84 @@ def _require_json(request: Request) -> None:
         )
 
 
-async def _read(request: Request, limit: int) -> bytes:
+class BodyMemory:
+    """Counts the bytes of bodies that are in memory; a body reserves its own before they come."""
+
+    def __init__(self, most: int = IN_MEMORY, most_each: int = IN_MEMORY_EACH) -> None:
+        self._most = most
+        self._most_each = most_each
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def reserved(self, size: int) -> Iterator[None]:
+        """Have room for so many bytes; raises :class:`ProblemError` 503 where there is none."""
+        size, caller = max(0, size - FREE), CALLER.get() or ""
+        # One body alone always has room, whatever an operator lets bodies be.
+        if size and (
+            (self._held[caller] and self._held[caller] + size > self._most_each)
+            or (self._held.total() and self._held.total() + size > self._most)
+        ):
+            raise ProblemError(
+                NOT_READY,
+                "Other large bodies are being read now; send this one again in a moment.",
+                headers={"Retry-After": "2", "Connection": "close"},  # its body is not read
+            )
+        self._held[caller] += size
+        try:
+            yield
+        finally:
+            self._held[caller] -= size
+            if not self._held[caller]:
+                del self._held[caller]
+
+
+@asynccontextmanager
+async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
+    """The body of a request, which counts as held in memory as long as the block lasts."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
+    is_declared = declared.isdecimal() and len(declared) < 20
+    if is_declared and int(declared) > limit:
         raise _too_large(limit)
-    parts, size, loop = [], 0, asyncio.get_running_loop()
+    memory: BodyMemory = request.app.state.body_memory
+    with memory.reserved(int(declared) if is_declared else limit):
+        body = await _read(request, limit)
+        async with _noticing_departure(request):
+            yield body
+
+
+@asynccontextmanager
+async def _noticing_departure(request: Request) -> AsyncIterator[None]:
+    """Have :data:`CLIENT_GONE` say, as long as the block lasts, when the client hangs up."""
+    is_gone = asyncio.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        is_gone.set()
+
+    watching, token = asyncio.create_task(watch()), CLIENT_GONE.set(is_gone)
+    try:
+        yield
+    finally:
+        CLIENT_GONE.reset(token)
+        watching.cancel()
+
+
+async def _read(request: Request, limit: int) -> bytearray:
+    body, loop = bytearray(), asyncio.get_running_loop()
     until = loop.time() + request.app.state.settings.request_seconds
     try:
         async with asyncio.timeout_at(until) as patience:
             async for part in request.stream():
-                size += len(part)
-                if size > limit:
+                body += part
+                if len(body) > limit:
                     raise _too_large(limit)
-                parts.append(part)
-                patience.reschedule(until + size / SLOWEST)
+                patience.reschedule(until + len(body) / SLOWEST)
     except TimeoutError:
-        raise _too_slow(size) from None
+        raise _too_slow(len(body)) from None
     except ClientDisconnect:
         raise _malformed("it ends before its declared length") from None
-    return b"".join(parts)
+    return body
 
 
 def _too_slow(size: int) -> ProblemError:

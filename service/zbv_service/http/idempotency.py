@@ -6,11 +6,10 @@ structured string in double quotes (RFC 9651); most clients leave the quotes out
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -60,17 +59,18 @@ class NamedRequests:
         self._in_flight: set[str] = set()
 
     @asynccontextmanager
-    async def named(
-        self, key_hash: str | None, body: Any, *, is_small: bool = False
-    ) -> AsyncIterator[NamedRequest | None]:
-        """Answer a request inside the block; store what it yields with what the request creates.
+    async def answering(self, key_hash: str | None) -> AsyncIterator[Callable[[str], NamedRequest | None]]:
+        """Answer a request inside the block.
 
         Parameters
         ----------
         key_hash
-            Of the caller and the key; without one, None is yielded.
-        is_small
-            Whether hashing the body takes less time than handing it to a thread.
+            Of the caller and the key; None without a key.
+
+        Yields
+        ------
+        A function of the body's fingerprint. Store what it returns with what the request creates; it returns
+        None without a key.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class NamedRequests:
             name belongs to another request.
         """
         if key_hash is None:
-            yield None
+            yield lambda fingerprint: None
             return
         if key_hash in self._in_flight:
             raise ProblemError(
@@ -87,10 +87,10 @@ class NamedRequests:
                 "The first request with this Idempotency-Key is not answered yet; send it again in a second.",
                 headers={"Retry-After": "1"},
             )
+        expires_at = datetime.now(UTC) + self._lifetime
         self._in_flight.add(key_hash)
         try:
-            fingerprint = _hash(body) if is_small else await asyncio.to_thread(_hash, body)
-            yield NamedRequest(key_hash, fingerprint, datetime.now(UTC) + self._lifetime, self._kind)
+            yield lambda fingerprint: NamedRequest(key_hash, fingerprint, expires_at, self._kind)
         except NameTaken:
             raise ProblemError(
                 IDEMPOTENCY_KEY_REUSED,
@@ -110,10 +110,11 @@ def key_hash_of(request: Request, owner: str) -> str | None:
         400 as :func:`idempotency_key`.
     """
     key = idempotency_key(request)
-    return None if key is None else _hash([owner, key])
+    return None if key is None else fingerprint_of([owner, key])
 
 
-def _hash(value: Any) -> str:
+def fingerprint_of(value: Any) -> str:
+    """A hash of a decoded JSON document, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from zbv_service.http import problems
 from zbv_service.http.connections import CROWDED
@@ -12,6 +12,8 @@ MAX_ADDRESS = 8192
 """Bytes of path and query; every real one is far shorter."""
 MAX_HEADERS = 32 * 1024
 """Bytes of all header fields together."""
+SLICE = 128 * 1024
+"""Bytes of an answer that are handed to the server at a time."""
 RETRY_SECONDS = 1
 
 
@@ -25,9 +27,30 @@ class Limited:
         """Serve a request."""
         refusal = _refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _in_slices(send))
         else:
             await problems.answer_to(refusal)(scope, receive, send)
+
+
+def _in_slices(send: Send) -> Send:
+    """Send large bodies bit by bit, each when the client has taken the former ones.
+
+    The server's transport copies whatever the client does not take at once: for a hundred clients that read
+    slowly, or not at all, a plan would be in memory a hundred times.
+    """
+
+    async def slicing(message: Message) -> None:
+        body = message.get("body", b"") if message["type"] == "http.response.body" else b""
+        if len(body) <= SLICE:
+            await send(message)
+            return
+        view, has_more = memoryview(body), message.get("more_body", False)
+        for begin in range(0, len(body), SLICE):
+            is_last = begin + SLICE >= len(body)
+            part = bytes(view[begin : begin + SLICE])
+            await send({"type": message["type"], "body": part, "more_body": has_more or not is_last})
+
+    return slicing
 
 
 def _refusal(scope: Scope) -> ProblemError | None:

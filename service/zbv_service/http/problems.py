@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from zbv_solver.errors import (
+    MOST_ISSUES,
     ContradictedBound,
     InfeasibleMemory,
     InvalidInput,
     InvalidPlan,
-    Issue,
     MissingDependency,
 )
 from zbv_solver.schema import canonical_json
@@ -30,8 +30,6 @@ from zbv_solver.schema import canonical_json
 from zbv_service.observability.context import REQUEST_ID
 
 MEDIA_TYPE = "application/problem+json"
-MOST_ISSUES = 100
-"""Of a body: so many broken rules are told one by one."""
 _PREFIX = "/problems/"
 
 logger = logging.getLogger(__name__)
@@ -130,6 +128,10 @@ class ProblemError(Exception):
         self.errors = errors
         self.headers = headers or {}
 
+    def __reduce__(self) -> tuple[type[ProblemError], tuple[Any, ...]]:
+        # Computations raise it in other processes.
+        return ProblemError, (self.kind, self.detail, self.errors, self.headers)
+
 
 def document(
     kind: Kind, detail: str, errors: list[dict[str, str]] | None = None, **more: Any
@@ -139,11 +141,6 @@ def document(
     return {**found, **({} if errors is None else {"errors": errors}), **more}
 
 
-def first_issues(error: InvalidInput) -> tuple[Issue, ...]:
-    """The broken rules that are told: whoever breaks thousands at once has made one mistake many times."""
-    return error.issues[:MOST_ISSUES]
-
-
 def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
     """The problem document of a memory limit that no plan fits."""
     at = [
@@ -151,7 +148,7 @@ def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
             "pointer": "/problem/memory/limit",
             "detail": f"rank {rank} has {error.limits[rank]:.15g} and needs {error.smallest[rank]:.15g}.",
         }
-        for rank in error.ranks
+        for rank in error.ranks[:MOST_ISSUES]
     ]
     return document(INFEASIBLE_MEMORY, str(error), at, smallest_limit=list(error.smallest))
 
@@ -217,11 +214,8 @@ async def _on_problem(_request: Request, error: Exception) -> Response:
 
 async def _on_invalid_input(_request: Request, error: Exception) -> Response:
     error = cast("InvalidInput", error)
-    issues = first_issues(error)
-    errors = [{"pointer": issue.pointer, "detail": issue.detail} for issue in issues]
-    left = len(error.issues) - len(issues)
-    detail = str(InvalidInput(issues))
-    return response(document(INVALID_BODY, f"{detail} And {left} more." if left else detail, errors))
+    errors = [{"pointer": issue.pointer, "detail": issue.detail} for issue in error.issues]
+    return response(document(INVALID_BODY, str(error), errors))
 
 
 async def _on_invalid_plan(_request: Request, error: Exception) -> Response:

@@ -1,10 +1,11 @@
-"""Which request, and which search, the current code works for: every log line says so.
+"""Whose request, which one, and which search the current code works for: every log line says so.
 
 Context variables follow a task into the tasks and threads that it starts, so nobody passes them on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,10 @@ from contextvars import ContextVar
 HEADER = "X-Request-ID"
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("zbv_request_id", default=None)
+CALLER: ContextVar[str | None] = ContextVar("zbv_caller", default=None)
+"""Whose request it is: the name of a token, or the address of a client that needs none."""
+CLIENT_GONE: ContextVar[asyncio.Event | None] = ContextVar("zbv_client_gone", default=None)
+"""Happens when the client of a request with a body hangs up."""
 SEARCH_ID: ContextVar[str | None] = ContextVar("zbv_search_id", default=None)
 
 _SANE = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from zbv_solver.rank_trace import RankTraceDocument
 
-from zbv_service.http.bodies import read_json, read_packed
+from zbv_service.http.bodies import decompressed, read_json, read_packed
 from zbv_service.http.cursors import neighbours, position_of
 from zbv_service.http.negotiation import VARY, wants_page
 from zbv_service.http.openapi import body_of, text_body
@@ -196,8 +196,9 @@ async def put_trace(request: Request, agent_id: str, run_id: str, generation: In
     found = rooms(request)
     await found.agents.require_present(agent_id)
     await found.parts.require_owner(agent_id, run_id, generation, rank)
-    text = await read_packed(request, found.settings.max_trace_bytes)
-    await found.parts.put_trace(run_id, generation, rank, text)
+    limit = found.settings.max_trace_bytes
+    async with read_packed(request, limit) as (body, is_gzip):
+        await found.parts.put_trace(run_id, generation, rank, body, is_gzip, limit)
     return Response(status_code=204)
 
 
@@ -223,7 +224,9 @@ async def put_log(request: Request, agent_id: str, run_id: str, generation: Inde
     found = rooms(request)
     await found.agents.require_present(agent_id)
     await found.parts.require_owner(agent_id, run_id, generation, rank)
-    await found.parts.put_log(run_id, generation, rank, await read_packed(request, MAX_LOG_BYTES))
+    async with read_packed(request, MAX_LOG_BYTES) as (body, is_gzip):
+        text = decompressed(body, MAX_LOG_BYTES) if is_gzip else bytes(body)
+        await found.parts.put_log(run_id, generation, rank, text)
     return Response(status_code=204)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from zbv_service.documents import CompareRequest, Comparison
-from zbv_service.http.bodies import read_json
+from zbv_service.http.bodies import read_text
 from zbv_service.http.openapi import body_of
 from zbv_service.http.problems import (
     BODY_TOO_LARGE,
@@ -33,4 +33,5 @@ router = APIRouter(prefix="/v1/compare", tags=["plans"])
 async def compare(request: Request) -> Comparison:
     """Searches and stores nothing."""
     found = rooms(request)
-    return await found.comparisons.compare(await read_json(request, found.settings.max_body_bytes))
+    async with read_text(request, found.settings.max_body_bytes) as body:
+        return await found.comparisons.compare(body)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.documents import ImportedPlan, PlanDocument, PlanList, PlanSummaryDocument, RankDocument
-from zbv_service.http.bodies import read_json
+from zbv_service.http.bodies import read_text
 from zbv_service.http.caching import REVALIDATED
 from zbv_service.http.cursors import neighbours, position_of
 from zbv_service.http.negotiation import VARY, wants_page
@@ -53,8 +53,8 @@ _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "The call
 async def import_plan(request: Request) -> Response:
     """The plan is verified, and its metrics are computed anew; a wrong one is not stored."""
     found = rooms(request)
-    body = await read_json(request, found.settings.max_plan_bytes)
-    summary, is_new = await found.plans.add(body)
+    async with read_text(request, found.settings.max_plan_bytes) as body:
+        summary, is_new = await found.plans.add(body)
     answer = ImportedPlan(
         plan_id=summary.plan_id,
         objective=summary.value,

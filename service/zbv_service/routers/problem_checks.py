@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from functools import partial
 
-from zbv_service.http.bodies import read_json
+from fastapi import APIRouter, Request, Response
+
+from zbv_service.http.bodies import read_text
 from zbv_service.http.openapi import body_of
 from zbv_service.http.problems import (
     BODY_TOO_LARGE,
@@ -16,7 +18,7 @@ from zbv_service.http.problems import (
     documented,
 )
 from zbv_service.routers.rooms import rooms
-from zbv_service.searches.check import check
+from zbv_service.searches.check import check_text
 from zbv_service.searches.check_documents import CheckRequest, Estimate, EstimateRequest, ProblemCheck
 from zbv_service.security.scheme import needs
 
@@ -31,14 +33,17 @@ router = APIRouter(prefix="/v1/problems", tags=["problems"])
     dependencies=[SEARCH],
     operation_id="check_problem",
     summary="Whether a search would be accepted, and what its numbers mean",
+    response_model=ProblemCheck,
     response_description="Every broken rule; and of a valid problem, limits, fractions and loads.",
     openapi_extra=body_of(CheckRequest),
     responses=documented(*_BODY_ERRORS),
 )
-async def check_problem(request: Request) -> ProblemCheck:
+async def check_problem(request: Request) -> Response:
     """The body is that of `POST /v1/searches`. One that breaks a rule is no error here: it is the answer."""
-    settings = rooms(request).settings
-    return await check(await read_json(request, settings.max_body_bytes), settings)
+    found = rooms(request)
+    async with read_text(request, found.settings.max_body_bytes) as body:
+        text = await found.computations.of_body(partial(check_text, found.settings), body)
+    return Response(text, media_type="application/json")
 
 
 @router.post(
@@ -53,4 +58,5 @@ async def check_problem(request: Request) -> ProblemCheck:
 async def estimate_problem(request: Request) -> Estimate:
     """A quick search of half a second; the plan is verified, and not stored."""
     found = rooms(request)
-    return await found.estimates.estimate(await read_json(request, found.settings.max_body_bytes))
+    async with read_text(request, found.settings.max_body_bytes) as body:
+        return await found.estimates.estimate(body)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.documents import SearchDocument, SearchList, SearchRequest
-from zbv_service.http.bodies import read_json
+from zbv_service.http.bodies import read_text
 from zbv_service.http.cursors import neighbours, position_of
 from zbv_service.http.idempotency import KEY_PARAMETER
 from zbv_service.http.negotiation import VARY, wants_page
@@ -33,8 +32,6 @@ from zbv_service.routers.rooms import SEE_PAGE, caller_of, most_searches, reques
 from zbv_service.security.scheme import READ, needs
 
 RETRY_SECONDS = 1
-SMALL_BYTES = 8192
-"""Problems up to this size are read within a millisecond."""
 SEARCH = needs("search")
 
 router = APIRouter(prefix="/v1/searches", tags=["searches"])
@@ -67,14 +64,10 @@ async def submit_search(request: Request) -> Response:
     """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
     found = rooms(request)
     key = request_key(request)
-    body = await read_json(request, found.settings.max_body_bytes)
-    record = await found.searches.submit(
-        body,
-        key=key,
-        caller=caller_of(request),
-        most=most_searches(request),
-        is_small=_length(request) <= SMALL_BYTES,
-    )
+    async with read_text(request, found.settings.max_body_bytes) as body:
+        record = await found.searches.submit(
+            body, key=key, caller=caller_of(request), most=most_searches(request)
+        )
     return _answer(record)
 
 
@@ -166,12 +159,6 @@ async def discard_search(request: Request, search_id: str) -> Response:
     """A plan that it found stays: plans never change, and others may use it."""
     await rooms(request).searches.discard(search_id)
     return Response(status_code=204)
-
-
-def _length(request: Request) -> float:
-    """The declared length of a request's body; infinite when it declares none."""
-    declared = request.headers.get("content-length", "")
-    return int(declared) if declared.isdigit() else inf
 
 
 def _answer(record: SearchRecord) -> Response:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.explain import Explanation, explain
@@ -23,8 +23,9 @@ from zbv_solver.plan import Plan
 from zbv_solver.rank_trace import RankTrace
 
 from zbv_service.cache import Cache
+from zbv_service.computations import Computations
 from zbv_service.plans import Plans
-from zbv_service.runs.parts import RunParts
+from zbv_service.runs.parts import RunParts, parse_traces
 from zbv_service.runs.records import PartInfo, RunRecord
 
 MANY_ACTIONS = 100_000
@@ -86,7 +87,8 @@ class Measured:
 class Measurements:
     """Reads and accounts for measured steps; the same question twice is answered from memory."""
 
-    def __init__(self, parts: RunParts, plans: Plans):
+    def __init__(self, parts: RunParts, plans: Plans, computations: Computations):
+        self._computations = computations
         self._parts = parts
         self._plans = plans
         self._made: Cache[Measured | NothingMeasured] = Cache(CACHED)
@@ -121,12 +123,25 @@ class Measurements:
     ) -> Measured | NothingMeasured:
         plan = await self._plans.plan(parts[0].plan_id or "")
         generation = parts[0].generation
-        traces = await self._parts.traces(run.id, generation, [part.rank for part in parts])
-        traces = tuple(trace for trace in traces if trace.plan_id == plan.plan_id)
+        packed = await self._parts.packed_traces(run.id, generation, [part.rank for part in parts])
+        read = partial(measure_packed, plan, chosen, generation, generations, replicas)
         try:
-            return await asyncio.to_thread(measure, plan, traces, chosen, generation, generations, replicas)
+            return await self._computations.run(read, [packed[rank] for rank in sorted(packed)])
         except InvalidInput as error:
             return NothingMeasured("foreign", f"The traces do not fit the run's plan: {error}")
+
+
+def measure_packed(
+    plan: Plan,
+    chosen: Chosen,
+    generation: int,
+    generations: tuple[int, ...],
+    replicas: tuple[int, ...],
+    packed: Sequence[bytes],
+) -> Measured | NothingMeasured:
+    """As :func:`measure`, of those packed traces that are the plan's."""
+    traces = tuple(trace for trace in parse_traces(packed) if trace.plan_id == plan.plan_id)
+    return measure(plan, traces, chosen, generation, generations, replicas)
 
 
 def measure(

@@ -10,12 +10,16 @@ import asyncio
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.rank_trace import RankTrace, parse_rank_trace
 
+from zbv_service.computations import Computations
 from zbv_service.database import PartTable
+from zbv_service.http.bodies import decompressed
 from zbv_service.http.problems import MALFORMED_JSON, NOT_FOUND, ProblemError
 from zbv_service.packing import pack, unpack
 from zbv_service.runs.picture import picture
@@ -29,11 +33,68 @@ _KEPT_ACTIONS = 60_000
 """So many of a rank at most, unless one step alone has more."""
 
 
+@dataclass(frozen=True)
+class ReadTrace:
+    """A trace that was checked: what is stored of it, and what it says of itself."""
+
+    packed: bytes
+    plan_id: str
+    pp_rank: int
+    replica: int
+    last_step: int | None
+
+
+def read_trace(rank: int, former: bytes | None, gzip_limit: int | None, body: bytes | bytearray) -> ReadTrace:
+    """Check a rank's trace, and join it with its former one.
+
+    Parameters
+    ----------
+    gzip_limit
+        Bytes that a gzip body may have once it is decompressed; None of one that is plain.
+
+    Raises
+    ------
+    ProblemError, InvalidInput
+        When it is no trace, or of another rank.
+    """
+    document = _parse_json(body if gzip_limit is None else decompressed(body, gzip_limit))
+    trace = parse_rank_trace(document)
+    if trace.rank != rank:
+        raise InvalidInput.at("/rank", f"found {trace.rank}; the address says {rank}.")
+    last = trace.steps[-1].step if trace.steps else None
+    return ReadTrace(_joined(document, former), trace.plan_id, trace.pp_rank, trace.replica, last)
+
+
+def parse_traces(packed: Sequence[bytes]) -> tuple[RankTrace, ...]:
+    """Packed traces."""
+    return tuple(parse_rank_trace(unpack(each)) for each in packed)
+
+
+def merged(generation: int, packed: Sequence[bytes]) -> bytes:
+    """The newest step that the packed traces of all ranks have in common, in the Trace Event Format.
+
+    Raises
+    ------
+    ProblemError
+        404 where there is none.
+    """
+    traces = parse_traces(packed)
+    common = frozenset.intersection(*(trace.numbers for trace in traces))
+    if not common or len({trace.plan_id for trace in traces}) > 1:
+        raise ProblemError(
+            NOT_FOUND,
+            f"the ranks of generation {generation} have sent no step in common. Ask again in seconds.",
+        )
+    newest = frozenset({max(common)})
+    return picture([trace.only(newest) for trace in traces]).encode()
+
+
 class RunParts:
     """The traces and logs of a service's runs."""
 
-    def __init__(self, table: PartTable):
+    def __init__(self, table: PartTable, computations: Computations):
         self._table = table
+        self._computations = computations
 
     async def require_owner(self, agent_id: str, run_id: str, generation: int, rank: int) -> None:
         """Raise :class:`ProblemError` 404 unless the agent had this rank."""
@@ -43,45 +104,49 @@ class RunParts:
                 NOT_FOUND, f"agent {agent_id} has no rank {rank} in generation {generation} of run {run_id}."
             )
 
-    async def put_trace(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
+    async def put_trace(
+        self, run_id: str, generation: int, rank: int, body: bytes | bytearray, is_gzip: bool, limit: int
+    ) -> None:
         """Keep a rank's trace, with the newest steps of its former ones.
+
+        Parameters
+        ----------
+        body, is_gzip, limit
+            JSON text, or that as gzip, of at most so many bytes.
 
         Raises
         ------
         ProblemError, InvalidInput
             When it is no trace, or of another rank.
         """
-        document = await asyncio.to_thread(_parse_json, text)
-        trace = await asyncio.to_thread(parse_rank_trace, document)
-        if trace.rank != rank:
-            raise InvalidInput.at("/rank", f"found {trace.rank}; the address says {rank}.")
-        last = trace.steps[-1].step if trace.steps else None
         former = await self._table.read(run_id, generation, "trace", [rank])
-        body = await asyncio.to_thread(_joined, document, former[0].body if former else None)
+        read = partial(read_trace, rank, former[0].body if former else None, limit if is_gzip else None)
+        read_one = await self._computations.for_client(read, body)
         await self._table.put(
             NewPart(
                 run_id=run_id,
                 generation=generation,
                 rank=rank,
                 kind="trace",
-                body=body,
-                plan_id=trace.plan_id,
-                pp_rank=trace.pp_rank,
-                replica=trace.replica,
-                last_step=last,
+                body=read_one.packed,
+                plan_id=read_one.plan_id,
+                pp_rank=read_one.pp_rank,
+                replica=read_one.replica,
+                last_step=read_one.last_step,
             )
         )
 
     async def put_log(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
         """Keep the end of a rank's log."""
-        await self._table.put(NewPart(run_id, generation, rank, "log", zlib.compress(text)))
+        packed = await asyncio.to_thread(zlib.compress, text)
+        await self._table.put(NewPart(run_id, generation, rank, "log", packed))
 
     async def traces(
         self, run_id: str, generation: int, ranks: Sequence[int] | None = None
     ) -> tuple[RankTrace, ...]:
         """The traces of these ranks, or of all, by rank."""
         parts = await self._table.read(run_id, generation, "trace", ranks)
-        return await asyncio.to_thread(lambda: tuple(parse_rank_trace(unpack(part.body)) for part in parts))
+        return await self._computations.run(parse_traces, [part.body for part in parts])
 
     async def index(self, run_id: str) -> list[PartInfo]:
         """What there is of a run, of all generations, without reading it."""
@@ -92,7 +157,7 @@ class RunParts:
         parts = await self._table.read(run_id, generation, "trace", ranks)
         return {part.rank: part.body for part in parts}
 
-    async def merged_trace(self, run: RunRecord, generation: int | None) -> str:
+    async def merged_trace(self, run: RunRecord, generation: int | None) -> bytes:
         """All ranks' newest common step as one Trace Event Format document.
 
         Raises
@@ -101,21 +166,14 @@ class RunParts:
             404 while a rank has sent no trace, or they have no step of one plan in common.
         """
         chosen = await self._generation(run.id, "trace", generation)
-        traces = await self.traces(run.id, chosen)
-        missing = set(range(run.nodes * run.ranks_per_node)) - {trace.rank for trace in traces}
+        parts = await self._table.read(run.id, chosen, "trace", None)
+        missing = set(range(run.nodes * run.ranks_per_node)) - {part.rank for part in parts}
         if missing:
             named = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
             raise ProblemError(
                 NOT_FOUND, f"ranks {named} of generation {chosen} have sent no trace. Ask again in seconds."
             )
-        common = frozenset.intersection(*(trace.numbers for trace in traces))
-        if not common or len({trace.plan_id for trace in traces}) > 1:
-            raise ProblemError(
-                NOT_FOUND,
-                f"the ranks of generation {chosen} have sent no step in common. Ask again in seconds.",
-            )
-        newest = frozenset({max(common)})
-        return await asyncio.to_thread(picture, [trace.only(newest) for trace in traces])
+        return await self._computations.run(partial(merged, chosen), [part.body for part in parts])
 
     async def log(self, run_id: str, rank: int, generation: int | None) -> str:
         """The end of a rank's log; raises :class:`ProblemError` 404."""
@@ -154,7 +212,7 @@ def _joined(document: dict[str, Any], former: bytes | None) -> bytes:
     return pack({**document, "steps": kept[::-1]})
 
 
-def _parse_json(text: bytes) -> Any:
+def _parse_json(text: bytes | bytearray) -> Any:
     """JSON in which a loss may be NaN or infinite: it is then as if there were none."""
     try:
         return json.loads(text.decode(), parse_constant=lambda _name: None)

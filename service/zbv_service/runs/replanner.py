@@ -9,9 +9,9 @@ along; and a run has one open search at most.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from zbv_solver.errors import InvalidInput
@@ -21,6 +21,7 @@ from zbv_solver.rank_trace import RankTrace
 from zbv_solver.refit import largest_change, refit, relative_change
 from zbv_solver.schema import parse_problem, problem_json
 
+from zbv_service.computations import Computations
 from zbv_service.database import DatabaseAway, PartTable, RunPlanTable, RunTable
 from zbv_service.packing import unpack
 from zbv_service.plans import Plans
@@ -83,6 +84,11 @@ def objective_of(problem: Problem, plan: Plan) -> float:
     return timing.span if problem.objective == "span" else timing.makespan
 
 
+def parse_packed_problem(packed: bytes) -> Problem:
+    """The problem of a packed document."""
+    return parse_problem(unpack(packed))
+
+
 class Replanner:
     """Carries out looks; called over and over by the dispatcher."""
 
@@ -93,11 +99,13 @@ class Replanner:
         parts: PartTable,
         plans: Plans,
         searches: Searches,
+        computations: Computations,
     ):
+        self._computations = computations
         self._runs = runs
         self._run_plans = run_plans
         self._part_table = parts
-        self._parts = RunParts(parts)
+        self._parts = RunParts(parts, computations)
         self._plans = plans
         self._searches = searches
 
@@ -139,7 +147,7 @@ class Replanner:
             return
         searched = known.search_id
         before = plan.problem if searched is None else await self._problem(searched, plan)
-        found = await asyncio.to_thread(measure, plan, before, traces)
+        found = await self._computations.run(partial(measure, plan, before), traces)
         looked = replace(known, generation=run.generation, step=max(traces[0].numbers))
         if found.change > run.options["replan_threshold"]:
             options = run.search_options or {}
@@ -180,7 +188,7 @@ class Replanner:
             return
         problem = await self._problem(search_id, await self._plans.plan(search.plan_id))
         running, found = await self._plans.plan(known.plan_id), await self._plans.plan(search.plan_id)
-        now = await asyncio.to_thread(objective_of, problem, running)
+        now = await self._computations.run(partial(objective_of, problem), running)
         then = found.objective
         if then > (1 - WORTHWHILE) * now:
             await self._run_plans.remember(run.id, known, closed)
@@ -194,4 +202,4 @@ class Replanner:
         packed = await self._searches.problem(search_id)
         if packed is None:
             return plan.problem
-        return await asyncio.to_thread(lambda: parse_problem(unpack(packed)))
+        return await self._computations.run(parse_packed_problem, packed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from dataclasses import replace
@@ -13,7 +14,7 @@ from zbv_solver.plan import Plan
 
 from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
 from zbv_service.documents import parse_body
-from zbv_service.http.idempotency import NamedRequests
+from zbv_service.http.idempotency import NamedRequests, fingerprint_of
 from zbv_service.http.problems import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
 from zbv_service.plans import Plans
 from zbv_service.records import NamedRequest, Page, Position, SearchRecord
@@ -22,6 +23,9 @@ from zbv_service.runs.documents import PlanChange, RunRequest
 from zbv_service.runs.records import EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.searches.searches import Searches
 from zbv_service.settings import Settings
+
+MAX_ARGUMENTS = 16 * 1024
+"""Characters of a model's arguments as JSON."""
 
 
 class Runs:
@@ -67,9 +71,10 @@ class Runs:
             409 while a request of the same name is being answered, 422 when the name belongs to another
             request, 410 when its run is gone, 429 when a search is needed and the caller has too many.
         """
-        async with self._names.named(key, body) as named:
+        async with self._names.answering(key) as named:
             try:
-                return await self._submit(body, named, caller, most)
+                fingerprint = await asyncio.to_thread(fingerprint_of, body)
+                return await self._submit(body, named(fingerprint), caller, most)
             except RunRemoved:
                 raise ProblemError(
                     RUN_REMOVED,
@@ -194,7 +199,7 @@ class Runs:
                 for_run=True,
             )
         except InvalidInput as error:
-            raise InvalidInput([_of_run(issue) for issue in error.issues]) from None
+            raise InvalidInput([*map(_of_run, error.issues)], error.more, error.is_partial) from None
 
     async def _require_same_shape(self, plan_id: str, wanted: str) -> None:
         if await self._plan_table.pp_degree(wanted) is None:
@@ -256,13 +261,22 @@ def _of_run(issue: Issue) -> Issue:
 
 
 def _require_json(arguments: dict[str, Any]) -> None:
-    """Numbers such as 1e999 are read as infinities, which JSON cannot say to the agents."""
+    """Numbers such as 1e999 are read as infinities, which JSON cannot say to the agents.
+
+    Every list of runs and every agent's work has the arguments, so they must not be large.
+    """
     try:
-        json.dumps(arguments, allow_nan=False)
+        size = len(json.dumps(arguments, allow_nan=False))
     except (ValueError, RecursionError):
         raise InvalidInput.at(
             "/model/arguments", "holds a number too large or too many levels; agents must get it as JSON."
         ) from None
+    if size > MAX_ARGUMENTS:
+        raise InvalidInput.at(
+            "/model/arguments",
+            f"found {size} characters of JSON; must be at most {MAX_ARGUMENTS}. Have the factory read "
+            f"the rest from a file.",
+        )
 
 
 def _found(record: RunRecord | None, run_id: str) -> RunRecord:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbv_service.cache import Cache
+from zbv_service.computations import Computations
 from zbv_service.packing import unpack
 from zbv_service.runs.parts import RunParts
 from zbv_service.runs.records import PartInfo
@@ -28,8 +29,9 @@ class StepLine:
 class RunSteps:
     """Reads them, each trace once."""
 
-    def __init__(self, parts: RunParts):
+    def __init__(self, parts: RunParts, computations: Computations):
         self._parts = parts
+        self._computations = computations
         self._read: Cache[tuple[StepLine, ...]] = Cache(CACHED)
 
     async def newest(self, run_id: str, index: Sequence[PartInfo]) -> tuple[StepLine, ...]:
@@ -53,7 +55,7 @@ class RunSteps:
     async def _of(self, run_id: str, part: PartInfo) -> tuple[StepLine, ...]:
         async def load() -> tuple[StepLine, ...]:
             packed = await self._parts.packed_traces(run_id, part.generation, [part.rank])
-            return await asyncio.to_thread(_lines, packed[part.rank]) if part.rank in packed else ()
+            return await self._computations.run(_lines, packed[part.rank]) if part.rank in packed else ()
 
         key = f"{run_id} {part.generation} {part.rank} {part.updated_at.isoformat()}"
         return await self._read.get(key, load)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from zbv_solver import memory_fraction
@@ -11,7 +10,6 @@ from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.problem import Problem, exceeds
 
 from zbv_service.documents import ProblemSummary, parse_body
-from zbv_service.http.problems import first_issues
 from zbv_service.questions import Question, summary_of
 from zbv_service.searches.check_documents import CheckRequest, IssueDocument, ProblemCheck, ProblemFacts
 from zbv_service.searches.layered import facts_of_layers
@@ -19,16 +17,17 @@ from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 
 
-async def check(body: Any, settings: Settings) -> ProblemCheck:
+def check_text(settings: Settings, body: Any) -> bytes:
+    """As :func:`check`, as JSON text: of many stages it takes long to write."""
+    return check(settings, body).model_dump_json().encode()
+
+
+def check(settings: Settings, body: Any) -> ProblemCheck:
     """What is wrong with the request for a search that a body is, and what it asks for when nothing is."""
-    return await asyncio.to_thread(_check, body, settings)
-
-
-def _check(body: Any, settings: Settings) -> ProblemCheck:
     try:
         question = _question_of(body, settings)
     except InvalidInput as error:
-        issues = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in first_issues(error)]
+        issues = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in error.issues]
         return ProblemCheck(is_valid=False, issues=issues, problem_summary=None, facts=None)
     summary = ProblemSummary.model_validate(summary_of(question))
     if isinstance(question, LayeredProblem):
@@ -44,7 +43,8 @@ def _question_of(body: Any, settings: Settings) -> Question:
     try:
         question, _ = parse_request(asked, settings)
     except InvalidInput as error:
-        raise InvalidInput([*error.issues, *_wrong_fraction(body)]) from None
+        issues = [*error.issues, *_wrong_fraction(body)]
+        raise InvalidInput(issues, error.more, error.is_partial) from None
     request = parse_body(CheckRequest, body)
     if request.limit_fraction is None:
         return question

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from zbv_solver.certificate import gap_of
-from zbv_solver.errors import InfeasibleMemory, InvalidInput
+from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.options import SearchOptions
 from zbv_solver.plan import Plan, baseline_json
 from zbv_solver.schema import parse_problem
 
 from zbv_service.cache import Cache
+from zbv_service.computations import Computations
 from zbv_service.documents import parse_body
 from zbv_service.http.problems import INFEASIBLE_MEMORY, ProblemError, infeasible
-from zbv_service.packing import finite, problem_key
-from zbv_service.questions import Question, question_json, read_question, summary_of
-from zbv_service.searches.aside import Aside
+from zbv_service.packing import PackedQuestion, finite, unpack
+from zbv_service.questions import read_question, require_stages
 from zbv_service.searches.check_documents import Estimate, EstimateRequest
 from zbv_service.searches.layered import estimate_of_layers
 from zbv_service.settings import Settings
@@ -26,20 +27,18 @@ SECONDS = 0.5
 """What the search of an estimate may take; of the largest problems the first plan takes a second more."""
 MAX_CELLS = 131_072
 """Most stages times microbatches of which a plan is made: a larger one takes more than it is worth."""
-MAX_STAGES = 16_384
-"""Bounds take time in the square of the stages: of more than so many, a minute."""
 CACHED = 256
 
 
 class Estimates:
     """Makes estimates."""
 
-    def __init__(self, aside: Aside, settings: Settings):
-        self._aside = aside
+    def __init__(self, computations: Computations, settings: Settings):
+        self._computations = computations
         self._settings = settings
         self._made: Cache[dict[str, Any]] = Cache(CACHED)
 
-    async def estimate(self, body: Any) -> Estimate:
+    async def estimate(self, body: bytes | bytearray) -> Estimate:
         """What a moment's search reaches on the problem of a request body.
 
         Raises
@@ -47,32 +46,34 @@ class Estimates:
         InvalidInput
             When the body breaks a rule.
         ProblemError
-            422 when no plan fits the memory limit, 503 when too many others wait already.
+            400 when it is not JSON, 422 when no plan fits the memory limit, 503 when too many others wait
+            already.
         """
-        question = await asyncio.to_thread(self._read, body)
-        document = question_json(question)
-        make = estimate_of_cut if isinstance(question, LayeredProblem) else estimate_of
+        read = partial(read_estimated, self._settings.max_cells)
         try:
-            made = await self._made.get(problem_key(document), lambda: self._aside.run(make, document))
-        except InfeasibleMemory as error:  # which of layers shows only when they are cut
+            asked, make = await self._computations.of_body(read, body)
+            made = await self._made.get(asked.key, lambda: self._computations.run(make, asked.packed))
+        except InfeasibleMemory as error:  # of layers, only cutting them shows it
             raise _refusal(error) from None
-        return Estimate.model_validate({"problem_summary": summary_of(question), **made})
+        return Estimate.model_validate({"problem_summary": asked.summary, **made})
 
-    def _read(self, body: Any) -> Question:
-        problem = read_question(parse_body(EstimateRequest, body).problem, self._settings.max_cells)
-        if isinstance(problem, LayeredProblem):
-            return problem
-        if problem.n_stages > MAX_STAGES:
-            raise InvalidInput.at(
-                "/problem/chunks",
-                f"found {problem.n_stages} stages; an estimate is made of at most {MAX_STAGES}. Have it "
-                f"searched instead.",
-            )
-        try:
-            problem.require_feasible()
-        except InfeasibleMemory as error:
-            raise _refusal(error) from None
-        return problem
+
+Estimating = Callable[[bytes], dict[str, Any]]
+
+
+def read_estimated(max_cells: int, body: Any) -> tuple[PackedQuestion, Estimating]:
+    """The question of a decoded body, and what estimates it.
+
+    Raises
+    ------
+    InvalidInput, InfeasibleMemory
+    """
+    question = read_question(parse_body(EstimateRequest, body).problem, max_cells)
+    if isinstance(question, LayeredProblem):
+        return PackedQuestion.of(question), estimate_of_cut
+    require_stages(question)
+    question.require_feasible()
+    return PackedQuestion.of(question), estimate_of
 
 
 def _refusal(error: InfeasibleMemory) -> ProblemError:
@@ -80,13 +81,13 @@ def _refusal(error: InfeasibleMemory) -> ProblemError:
     return ProblemError(INFEASIBLE_MEMORY, document["detail"], document["errors"])
 
 
-def estimate_of(document: dict[str, Any]) -> dict[str, Any]:
-    """The estimate of a normalised problem document; runs in a process of its own."""
+def estimate_of(packed: bytes) -> dict[str, Any]:
+    """The estimate of a packed problem document; runs in a process of its own."""
     # Imported here: the solver's kernels take a second that the service should not spend.
     from zbv_solver.bounds import lower_bound
     from zbv_solver.search import compare, search
 
-    problem = parse_problem(document)
+    problem = parse_problem(unpack(packed))
     if problem.n_stages * problem.microbatches > MAX_CELLS:
         bound, plan, baselines = lower_bound(problem, "quick").value, None, compare(problem)
     else:
@@ -95,9 +96,9 @@ def estimate_of(document: dict[str, Any]) -> dict[str, Any]:
     return {"lower_bound": bound, "plan": plan, "baselines": [baseline_json(each) for each in baselines]}
 
 
-def estimate_of_cut(document: dict[str, Any]) -> dict[str, Any]:
-    """The estimate of a normalised layered document; runs in a process of its own."""
-    bound, found = estimate_of_layers(SECONDS, document)
+def estimate_of_cut(packed: bytes) -> dict[str, Any]:
+    """The estimate of a packed layered document; runs in a process of its own."""
+    bound, found = estimate_of_layers(SECONDS, unpack(packed))
     plan = None
     if found is not None:
         # Held against every other cut, as the bound is, and not only against other orders of its own.

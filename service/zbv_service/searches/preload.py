@@ -1,6 +1,6 @@
-"""Imported once by the process from which search processes are forked, so that these begin at once.
+"""Imported once by the process from which searches and computations are forked, so that these begin at once.
 
-Importing the planner and loading its machine code takes more than a second; a forked process has both.
+Importing the planner and what draws, and loading their machine code, takes seconds; a forked process has it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,14 @@ from __future__ import annotations
 from zbv_solver.schema import parse_problem
 from zbv_solver.search import SearchOptions, search
 
-import zbv_service.searches.connection  # noqa: F401 (for those who are forked)
+import zbv_service.frontier
+import zbv_service.runs.measurements
+import zbv_service.searches.check
+import zbv_service.searches.compare
+import zbv_service.searches.connection
+import zbv_service.searches.estimate  # noqa: F401 (all of these for those who are forked)
+from zbv_service import plan_pictures
 
 _COSTS = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 search(parse_problem({"pp_degree": 2, "microbatches": 2, "costs": _COSTS}), SearchOptions("quick"))
+plan_pictures.load()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -25,6 +27,8 @@ T = TypeVar("T")
 PRELOADED = "zbv_service.searches.preload"
 NICENESS = 10
 """Searches take whatever CPU time is left: requests, which take little, are answered meanwhile."""
+KEPT_BYTES = 384 * 1024**2
+"""An idle process of bounded memory that holds more than this is ended: little of it is given back else."""
 ORPHANED = 70
 """Exit status of a process whose service is gone."""
 
@@ -36,9 +40,16 @@ class IsolatedProcesses(Executor):
 
     The caller bounds the number of tasks. A task whose process dies fails with
     :class:`concurrent.futures.BrokenExecutor`; the others never notice.
+
+    Parameters
+    ----------
+    memory
+        Bytes that a process may allocate beyond what it begins with, None for any number: then Python raises
+        :class:`MemoryError`, and other code may end the process. Only Linux keeps to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int | None = None) -> None:
+        self._memory = memory
         self._lock = threading.Lock()
         self._idle: list[ProcessPoolExecutor] = []
         self._all: dict[ProcessPoolExecutor, Future[int]] = {}
@@ -95,7 +106,9 @@ class IsolatedProcesses(Executor):
             _kill(process_id)
 
     def _new(self) -> ProcessPoolExecutor:
-        pool = ProcessPoolExecutor(1, mp_context=self._context, initializer=_prepare)
+        pool = ProcessPoolExecutor(
+            1, mp_context=self._context, initializer=_prepare, initargs=(self._memory,)
+        )
         self._all[pool] = pool.submit(os.getpid)
         return pool
 
@@ -104,6 +117,11 @@ class IsolatedProcesses(Executor):
             self._working.pop(future, None)
         if not future.cancelled() and isinstance(future.exception(), BrokenExecutor):
             self._discard(pool)
+            return
+        if self._memory is not None and _resident(self._all[pool].result()) > KEPT_BYTES:
+            with self._lock:
+                self._all.pop(pool, None)
+            pool.shutdown(wait=False)
             return
         with self._lock:
             if not self._is_shut_down:
@@ -114,7 +132,7 @@ class IsolatedProcesses(Executor):
             self._all.pop(pool, None)
             is_surprise = not self._is_shut_down
         if is_surprise:
-            logger.warning("a search process died; it is replaced when the next search starts")
+            logger.warning("a process ended before its task did; the next task gets a new one")
         pool.shutdown(wait=False)
 
 
@@ -124,12 +142,35 @@ def _kill(process_id: Future[int]) -> None:
             os.kill(process_id.result(), signal.SIGKILL)
 
 
-def _prepare() -> None:
+def _prepare(memory: int | None) -> None:
     """In the new process: leave Ctrl-C to the service, follow it when it dies, and let it go first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if memory is not None:
+        _limit_memory(memory)
     with suppress(OSError):  # systems that have no priorities, or allow no change
         os.nice(NICENESS)
     threading.Thread(target=_exit_with_parent, name="zbv-orphan-watch", daemon=True).start()
+
+
+def _limit_memory(most: int) -> None:
+    """Let this process allocate so many bytes more."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmData:"))
+    limit = 1024 * int(line.split()[1]) + most
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _resident(process_id: int) -> int:
+    """Bytes of memory that a process has; 0 where the system does not say."""
+    try:
+        pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _exit_with_parent() -> None:

@@ -8,6 +8,7 @@ import logging
 import re
 import uuid
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from zbv_solver import __version__
@@ -15,9 +16,10 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.options import EFFORTS
 from zbv_solver.schema import canonical_json
 
+from zbv_service.computations import Computations
 from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents import OptionsDocument, SearchRequest, parse_body
-from zbv_service.http.idempotency import NamedRequests
+from zbv_service.http.idempotency import NamedRequests, fingerprint_of
 from zbv_service.http.problems import (
     NOT_FOUND,
     SEARCH_DISCARDED,
@@ -41,8 +43,9 @@ logger = logging.getLogger(__name__)
 class Searches:
     """The searches of a service."""
 
-    def __init__(self, table: SearchTable, runner: Runner, settings: Settings):
+    def __init__(self, table: SearchTable, runner: Runner, settings: Settings, computations: Computations):
         self._table = table
+        self._computations = computations
         self._runner = runner
         self._settings = settings
         self._names = NamedRequests("search", settings.idempotency_seconds)
@@ -54,13 +57,14 @@ class Searches:
         key: str | None = None,
         caller: str | None = None,
         most: int | None = None,
-        is_small: bool = False,
         for_run: bool = False,
     ) -> SearchRecord:
         """Queue the search that a request body asks for, or return the one that already answers it.
 
         Parameters
         ----------
+        body
+            JSON text, or what it says.
         key
             Hash of the caller and its name for the request. For ``settings.idempotency_seconds`` the same
             name with the same body is answered with the same search, whatever became of it.
@@ -68,8 +72,6 @@ class Searches:
             Who asks.
         most
             Unfinished searches that the caller may have, None for any number.
-        is_small
-            Whether reading the body takes less time than handing it to a thread.
         for_run
             Whether a run asks, and gives the search back with :meth:`cancel_unwanted`.
 
@@ -79,10 +81,12 @@ class Searches:
             When the body breaks a rule; nothing is stored then.
         ProblemError
             409 while a request of the same name is being answered, 422 when it had another body, 410 when its
-            search was discarded, 429 when the caller has too many searches.
+            search was discarded, 429 when the caller has too many searches, 503 when too many bodies wait to
+            be read.
         """
-        async with self._names.named(key, body, is_small=is_small) as named:
-            return await self._submit(await self._prepare(body, caller, is_small), named, most, for_run)
+        async with self._names.answering(key) as named:
+            new, fingerprint = await self._prepare(body, caller)
+            return await self._submit(new, named(fingerprint), most, for_run)
 
     async def _submit(
         self, new: NewSearch, named: NamedRequest | None, most: int | None, for_run: bool
@@ -108,14 +112,14 @@ class Searches:
             self._runner.wake()
         return record
 
-    async def _prepare(self, body: Any, caller: str | None, is_small: bool) -> NewSearch:
-        """The search that a body asks for."""
-        if is_small:
-            return self._read(body, caller)
-        return await asyncio.to_thread(self._read, body, caller)
-
-    def _read(self, body: Any, caller: str | None) -> NewSearch:
-        return replace(new_search(body, self._settings), created_by=caller)
+    async def _prepare(self, body: Any, caller: str | None) -> tuple[NewSearch, str]:
+        """The search that a body asks for, and the body's fingerprint."""
+        read = partial(read_search, self._settings)
+        is_text = isinstance(body, bytes | bytearray)
+        new, fingerprint = await (
+            self._computations.of_body(read, body) if is_text else self._computations.of_document(read, body)
+        )
+        return replace(new, created_by=caller), fingerprint
 
     async def get(self, search_id: str) -> SearchRecord:
         """A search; raises :class:`ProblemError` 404."""
@@ -129,12 +133,12 @@ class Searches:
         """How many searches come before one that is queued; None of one that is not."""
         return await self._table.queued_before(record) if record.state == "queued" else None
 
-    async def asked(self, search_id: str) -> tuple[SearchRecord, Question]:
-        """A search and its problem; raises :class:`ProblemError` 404."""
+    async def asked(self, search_id: str) -> tuple[SearchRecord, bytes]:
+        """A search and its problem, packed: see :func:`parse_packed`; raises :class:`ProblemError` 404."""
         record, packed = await self.get(search_id), await self._table.problem(search_id)
         if packed is None:
             raise _not_found(search_id)
-        return record, await asyncio.to_thread(lambda: parse_question(unpack(packed)))
+        return record, packed
 
     async def problem(self, search_id: str) -> bytes | None:
         """The normalised problem document of a search, packed, or None when it is gone."""
@@ -184,6 +188,16 @@ class Searches:
                 SEARCH_IN_USE, f"run {error.run_id} waits for search {search_id}; cancel the run first."
             ) from None
         self._runner.cancel(search_id)
+
+
+def parse_packed(packed: bytes) -> Question:
+    """The question of a packed document."""
+    return parse_question(unpack(packed))
+
+
+def read_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
+    """The search that a decoded body asks for, and the body's fingerprint; raises :class:`InvalidInput`."""
+    return new_search(body, settings), fingerprint_of(body)
 
 
 def new_search(body: Any, settings: Settings) -> NewSearch:

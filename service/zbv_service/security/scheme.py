@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import SecurityScopes
 from fastapi.security.base import SecurityBase
 
+from zbv_service.observability.context import CALLER
 from zbv_service.security.access import Access
 from zbv_service.security.scopes import SCOPES, Scope
 
@@ -33,6 +34,7 @@ class _TokenScheme(SecurityBase):
         access: Access = request.app.state.rooms.access
         request.state.grant = grant = await access.require(request, scopes.scopes)
         request.state.caller = grant.name
+        CALLER.set(grant.name or (request.client.host if request.client else None))
 
 
 _scheme = _TokenScheme()

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.placement import PlacementKind
 from zbv_solver.problem import Objective, Problem
-from zbv_solver.schema import ProblemDocument, issues_of, to_problem
+from zbv_solver.schema import ProblemDocument, refusal, to_problem
 from zbv_solver.search import Effort, SearchOptions
 
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=64, pattern=r"^\S+$")]
@@ -140,7 +140,7 @@ def parse_suite(document: Any, name: str) -> tuple[Instance, ...]:
     try:
         parsed = SuiteDocument.model_validate(document)
     except ValidationError as error:
-        raise InvalidInput(issues_of(error, document)).below(f"{name}#") from None
+        raise refusal(error, document).below(f"{name}#") from None
     issues: list[Issue] = []
     instances: list[Instance] = []
     for position, entry in enumerate(parsed.instances):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layers.layer import MAX_LAYERS
 from zbv_solver.problem import MAX_CELLS, MAX_PP_DEGREE, Objective
-from zbv_solver.schema import issues_of
+from zbv_solver.schema import refusal
 
 Size = Annotated[int, Field(strict=True, ge=1, le=100_000_000)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -226,7 +226,7 @@ def parse_config(document: Any) -> EstimateConfig:
     try:
         config = EstimateConfig.model_validate(document)
     except ValidationError as error:
-        raise InvalidInput(issues_of(error, document)) from None
+        raise refusal(error, document) from None
     issues = [*_model_issues(config.model), *_count_issues(config), *_parallel_issues(config)]
     if issues:
         raise InvalidInput(issues)

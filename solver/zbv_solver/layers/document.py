@@ -6,13 +6,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from zbv_solver.errors import InvalidInput
 from zbv_solver.layers.layer import MAX_LAYERS
 from zbv_solver.problem import MAX_CELLS, MAX_PP_DEGREE, Objective
-from zbv_solver.schema import Count, Document, Number, NumberOrList, UnitsDocument, issues_of
+from zbv_solver.schema import (
+    MAX_CHUNKS,
+    MAX_NAME,
+    MAX_STAGES,
+    AtMost,
+    Count,
+    Document,
+    Number,
+    NumberOrList,
+    UnitsDocument,
+    refusal,
+)
 
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Flag = Annotated[bool, Field(strict=True)]
+# A name with the number of its copy is a little longer than the name.
+_CopyName = Annotated[str, Field(max_length=MAX_NAME + 10)]
+Partition = Annotated[list[Annotated[list[_CopyName], AtMost(MAX_LAYERS)]], AtMost(MAX_STAGES)]
+"""Layer names of every stage."""
 
 
 class LayerMemoryDocument(Document):
@@ -86,9 +100,8 @@ class LayeredMemoryDocument(Document):
 class CutRulesDocument(Document):
     """Which cuts are allowed."""
 
-    together: list[Annotated[list[Name], Field(max_length=MAX_LAYERS)]] = Field(
+    together: Annotated[list[Annotated[list[Name], AtMost(MAX_LAYERS)]], AtMost(MAX_LAYERS)] = Field(
         [],
-        max_length=MAX_LAYERS,
         description="Groups of names; from a group's first layer to its last nothing is cut.",
     )
     first: Annotated[int, Field(strict=True, ge=0)] | None = None
@@ -102,17 +115,17 @@ class LayeredProblemDocument(Document):
     pp_degree: Annotated[int, Field(strict=True, ge=1, le=MAX_PP_DEGREE)]
     microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_CELLS)]
     placement: Literal["auto", "v", "loop", "single"] = "v"
-    chunks: Count | None = Field(None, le=64, description="Stages per rank; only for placement loop.")
+    chunks: Count | None = Field(None, le=MAX_CHUNKS, description="Stages per rank; only for placement loop.")
     objective: Objective = "span"
-    layers: list[LayerDocument]
+    layers: Annotated[list[LayerDocument], AtMost(MAX_LAYERS)]
     costs: LayeredCostsDocument | None = None
     memory: LayeredMemoryDocument | None = None
     cut: CutRulesDocument | None = None
     units: UnitsDocument | None = None
-    partition: list[list[str]] | None = Field(
-        None, description="Layer names of every stage: a cut that is given."
+    partition: Partition | None = Field(None, description="Layer names of every stage: a cut that is given.")
+    recompute: Annotated[list[Flag], AtMost(MAX_STAGES)] | None = Field(
+        None, description="Of a given partition: the stages recomputed."
     )
-    recompute: list[Flag] | None = Field(None, description="Of a given partition: the stages recomputed.")
 
 
 def parse_layered(document: Any) -> LayeredProblemDocument:
@@ -120,4 +133,4 @@ def parse_layered(document: Any) -> LayeredProblemDocument:
     try:
         return LayeredProblemDocument.model_validate(document)
     except ValidationError as error:
-        raise InvalidInput(issues_of(error, document)) from None
+        raise refusal(error, document) from None

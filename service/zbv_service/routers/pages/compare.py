@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -39,7 +39,8 @@ async def get_compare_page(
     except ProblemError as error:
         return problem_answer(error, request)
     shell = shell_of(request)
-    view = await asyncio.to_thread(compare_view, plan, besides, offered, shell.root)
+    make = partial(compare_view, besides=besides, offered=offered, root=shell.root)
+    view = await found.computations.run(make, plan)
     return page(compare_page(view, shell), headers={"Cache-Control": "no-store"}, has_chart=True)
 
 
@@ -52,7 +53,9 @@ async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Res
         raise ProblemError(NOT_FOUND, f"found no classical schedule {name[:LONGEST_NAME]!r}.")
     headers, known = derived(request, f"{plan_id}-{name}-actions")
     return known or Response(
-        await asyncio.to_thread(_packed, baseline), headers=headers, media_type="application/octet-stream"
+        await found.computations.run(_packed, baseline),
+        headers=headers,
+        media_type="application/octet-stream",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated
 from urllib.parse import parse_qs, quote
 
@@ -39,9 +39,10 @@ async def get_frontier_page(
     except ProblemError as error:
         return problem_answer(error, request)
     shell, most = shell_of(request), found.settings.max_effort
-    view = await asyncio.to_thread(
-        frontier_view, plan, frontier, most_effort=most, refused=refused, known=known, root=shell.root
+    make = partial(
+        frontier_view, found=frontier, most_effort=most, refused=refused, known=known, root=shell.root
     )
+    view = await found.computations.run(make, plan)
     return page(frontier_page(view, shell), headers={"Cache-Control": "no-store"})
 
 

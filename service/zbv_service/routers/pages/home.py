@@ -42,6 +42,6 @@ async def get_home(request: Request) -> HTMLResponse:
 async def search_example(request: Request) -> Response:
     """Search the example, or find the search of it, and show it."""
     record = await rooms(request).searches.submit(
-        {"problem": EXAMPLE}, caller=caller_of(request), most=most_searches(request), is_small=True
+        {"problem": EXAMPLE}, caller=caller_of(request), most=most_searches(request)
     )
     return RedirectResponse(f"{root_of(request)}/searches/{record.id}", 303, {"Cache-Control": "no-store"})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
-from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.problem import Problem
 
 from zbv_service.http.problems import ProblemError
 from zbv_service.pages.new_search import (
@@ -17,13 +19,17 @@ from zbv_service.pages.new_search import (
     start_from,
     start_from_layers,
 )
-from zbv_service.questions import Question, asked_of
+from zbv_service.plans import plan_of
+from zbv_service.questions import asked_of
+from zbv_service.records import SearchRecord
 from zbv_service.routers.answers import page, shell_of
 from zbv_service.routers.rooms import rooms
+from zbv_service.searches.searches import parse_packed
 from zbv_service.security.scheme import READ
 
 PLAN_ID = 64
 """Characters of a plan's id; a search's has half as many."""
+_SMALLEST = " Its memory limit is the smallest that some plan fits; a little more leaves less idle time."
 
 router = APIRouter(include_in_schema=False)
 
@@ -32,42 +38,51 @@ router = APIRouter(include_in_schema=False)
 async def get_new_search_page(request: Request) -> HTMLResponse:
     """The form: empty, with a preset, or with the problem of a search or plan (``from``)."""
     asked = request.query_params
+    shell, most = shell_of(request), rooms(request).settings.max_effort
+    source, preset = asked.get("from", ""), asked.get("preset", "")
     try:
-        start = await _start(request, asked.get("from", ""), asked.get("preset", ""), asked.get("limit", ""))
+        if source:
+            return _form(await _earlier(request, source, at_smallest_limit=asked.get("limit") == "smallest"))
+        named = {each.name: each for each in presets()}
+        start = start_at(named.get(preset, presets()[0]))
     except ProblemError as error:
         start = start_at(presets()[0], f"{error.detail} This is the form as it is without it.")
-    shell = shell_of(request)
-    text = new_search_page(start, shell, max_effort=rooms(request).settings.max_effort)
+    return _form(new_search_page(start, shell, max_effort=most))
+
+
+def _form(text: str) -> HTMLResponse:
     return page(text, headers={"Cache-Control": "no-store"})
 
 
-async def _start(request: Request, source: str, preset: str, limit: str) -> Start:
-    if source:
-        return await _earlier(request, source, at_smallest_limit=limit == "smallest")
-    named = {each.name: each for each in presets()}
-    return start_at(named.get(preset, presets()[0]))
-
-
-async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) -> Start:
-    """The problem of the search or plan with an id."""
+async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) -> str:
+    """The page with the problem of the search or plan with an id; large ones take long to write."""
     found = rooms(request)
-    kind: Literal["plan", "search"] = "plan" if len(source) == PLAN_ID else "search"
-    options: dict[str, Any] = {}
-    problem: Question
-    needed: list[float] | None = None
-    if kind == "plan":
-        plan = await found.plans.plan(source)
-        problem = plan.problem if plan.cut is None else asked_of(plan)
-    else:
-        record, problem = await found.searches.asked(source)
-        options, needed = record.options, (record.error or {}).get("smallest_limit")
-    note = f"This is the problem of {kind} {source[:12]}."
-    if isinstance(problem, LayeredProblem) and needed is None:
-        at_smallest_limit = False  # which only a search that found nothing knows
-    if at_smallest_limit:
-        note += " Its memory limit is the smallest that some plan fits; a little more leaves less idle time."
-    if isinstance(problem, LayeredProblem):
-        if kind == "plan":
-            note += " Its layers are cut anew."
-        return start_from_layers(problem, options, note, needed if at_smallest_limit else None)
+    write = partial(new_search_page, shell=shell_of(request), max_effort=found.settings.max_effort)
+    if len(source) == PLAN_ID:
+        return await found.plans.compute(partial(_of_plan, write, at_smallest_limit), source)
+    record, packed = await found.searches.asked(source)
+    return await found.computations.run(partial(_of_search, write, at_smallest_limit, record), packed)
+
+
+def _of_plan(write: Callable[[Start], str], at_smallest_limit: bool, packed: bytes) -> str:
+    plan = plan_of(packed)
+    note = f"This is the problem of plan {plan.plan_id[:12]}."
+    if plan.cut is not None:
+        # Which limit is the smallest for layers, only a search that found nothing knows.
+        return write(start_from_layers(asked_of(plan), {}, f"{note} Its layers are cut anew."))
+    return write(_start_from(plan.problem, {}, note, at_smallest_limit))
+
+
+def _of_search(
+    write: Callable[[Start], str], at_smallest_limit: bool, record: SearchRecord, packed: bytes
+) -> str:
+    problem, note = parse_packed(packed), f"This is the problem of search {record.id[:12]}."
+    if isinstance(problem, Problem):
+        return write(_start_from(problem, record.options, note, at_smallest_limit))
+    needed = (record.error or {}).get("smallest_limit") if at_smallest_limit else None
+    return write(start_from_layers(problem, record.options, note + (_SMALLEST if needed else ""), needed))
+
+
+def _start_from(problem: Problem, options: Mapping[str, Any], note: str, at_smallest_limit: bool) -> Start:
+    note += _SMALLEST if at_smallest_limit else ""
     return start_from(problem, options, note, at_smallest_limit=at_smallest_limit)

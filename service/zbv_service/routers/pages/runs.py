@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated
 from urllib.parse import parse_qs, quote
 
@@ -93,7 +93,8 @@ async def get_measured_page(
     if isinstance(measured, NothingMeasured):
         view = nothing_view(run.id, measured, is_open=is_open)
         return page(measured_page(view, shell), headers=NO_STORE)
-    view = await asyncio.to_thread(measured_view, run.id, measured, shell.root, is_open=is_open)
+    make = partial(measured_view, run.id, root=shell.root, is_open=is_open)
+    view = await found.computations.run(make, measured)
     return page(measured_page(view, shell), headers=NO_STORE, has_chart=True)
 
 

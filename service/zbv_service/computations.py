@@ -1,0 +1,256 @@
+"""Computations for requests: in processes of their own, with a deadline, bounded memory and a fair queue.
+
+Whatever may take longer than some milliseconds is computed here: reading, checking and normalising a large
+body, verifying and drawing plans, bounds and estimates. The service's own process only passes bytes on, so
+it answers other requests meanwhile. A process can be killed, which a thread cannot, so a deadline really ends
+a computation and frees what it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from zbv_service.http.bodies import parse_json
+from zbv_service.http.problems import NOT_READY, ProblemError
+from zbv_service.observability.context import CALLER, CLIENT_GONE
+from zbv_service.searches.processes import IsolatedProcesses
+from zbv_service.turns import NoRoom, Turns
+from zbv_service.waiting import happened
+
+T = TypeVar("T")
+
+AT_A_TIME = 3
+AT_A_TIME_EACH = 2
+"""Of one caller, so that a slot is left for another."""
+WAITING = 64
+WAITING_EACH = 24
+"""Computations that may wait, of all callers and of one."""
+SECONDS = 60.0
+"""How long a computation may take; that of the largest plan takes half of it."""
+MEMORY = 1024**3
+"""Bytes that a computation may allocate."""
+RETRY_SECONDS = 5
+LIGHT_BYTES = 8192
+LIGHT_STAGES = 128
+"""A body up to this size, with no more stages than this, is read faster than it is handed to a process."""
+LARGE = 1024**2
+"""Bytes that travel to and from a process as a file: a pipe would copy them, and everybody would wait."""
+
+
+class Computations:
+    """Runs functions in processes, a few at a time."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._seconds = seconds
+        self._processes = IsolatedProcesses(memory=MEMORY)
+        self._turns = Turns(AT_A_TIME, AT_A_TIME_EACH, WAITING, WAITING_EACH)
+        # Threads that start processes and read and write files; those of the event loop start searches.
+        self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="zbv-computations")
+        self._folder = tempfile.TemporaryDirectory(prefix="zbv-computations-", ignore_cleanup_errors=True)
+
+    async def run(self, function: Callable[[Any], T], argument: Any) -> T:
+        """What a function, importable from another process, makes of its argument.
+
+        Raises
+        ------
+        ProblemError
+            503 when too many computations wait already, of all callers or of this one, and when this one
+            takes too long, needs too much memory, or its process dies.
+        Exception
+            Whatever the function raised.
+        """
+        async with self._turn():
+            return await self._compute(function, argument)
+
+    async def for_client(self, function: Callable[[Any], T], argument: Any) -> T:
+        """As :meth:`run`, of what only this request's client waits for: it ends when the client leaves."""
+        gone = CLIENT_GONE.get()
+        if gone is None:
+            return await self.run(function, argument)
+        made = asyncio.create_task(self.run(function, argument))
+        leaving = asyncio.create_task(gone.wait())
+        try:
+            await asyncio.wait([made, leaving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not made.done():
+                made.cancel()
+                await asyncio.wait([made])
+        if made.cancelled():
+            raise _refused("Its client went away.")
+        return made.result()
+
+    async def of_body(self, function: Callable[[Any], T], body: bytes | bytearray) -> T:
+        """What a function makes of a JSON body: at once where that is a matter of a millisecond.
+
+        Raises
+        ------
+        ProblemError
+            As :meth:`run`, and 400 for what is not JSON.
+        Exception
+            Whatever the function raised.
+        """
+        if len(body) <= LIGHT_BYTES:
+            document = parse_json(body)
+            if is_light(document):
+                return function(document)
+        return await self.for_client(_OfText(function), body)
+
+    async def of_document(self, function: Callable[[Any], T], document: Any) -> T:
+        """As :meth:`of_body`, of a body that is decoded already."""
+        return function(document) if is_light(document) else await self.run(function, document)
+
+    def stop(self) -> None:
+        """End the processes, whatever they do."""
+        self._processes.kill()
+        self._processes.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._folder.cleanup()
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        try:
+            async with self._turns.turn(CALLER.get() or ""):
+                yield
+        except NoRoom as error:
+            whose = "Your token has" if error.is_own else "This service has"
+            raise ProblemError(
+                NOT_READY,
+                f"{whose} {error.waiting} computations that wait already, as many as may. Send this request "
+                f"again in {RETRY_SECONDS} seconds.",
+                headers={"Retry-After": str(RETRY_SECONDS)},
+            ) from None
+
+    async def _compute(self, function: Callable[[Any], T], argument: Any) -> T:
+        sent = argument
+        try:
+            if isinstance(argument, bytes | bytearray) and len(argument) > LARGE:
+                sent = await self._in_thread(self._store, argument)
+                argument = None  # the file has it
+            future = await self._begin(function, sent)
+            made = await self._in_time(future)
+            if isinstance(made, _Stored):
+                made = await self._in_thread(made.take)
+            return cast("T", made)
+        except BrokenExecutor:
+            raise _refused("Its process died, most often because memory ran out.") from None
+        except MemoryError:
+            raise _refused(f"It needs more than {MEMORY // 1024**2} MiB of memory.") from None
+        finally:
+            if isinstance(sent, _Stored):
+                sent.remove()
+
+    async def _begin(self, function: Callable[[Any], T], sent: Any) -> Future[Any]:
+        """Have a process begin with it; starting one takes the calling thread some milliseconds."""
+        beginning = asyncio.ensure_future(
+            self._in_thread(self._processes.submit, _call, function, sent, self._folder.name)
+        )
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            await self._end(await beginning)
+            raise
+
+    async def _in_time(self, future: Future[Any]) -> Any:
+        """The result of a computation that has begun.
+
+        Once its time is over, or nobody waits for it any more, its process is killed; the caller's turn lasts
+        until it is dead.
+        """
+        waited = asyncio.wrap_future(future)
+        try:
+            done, _ = await asyncio.wait([waited], timeout=self._seconds)
+        except asyncio.CancelledError:
+            await self._end(future)
+            raise
+        if done:
+            return waited.result()
+        await self._end(future)
+        raise _refused(f"It takes longer than {self._seconds:g} seconds.")
+
+    async def _end(self, future: Future[Any]) -> None:
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+        while not ended.is_set():
+            # One whose process is still starting has no process yet to kill.
+            self._processes.kill_process_of(future)
+            await happened(ended, 0.1)
+
+    def _store(self, content: bytes | bytearray) -> _Stored:
+        return _Stored.of(content, self._folder.name)
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+def is_light(document: Any) -> bool:
+    """Whether a decoded body of ``LIGHT_BYTES`` stays small when its problem is written out per stage."""
+    problem = document.get("problem", document) if isinstance(document, dict) else None
+    if not isinstance(problem, dict):
+        return True
+    ranks, chunks = problem.get("pp_degree"), problem.get("chunks")
+    stages = (ranks if isinstance(ranks, int) else 1) * (chunks if isinstance(chunks, int) else 2)
+    return stages <= LIGHT_STAGES and "layers" not in problem
+
+
+@dataclass(frozen=True)
+class _OfText:
+    """A function of a decoded document as one of the text; importable from another process."""
+
+    function: Callable[[Any], Any]
+
+    def __call__(self, text: bytes | bytearray) -> Any:
+        return self.function(parse_json(text))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Bytes in a file, on their way from one process to another."""
+
+    path: str
+
+    @classmethod
+    def of(cls, content: bytes | bytearray, folder: str) -> _Stored:
+        """Write a file."""
+        handle, path = tempfile.mkstemp(dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+        except BaseException:
+            os.unlink(path)
+            raise
+        return cls(path)
+
+    def take(self) -> bytes:
+        """Read the file, and remove it."""
+        content = Path(self.path).read_bytes()
+        self.remove()
+        return content
+
+    def remove(self) -> None:
+        """Remove the file, if nobody did."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+
+def _call(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
+    """In the other process: call a function; bytes come and go as files where they are many."""
+    made = function(argument.take() if isinstance(argument, _Stored) else argument)
+    return _Stored.of(made, folder) if isinstance(made, bytes) and len(made) > LARGE else made
+
+
+def _refused(why: str) -> ProblemError:
+    return ProblemError(
+        NOT_READY,
+        f"The service does not finish this computation: {why} Ask for something smaller, or try again later.",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )

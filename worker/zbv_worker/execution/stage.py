@@ -15,6 +15,7 @@ stages never join, not even at the turn of the V where both live on one rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.recomputation import Recomputed, Segment
-from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
+from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients, has_hooks
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -91,6 +92,7 @@ class Stage:
         self._autocast = autocast
         self.loss_scale = 1.0
         self._seed: tuple[float, Tensor] | None = None
+        self._shared = _parameters_of_several(self._layers)
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
 
@@ -148,6 +150,12 @@ class Stage:
     def _forward_to_recompute(
         self, microbatch: int, x: Tensor, target: Tensor | None, weight_grads: WeightGrads | None
     ) -> Tensor:
+        if any(has_hooks(parameter) for parameter in self._shared):
+            # Its backward is run layer by layer: a hook would be called once per layer, with a part each.
+            raise ModelError(
+                f"stage {self.index}: a parameter that several layers share has hooks, and the plan "
+                f"recomputes the stage. Remove the hooks, or plan without recomputing the stage."
+            )
         recomputed = Recomputed(self._computing, None if self._loss is None else self._loss_seed)
         output = recomputed.forward(self._segments(target), x)
         self._forwards[microbatch] = _Forward(x, recomputed, None, weight_grads)
@@ -246,6 +254,12 @@ class Stage:
         if self._is_first:
             return None
         return torch.zeros_like(held.input) if grad_input is None else grad_input
+
+
+def _parameters_of_several(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The trainable parameters that more than one of these layers have."""
+    users = Counter(parameter for layer in layers for parameter in layer.parameters())
+    return [parameter for parameter, count in users.items() if count > 1 and parameter.requires_grad]
 
 
 def checked_output(index: int, output: object) -> Tensor:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import ModelError
+from zbv_worker.execution.main_gradients import OwnHook, add_gradient, gradient_of
 
 
 class _Deferred(Protocol):
@@ -169,12 +170,6 @@ def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
     if not isinstance(weight, nn.Parameter) or torch._C._are_functorch_transforms_active():
         return None
     return recorder.queue if recorder.defers(weight) else None
-
-
-class OwnHook:
-    """A post-accumulate hook of the worker's, which works with and without W: it does not keep a parameter
-    from being queued.
-    """
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -372,7 +367,7 @@ class _LinearGrad:
         grad = self.grad_output.reshape(-1, self.grad_output.shape[-1])
         x = self.x.reshape(-1, self.x.shape[-1])
         if self.weight.requires_grad:
-            total = self.weight.grad
+            total = gradient_of(self.weight)
             is_dense = total is not None and total.dtype == grad.dtype and not total.is_sparse
             if total is not None and is_dense and not has_hooks(self.weight):
                 total.addmm_(grad.t(), x)  # adds while multiplying: no temporary of the weight's size
@@ -417,10 +412,8 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
         # They came after F. Autograd's own node for the parameter calls them.
         edge = GradientEdge(get_gradient_edge(parameter).node, 0)
         torch.autograd.backward((edge,), (grad.to(parameter.dtype),))
-    elif parameter.grad is None:
-        parameter.grad = grad.to(parameter.dtype)
     else:
-        parameter.grad.add_(grad)  # of a smaller type, too: without another copy of the weight's size
+        add_gradient(parameter, grad)
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

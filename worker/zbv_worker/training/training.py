@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
 from zbv_worker.execution.place import CurrentPlace
@@ -22,6 +22,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
 from zbv_worker.execution.stages import build_modules, build_stages
 from zbv_worker.model import ModelSpec, PipelineModel
+from zbv_worker.state_files import events_file, write_json
 from zbv_worker.tracing.report import RankReport, StepLine
 from zbv_worker.tracing.trace_file import TraceFile
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
@@ -29,7 +30,7 @@ from zbv_worker.training.gradients import Gradients, OwnGradients, SummedGradien
 from zbv_worker.training.precision import LossScale, Precision
 from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
 from zbv_worker.training.swap import Swaps
-from zbv_worker.training.update import Update
+from zbv_worker.training.update import NonFinite, Update, Updated
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.distributed import Backend, DistributedTransport
 
@@ -46,6 +47,9 @@ class TrainingOptions:
         Whether the replicas share the parameters of a stage among them, instead of each having all.
     clip_norm
         Longest gradient of the whole model; None for no limit.
+    non_finite
+        What to do with a step whose loss or gradients are infinite or not a number: end the run with an
+        error, leave the step out on all ranks, or update the parameters all the same.
     evaluate_every
         Steps between evaluations (forward only); None for none.
     next_plan
@@ -58,6 +62,7 @@ class TrainingOptions:
     is_sharded: bool = False
     precision: Precision = "float32"
     clip_norm: float | None = None
+    non_finite: NonFinite = "fail"
     evaluate_every: int | None = None
     checkpoint: CheckpointOptions | None = None
     next_plan: Path | None = None
@@ -70,6 +75,7 @@ class TrainingOptions:
             ("sharding", str(self.is_sharded)),
             ("precision", self.precision),
             ("clip norm", str(self.clip_norm)),
+            ("non-finite steps", self.non_finite),
             ("evaluation", str(self.evaluate_every)),
             ("checkpoints", str(self.checkpoint)),
             ("watching for a next plan", str(self.next_plan is not None)),
@@ -147,7 +153,9 @@ class Training:
         else:
             self._walk_on_torch(whole, modules)
         transport, patience = setting.transport, setting.meeting_timeout
-        self._update = Update(model, self._gradients, transport, self._loss_scale, options.clip_norm)
+        self._update = Update(
+            model, self._gradients, transport, self._loss_scale, options.clip_norm, options.non_finite
+        )
         _seed(setting.model.seed, transport.rank)
         self._checkpoints = self._make_checkpoints(modules)
         self.first_step = 0 if self._checkpoints is None else self._checkpoints.load_newest()
@@ -167,11 +175,12 @@ class Training:
         with naming_errors(self._rank, f"after step {step}"):
             self._gradients.finish(self._setting.timeout)
             loss = mean_over_replicas(self._transport, result.loss, self._setting.timeout)
-            updated = self._update.apply(self._setting.timeout)
+            updated = self._update.apply(self._setting.timeout, loss)
         seconds = time.perf_counter() - before
         self.report.add(StepLine(step, self._plan.plan_id, loss, result.seconds, seconds, updated), result)
-        skipped = ", gradients overflowed: left out" if updated.is_skipped else ""
+        skipped = ", not finite: left out" if updated.is_skipped else ""
         self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{skipped}")
+        self._report_non_finite(step, updated)
         if self._trace is not None:
             self._trace.update(self.report)
 
@@ -193,6 +202,27 @@ class Training:
     @property
     def _rank(self) -> int:
         return self._setting.transport.rank
+
+    def _report_non_finite(self, step: int, updated: Updated) -> None:
+        """Tell of what is not finite; raises :class:`NotFinite` where the run is to fail."""
+        for what, value in updated.non_finite:
+            if what != "loss" or self._transport.replica == 0:  # the replicas have the same loss
+                self._note("non_finite", step, what=what, value=str(value))
+        if updated.is_failed:
+            said = " and ".join(f"the {what} is {value}" for what, value in updated.non_finite)
+            raise NotFinite(
+                f"rank {self._rank}, step {step}: {said or 'the loss or the gradient norm is not finite'}. "
+                f"Look at the data and the learning rate, or give --non-finite skip to leave out such steps."
+            )
+
+    def _note(self, kind: str, step: int, **more: object) -> None:
+        """Keep an event, in the log, in the report, and for the agent."""
+        event = {"kind": kind, "step": step, **more}
+        self.report.events.append(event)
+        _say(f"step {step}: {self._label}{kind}: " + ", ".join(f"{k} {v}" for k, v in more.items()))
+        if self._options.trace_dir is not None:
+            document = {"rank": self._rank, "events": list(self.report.events)}
+            write_json(events_file(self._options.trace_dir, self._rank), document)
 
     def _evaluate_and_save(self, step: int) -> None:
         """What is due before a step, the one after the last included."""

@@ -29,8 +29,8 @@ class PipelineModel(Protocol):
     - A layer's initial parameters depend on the seed and the layer, never on S or on which other layers are
       built beside it. Then every placement trains the same model.
     - A parameter's name is the same in every cut (name modules after their layer, not after their place).
-    - What else a model may offer: :class:`Layered`, :class:`Tied`, :class:`Evaluated`, a schedule of the
-      learning rate (:class:`zbv_worker.training.update.Scheduled`), data with a state
+    - What else a model may offer: :class:`Layered`, :class:`Tied`, :class:`Weighted`, :class:`Evaluated`, a
+      schedule of the learning rate (:class:`zbv_worker.training.update.Scheduled`), data with a state
       (:class:`zbv_worker.training.checkpoint.StatefulData`).
     - A stage maps one floating-point tensor to one; the first takes the microbatch's input. Their shapes do
       not change from microbatch to microbatch. A stage's output may be a view, but a stage must not write to
@@ -47,7 +47,10 @@ class PipelineModel(Protocol):
         """
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean loss over a microbatch, a scalar. Gradients are those of its mean over the microbatches."""
+        """Mean loss over a microbatch, a scalar. Gradients are those of its mean over the microbatches.
+
+        Where microbatches count differently, that is not the mean over the batch; see :class:`Weighted`.
+        """
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of one rank's parameters."""
@@ -81,6 +84,23 @@ class Tied(Protocol):
         """Pairs of names: the second parameter is the first.
 
         Both must lie on one rank, as the first stage and the last do in a V.
+        """
+
+
+@runtime_checkable
+class Weighted(Protocol):
+    """A model whose microbatches count differently, for instance by their tokens that are no padding.
+
+    Gradients, and the losses that are reported, are then those of the sum of all totals divided by the sum of
+    all weights, over all microbatches and replicas of a step. The ranks add up the weights once a step, and
+    wait for each other then.
+    """
+
+    def loss_sum(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss summed over a microbatch (not its mean), and the weight, for instance the number of tokens.
+
+        Both are scalars; the weight has no gradient, and may be 0 where the total is. Takes the place of
+        :meth:`PipelineModel.loss` in training and evaluation.
         """
 
 

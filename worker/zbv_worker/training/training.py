@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import sys
 import time
@@ -21,7 +22,7 @@ from zbv_worker.execution.planned import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
 from zbv_worker.execution.stages import build_modules, build_stages
-from zbv_worker.model import ModelSpec, PipelineModel
+from zbv_worker.model import ModelSpec, PipelineModel, Weighted
 from zbv_worker.state_files import events_file, write_json
 from zbv_worker.tracing.report import RankReport, StepLine
 from zbv_worker.tracing.trace_file import TraceFile
@@ -175,7 +176,8 @@ class Training:
         with naming_errors(self._rank, f"after step {step}"):
             self._gradients.finish(self._setting.timeout)
             loss = mean_over_replicas(self._transport, result.loss, self._setting.timeout)
-            updated = self._update.apply(self._setting.timeout, loss)
+            loss, factor = self._weighted(loss)
+            updated = self._update.apply(self._setting.timeout, loss, factor)
         seconds = time.perf_counter() - before
         self.report.add(StepLine(step, self._plan.plan_id, loss, result.seconds, seconds, updated), result)
         skipped = ", not finite: left out" if updated.is_skipped else ""
@@ -202,6 +204,21 @@ class Training:
     @property
     def _rank(self) -> int:
         return self._setting.transport.rank
+
+    def _weighted(self, loss: float | None) -> tuple[float | None, float]:
+        """From a mean over microbatches to a mean over weights: the loss, and the factor of the gradients.
+
+        Collective where the model weights its microbatches.
+        """
+        if not isinstance(self._model, Weighted):
+            return loss, 1.0
+        mine = sum(stage.take_weight() for stage in self._stages.values())
+        weights = torch.tensor([mine], dtype=torch.float64)
+        whole = float(self._transport.sum_over_ranks(weights, self._setting.timeout))
+        microbatches = self._plan.microbatches * self._transport.layout.replicas
+        # Without any weight there is nothing to learn from, and no mean.
+        factor = microbatches / whole if whole > 0 else 0.0
+        return (None if loss is None else loss * factor if whole > 0 else math.nan), factor
 
     def _report_non_finite(self, step: int, updated: Updated) -> None:
         """Tell of what is not finite; raises :class:`NotFinite` where the run is to fail."""
@@ -239,6 +256,7 @@ class Training:
         mean = sum(losses.values()) / len(losses) if losses else None
         with naming_errors(self._rank, f"evaluating before step {step}"):
             loss = mean_over_replicas(self._transport, mean, self._setting.timeout)
+            loss, _ = self._weighted(loss)
         if loss is not None:
             self.report.evaluations[step] = loss
         self._say_loss(f"before step {step}: evaluation", loss)
@@ -286,7 +304,7 @@ class Training:
         """This rank's stages; their modules."""
         options, device = self._options, self._setting.device
         if self._whole is not None:
-            _require_plain(options)
+            _require_plain(options, self._model)
             _require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
         # FSDP2 takes the mean over the replicas itself.
@@ -370,8 +388,13 @@ def _sharded(modules: dict[int, nn.Module], transport: Transport, device: torch.
     return ShardedGradients(modules, transport.replica_group, device)
 
 
-def _require_plain(options: TrainingOptions) -> None:
+def _require_plain(options: TrainingOptions, model: PipelineModel) -> None:
     """What PyTorch's runtime cannot do here."""
+    if isinstance(model, Weighted):
+        raise InvalidRun(
+            "--runtime torch takes the mean over microbatches; the model has a loss_sum, which weights them. "
+            "Use --runtime zbv."
+        )
     asked = {
         "--data-parallel": options.replicas > 1,
         "--shard": options.is_sharded,

@@ -85,13 +85,15 @@ class Update:
         has_schedule = self.optimizer is not None and isinstance(model, Scheduled)
         self.schedule: Any = model.schedule(self.optimizer) if has_schedule else None  # type: ignore[attr-defined]  # checked
 
-    def apply(self, timeout: float, loss: float | None = None) -> Updated:
+    def apply(self, timeout: float, loss: float | None = None, factor: float = 1.0) -> Updated:
         """Update the parameters; collective when a number of all ranks is needed.
 
         Parameters
         ----------
         loss
             Of the step, where this rank knows it.
+        factor
+            What the gradients are to be multiplied by; the same on all ranks.
 
         Raises
         ------
@@ -100,11 +102,12 @@ class Update:
         found = [] if loss is None or math.isfinite(loss) else [("loss", loss)]
         is_shared = self._clip_norm is not None or self.loss_scale.is_dynamic or self._non_finite == "skip"
         if not is_shared:
-            return self._apply_alone(found)
+            return self._apply_alone(found, factor)
         bad_loss = torch.tensor(float(len(found)), dtype=torch.float64)
         mine = torch.stack([self._gradients.square_sum(), bad_loss])
         squared, bad_losses = self._transport.sum_over_ranks(mine, timeout).tolist()
-        norm = math.sqrt(squared) / self.loss_scale.value if squared >= 0 else math.nan
+        factor /= self.loss_scale.value
+        norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
         is_finite = math.isfinite(norm)
         if not is_finite and self._transport.rank == 0:
             found.append(("gradient norm", norm))
@@ -112,7 +115,6 @@ class Update:
         is_bad = not is_overflow and (not is_finite or bad_losses > 0)
         is_skipped = is_overflow or (is_bad and self._non_finite != "continue")
         if not is_skipped:
-            factor = 1.0 / self.loss_scale.value
             if self._clip_norm is not None and is_finite:
                 factor *= min(1.0, self._clip_norm / (norm + 1e-6))
             self._gradients.scale(factor)
@@ -121,7 +123,7 @@ class Update:
         is_failed = is_bad and self._non_finite == "fail"
         return Updated(norm, is_skipped, tuple(found) if is_bad else (), is_failed)
 
-    def _apply_alone(self, found: list[tuple[str, float]]) -> Updated:
+    def _apply_alone(self, found: list[tuple[str, float]], factor: float) -> Updated:
         """Without a word to the other ranks."""
         if self._non_finite == "fail":
             squared = float(self._gradients.square_sum())
@@ -129,6 +131,7 @@ class Update:
                 found.append(("gradient norm", math.sqrt(squared) if squared >= 0 else math.nan))
             if found:
                 return Updated(is_skipped=True, non_finite=tuple(found), is_failed=True)
+        self._gradients.scale(factor)
         self._step()
         return Updated(non_finite=tuple(found))
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -122,11 +124,15 @@ class ModelSpec:
         ``package.module:name``.
     arguments
         Keyword arguments of the factory; values are what JSON can say.
+    allowed
+        An agent's patterns, where somebody else chose the factory (:func:`require_admitted`); None where the
+        command's user did.
     """
 
     factory: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    allowed: tuple[str, ...] | None = None
 
     @classmethod
     def parse(cls, factory: str, arguments: str | None, seed: int) -> ModelSpec:
@@ -184,6 +190,8 @@ class ModelSpec:
         name, colon, attribute = self.factory.partition(":")
         if not (colon and name and attribute):
             raise InvalidRun(f"--model: found {self.factory!r}; must be package.module:factory.")
+        if self.allowed is not None:
+            require_named(self.factory, self.allowed)
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -194,7 +202,49 @@ class ModelSpec:
         factory = getattr(module, attribute, None)
         if not callable(factory):
             raise InvalidRun(f"--model {self.factory}: {name} has no callable {attribute!r}.")
+        if self.allowed is not None:
+            require_admitted(self.factory, factory, self.allowed)
         return factory  # type: ignore[no-any-return]  # what the user's module holds is Any
+
+
+def require_named(factory: str, patterns: Sequence[str]) -> None:
+    """Check a factory's name, before its module is imported; raises :class:`InvalidRun`."""
+    from zbv_service.client_runs import is_allowed  # and with it httpx, which other runs do not need
+
+    if not is_allowed(factory, patterns):
+        raise InvalidRun(
+            f"--model {factory}: this agent allows {', '.join(patterns) or 'none'}. Start it with "
+            f"--allow-model '{factory.partition(':')[0]}' if the module's code may run on this node."
+        )
+
+
+def require_admitted(factory: str, found: object, patterns: Sequence[str]) -> None:
+    """Check that an agent's patterns admit what a factory's name stands for; raises :class:`InvalidRun`.
+
+    A pattern for a module admits its public functions and classes that it defines itself. What it merely
+    imports is not meant: a module that imports ``os.system`` would let anybody call that. A pattern with a
+    colon whose part after it is a name admits that callable, wherever it comes from.
+    """
+    module, _, name = factory.partition(":")
+    for pattern in patterns:
+        of_module, colon, of_name = pattern.partition(":")
+        if colon and of_name == name and fnmatchcase(module, of_module):
+            return
+    is_defined = inspect.isfunction(found) or inspect.isclass(found)
+    home = getattr(found, "__module__", None)
+    if is_defined and home == module and not name.startswith("_"):
+        return
+    if name.startswith("_"):
+        why = "its name begins with an underscore"
+    elif home != module:
+        why = f"it comes from {home or 'elsewhere'}"
+    else:
+        why = f"it is a {type(found).__name__}, not a function or class"
+    raise InvalidRun(
+        f"--model {factory}: this agent allows what {module} defines itself, and {name} is not that: {why}. "
+        f"Write a function in {module}, or start the agent with --allow-model '{factory}' if this very "
+        f"callable may be called with any arguments."
+    )
 
 
 def has_ties(model: PipelineModel) -> bool:

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.recomputation import Recomputed, Segment
-from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients, has_hooks
+from zbv_worker.execution.split_backward import SplitShare, WeightGrads, defer_weight_gradients, has_hooks
 
 Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """Of output and target: the mean over a microbatch, or the sum over it and its weight."""
@@ -100,6 +100,7 @@ class Stage:
         self._autocast = autocast
         self.loss_scale = 1.0
         self._seed: tuple[float, Tensor] | None = None
+        self._queued: set[Tensor] | None = None
         self._shared = _parameters_of_several(self._layers)
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
@@ -150,11 +151,19 @@ class Stage:
         # Not `or`: at this point the queue is empty, and an empty one is false.
         queue = held.weight_grads if held.weight_grads is not None else WeightGrads()
         self._weight_grads[microbatch] = queue
-        return self._backpropagate(held, grad_output)
+        grad_input = self._backpropagate(held, grad_output)
+        if self._queued is None:
+            self._queued = queue.parameters()
+        return grad_input
 
     def backward_weight(self, microbatch: int) -> None:
         """W: the queued weight gradients, accumulated into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
+
+    @property
+    def split_share(self) -> SplitShare | None:
+        """How much W computes, as the first I left it; None before that, and without trainable parameters."""
+        return None if self._queued is None else SplitShare.of(self.module, self._queued)
 
     def _forward_to_recompute(
         self, microbatch: int, x: Tensor, target: Tensor | None, weight_grads: WeightGrads | None

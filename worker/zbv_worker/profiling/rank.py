@@ -141,7 +141,11 @@ class RankProfiler:
         times = self._times(variants)
         return [
             tuple(
-                StageProfile(index, *times[number][index], *astuple(held[number][index])) for index in variant
+                replace(
+                    StageProfile(index, *times[number][index], *astuple(held[number][index])),
+                    split=each.stage.split_share,
+                )
+                for index, each in variant.items()
             )
             for number, variant in enumerate(variants)
         ]

@@ -183,6 +183,8 @@ class Training:
         skipped = ", not finite: left out" if updated.is_skipped else ""
         self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{skipped}")
         self._report_non_finite(step, updated)
+        if step == self.first_step:
+            self._report_unsplit(step)
         if self._trace is not None:
             self._trace.update(self.report)
 
@@ -232,13 +234,26 @@ class Training:
                 f"Look at the data and the learning rate, or give --non-finite skip to leave out such steps."
             )
 
+    def _report_unsplit(self, step: int) -> None:
+        """Tell of stages that the plan splits, and of which W computes little: its bubbles stay empty."""
+        for index, stage in self._stages.items():
+            found = stage.split_share
+            if found is not None and found.is_small and self._transport.replica == 0:
+                share, modules = round(found.share, 3), list(found.unsplit[:20])
+                self._note("little_to_split", step, stage=index, share=share, modules=modules)
+                _say(
+                    f"stage {index}: {found}. The plan counts on W: measure the costs with zbv-worker "
+                    f"profile, or use nn.Linear and nn.Embedding themselves there."
+                )
+
     def _note(self, kind: str, step: int, **more: object) -> None:
-        """Keep an event, in the log, in the report, and for the agent."""
+        """Keep an event in the log and in the report, and for the agent what a service knows."""
         event = {"kind": kind, "step": step, **more}
         self.report.events.append(event)
         _say(f"step {step}: {self._label}{kind}: " + ", ".join(f"{k} {v}" for k, v in more.items()))
-        if self._options.trace_dir is not None:
-            document = {"rank": self._rank, "events": list(self.report.events)}
+        if self._options.trace_dir is not None and kind == "non_finite":
+            known = [event for event in self.report.events if event["kind"] == kind]
+            document = {"rank": self._rank, "events": known}
             write_json(events_file(self._options.trace_dir, self._rank), document)
 
     def _evaluate_and_save(self, step: int) -> None:

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import random as python_random
 import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 from support.agents import DEADLINE, until
+from support.pickled import Bomb
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.orders import Orders
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.schema import problem_json
+from zbv_worker.errors import InvalidRun
 from zbv_worker.launch import LaunchError, LocalRanks, python_command
 from zbv_worker.selfcheck import random_orders
-from zbv_worker.training.checkpoint import newest_step
+from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_step
+from zbv_worker.training.convert_checkpoint import convert
+from zbv_worker.training.gradients import OwnGradients
+from zbv_worker.training.precision import LossScale
+from zbv_worker.training.update import Update
+from zbv_worker.transport.threads import ThreadHub
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 STEPS = 9
@@ -158,3 +173,112 @@ def test_a_directory_that_cannot_be_written_is_named(runs: Runs, plan: Path, tmp
         runs.start(plan, *saving(tmp_path / "file" / "below"), steps=2) as started,
     ):
         started.wait(timeout=DEADLINE)
+
+
+@dataclass
+class Alone:
+    """One rank's checkpoints, in this process."""
+
+    directory: Path
+    module: nn.Module
+    update: Update
+    checkpoints: Checkpoints
+
+    @classmethod
+    def of(cls, directory: Path, seed: int) -> Alone:
+        torch.manual_seed(seed)
+        module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        transport = ThreadHub(1).transport(0)
+        gradients = OwnGradients({0: module})
+        update = Update(StepwiseAdam(), gradients, transport, LossScale(), None)  # type: ignore[arg-type]  # as far as it goes
+        options = CheckpointOptions(directory, every=1)
+        checkpoints = Checkpoints(options, {0: module}, update, "model", None, transport)
+        return cls(directory, module, update, checkpoints)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.module.zero_grad()
+            self.module(torch.randn(5, 4)).square().sum().backward()
+            self.update.apply(1.0)
+
+
+class StepwiseAdam:
+    """What an update needs of a model; its schedule keeps a Counter."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+
+
+def write_as_before(folder: Path, made: Alone, step: int, **more: Any) -> None:
+    """A checkpoint as zbv wrote it with torch.distributed.checkpoint."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    optimizer, schedule = made.update.optimizer, made.update.schedule
+    assert optimizer is not None
+    model, state = get_state_dict(made.module, optimizer, options=options)
+    progress = {
+        "step": step,
+        "model": "model",
+        "loss_scale": {"value": 1.0, "is_dynamic": False, "good_steps": 0},
+        "schedule": schedule.state_dict(),
+    }
+    random = {"torch": torch.get_rng_state(), "python": python_random.getstate()}
+    everything = {"model": model, "optimizer": state, "progress": progress, "random.0": random, **more}
+    with pytest.warns(UserWarning, match="single process"):
+        save(everything, checkpoint_id=folder / f"step-{step:08d}", no_dist=True)
+
+
+def test_a_pickled_checkpoint_is_refused_and_goes_on_to_the_bit_once_converted(
+    tmp_path: Path,
+) -> None:
+    made = Alone.of(tmp_path, seed=1)
+    made.train(3)
+    write_as_before(tmp_path, made, 3)
+    again = Alone.of(tmp_path, seed=2)
+    with pytest.raises(InvalidRun, match=r"step 3 has the format of an older zbv.*convert_checkpoint"):
+        again.checkpoints.load_newest()
+    convert(tmp_path / "step-00000003")
+    assert again.checkpoints.load_newest() == 3
+    made_random = torch.randn(3)
+    again.checkpoints.load_newest()
+    assert torch.equal(torch.randn(3), made_random)
+    assert again.update.schedule.state_dict() == made.update.schedule.state_dict()
+    for one in (made, again):
+        torch.manual_seed(7)
+        one.train(3)
+    for mine, theirs in zip(made.module.parameters(), again.module.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(InvalidRun, match="found no checkpoint of an older zbv"):
+        convert(tmp_path / "step-00000003")
+
+
+def test_a_crafted_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    """Both that of an older zbv and one that has the files of today beside it."""
+    target = tmp_path / "made"
+    directory = tmp_path / "saved"
+    Alone.of(directory, seed=1).checkpoints.save(1)
+    bomb = pickle.dumps(Bomb(target))
+    (directory / "step-00000001" / ".metadata").write_bytes(bomb)
+    assert Alone.of(directory, seed=2).checkpoints.load_newest() == 1
+    (directory / "step-00000002").mkdir()
+    (directory / "step-00000002" / ".metadata").write_bytes(bomb)
+    with pytest.raises(InvalidRun, match="older zbv"):
+        Alone.of(directory, seed=2).checkpoints.load_newest()
+    assert not target.exists()
+
+
+def test_data_whose_state_is_an_object_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    alone = Alone.of(tmp_path, seed=1)
+    alone.checkpoints._data = BadData()
+    with pytest.raises(InvalidRun, match=r"data\.0\.iterator is a list_iterator, which a checkpoint cannot"):
+        alone.checkpoints.save(1)
+    assert newest_step(tmp_path) is None
+
+
+class BadData:
+    def data_state(self) -> dict[str, Any]:
+        return {"iterator": iter([1])}
+
+    def load_data_state(self, state: dict[str, Any]) -> None: ...

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -14,7 +18,9 @@ from zbv_solver.placement import Placement
 from zbv_solver.plan import identity
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.schema import problem_json
+from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.selfcheck import random_orders, relative_error
+from zbv_worker.training.swap import NextPlan, PlanFile
 from zbv_worker.training.training import TrainingOptions
 
 STEPS = 40
@@ -100,3 +106,108 @@ def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
     write_plan(tmp_path / "same.json", problem, random_orders(problem, Random(0)))
     found = train_with(tmp_path / "next.json", (tmp_path / "same.json").read_text())
     assert len({line.plan_id for report in found.reports for line in report.lines}) == 1
+
+
+class Changing(PlanFile):
+    """A file whose every look finds the next plan, without a file."""
+
+    def __init__(self, plans: Iterator[str]):
+        problem = problem_of()
+        super().__init__(Path("absent"), RankPlan.of("first", problem, random_orders(problem, Random(0)), 0))
+        self.close()  # the tests look themselves
+        self._plans = plans
+        self._path = Versions()  # type: ignore[assignment]  # as far as it is asked
+
+    def _read(self) -> NextPlan:
+        return NextPlan(next(self._plans), ())
+
+
+class Versions:
+    """A path that is another file each time."""
+
+    def __init__(self) -> None:
+        self._version = 0
+
+    def stat(self) -> os.stat_result:
+        self._version += 1
+        return os.stat_result((0, self._version, *([0] * 8)))
+
+
+def test_no_plan_is_lost_between_the_thread_that_finds_and_the_one_that_takes() -> None:
+    """The newest plan is taken in the end, however the two interleave."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            watched = Changing(iter([str(number) for number in range(40)]))
+            taken: list[str] = []
+            finder = threading.Thread(target=lambda each: [each.look() for _ in range(40)], args=(watched,))
+            finder.start()
+            while finder.is_alive():
+                taken += [plan.plan_id for plan in [watched.take()] if plan is not None]
+            finder.join()
+            taken += [plan.plan_id for plan in [watched.take()] if plan is not None]
+            assert taken[-1] == "39"
+            assert taken == sorted(set(taken), key=int)  # each once, in order
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_plan_that_arrives_while_another_is_taken_is_not_dropped() -> None:
+    """The interleaving itself: the finder runs in the middle of a take."""
+
+    class Interrupted(Changing):
+        _finder: threading.Thread
+        _is_armed = False
+
+        def __setattr__(self, name: str, value: object) -> None:
+            # A take that is not atomic would find here, between reading and clearing.
+            if name == "_found" and value is None and self._is_armed:
+                self._is_armed = False
+                finder = threading.Thread(target=self.look)
+                finder.start()
+                finder.join(0.2)  # under the lock it cannot end before the take does
+                self._finder = finder
+            super().__setattr__(name, value)
+
+    watched = Interrupted(iter(["a", "b"]))
+    watched.look()
+    watched._is_armed = True
+    first = watched.take()
+    watched._finder.join(10)
+    second = watched.take()
+    assert [plan.plan_id for plan in (first, second) if plan is not None] == ["a", "b"]
+
+
+def test_the_plan_of_before_may_come_back_before_the_next_one_has_begun() -> None:
+    watched = Changing(iter(["other", "first", "first"]))
+    found = []
+    for _ in range(3):
+        watched.look()
+        found.append(watched.take())
+    assert [None if plan is None else plan.plan_id for plan in found] == ["other", "first", None]
+
+
+def test_a_file_that_could_not_be_read_is_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    class Busy(Changing):
+        def _read(self) -> NextPlan:
+            plan = next(self._plans)
+            if plan == "busy":
+                raise OSError("stale file handle")
+            return NextPlan(plan, ())
+
+    watched = Busy(iter(["busy", "next"]))
+    watched._path = Once()  # type: ignore[assignment]  # as far as it is asked
+    watched.look()
+    assert "stale file handle" in capsys.readouterr().err
+    watched.look()
+    found = watched.take()
+    assert found is not None
+    assert found.plan_id == "next"
+
+
+class Once:
+    """A file that does not change."""
+
+    def stat(self) -> os.stat_result:
+        return os.stat_result((0, 1, *([0] * 8)))

@@ -379,7 +379,8 @@ def test_lists_that_the_runtime_refuses_are_named() -> None:
 
 
 def run_arguments(plan: Path, *more: str, steps: int = 3, timeout: float = 20) -> list[str]:
-    model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(GPT)]
+    # Tied, so that two stages of a rank share a parameter.
+    model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps({**GPT, "tied": True})]
     numbers = ["--steps", str(steps), "--timeout", str(timeout), "--threads", "1"]
     return ["run", "--plan-file", str(plan), *model, *numbers, *more]
 

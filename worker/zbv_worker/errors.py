@@ -7,6 +7,7 @@
     ├── Disagreement        the ranks were started with different plans or models
     ├── ChannelTimeout      a peer did not deliver within the timeout
     ├── PeerLost            the connection to a peer broke
+    ├── NotFinite           a loss or a gradient is infinite or not a number
     └── ModelError          a model broke the protocol of zbv_worker.model
 
 A message names the rank it comes from, the action that could not go on, and the peer it waited for.
@@ -43,6 +44,10 @@ class ChannelTimeout(WorkerError):
 
 class PeerLost(WorkerError):
     """The connection to a peer broke: its process ended or its host went away."""
+
+
+class NotFinite(WorkerError):
+    """A loss or a gradient is infinite or not a number, and the run is to fail then."""
 
 
 class ModelError(WorkerError):

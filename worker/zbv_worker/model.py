@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -29,8 +31,8 @@ class PipelineModel(Protocol):
     - A layer's initial parameters depend on the seed and the layer, never on S or on which other layers are
       built beside it. Then every placement trains the same model.
     - A parameter's name is the same in every cut (name modules after their layer, not after their place).
-    - What else a model may offer: :class:`Layered`, :class:`Tied`, :class:`Evaluated`, a schedule of the
-      learning rate (:class:`zbv_worker.training.update.Scheduled`), data with a state
+    - What else a model may offer: :class:`Layered`, :class:`Tied`, :class:`Weighted`, :class:`Evaluated`, a
+      schedule of the learning rate (:class:`zbv_worker.training.update.Scheduled`), data with a state
       (:class:`zbv_worker.training.checkpoint.StatefulData`).
     - A stage maps one floating-point tensor to one; the first takes the microbatch's input. Their shapes do
       not change from microbatch to microbatch. A stage's output may be a view, but a stage must not write to
@@ -47,7 +49,10 @@ class PipelineModel(Protocol):
         """
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean loss over a microbatch, a scalar. Gradients are those of its mean over the microbatches."""
+        """Mean loss over a microbatch, a scalar. Gradients are those of its mean over the microbatches.
+
+        Where microbatches count differently, that is not the mean over the batch; see :class:`Weighted`.
+        """
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of one rank's parameters."""
@@ -85,6 +90,23 @@ class Tied(Protocol):
 
 
 @runtime_checkable
+class Weighted(Protocol):
+    """A model whose microbatches count differently, for instance by their tokens that are no padding.
+
+    Gradients, and the losses that are reported, are then those of the sum of all totals divided by the sum of
+    all weights, over all microbatches and replicas of a step. The ranks add up the weights once a step, and
+    wait for each other then.
+    """
+
+    def loss_sum(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss summed over a microbatch (not its mean), and the weight, for instance the number of tokens.
+
+        Both are scalars; the weight has no gradient, and may be 0 where the total is. Takes the place of
+        :meth:`PipelineModel.loss` in training and evaluation.
+        """
+
+
+@runtime_checkable
 class Evaluated(Protocol):
     """A model that keeps data for evaluation; without, evaluations use the step's microbatches."""
 
@@ -102,11 +124,15 @@ class ModelSpec:
         ``package.module:name``.
     arguments
         Keyword arguments of the factory; values are what JSON can say.
+    allowed
+        An agent's patterns, where somebody else chose the factory (:func:`require_admitted`); None where the
+        command's user did.
     """
 
     factory: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    allowed: tuple[str, ...] | None = None
 
     @classmethod
     def parse(cls, factory: str, arguments: str | None, seed: int) -> ModelSpec:
@@ -164,6 +190,8 @@ class ModelSpec:
         name, colon, attribute = self.factory.partition(":")
         if not (colon and name and attribute):
             raise InvalidRun(f"--model: found {self.factory!r}; must be package.module:factory.")
+        if self.allowed is not None:
+            require_named(self.factory, self.allowed)
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -174,7 +202,49 @@ class ModelSpec:
         factory = getattr(module, attribute, None)
         if not callable(factory):
             raise InvalidRun(f"--model {self.factory}: {name} has no callable {attribute!r}.")
+        if self.allowed is not None:
+            require_admitted(self.factory, factory, self.allowed)
         return factory  # type: ignore[no-any-return]  # what the user's module holds is Any
+
+
+def require_named(factory: str, patterns: Sequence[str]) -> None:
+    """Check a factory's name, before its module is imported; raises :class:`InvalidRun`."""
+    from zbv_service.client_runs import is_allowed  # and with it httpx, which other runs do not need
+
+    if not is_allowed(factory, patterns):
+        raise InvalidRun(
+            f"--model {factory}: this agent allows {', '.join(patterns) or 'none'}. Start it with "
+            f"--allow-model '{factory.partition(':')[0]}' if the module's code may run on this node."
+        )
+
+
+def require_admitted(factory: str, found: object, patterns: Sequence[str]) -> None:
+    """Check that an agent's patterns admit what a factory's name stands for; raises :class:`InvalidRun`.
+
+    A pattern for a module admits its public functions and classes that it defines itself. What it merely
+    imports is not meant: a module that imports ``os.system`` would let anybody call that. A pattern with a
+    colon whose part after it is a name admits that callable, wherever it comes from.
+    """
+    module, _, name = factory.partition(":")
+    for pattern in patterns:
+        of_module, colon, of_name = pattern.partition(":")
+        if colon and of_name == name and fnmatchcase(module, of_module):
+            return
+    is_defined = inspect.isfunction(found) or inspect.isclass(found)
+    home = getattr(found, "__module__", None)
+    if is_defined and home == module and not name.startswith("_"):
+        return
+    if name.startswith("_"):
+        why = "its name begins with an underscore"
+    elif home != module:
+        why = f"it comes from {home or 'elsewhere'}"
+    else:
+        why = f"it is a {type(found).__name__}, not a function or class"
+    raise InvalidRun(
+        f"--model {factory}: this agent allows what {module} defines itself, and {name} is not that: {why}. "
+        f"Write a function in {module}, or start the agent with --allow-model '{factory}' if this very "
+        f"callable may be called with any arguments."
+    )
 
 
 def has_ties(model: PipelineModel) -> bool:

@@ -32,7 +32,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stages import build_modules, build_stages
 from zbv_worker.model import PipelineModel
 from zbv_worker.training.run import Runtime
-from zbv_worker.transport.channels import Transport, key_of
+from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.distributed import DistributedTransport, World
 from zbv_worker.transport.threads import ThreadHub
 
@@ -260,7 +260,7 @@ def main(folder: Path, timeout: float, runtime: Runtime = "zbv") -> None:
         else:
             plan = PlanSource(file=path).rank_plan(world.rank, timeout)
             gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
-            transport.open({key for keys in gathered for key in keys}, timeout)
+            transport.open({ChannelKey(*key) for keys in gathered for key in keys}, timeout)
             gradients, result = run_rank(plan, hard_model(), transport, timeout)
             transport.flush(timeout)
         name = path.name.removesuffix(".plan.json")

@@ -179,7 +179,8 @@ class Agent:
             self._report(work, GenerationEnd("failed", (_failure("refused", refusal),)))
             return
         folder = self._options.state_dir / work.run_id / str(work.generation)
-        generation = Generation(work, self._options.server, self._options.address, folder)
+        options = self._options
+        generation = Generation(work, options.server, options.address, folder, options.allowed_models)
         courier = Courier(self._id, work, generation.ranks, folder, self._connect)
         courier.start()
         try:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,20 @@ class Generation:
         Of this node, as the others know it.
     folder
         Of this generation alone: specification, logs, places, failures, results.
+    allowed_models
+        The patterns that the model must match; the ranks check what it really is.
     """
 
-    def __init__(self, work: NodeWork, server: str, address: str, folder: Path):
+    def __init__(
+        self, work: NodeWork, server: str, address: str, folder: Path, allowed_models: Sequence[str] = ()
+    ):
         self.work = work
         self._folder = folder
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / SPEC, {"server": server, "address": address, "work": work.document})
+        spec = {"server": server, "address": address, "work": work.document}
+        write_json(folder / SPEC, {**spec, "allowed_models": list(allowed_models)})
         with self._log.open("wb") as log:
             self._launcher = subprocess.Popen(
                 python_command("zbv_worker.agent.launcher", str(folder)),

@@ -51,7 +51,9 @@ def _options(spec: Any, folder: Path) -> Any:
     model = work["model"]
     return RunOptions(
         sources=(PlanSource(spec["server"], work["plan_id"]),),
-        model=ModelSpec(model["factory"], model["arguments"], model["seed"]),
+        model=ModelSpec(
+            model["factory"], model["arguments"], model["seed"], allowed=tuple(spec["allowed_models"])
+        ),
         steps=work["steps"],
         backend=options["backend"],
         timeout=options["timeout"],
@@ -71,6 +73,7 @@ def _training(options: dict[str, Any], folder: Path) -> Any:
         is_sharded=options["shard"],
         precision=options["precision"],
         clip_norm=options["clip_norm"],
+        non_finite=options.get("non_finite", "fail"),  # services of before have no such option
         evaluate_every=options["evaluate_every"],
         checkpoint=(
             None

@@ -20,6 +20,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.estimating.flops import CountedFlops
 from zbv_worker.estimating.sameness import Likeness, likeness
 from zbv_worker.estimating.without_memory import CPU, NumbersAreOne, built, without_values
+from zbv_worker.execution.main_gradients import use_main_gradients
 from zbv_worker.execution.stage import Stage
 from zbv_worker.model import Layered, PipelineModel, build_layers, build_stage, layer_names
 from zbv_worker.profiling.held_memory import StageMemory, stage_memory, static_bytes, tensor_bytes
@@ -131,6 +132,7 @@ class _Walk:
             self._model.loss if is_last else None,
             AUTOCAST[self._precision],
         )
+        use_main_gradients(module.parameters())  # as training does
         input, target = self._input, self._target if is_last else None
         output = stage.forward(0, input, target, split=False)
         gradient = None if is_last else torch.empty_like(output)

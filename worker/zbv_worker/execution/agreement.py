@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pydantic import TypeAdapter
 from zbv_solver.channels import Channel
 
 from zbv_worker.errors import ChannelTimeout, Disagreement
@@ -48,6 +49,8 @@ class Statement:
     options: tuple[tuple[str, str], ...] = ()
 
 
+_STATEMENTS = TypeAdapter(list[Statement])
+
 _COMMON = (
     "plan_id",
     "pp_degree",
@@ -72,12 +75,13 @@ def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[Channe
         When a rank does not take part.
     """
     try:
-        statements: list[Statement] = transport.gather(mine, timeout)
+        said = transport.gather(_STATEMENTS.dump_python([mine], mode="json")[0], timeout)
     except TimeoutError as error:
         raise ChannelTimeout(
             f"rank {transport.rank} waited {timeout:g} s for all {transport.world_size} ranks to agree on "
             f"the plan ({error}). Start every rank within that time, or raise --timeout."
         ) from error
+    statements = _STATEMENTS.validate_python(said)
     _check_common(statements)
     _check_ranks(statements)
     _check_channels(statements)

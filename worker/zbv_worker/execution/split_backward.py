@@ -9,21 +9,33 @@ its class to a subclass that can queue. Parameters, buffers and the names in the
 are, and outside of :meth:`Recorder.into` the modules do exactly what they did before: a fused backward (B),
 an evaluation or a reference run takes PyTorch's own path.
 
-What is not queued is computed by autograd during I, neither lost nor doubled: LayerNorm and RMSNorm (their
-weight gradients fall out of the input gradient's own pass; queueing them would cost a second pass, and hold
-two more activations until W), convolutions, parameters that a module owns itself, subclasses of Linear with
-a forward of their own, reparametrised weights, and sparse or renormalising embeddings.
+Autograd computes every other gradient during I, once: those of LayerNorm and RMSNorm (their weight gradients
+fall out of the input gradient's own pass; queueing them would cost a second pass, and hold two more
+activations until W), convolutions, parameters that a module owns itself, subclasses of Linear with a forward
+of their own, reparametrised weights, sparse or renormalising embeddings, and parameters with hooks. A hook
+may want the whole gradient of a backward at once (masks), or use it up (an optimizer in the backward). Only
+autograd's own accumulation calls it as its author expects, so a parameter with hooks is never queued.
+
+Only a backward that accumulates into parameters fills the queue. A model that calls ``torch.autograd.grad``
+in its forward gets what it asks for, and nothing is queued. It cannot ask for the gradient of a queued
+weight, nor for gradients of gradients through a queueing module (``create_graph=True``): both raise.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zbv_worker.errors import ModelError
+from zbv_worker.execution.main_gradients import OwnHook, add_gradient, gradient_of
 
 
 class _Deferred(Protocol):
@@ -34,6 +46,9 @@ class _Deferred(Protocol):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What is held in memory until then."""
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Whose gradients it adds to."""
 
 
 class WeightGrads:
@@ -66,6 +81,10 @@ class WeightGrads:
         """The tensors kept alive until :meth:`run`."""
         return [tensor for deferred in self._queue for tensor in deferred.tensors()]
 
+    def parameters(self) -> set[Tensor]:
+        """The parameters that :meth:`run` will add to."""
+        return {parameter for deferred in self._queue for parameter in deferred.parameters()}
+
 
 class Recorder:
     """Tells the modules of one tree where to queue.
@@ -76,6 +95,20 @@ class Recorder:
 
     def __init__(self) -> None:
         self.queue: WeightGrads | None = None
+        self._nodes: dict[int, _Node] = {}
+
+    def __reduce__(self) -> tuple[type[Recorder], tuple[()]]:
+        """A copied or saved module gets a recorder of its own; the nodes of autograd cannot be copied."""
+        return Recorder, ()
+
+    def defers(self, parameter: Tensor) -> bool:
+        """Whether the gradient of a leaf may be queued: nobody's hooks wait for it."""
+        if not parameter.requires_grad:
+            return True
+        node = self._nodes.get(id(parameter))
+        if node is None or node.parameter is not parameter:
+            node = self._nodes[id(parameter)] = _Node(parameter)
+        return node.references == _REFERENCES and not has_hooks(parameter)
 
     def into(self, queue: WeightGrads | None) -> _Into:
         """Within it, forwards of the tree queue into ``queue`` when their backward comes."""
@@ -104,7 +137,17 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
 
     Only the exact classes ``nn.Linear`` and ``nn.Embedding`` are changed: a subclass may mean something else
     by its weight. Trees that share modules share a recorder; a rank runs one action at a time.
+
+    Raises
+    ------
+    ModelError
+        When the tree has a DistributedDataParallel: its hooks cannot be seen from here.
     """
+    if any(isinstance(child, nn.parallel.DistributedDataParallel) for child in module.modules()):
+        raise ModelError(
+            "found a DistributedDataParallel in a stage; it sums gradients before W has computed them. Build "
+            "the stage without it, and give --data-parallel."
+        )
     children = [child for child in module.modules() if isinstance(child, (nn.Linear, nn.Embedding))]
     known = [child.recorder for child in children if isinstance(child, _QUEUEING)]
     recorder = known[0] if known else Recorder()
@@ -117,6 +160,48 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
     return recorder
 
 
+@dataclass(frozen=True)
+class SplitShare:
+    """How much of a stage's weight gradients W computes.
+
+    Attributes
+    ----------
+    share
+        Of the elements of all trainable parameters, 0 to 1.
+    unsplit
+        The modules whose gradients I computes instead, as ``name (Class)``, those with most parameters first.
+    """
+
+    share: float
+    unsplit: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, queued: Collection[Tensor]) -> SplitShare | None:
+        """The share of a module of which these parameters were queued; None without trainable parameters."""
+        trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}
+        elements = sum(parameter.numel() for parameter in trainable)
+        if not elements:
+            return None
+        left: dict[str, int] = {}
+        for name, child in module.named_modules():
+            own = [p for p in child.parameters(recurse=False) if p in trainable and p not in queued]
+            if own:
+                kind = type(child).__mro__[1 if isinstance(child, _QUEUEING) else 0]
+                left[f"{name or 'the stage'} ({kind.__name__})"] = sum(p.numel() for p in own)
+        split = sum(parameter.numel() for parameter in trainable if parameter in queued)
+        return cls(split / elements, tuple(sorted(left, key=lambda each: -left[each])))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a plan that fills bubbles with this stage's W has little to fill them with."""
+        return self.share < 0.5
+
+    def __str__(self) -> str:
+        some, more = ", ".join(self.unsplit[:3]), len(self.unsplit) - 3
+        others = f" and {more} more" if more > 0 else ""
+        return f"W computes {self.share:.0%} of the weight gradients; I computes those of {some}{others}"
+
+
 def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
     """Where to queue a weight's gradient, or None when autograd must compute it.
 
@@ -125,7 +210,43 @@ def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
     """
     if recorder.queue is None or not torch.is_grad_enabled() or not weight.is_leaf:
         return None
-    return recorder.queue if isinstance(weight, nn.Parameter) else None
+    if not isinstance(weight, nn.Parameter) or torch._C._are_functorch_transforms_active():
+        return None
+    return recorder.queue if recorder.defers(weight) else None
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether somebody registered hooks on a parameter; those on its node are not seen (:class:`_Node`)."""
+    if parameter._backward_hooks:
+        return True
+    after = parameter._post_accumulate_grad_hooks
+    return bool(after) and not all(isinstance(hook, OwnHook) for hook in after.values())
+
+
+class _Node:
+    """A parameter's AccumulateGrad node, to see whether anybody else keeps it.
+
+    Megatron-LM's distributed optimizer and torch's optimizers in the backward register hooks on the node.
+    They cannot be listed, but they vanish with the node. So whoever registers one keeps the node, and Python
+    counts the references to it. All graphs through the node together count as one reference, or as none in
+    some versions of torch; a graph of our own makes that the same at all times.
+    """
+
+    __slots__ = ("_graph", "_node", "parameter")
+
+    def __init__(self, parameter: Tensor):
+        self.parameter = parameter
+        with torch.enable_grad():
+            self._graph = parameter.view_as(parameter)
+        self._node = get_gradient_edge(parameter).node
+
+    @property
+    def references(self) -> int:
+        return sys.getrefcount(self._node)
+
+
+_REFERENCES = _Node(torch.zeros(1, requires_grad=True)).references
+"""Those to a node that nobody else keeps."""
 
 
 class _QueueingLinear(nn.Linear):
@@ -137,7 +258,9 @@ class _QueueingLinear(nn.Linear):
         """``nn.Linear.forward``: (..., in_features) to (..., out_features)."""
         queue, bias = _queue_for(self.recorder, self.weight), self.bias
         trainable = self.weight.requires_grad or (bias is not None and bias.requires_grad)
-        if queue is None or not trainable or (bias is not None and not bias.is_leaf):
+        if queue is None or not trainable:
+            return super().forward(input)
+        if bias is not None and not (bias.is_leaf and self.recorder.defers(bias)):
             return super().forward(input)
         output: Tensor = _LinearFunction.apply(input, self.weight, bias, queue)  # type: ignore[no-untyped-call]  # torch's own
         return output
@@ -178,14 +301,22 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGrads) -> Tensor:
         device = x.device.type
         ctx.input_dtype = x.dtype
-        if torch.is_autocast_enabled(device):
-            x = _autocast(x, torch.get_autocast_dtype(device))
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if dtype is not None:
+            x = _autocast(x, dtype)
         ctx.save_for_backward(x, weight)
         # What comes out of saved_tensors may be another tensor than went in (checkpointing, offloading); the
         # gradient must reach the parameter itself.
         ctx.weight, ctx.bias = weight, bias
         ctx.queue = queue
-        output = nnf.linear(x, weight, bias)  # autocast, where enabled, casts weight and bias
+        if dtype is None:
+            output = nnf.linear(x, weight, bias)
+        else:
+            # Cast here: autocast caches its own casts of parameters, and one that is made within a Function
+            # has no graph. Some versions of torch give that one to the next use of the parameter, whose
+            # gradient is then lost.
+            cast_bias = None if bias is None else _autocast(bias, dtype)
+            output = nnf.linear(x, _autocast(weight, dtype), cast_bias)
         # Of more than two dimensions it is a view, which autograd lets nobody write to behind a Function:
         # nn.ReLU(inplace=True) would be refused. What it is a view of, nobody else has.
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
@@ -194,8 +325,9 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
         (grad_output,) = grad_outputs
         x, weight = ctx.saved_tensors
-        # Detached: the queue must not keep the graph above x alive.
-        ctx.queue.push(_LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
+        if _is_accumulating(ctx, (1, 2)):
+            # Detached: the queue must not keep the graph above x alive.
+            ctx.queue.push(_LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         weight = weight.to(grad_output.dtype)
@@ -230,12 +362,39 @@ class _EmbeddingFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None, None]:
         (grad_output,) = grad_outputs
         (indices,) = ctx.saved_tensors
-        ctx.queue.push(
-            _EmbeddingGrad(
-                ctx.parameter, indices, grad_output.detach(), ctx.padding_idx, ctx.scale_by_frequency
+        if _is_accumulating(ctx, (1,)):
+            ctx.queue.push(
+                _EmbeddingGrad(
+                    ctx.parameter, indices, grad_output.detach(), ctx.padding_idx, ctx.scale_by_frequency
+                )
             )
-        )
         return None, None, None, None, None
+
+
+def _is_accumulating(ctx: Any, parameters: tuple[int, ...]) -> bool:
+    """Whether the backward that is under way accumulates into parameters, and not ``torch.autograd.grad``.
+
+    ``ctx.needs_input_grad`` does not tell: it says what the forward needed.
+
+    Raises
+    ------
+    ModelError
+        When the backward asks for what is not known before W.
+    """
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "found a backward with create_graph=True through a module whose weight gradient is split off as "
+            "W; gradients of gradients would miss it. Use a plan with B in place of I and W, or a subclass "
+            "of nn.Linear or nn.Embedding there: subclasses are not split."
+        )
+    node = next(ctx.next_functions[at][0] for at in parameters if ctx.needs_input_grad[at])
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:  # torch does not answer for a leaf that autograd.grad was asked for
+        raise ModelError(
+            "found torch.autograd.grad of a weight whose gradient is split off as W, which has not been "
+            "computed yet. Use a subclass of nn.Linear or nn.Embedding there: subclasses are not split."
+        ) from error
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -251,8 +410,9 @@ class _LinearGrad:
         grad = self.grad_output.reshape(-1, self.grad_output.shape[-1])
         x = self.x.reshape(-1, self.x.shape[-1])
         if self.weight.requires_grad:
-            total = self.weight.grad
-            if total is not None and total.dtype == grad.dtype and not total.is_sparse:
+            total = gradient_of(self.weight)
+            is_dense = total is not None and total.dtype == grad.dtype and not total.is_sparse
+            if total is not None and is_dense and not has_hooks(self.weight):
                 total.addmm_(grad.t(), x)  # adds while multiplying: no temporary of the weight's size
             else:
                 _add(self.weight, grad.t().mm(x))
@@ -261,6 +421,10 @@ class _LinearGrad:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.grad_output
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        both = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return tuple(parameter for parameter in both if parameter.requires_grad)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -282,13 +446,17 @@ class _EmbeddingGrad:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.indices, self.grad_output
 
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
-    grad = grad.to(parameter.dtype)
-    if parameter.grad is None:
-        parameter.grad = grad
+    if has_hooks(parameter):
+        # They came after F. Autograd's own node for the parameter calls them.
+        edge = GradientEdge(get_gradient_edge(parameter).node, 0)
+        torch.autograd.backward((edge,), (grad.to(parameter.dtype),))
     else:
-        parameter.grad.add_(grad)
+        add_gradient(parameter, grad)
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ stages never join, not even at the turn of the V where both live on one rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
@@ -25,9 +26,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.recomputation import Recomputed, Segment
-from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
+from zbv_worker.execution.split_backward import SplitShare, WeightGrads, defer_weight_gradients, has_hooks
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+"""Of output and target: the mean over a microbatch, or the sum over it and its weight."""
 
 
 class _Forward(NamedTuple):
@@ -50,6 +52,9 @@ class Stage:
     ----------
     loss
         The model's loss, for the last stage only: F then includes it, and returns it.
+    is_weighted
+        Whether the loss returns a sum and its weight. Gradients are then those of the sum divided by
+        ``microbatches``; the caller divides by the weights (:meth:`take_weight`).
     microbatches
         Over which the loss is a mean: m, times the replicas of the pipeline. Gradients are divided by it.
     autocast
@@ -77,6 +82,7 @@ class Stage:
         *,
         layers: Sequence[nn.Module] | None = None,
         is_recomputed: bool = False,
+        is_weighted: bool = False,
     ):
         if (index == n_stages - 1) != (loss is not None):
             raise ModelError(f"stage {index} of {n_stages}: the last stage, and no other, takes the loss.")
@@ -87,10 +93,15 @@ class Stage:
         self._is_first = index == 0
         self._layers = (module,) if layers is None else tuple(layers)
         self._loss = loss
+        self._is_weighted = is_weighted
+        self._last_weight: Tensor | float = 0.0
+        self._weight: Tensor | float = 0.0
         self._share = 1.0 / microbatches
         self._autocast = autocast
         self.loss_scale = 1.0
         self._seed: tuple[float, Tensor] | None = None
+        self._queued: set[Tensor] | None = None
+        self._shared = _parameters_of_several(self._layers)
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
 
@@ -114,6 +125,7 @@ class Stage:
             else:
                 with torch.autocast(x.device.type, self._autocast):
                     output = self._computed(x, target)
+        self._weigh()
         seed = self._loss_seed(output) if self._loss is not None else None
         edge = get_gradient_edge(output) if output.requires_grad else None
         self._forwards[microbatch] = _Forward(x, edge, seed, weight_grads)
@@ -139,17 +151,32 @@ class Stage:
         # Not `or`: at this point the queue is empty, and an empty one is false.
         queue = held.weight_grads if held.weight_grads is not None else WeightGrads()
         self._weight_grads[microbatch] = queue
-        return self._backpropagate(held, grad_output)
+        grad_input = self._backpropagate(held, grad_output)
+        if self._queued is None:
+            self._queued = queue.parameters()
+        return grad_input
 
     def backward_weight(self, microbatch: int) -> None:
         """W: the queued weight gradients, accumulated into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
 
+    @property
+    def split_share(self) -> SplitShare | None:
+        """How much W computes, as the first I left it; None before that, and without trainable parameters."""
+        return None if self._queued is None else SplitShare.of(self.module, self._queued)
+
     def _forward_to_recompute(
         self, microbatch: int, x: Tensor, target: Tensor | None, weight_grads: WeightGrads | None
     ) -> Tensor:
+        if any(has_hooks(parameter) for parameter in self._shared):
+            # Its backward is run layer by layer: a hook would be called once per layer, with a part each.
+            raise ModelError(
+                f"stage {self.index}: a parameter that several layers share has hooks, and the plan "
+                f"recomputes the stage. Remove the hooks, or plan without recomputing the stage."
+            )
         recomputed = Recomputed(self._computing, None if self._loss is None else self._loss_seed)
         output = recomputed.forward(self._segments(target), x)
+        self._weigh()
         self._forwards[microbatch] = _Forward(x, recomputed, None, weight_grads)
         return output.detach()
 
@@ -195,7 +222,19 @@ class Stage:
     def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
         """F that leaves nothing behind: the output, of the last stage the loss."""
         with torch.no_grad(), torch.autocast(input.device.type, self._autocast, self._autocast is not None):
-            return self._computed(input.detach(), target).detach()
+            output = self._computed(input.detach(), target).detach()
+        self._weigh()
+        return output
+
+    def take_weight(self) -> float:
+        """The weights of all microbatches whose F was run since the last call, added up; waits for a GPU."""
+        weight, self._weight = float(self._weight), 0.0
+        return weight
+
+    def _weigh(self) -> None:
+        """Add the weight of the F that has just been run; an F that is computed again does not count."""
+        if self._is_weighted:
+            self._weight = self._weight + self._last_weight
 
     @property
     def held(self) -> tuple[set[int], set[int]]:
@@ -230,7 +269,17 @@ class Stage:
             return output
         if target is None:
             raise ModelError(f"stage {self.index}: the last stage's forward needs a target.")
-        return self._loss(output, target)
+        loss = self._loss(output, target)
+        if not self._is_weighted:
+            return checked_loss(loss)
+        total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+        if not isinstance(weight, Tensor | int | float) or (
+            isinstance(weight, Tensor) and weight.numel() != 1
+        ):
+            raise ModelError(f"loss_sum returned {_shown(weight)} as a weight; it must return (sum, weight).")
+        # In float64: float32 counts to 16 million only.
+        self._last_weight = weight.detach().double() if isinstance(weight, Tensor) else float(weight)
+        return checked_loss(total)
 
     def _backpropagate(self, held: _Forward, grad_output: Tensor | None) -> Tensor | None:
         gradient = held.loss_seed if grad_output is None else grad_output
@@ -248,6 +297,12 @@ class Stage:
         return torch.zeros_like(held.input) if grad_input is None else grad_input
 
 
+def _parameters_of_several(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The trainable parameters that more than one of these layers have."""
+    users = Counter(parameter for layer in layers for parameter in layer.parameters())
+    return [parameter for parameter, count in users.items() if count > 1 and parameter.requires_grad]
+
+
 def checked_output(index: int, output: object) -> Tensor:
     """What a stage's module returned, if it is what it must be; raises :class:`ModelError`."""
     if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -256,6 +311,17 @@ def checked_output(index: int, output: object) -> Tensor:
             f"several into one, or compute them again in the next stage."
         )
     return output
+
+
+def checked_loss(loss: object) -> Tensor:
+    """What a loss returned, if it is what it must be; raises :class:`ModelError`."""
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+        of_several = f" of {loss.numel()} numbers" if isinstance(loss, Tensor) else ""
+        raise ModelError(
+            f"the loss returned {_shown(loss)}{of_several}; it must be one floating-point number, the mean "
+            f"over a microbatch. Where microbatches count differently, give the model a loss_sum."
+        )
+    return loss
 
 
 def _shown(output: object) -> str:

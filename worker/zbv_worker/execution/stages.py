@@ -11,7 +11,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.cut import require_layers
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
-from zbv_worker.model import Layered, PipelineModel, Tied, build_layers, build_stage
+from zbv_worker.model import Layered, PipelineModel, Tied, Weighted, build_layers, build_stage
 from zbv_worker.training.precision import AUTOCAST, Precision
 
 
@@ -47,10 +47,11 @@ def build_stages(
             n_stages,
             module,
             plan.microbatches * replicas,
-            model.loss if index == n_stages - 1 else None,
+            None if index < n_stages - 1 else model.loss_sum if isinstance(model, Weighted) else model.loss,
             AUTOCAST[precision],
             layers=_layers(module, plan),
             is_recomputed=plan.cut.recomputes(index),
+            is_weighted=index == n_stages - 1 and isinstance(model, Weighted),
         )
         for index, module in build_modules(model, plan, device).items()
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -96,16 +96,27 @@ def measure(options: ReportOptions, transport: Transport, device: torch.device) 
     found = RankProfiler(profiled, transport, device).measure()
     model = options.model.build()
     result, gradients = _trained(options, model, transport, device)
-    gathered: list[Mapping[str, Tensor]] = transport.gather(gradients, options.timeout)
-    error = None
-    if transport.rank == 0:
-        together = {name: tensor for part in gathered for name, tensor in part.items()}
-        error = relative_error(together, reference_gradients(model, options.microbatches, device))
+    error = _error_of_all(
+        gradients, reference_gradients(model, options.microbatches, device), transport, options
+    )
     return {
         "profile": json.loads(rank_json(found)),
         "relative_error": error,
         "actions": [asdict(action) for action in _timed(transport.rank, result)],
     }
+
+
+def _error_of_all(
+    mine: Gradients, reference: Gradients, transport: Transport, options: ReportOptions
+) -> float:
+    """The largest relative error of any parameter on any rank; infinite where one is missing.
+
+    Every rank compares its own gradients, so that none of them travels.
+    """
+    own = {name: reference[name] for name in mine if name in reference}
+    said = transport.gather([sorted(mine), relative_error(mine, own)], options.timeout)
+    names = {name for found, _ in said for name in found}
+    return max(error for _, error in said) if names == reference.keys() else float("inf")
 
 
 def _trained(

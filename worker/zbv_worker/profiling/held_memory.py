@@ -16,6 +16,7 @@ from torch import Tensor
 from zbv_solver.placement import Placement
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
+from zbv_worker.execution.main_gradients import gradient_of, round_main_gradients
 from zbv_worker.execution.stage import Stage
 from zbv_worker.model import PipelineModel
 from zbv_worker.profiling.memory import HeldMemory, watching
@@ -89,13 +90,16 @@ def static_bytes(
     by_id = {id(p): p for module in modules for p in module.parameters()}
     parameters = list(by_id.values())
     state: list[object] = []
+    gradients = 0
     if parameters:
+        gradients = tensor_bytes(map(gradient_of, parameters))
+        round_main_gradients(parameters, keep=True)
         optimizer = model.optimizer(parameters)
         optimizer.step()
         state = [value for entry in optimizer.state.values() for value in entry.values()]
     return StaticBytes(
         parameters=tensor_bytes(parameters),
-        gradients=tensor_bytes(parameter.grad for parameter in parameters),
+        gradients=gradients,
         optimizer=tensor_bytes(state),
         buffers=tensor_bytes(chain.from_iterable(module.buffers() for module in modules)),
         receives=DEFAULT_LOOK_AHEAD * receives,

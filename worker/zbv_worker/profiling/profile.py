@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from zbv_solver.placement import Placement
 from zbv_solver.problem import Costs, Memory, Problem, Units
 
+from zbv_worker.execution.split_backward import SplitShare
 from zbv_worker.launch import LocalRanks, python_command
 from zbv_worker.model import ModelSpec
 from zbv_worker.transport.distributed import Backend
@@ -82,6 +83,8 @@ class StageProfile:
         Of a microbatch, after F, after I and after W.
     workspace
         Beyond what is held before or after an action, while one runs: the most of F, I, W and B.
+    split
+        How much of the weight gradients W computes; None without trainable parameters.
     """
 
     stage: int
@@ -93,6 +96,7 @@ class StageProfile:
     held_after_input: int
     held_after_weight: int = 0
     workspace: int = 0
+    split: SplitShare | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from zbv_solver.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun, WorkerError, said
 from zbv_worker.execution.cut import PlannedCut, even_partition, require_layered
 from zbv_worker.execution.executor import Executor
+from zbv_worker.execution.main_gradients import use_main_gradients
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stages import build_stages
 from zbv_worker.launch import keep_freed_memory, pin_to_core
@@ -84,6 +85,8 @@ class RankProfiler:
         transport.open(self._keys, timeout)
         # m = 1 here: a microbatch costs the same whatever its gradients are scaled by.
         stages = build_stages(self._model, self._plan, self._device)
+        for stage in stages.values():
+            use_main_gradients(stage.module.parameters())  # as training does
         seen = {index: Seen(stage) for index, stage in stages.items()}
         Executor(
             self._plan, stages, self._model, transport, device=self._device, timeout=timeout, look_ahead=1
@@ -138,7 +141,11 @@ class RankProfiler:
         times = self._times(variants)
         return [
             tuple(
-                StageProfile(index, *times[number][index], *astuple(held[number][index])) for index in variant
+                replace(
+                    StageProfile(index, *times[number][index], *astuple(held[number][index])),
+                    split=each.stage.split_share,
+                )
+                for index, each in variant.items()
             )
             for number, variant in enumerate(variants)
         ]

@@ -22,6 +22,9 @@ def print_report(ranks: Sequence[RankProfile], out: Console) -> None:
     """Tables of stages or layers, ranks and links."""
     for title, named in _measured(ranks):
         out.print(_times(title, named), _held(title, named))
+        for name, found in named:
+            if found.split is not None and found.split.is_small:
+                out.print(f"{title}, {name}: {found.split}.", highlight=False, markup=False)
     out.print(_static(ranks))
     links = [link for rank in ranks for link in rank.links]
     if links:

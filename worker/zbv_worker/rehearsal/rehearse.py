@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -151,7 +151,7 @@ class Rehearsal:
             transport.flush(meeting)
             alignment = Alignment(before, find_offsets(transport, meeting, self._clock))
             traces = collect(transport, RankTrace.of(self._plan.plan_id, rank, steps), alignment, meeting)
-            used: list[CpuUse] = transport.gather(cpu, meeting)
+            used = [CpuUse(**said) for said in transport.gather(asdict(cpu), meeting)]
             transport.barrier(meeting)  # nobody hangs up while a peer still listens
         if rank != 0:
             return None

@@ -100,7 +100,9 @@ class TorchExecutor:
             for index in sorted(modules)
         ]
         runtime: Any = _PipelineScheduleRuntime  # torch does not type its constructor
-        self.runtime = runtime(stages, self._microbatches, loss_fn=model.loss)
+        # Losses are divided, not gradients: the runtime would divide those stage by stage, so twice where two
+        # stages share a parameter, and it does not know main gradients.
+        self.runtime = runtime(stages, self._microbatches, loss_fn=self._share_of_loss, scale_grads=False)
         load(self.runtime, lowered(plan.problem, orders))
         check(self.runtime, plan, orders)
         self.runtime.pipeline_order_with_comms[rank] = _Watched(
@@ -132,8 +134,12 @@ class TorchExecutor:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
             self._watch.end_last()
-        found = {self._original[at]: float(loss.detach()) for at, loss in enumerate(losses)}
+        whole = [float(loss.detach()) * self._microbatches for loss in losses]
+        found = {self._original[at]: loss for at, loss in enumerate(whole)}
         return StepResult(step, dict(sorted(found.items())), self._records())
+
+    def _share_of_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self._model.loss(output, target) / self._microbatches
 
     def _batch(self, step: int) -> tuple[Tensor | None, Tensor | None]:
         """The step's inputs and targets, each in one tensor; the runtime cuts it by its first dimension."""

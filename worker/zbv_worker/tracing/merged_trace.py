@@ -9,7 +9,7 @@ thread per rank, one complete event per action and one per wait before it. Plans
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,22 @@ class RankTrace:
             received=np.array([[r.received for r in step] for step in records], dtype=np.int64),
         )
 
+    def document(self) -> dict[str, Any]:
+        """The trace as JSON."""
+        arrays = {"times": self.times.tolist(), "received": self.received.tolist()}
+        return {"plan_id": self.plan_id, "rank": self.rank, "actions": self.actions, **arrays}
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> RankTrace:
+        """What :meth:`document` made."""
+        return cls(
+            plan_id=str(document["plan_id"]),
+            rank=int(document["rank"]),
+            actions=tuple(Action(*action) for action in document["actions"]),
+            times=np.array(document["times"], dtype=np.int64),
+            received=np.array(document["received"], dtype=np.int64),
+        )
+
 
 class SharedTrace:
     """Collects the ranks' traces of a run that begins when this is made. Collective, as is :meth:`write`.
@@ -102,7 +118,7 @@ def collect(
     TimeoutError
         When a rank does not take part.
     """
-    gathered: list[RankTrace] = transport.gather(mine, timeout)
+    gathered = map(RankTrace.parse, transport.gather(mine.document(), timeout))
     return tuple(
         replace(trace, times=alignment.to_rank_0(rank, trace.times)) for rank, trace in enumerate(gathered)
     )

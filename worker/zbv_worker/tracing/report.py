@@ -16,6 +16,7 @@ from zbv_worker.training.update import Updated
 
 _KEPT_STEPS = 10_000
 _KEPT_RECORDS = 1_000_000
+_KEPT_EVENTS = 100
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class RankReport:
         Per step, the oldest first; ``recent`` are the newest of them with their records.
     evaluations
         Losses of evaluations, by the step before which they were made.
+    events
+        What happened that people should know, the newest 100: ``kind``, ``step``, and what the kind has more.
     """
 
     plan_id: str
@@ -62,6 +65,7 @@ class RankReport:
     lines: deque[StepLine] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     recent: deque[tuple[str, StepResult]] = field(default_factory=deque)
     evaluations: dict[int, float] = field(default_factory=dict)
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_EVENTS))
     _records: int = 0
 
     def add(self, line: StepLine, result: StepResult) -> None:
@@ -108,6 +112,7 @@ class RankReport:
                 }
                 for line in self.lines
             ],
+            "events": list(self.events),
             "evaluations": [{"step": step, "loss": loss} for step, loss in self.evaluations.items()],
         }
 

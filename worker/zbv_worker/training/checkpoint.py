@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if nothing had happened, by torch.distributed.checkpoint.
+"""Checkpoints: all that a run needs to go on as if nothing had happened.
 
 ::
 
@@ -14,25 +14,25 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.errors import InvalidRun, naming_errors, raised
+from zbv_worker.training.checkpoint_files import INDEX, Reader, State, write_index, write_part
 from zbv_worker.training.precision import LossScale
 from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.torch_errors import classified
 
 _NAME = re.compile(r"step-(\d{8})")
-_METADATA = ".metadata"
+OLD_INDEX = ".metadata"
+"""Of torch.distributed.checkpoint, which zbv used before: it is pickled, so reading it can run code."""
 DEFAULT_KEPT = 3
 DEFAULT_TIMEOUT = 600.0
 
@@ -99,8 +99,6 @@ class Checkpoints:
         self._model = model
         self._data = data if isinstance(data, StatefulData) else None
         self._transport = transport
-        patience = timedelta(seconds=options.timeout)
-        self._group = dist.new_group(timeout=patience, backend="gloo") if dist.is_initialized() else None
         self._saved = 0
 
     def is_due(self, step: int, last: int) -> bool:
@@ -115,19 +113,17 @@ class Checkpoints:
         InvalidRun
             When the directory cannot be written.
         """
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         final = self._options.directory / f"step-{step:08d}"
         partial = final.with_name(f"{final.name}.partial")
-        self._alone(lambda: shutil.rmtree(partial, ignore_errors=True))
+        self._alone(lambda: _make_empty(partial))
         # Asked for the state of an optimizer that has none yet, torch makes it by a step with zero gradients,
         # which counts as one in Adam's correction of its bias.
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
-        state: dict[str, Any] = {**self._trained(), **self._progress(step)}
+        state = self._mine(step)
         for optimizer in fresh:
             optimizer.state.clear()
-        with self._naming(), _naming_files(self._options.directory):
-            save(state, checkpoint_id=partial, process_group=self._group)
+        self._together(lambda: write_part(partial, self._transport.rank, state))
+        self._alone(lambda: write_index(partial, self._transport.world_size))
         self._alone(lambda: self._complete(partial, final))
         self._saved = step
 
@@ -148,6 +144,14 @@ class Checkpoints:
                 f"--checkpoint-dir {self._options.directory}: the ranks see different checkpoints ({said}). "
                 f"It must be one directory on a file system that all nodes share."
             )
+        old = _newest_old(self._options.directory)
+        if old is not None and (newest is None or old > newest):
+            raise InvalidRun(
+                f"--checkpoint-dir {self._options.directory}: the checkpoint of step {old} has the format of "
+                f"an older zbv, which can run code when it is read. If you trust it, convert it: "
+                f"`python -m zbv_worker.training.convert_checkpoint "
+                f"{self._options.directory / f'step-{old:08d}'}`; else remove it."
+            )
         if newest is None:
             return 0
         self._load(self._options.directory / f"step-{newest:08d}")
@@ -155,33 +159,35 @@ class Checkpoints:
         return newest
 
     def _load(self, folder: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-        from torch.distributed.checkpoint.state_dict_loader import load
 
-        known = FileSystemReader(folder).read_metadata().state_dict_metadata
-        state = {**self._trained(), **self._progress(0)}
-        own = {key for key in state if key.startswith(("random.", "data."))}
-        for key in own:  # another number of ranks has others; a run then goes on with fresh ones
-            if not any(name == key or name.startswith(f"{key}.") for name in known):
-                del state[key]
-        absent = [name for name in state["model"] if f"model.{name}" not in known]
+        reader = Reader(folder)
+        state = self._trained()
+        model, optimizer = state["model"], state["optimizer"]
+        absent = [name for name in model if f"model.{name}" not in reader]
         if absent:
             raise self._other_model(folder, f"it has no {absent[0]}")
-        with self._naming(), _naming_files(folder):
-            load(state, checkpoint_id=folder, process_group=self._group)
-        if state["progress"]["model"] != self._model:
+        absent = [name for name in optimizer if f"optimizer.{name}" not in reader]
+        if absent:
+            raise self._other_model(folder, f"it has no {absent[0]} of the optimizer")
+        if reader.value("progress.model") != self._model:
             raise self._other_model(folder, "the factory, its arguments or the seed differ")
-        set_state_dict(
-            self._whole,
-            self._optimizers,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(flatten_optimizer_state_dict=True),
-        )
-        self._go_on(state)
+        tensors = _named_tensors(state)
+        with self._naming_files(folder):
+            reader.read_into(tensors)
+            for name in optimizer:
+                if f"optimizer.{name}" not in tensors:
+                    optimizer[name] = reader.value(f"optimizer.{name}")
+            set_state_dict(
+                self._whole,
+                self._optimizers,
+                model_state_dict=model,
+                optim_state_dict=optimizer,
+                options=StateDictOptions(flatten_optimizer_state_dict=True),
+            )
+            self._go_on(reader)
 
-    def _trained(self) -> dict[str, Any]:
+    def _trained(self) -> dict[str, dict[str, Any]]:
         """Parameters, buffers and optimizer state, by name."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -189,51 +195,81 @@ class Checkpoints:
         model, optimizer = get_state_dict(self._whole, self._optimizers, options=options)
         return {"model": model, "optimizer": optimizer}
 
-    def _progress(self, step: int) -> dict[str, Any]:
-        rank, schedule = self._transport.rank, self._update.schedule
-        state: dict[str, Any] = {
-            "progress": {
-                "step": step,
-                "model": self._model,
-                "loss_scale": asdict(self._update.loss_scale),
-                "schedule": {} if schedule is None else schedule.state_dict(),
-            },
-            f"random.{rank}": _random_state(),
+    def _mine(self, step: int) -> State:
+        """What this rank writes: of tensors that all replicas have alike, its share."""
+        trained, replicas = self._trained(), self._transport.layout.replicas
+        tensors = {
+            name: tensor
+            for at, (name, tensor) in enumerate(_named_tensors(trained).items())
+            if isinstance(tensor, DTensor) or at % replicas == self._transport.replica
         }
+        values: dict[str, Any] = {f"random.{self._transport.rank}": _random_state()}
         if self._data is not None:
-            state[f"data.{rank}"] = self._data.data_state()
-        return state
+            values[f"data.{self._transport.rank}"] = self._data.data_state()
+        if self._transport.replica == 0:
+            values |= self._progress(step)
+            for name, value in trained["optimizer"].items():
+                if not isinstance(value, Tensor):
+                    values[f"optimizer.{name}"] = value
+        return State(tensors, values)
 
-    def _go_on(self, state: dict[str, Any]) -> None:
-        rank, progress = self._transport.rank, state["progress"]
-        for name, value in asdict(LossScale(**progress["loss_scale"])).items():
+    def _progress(self, step: int) -> dict[str, Any]:
+        schedule = self._update.schedule
+        progress = {
+            "progress.step": step,
+            "progress.model": self._model,
+            "progress.loss_scale": asdict(self._update.loss_scale),
+        }
+        # A rank without parameters has no schedule.
+        return progress if schedule is None else {**progress, "progress.schedule": schedule.state_dict()}
+
+    def _go_on(self, reader: Reader) -> None:
+        rank = self._transport.rank
+        for name, value in asdict(LossScale(**reader.value("progress.loss_scale"))).items():
             setattr(self._update.loss_scale, name, value)
         if self._update.schedule is not None:
-            self._update.schedule.load_state_dict(progress["schedule"])
-        if f"random.{rank}" in state:
-            _set_random_state(state[f"random.{rank}"])
-        if self._data is not None and f"data.{rank}" in state:
-            self._data.load_data_state(state[f"data.{rank}"])
+            self._update.schedule.load_state_dict(reader.value("progress.schedule"))
+        # Another number of ranks has others; a run then goes on with fresh ones.
+        if f"random.{rank}" in reader:
+            _set_random_state(reader.value(f"random.{rank}"))
+        if self._data is not None and f"data.{rank}" in reader:
+            self._data.load_data_state(reader.value(f"data.{rank}"))
 
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [] if self._update.optimizer is None else [self._update.optimizer]
 
-    def _alone(self, work: Any) -> None:
+    def _alone(self, work: Callable[[], None]) -> None:
         """Something that rank 0 does while all wait."""
+        self._together(work if self._transport.rank == 0 else lambda: None)
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Something that every rank does; where one cannot, all raise :class:`InvalidRun`."""
         with self._naming():
             failure = None
-            if self._transport.rank == 0:
-                try:
-                    work()
-                except OSError as error:
-                    failure = f"--checkpoint-dir {self._options.directory}: {error.strerror}."
-            (said, *_) = self._transport.gather(failure, self._options.timeout)
+            try:
+                work()
+            except OSError as error:
+                failure = f"--checkpoint-dir {self._options.directory}: {error.strerror or error}."
+            except InvalidRun as error:
+                failure = str(error)
+            failures = self._transport.gather(failure, self._options.timeout)
+        said = next((each for each in failures if each is not None), None)
         if said is not None:
             raise InvalidRun(said)
 
     def _naming(self) -> AbstractContextManager[None]:
         return naming_errors(self._transport.rank, "at a checkpoint")
+
+    @contextmanager
+    def _naming_files(self, folder: Path) -> Iterator[None]:
+        """Gives errors of reading a checkpoint the worker's name."""
+        try:
+            yield
+        except OSError as error:
+            raise InvalidRun(f"--checkpoint-dir {folder}: {error.strerror or error}.") from error
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise self._other_model(folder, f"its state does not fit: {raised(error)}") from error
 
     def _complete(self, partial: Path, final: Path) -> None:
         """Give a checkpoint its name, and remove those that are too old."""
@@ -254,13 +290,18 @@ def newest_step(directory: Path) -> int | None:
     return max(_steps(directory), default=None)
 
 
-def _steps(directory: Path) -> Iterable[int]:
+def _steps(directory: Path, index: str = INDEX) -> Iterable[int]:
     if not directory.is_dir():
         return
     for path in directory.iterdir():
         found = _NAME.fullmatch(path.name)
-        if found and (path / _METADATA).is_file():
+        if found and (path / index).is_file():
             yield int(found[1])
+
+
+def _newest_old(directory: Path) -> int | None:
+    """The step of the newest checkpoint that an older zbv wrote."""
+    return max(_steps(directory, OLD_INDEX), default=None)
 
 
 def _together(modules: Mapping[int, nn.Module]) -> nn.Module:
@@ -299,18 +340,18 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-@contextmanager
-def _naming_files(path: Path) -> Iterator[None]:
-    """Gives errors of files the worker's name, whichever rank had them."""
-    from torch.distributed.checkpoint.api import CheckpointException
+def _named_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    return {
+        f"{kind}.{name}": value
+        for kind, values in state.items()
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
 
-    try:
-        yield
-    except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        raise InvalidRun(f"--checkpoint-dir {path}: {first}.") from error
-    except RuntimeError as error:
-        raise classified(error, f"a checkpoint in {path}") from error
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _shown(step: int | None) -> str:

@@ -74,6 +74,7 @@ def _training_options(parsed: argparse.Namespace) -> TrainingOptions:
         is_sharded=parsed.shard,
         precision=parsed.precision,
         clip_norm=parsed.clip_norm,
+        non_finite=parsed.non_finite,
         evaluate_every=parsed.evaluate_every,
         checkpoint=_checkpoint_options(parsed),
         next_plan=parsed.next_plan,
@@ -167,6 +168,14 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=positive_number,
         metavar="X",
         help="longest gradient of the whole model; plan for the makespan then: ranks wait for all",
+    )
+    group.add_argument(
+        "--non-finite",
+        choices=("fail", "skip", "continue"),
+        default="fail",
+        help="what to do with a step whose loss or gradients are infinite or not a number: end the run with "
+        "an error (default), leave the step out on all ranks, which then wait for each other once a step, or "
+        "go on",
     )
     group.add_argument(
         "--evaluate-every", type=positive, metavar="N", help="run the forwards alone every N steps"

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.main_gradients import (
+    gradient_of,
+    has_main_gradient,
+    round_main_gradients,
+    set_gradient,
+    use_main_gradients,
+)
 from zbv_worker.transport.channels import Reduction, Transport
 
 _BUCKET_BYTES = 32 * 2**20
@@ -64,8 +71,13 @@ class Gradients(ABC):
         if found and factor != 1.0:
             torch._foreach_mul_(found, factor)
 
+    def hand_over(self) -> None:
+        """Before the optimizer's step: make ``.grad`` of gradients that were added up in float32."""
+        round_main_gradients(self.stages_of)
+
     def _present(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.stages_of if parameter.grad is not None]
+        found = (gradient_of(parameter) for parameter in self.stages_of)
+        return [gradient for gradient in found if gradient is not None]
 
 
 class OwnGradients(Gradients):
@@ -73,8 +85,9 @@ class OwnGradients(Gradients):
 
     def begin(self) -> None:
         """Free them: the first action that adds to one makes it."""
+        use_main_gradients(self.stages_of)  # every time: hooks may have come since
         for parameter in self.stages_of:
-            parameter.grad = None
+            set_gradient(parameter, None)
 
     def stage_done(self, stage: int) -> None:
         """Nothing to do."""
@@ -90,8 +103,9 @@ class OwnGradients(Gradients):
 class SummedGradients(Gradients):
     """Several replicas, each with all parameters of its stages.
 
-    The gradients of a stage lie one after the other in a few buffers, of which the parameters' ``.grad`` are
-    views: what is summed over the network is what the actions wrote, and nothing is copied.
+    The gradients of a stage lie one after the other in a few buffers, of which the parameters' ``.grad``, or
+    their main gradients, are views: what is summed over the network is what the actions wrote, and nothing is
+    copied.
 
     Raises
     ------
@@ -103,6 +117,7 @@ class SummedGradients(Gradients):
         super().__init__(modules)
         for module in modules.values():
             _require_dense(module)
+        use_main_gradients(self.stages_of)
         self._transport = transport
         self._buckets = [
             _Bucket.of(stages, some)
@@ -124,6 +139,7 @@ class SummedGradients(Gradients):
             open_stages.discard(stage)
             if not open_stages:
                 del self._open[at]
+                self._buckets[at].require_in_place()
                 self._sums.append(self._transport.sum_over_replicas(self._buckets[at].buffer))
 
     def finish(self, timeout: float) -> None:
@@ -134,6 +150,10 @@ class SummedGradients(Gradients):
         for summing in self._sums:
             summing.wait(timeout)
         self._sums.clear()
+
+    def hand_over(self) -> None:
+        """See :meth:`Gradients.hand_over`; the buffers stay."""
+        round_main_gradients(self.stages_of, keep=True)
 
     def square_sum(self) -> Tensor:
         """The replicas have the same gradients, so each answers for its part."""
@@ -152,7 +172,8 @@ class _Bucket:
     def of(cls, stages: frozenset[int], parameters: Sequence[nn.Parameter]) -> _Bucket:
         first = parameters[0]
         sizes = [parameter.numel() for parameter in parameters]
-        buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        dtype = torch.float32 if has_main_gradient(first) else first.dtype
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
         parts = torch.split(buffer, sizes)
         views = tuple((p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True))
         return cls(stages, buffer, views)
@@ -160,7 +181,18 @@ class _Bucket:
     def zero(self) -> None:
         self.buffer.zero_()
         for parameter, view in self.views:
-            parameter.grad = view
+            set_gradient(parameter, view)
+
+    def require_in_place(self) -> None:
+        """Raises :class:`ModelError` where a gradient lies elsewhere: it would miss the sum."""
+        for parameter, view in self.views:
+            found = gradient_of(parameter)
+            if found is None or found.data_ptr() != view.data_ptr():
+                raise ModelError(
+                    f"the gradient of a parameter of shape {list(parameter.shape)} was replaced while the "
+                    f"step ran, as a hook does that sets .grad. Gradients that replicas sum must be changed "
+                    f"in place. Remove the hook, or train without --data-parallel."
+                )
 
 
 def _filled(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -168,15 +200,16 @@ def _filled(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     are there first.
     """
     buckets: list[list[nn.Parameter]] = []
-    room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}  # by the buffer's type
     for parameter in reversed(list(parameters)):
-        kind = (parameter.dtype, parameter.device)
+        kind = (torch.float32 if has_main_gradient(parameter) else parameter.dtype, parameter.device)
         bucket, left = room.get(kind, ([], 0))
-        if parameter.nbytes > left:
+        size = parameter.numel() * kind[0].itemsize
+        if size > left:
             bucket, left = [], _BUCKET_BYTES
             buckets.append(bucket)
         bucket.append(parameter)
-        room[kind] = bucket, left - parameter.nbytes
+        room[kind] = bucket, left - size
     return buckets
 
 

@@ -45,6 +45,11 @@ class LossScale:
         """What a precision needs."""
         return cls(_FIRST_SCALE, True) if precision == "float16" else cls()
 
+    @property
+    def may_shrink(self) -> bool:
+        """Whether gradients that overflow may be finite with a smaller factor."""
+        return self.is_dynamic and self.value > 1.0
+
     def update(self, *, is_finite: bool) -> None:
         """Take note of a step's gradients."""
         if not self.is_dynamic:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.main_gradients import is_half
 from zbv_worker.training.gradients import Gradients, squares
 
 
@@ -46,6 +47,12 @@ class ShardedGradients(Gradients):
             raise InvalidRun(
                 "found a parameter that two stages share; stages are sharded one by one. Run without "
                 "sharding, or do not tie them."
+            )
+        if any(is_half(p) and p.requires_grad for module in modules.values() for p in module.parameters()):
+            raise InvalidRun(
+                "--shard: found parameters in half precision; their gradients would be added up in half "
+                "precision over the microbatches. Build the model in float32 and give --precision bfloat16, "
+                "or leave out --shard."
             )
         self._modules: dict[int, FSDPModule] = {}
         for stage, module in modules.items():

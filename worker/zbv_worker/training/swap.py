@@ -47,17 +47,24 @@ class PlanFile:
 
     def __init__(self, path: Path, current: RankPlan):
         self._path = path
-        self.current = current
-        self._seen: tuple[int, int] | None = None
+        self._current = current
+        self._seen: tuple[int, int, int] | None = None
+        # One thread finds, another takes: what was found, and what was taken last, belong together.
+        self._lock = threading.Lock()
         self._found: NextPlan | None = None
+        self._taken = current.plan_id
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zbv-next-plan", daemon=True)
         self._thread.start()
 
     def take(self) -> NextPlan | None:
-        """A plan that was found since the last call."""
-        found, self._found = self._found, None
-        return found
+        """The newest plan that was found since the last call; None without one, or when it was taken last."""
+        with self._lock:
+            found, self._found = self._found, None
+            if found is None or found.plan_id == self._taken:
+                return None
+            self._taken = found.plan_id
+            return found
 
     def close(self) -> None:
         """Watch no longer."""
@@ -66,38 +73,46 @@ class PlanFile:
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
-            try:
-                status = self._path.stat()
-            except FileNotFoundError:
-                continue
-            version = (status.st_mtime_ns, status.st_size)
-            if version == self._seen:
-                continue
-            self._seen = version
-            try:
-                self._found = self._read()
-            except (OSError, ValueError, InvalidInput, InvalidPlan) as error:
-                _say(f"{self._path}: the plan stays as it is: {error}")
+            self.look()
 
-    def _read(self) -> NextPlan | None:
+    def look(self) -> None:
+        """Read the file if it has changed; what is found replaces what nobody has taken yet."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return
+        version = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if version == self._seen:
+            return
+        try:
+            found = self._read()
+        except OSError as error:  # a file system that is busy: the next look may succeed
+            _say(f"{self._path}: the plan stays as it is: {error}")
+            return
+        except (ValueError, InvalidInput, InvalidPlan) as error:
+            _say(f"{self._path}: the plan stays as it is: {error}")
+        else:
+            with self._lock:
+                self._found = found
+        self._seen = version
+
+    def _read(self) -> NextPlan:
         problem, orders = parse_orders(parse_plan_document(json.loads(self._path.read_text())))
         verify_orders(problem, orders)
-        ours = (self.current.placement, self.current.microbatches)
+        ours = (self._current.placement, self._current.microbatches)
         if (problem.placement, problem.microbatches) != ours:
             raise ValueError(
                 f"found a plan of {problem.pp_degree} ranks, placement {problem.placement.kind}, "
                 f"{problem.microbatches} microbatches; a running plan can only be changed for one of "
-                f"{self.current.placement.pp_degree} ranks, placement {self.current.placement.kind}, "
-                f"{self.current.microbatches} microbatches."
+                f"{self._current.placement.pp_degree} ranks, placement {self._current.placement.kind}, "
+                f"{self._current.microbatches} microbatches."
             )
-        if PlannedCut.of(problem).partition != self.current.cut.partition:
+        if PlannedCut.of(problem).partition != self._current.cut.partition:
             raise ValueError(
                 "found a plan that cuts the model elsewhere; a running plan can only be changed for one with "
                 "the same layers on every stage. Begin the run anew from a checkpoint: it fits every cut."
             )
         plan_id = identity(problem_json(problem), orders.all_text())
-        if plan_id == self.current.plan_id:
-            return None
         parts = [RankPlan.of(plan_id, problem, orders, rank) for rank in range(problem.pp_degree)]
         return NextPlan(plan_id, tuple(parts))
 
@@ -134,10 +149,7 @@ class Swaps:
         text = self._transport.posted(f"plan/{plan_id}/{self._transport.pp_rank}")
         if text is None:
             raise ConnectionError(f"no list of plan {plan_id} was posted")
-        plan = _rank_plan(json.loads(text))
-        if self._file is not None:
-            self._file.current = plan
-        return plan
+        return _rank_plan(json.loads(text))
 
     def close(self) -> None:
         """Watch no longer."""

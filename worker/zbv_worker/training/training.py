@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
 from zbv_worker.execution.place import CurrentPlace
@@ -21,7 +22,8 @@ from zbv_worker.execution.planned import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
 from zbv_worker.execution.stages import build_modules, build_stages
-from zbv_worker.model import ModelSpec, PipelineModel
+from zbv_worker.model import ModelSpec, PipelineModel, Weighted
+from zbv_worker.state_files import events_file, write_json
 from zbv_worker.tracing.report import RankReport, StepLine
 from zbv_worker.tracing.trace_file import TraceFile
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
@@ -29,7 +31,7 @@ from zbv_worker.training.gradients import Gradients, OwnGradients, SummedGradien
 from zbv_worker.training.precision import LossScale, Precision
 from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
 from zbv_worker.training.swap import Swaps
-from zbv_worker.training.update import Update
+from zbv_worker.training.update import NonFinite, Update, Updated
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.distributed import Backend, DistributedTransport
 
@@ -46,6 +48,9 @@ class TrainingOptions:
         Whether the replicas share the parameters of a stage among them, instead of each having all.
     clip_norm
         Longest gradient of the whole model; None for no limit.
+    non_finite
+        What to do with a step whose loss or gradients are infinite or not a number: end the run with an
+        error, leave the step out on all ranks, or update the parameters all the same.
     evaluate_every
         Steps between evaluations (forward only); None for none.
     next_plan
@@ -58,6 +63,7 @@ class TrainingOptions:
     is_sharded: bool = False
     precision: Precision = "float32"
     clip_norm: float | None = None
+    non_finite: NonFinite = "fail"
     evaluate_every: int | None = None
     checkpoint: CheckpointOptions | None = None
     next_plan: Path | None = None
@@ -70,6 +76,7 @@ class TrainingOptions:
             ("sharding", str(self.is_sharded)),
             ("precision", self.precision),
             ("clip norm", str(self.clip_norm)),
+            ("non-finite steps", self.non_finite),
             ("evaluation", str(self.evaluate_every)),
             ("checkpoints", str(self.checkpoint)),
             ("watching for a next plan", str(self.next_plan is not None)),
@@ -147,7 +154,9 @@ class Training:
         else:
             self._walk_on_torch(whole, modules)
         transport, patience = setting.transport, setting.meeting_timeout
-        self._update = Update(model, self._gradients, transport, self._loss_scale, options.clip_norm)
+        self._update = Update(
+            model, self._gradients, transport, self._loss_scale, options.clip_norm, options.non_finite
+        )
         _seed(setting.model.seed, transport.rank)
         self._checkpoints = self._make_checkpoints(modules)
         self.first_step = 0 if self._checkpoints is None else self._checkpoints.load_newest()
@@ -167,11 +176,15 @@ class Training:
         with naming_errors(self._rank, f"after step {step}"):
             self._gradients.finish(self._setting.timeout)
             loss = mean_over_replicas(self._transport, result.loss, self._setting.timeout)
-            updated = self._update.apply(self._setting.timeout)
+            loss, factor = self._weighted(loss)
+            updated = self._update.apply(self._setting.timeout, loss, factor)
         seconds = time.perf_counter() - before
         self.report.add(StepLine(step, self._plan.plan_id, loss, result.seconds, seconds, updated), result)
-        skipped = ", gradients overflowed: left out" if updated.is_skipped else ""
+        skipped = ", not finite: left out" if updated.is_skipped else ""
         self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{skipped}")
+        self._report_non_finite(step, updated)
+        if step == self.first_step:
+            self._report_unsplit(step)
         if self._trace is not None:
             self._trace.update(self.report)
 
@@ -194,6 +207,55 @@ class Training:
     def _rank(self) -> int:
         return self._setting.transport.rank
 
+    def _weighted(self, loss: float | None) -> tuple[float | None, float]:
+        """From a mean over microbatches to a mean over weights: the loss, and the factor of the gradients.
+
+        Collective where the model weights its microbatches.
+        """
+        if not isinstance(self._model, Weighted):
+            return loss, 1.0
+        mine = sum(stage.take_weight() for stage in self._stages.values())
+        weights = torch.tensor([mine], dtype=torch.float64)
+        whole = float(self._transport.sum_over_ranks(weights, self._setting.timeout))
+        microbatches = self._plan.microbatches * self._transport.layout.replicas
+        # Without any weight there is nothing to learn from, and no mean.
+        factor = microbatches / whole if whole > 0 else 0.0
+        return (None if loss is None else loss * factor if whole > 0 else math.nan), factor
+
+    def _report_non_finite(self, step: int, updated: Updated) -> None:
+        """Tell of what is not finite; raises :class:`NotFinite` where the run is to fail."""
+        for what, value in updated.non_finite:
+            if what != "loss" or self._transport.replica == 0:  # the replicas have the same loss
+                self._note("non_finite", step, what=what, value=str(value))
+        if updated.is_failed:
+            said = " and ".join(f"the {what} is {value}" for what, value in updated.non_finite)
+            raise NotFinite(
+                f"rank {self._rank}, step {step}: {said or 'the loss or the gradient norm is not finite'}. "
+                f"Look at the data and the learning rate, or give --non-finite skip to leave out such steps."
+            )
+
+    def _report_unsplit(self, step: int) -> None:
+        """Tell of stages that the plan splits, and of which W computes little: its bubbles stay empty."""
+        for index, stage in self._stages.items():
+            found = stage.split_share
+            if found is not None and found.is_small and self._transport.replica == 0:
+                share, modules = round(found.share, 3), list(found.unsplit[:20])
+                self._note("little_to_split", step, stage=index, share=share, modules=modules)
+                _say(
+                    f"stage {index}: {found}. The plan counts on W: measure the costs with zbv-worker "
+                    f"profile, or use nn.Linear and nn.Embedding themselves there."
+                )
+
+    def _note(self, kind: str, step: int, **more: object) -> None:
+        """Keep an event in the log and in the report, and for the agent what a service knows."""
+        event = {"kind": kind, "step": step, **more}
+        self.report.events.append(event)
+        _say(f"step {step}: {self._label}{kind}: " + ", ".join(f"{k} {v}" for k, v in more.items()))
+        if self._options.trace_dir is not None and kind == "non_finite":
+            known = [event for event in self.report.events if event["kind"] == kind]
+            document = {"rank": self._rank, "events": known}
+            write_json(events_file(self._options.trace_dir, self._rank), document)
+
     def _evaluate_and_save(self, step: int) -> None:
         """What is due before a step, the one after the last included."""
         every = self._options.evaluate_every
@@ -209,6 +271,7 @@ class Training:
         mean = sum(losses.values()) / len(losses) if losses else None
         with naming_errors(self._rank, f"evaluating before step {step}"):
             loss = mean_over_replicas(self._transport, mean, self._setting.timeout)
+            loss, _ = self._weighted(loss)
         if loss is not None:
             self.report.evaluations[step] = loss
         self._say_loss(f"before step {step}: evaluation", loss)
@@ -256,7 +319,7 @@ class Training:
         """This rank's stages; their modules."""
         options, device = self._options, self._setting.device
         if self._whole is not None:
-            _require_plain(options)
+            _require_plain(options, self._model)
             _require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
         # FSDP2 takes the mean over the replicas itself.
@@ -340,8 +403,13 @@ def _sharded(modules: dict[int, nn.Module], transport: Transport, device: torch.
     return ShardedGradients(modules, transport.replica_group, device)
 
 
-def _require_plain(options: TrainingOptions) -> None:
+def _require_plain(options: TrainingOptions, model: PipelineModel) -> None:
     """What PyTorch's runtime cannot do here."""
+    if isinstance(model, Weighted):
+        raise InvalidRun(
+            "--runtime torch takes the mean over microbatches; the model has a loss_sum, which weights them. "
+            "Use --runtime zbv."
+        )
     asked = {
         "--data-parallel": options.replicas > 1,
         "--shard": options.is_sharded,

@@ -149,7 +149,17 @@ class Transport(ABC):
 
     @abstractmethod
     def gather(self, value: Any, timeout: float) -> list[Any]:
-        """Every rank's value, by rank. Collective; raises TimeoutError naming absent ranks where it can."""
+        """Every rank's value, by rank. Collective.
+
+        Values are JSON, and come back as JSON: tuples as lists. Whoever asks checks what a peer sent.
+
+        Raises
+        ------
+        TimeoutError
+            When a rank does not take part; names the absent ranks where it can.
+        ConnectionError
+            When a rank sends something other than JSON, or too much of it.
+        """
 
     @abstractmethod
     def barrier(self, timeout: float) -> None:

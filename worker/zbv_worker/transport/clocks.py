@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from zbv_worker.transport.channels import Transport
 
@@ -44,6 +45,9 @@ class Offset:
     at: int = 0
     ahead: int = 0
     uncertainty: int = 0
+
+
+_OFFSETS = TypeAdapter(tuple[Offset, ...])
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,8 @@ def find_offsets(
         for _ in range(exchanges):
             transport.hear(0, timeout)
             transport.tell(0, clock(), timeout)
-    offsets: tuple[Offset, ...] = transport.gather(found, timeout)[0]
-    return offsets
+    said = None if found is None else _OFFSETS.dump_python(found, mode="json")
+    return _OFFSETS.validate_python(transport.gather(said, timeout)[0])
 
 
 def _ask(transport: Transport, peer: int, timeout: float, clock: Clock, exchanges: int) -> Offset:

@@ -36,6 +36,7 @@ from zbv_worker.transport.channels import (
     Transport,
 )
 from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
@@ -278,9 +279,16 @@ class DistributedTransport(Transport):
     @override
     def gather(self, value: Any, timeout: float) -> list[Any]:
         self.barrier(timeout)
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
+
+        def gather(tensor: Tensor) -> list[Tensor]:
+            parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            HostReceive(dist.all_gather(parts, tensor, async_op=True), tensor).wait(timeout)
+            return parts
+
+        try:
+            return gather_json(value, gather)
+        except ValueError as error:
+            raise ConnectionError(str(error)) from error
 
     @override
     def barrier(self, timeout: float) -> None:

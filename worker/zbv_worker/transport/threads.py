@@ -6,6 +6,7 @@ the order in which they were posted, and every wait has a timeout.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import defaultdict, deque
@@ -39,7 +40,7 @@ class ThreadHub:
         self.queues: dict[tuple[int, ChannelKey], _Queue] = {}
         self.sums: dict[tuple[int, int], dict[int, Tensor]] = defaultdict(dict)
         self.notes: dict[str, str] = {}
-        self.gathered: dict[tuple[int, int], Any] = {}
+        self.gathered: dict[tuple[int, int], str] = {}
         self.told: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         self.lost: set[int] = set()
 
@@ -96,13 +97,13 @@ class ThreadTransport(Transport):
         turn, self._gathers = self._gathers, self._gathers + 1
         with self._hub.changed:
             gathered = self._hub.gathered
-            gathered[turn, self.rank] = value
+            gathered[turn, self.rank] = json.dumps(value)
             self._hub.changed.notify_all()
             ranks = range(self.world_size)
             if not self._hub.changed.wait_for(lambda: all((turn, r) in gathered for r in ranks), timeout):
                 absent = [rank for rank in ranks if (turn, rank) not in gathered]
                 raise TimeoutError(f"ranks {absent} did not arrive")
-            return [gathered[turn, rank] for rank in ranks]
+            return [json.loads(gathered[turn, rank]) for rank in ranks]
 
     @override
     def barrier(self, timeout: float) -> None:
@@ -135,7 +136,8 @@ class ThreadTransport(Transport):
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
-        return torch.stack(self.gather(values.clone(), timeout)).sum(0)
+        gathered = self.gather(values.tolist(), timeout)
+        return torch.tensor(gathered, dtype=values.dtype).sum(0)
 
     @override
     def post(self, name: str, value: str) -> None:

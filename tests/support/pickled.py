@@ -1,0 +1,16 @@
+"""What a crafted message or file would hold: a pickle that does something when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+
+class Bomb:
+    """Unpickling it makes a directory."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.mkdir, (self.path,)

@@ -57,14 +57,15 @@ def _options(spec: Any, folder: Path) -> Any:
         timeout=options["timeout"],
         threads=options["threads"],
         result_dir=folder / "results",
-        training=_training(options, folder),
+        training=_training(work, folder),
     )
 
 
-def _training(options: dict[str, Any], folder: Path) -> Any:
+def _training(work: dict[str, Any], folder: Path) -> Any:
     from zbv_worker.training.checkpoint import CheckpointOptions
     from zbv_worker.training.training import TrainingOptions
 
+    options = work["options"]
     checkpoint = options["checkpoint"]
     return TrainingOptions(
         replicas=options["data_parallel"],
@@ -76,7 +77,11 @@ def _training(options: dict[str, Any], folder: Path) -> Any:
             None
             if checkpoint is None
             else CheckpointOptions(
-                Path(checkpoint["directory"]), checkpoint["every"], timeout=checkpoint["timeout"]
+                Path(checkpoint["directory"]),
+                checkpoint["every"],
+                timeout=checkpoint["timeout"],
+                run=work["run_id"],
+                attempt=work["generation"],
             )
         ),
         next_plan=folder / NEXT_PLAN,
@@ -86,14 +91,14 @@ def _training(options: dict[str, Any], folder: Path) -> Any:
 
 def _failure(rank: int, error: Exception, detail: str) -> dict[str, Any]:
     """The failure as the agent reports it; one that a peer caused is a consequence."""
-    from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost
+    from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded
     from zbv_worker.execution.place import Place, place_of_error
 
     place = place_of_error(error) or Place()
     kind = "error"
     if isinstance(error, ChannelTimeout | PeerLost):
         kind = "peer"
-    elif isinstance(error, InvalidRun | Disagreement):
+    elif isinstance(error, InvalidRun | Disagreement | Superseded):
         kind = "invalid"
     return {
         "kind": kind,

@@ -2,19 +2,21 @@
 
 ::
 
-    DIRECTORY/step-00000040/           complete: written under another name, then renamed
-    DIRECTORY/step-00000050.partial/   being written, or left behind by a run that was killed then
+    DIRECTORY/step-00000040.g2/           complete: written under another name, then renamed
+    DIRECTORY/step-00000050.g2.partial/   being written, or left behind by a run that was killed then
 
-All ranks must see the same directory. Parameters and optimizer state are stored by the parameters' names,
-which do not depend on the cut: a run may go on with another plan, placement, number of ranks or replicas.
+The number after ``g`` is that of the generation that wrote it; :mod:`zbv_worker.training.fence` says which
+checkpoints count. All ranks must see the same directory. Parameters and optimizer state are stored by the
+parameters' names, which do not depend on the cut: a run may resume with another plan, placement, number of
+ranks or replicas.
 """
 
 from __future__ import annotations
 
 import random
-import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,14 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.errors import InvalidRun, Superseded, WorkerError, naming_errors
+from zbv_worker.training.fence import Claimant, Fence, checkpoints
 from zbv_worker.training.precision import LossScale
 from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.torch_errors import classified
 
-_NAME = re.compile(r"step-(\d{8})")
 _METADATA = ".metadata"
+_VISIBLE_SECONDS = 10.0
+"""How long a rank looks for what rank 0 wrote: a network file system may show it late."""
 DEFAULT_KEPT = 3
 DEFAULT_TIMEOUT = 600.0
 
@@ -63,12 +67,17 @@ class CheckpointOptions:
     timeout
         Seconds for the slowest rank's file: a network file system may be busy. A rank that hangs while a
         checkpoint is made is noticed only then.
+    run, attempt
+        The service's run and its generation; None and 0 without a service. See
+        :class:`zbv_worker.training.fence.Claimant`.
     """
 
     directory: Path
     every: int
     kept: int = DEFAULT_KEPT
     timeout: float = DEFAULT_TIMEOUT
+    run: str | None = None
+    attempt: int = 0
 
 
 class Checkpoints:
@@ -102,6 +111,7 @@ class Checkpoints:
         patience = timedelta(seconds=options.timeout)
         self._group = dist.new_group(timeout=patience, backend="gloo") if dist.is_initialized() else None
         self._saved = 0
+        self._fence: Fence | None = None
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to save before ``step``, ``last`` being the number of steps of the run."""
@@ -117,8 +127,10 @@ class Checkpoints:
         """
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        final = self._options.directory / f"step-{step:08d}"
-        partial = final.with_name(f"{final.name}.partial")
+        fence = self._fence
+        if fence is None:
+            raise InvalidRun("load_newest must claim the checkpoint directory before anything is saved.")
+        partial = fence.partial(step)
         self._alone(lambda: shutil.rmtree(partial, ignore_errors=True))
         # Asked for the state of an optimizer that has none yet, torch makes it by a step with zero gradients,
         # which counts as one in Adam's correction of its bias.
@@ -126,33 +138,56 @@ class Checkpoints:
         state: dict[str, Any] = {**self._trained(), **self._progress(step)}
         for optimizer in fresh:
             optimizer.state.clear()
-        with self._naming(), _naming_files(self._options.directory):
+        with self._unless_superseded(), self._naming(), _naming_files(self._options.directory):
             save(state, checkpoint_id=partial, process_group=self._group)
-        self._alone(lambda: self._complete(partial, final))
+        self._alone(lambda: fence.publish(step, self._options.kept))
         self._saved = step
 
     def load_newest(self) -> int:
-        """Go on from the newest complete checkpoint; returns the step to do next, 0 without one.
+        """Claim the directory and resume from its newest complete checkpoint; returns the step to do next.
+
+        That is 0 without a checkpoint. From now on no older generation can write where this one does.
 
         Raises
         ------
         InvalidRun
             When the ranks do not see the same directory, or the checkpoint is of another model.
+        Superseded
+            When a newer generation of the run has claimed the directory.
         """
-        newest = newest_step(self._options.directory)
-        with naming_errors(self._transport.rank, "looking for checkpoints"):
-            seen = self._transport.gather(newest, self._options.timeout)
-        if len(set(seen)) > 1:
-            said = ", ".join(f"rank {rank}: {_shown(step)}" for rank, step in enumerate(seen))
-            raise InvalidRun(
-                f"--checkpoint-dir {self._options.directory}: the ranks see different checkpoints ({said}). "
-                f"It must be one directory on a file system that all nodes share."
-            )
-        if newest is None:
+        generation, newest, name = self._alone(self._claim)
+        self._fence = Fence(self._options.directory, generation, _is_complete)
+        self._require_visible(self._fence)
+        if name is None:
             return 0
-        self._load(self._options.directory / f"step-{newest:08d}")
-        self._saved = newest
-        return newest
+        with self._unless_superseded():
+            self._load(self._options.directory / name)
+        self._saved = int(newest)
+        return self._saved
+
+    def _claim(self) -> list[Any]:
+        """On rank 0: the generation's number, and the newest checkpoint's step and name, None without one."""
+        options = self._options
+        claimant = Claimant(self._model, options.run, options.attempt)
+        fence = Fence.claim(options.directory, claimant, _is_complete)
+        found = checkpoints(options.directory, _is_complete)
+        newest = max(found, default=None)
+        return [fence.generation, newest, None if newest is None else found[newest].name]
+
+    def _require_visible(self, fence: Fence) -> None:
+        """Every rank must see rank 0's claim, or the directory is not shared."""
+        until = time.monotonic() + min(_VISIBLE_SECONDS, self._options.timeout)
+        while not fence.is_visible and time.monotonic() < until:
+            time.sleep(0.1)
+        with naming_errors(self._transport.rank, "looking for checkpoints"):
+            seen = self._transport.gather(fence.is_visible, self._options.timeout)
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+            raise InvalidRun(
+                f"--checkpoint-dir {self._options.directory}: the ranks see different directories: what rank "
+                f"0 wrote there does not exist for rank {blind}. It must be one directory on a file system "
+                f"that all nodes share."
+            )
 
     def _load(self, folder: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -219,28 +254,43 @@ class Checkpoints:
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [] if self._update.optimizer is None else [self._update.optimizer]
 
-    def _alone(self, work: Any) -> None:
-        """Something that rank 0 does while all wait."""
+    def _alone(self, work: Callable[[], Any]) -> Any:
+        """Have rank 0 do something while all wait; returns its result, which JSON can say, on all ranks."""
         with self._naming():
-            failure = None
+            said: list[Any] = ["", None]
             if self._transport.rank == 0:
-                try:
-                    work()
-                except OSError as error:
-                    failure = f"--checkpoint-dir {self._options.directory}: {error.strerror}."
-            (said, *_) = self._transport.gather(failure, self._options.timeout)
-        if said is not None:
-            raise InvalidRun(said)
+                said = self._attempt(work)
+            (said, *_) = self._transport.gather(said, self._options.timeout)
+        kind, value = said
+        if kind == "superseded":
+            raise Superseded(value)
+        if kind == "invalid":
+            raise InvalidRun(value)
+        return value
+
+    def _attempt(self, work: Callable[[], Any]) -> list[Any]:
+        """What rank 0 tells the others: how it went, and the result or the message."""
+        try:
+            return ["", work()]
+        except Superseded as error:
+            return ["superseded", str(error)]
+        except InvalidRun as error:
+            return ["invalid", str(error)]
+        except OSError as error:
+            return ["invalid", f"--checkpoint-dir {self._options.directory}: {error.strerror}."]
+
+    @contextmanager
+    def _unless_superseded(self) -> Iterator[None]:
+        """Where files are missing because a newer generation removed them, say that."""
+        try:
+            yield
+        except (WorkerError, OSError):
+            if self._fence is not None:
+                self._fence.check()
+            raise
 
     def _naming(self) -> AbstractContextManager[None]:
         return naming_errors(self._transport.rank, "at a checkpoint")
-
-    def _complete(self, partial: Path, final: Path) -> None:
-        """Give a checkpoint its name, and remove those that are too old."""
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for step in sorted(_steps(self._options.directory))[: -self._options.kept]:
-            shutil.rmtree(self._options.directory / f"step-{step:08d}", ignore_errors=True)
 
     def _other_model(self, folder: Path, why: str) -> InvalidRun:
         return InvalidRun(
@@ -249,18 +299,15 @@ class Checkpoints:
         )
 
 
-def newest_step(directory: Path) -> int | None:
-    """The step of the newest complete checkpoint of a directory; None when there is none."""
-    return max(_steps(directory), default=None)
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest complete checkpoint of a directory; None when there is none."""
+    found = checkpoints(directory, _is_complete)
+    return found[max(found)] if found else None
 
 
-def _steps(directory: Path) -> Iterable[int]:
-    if not directory.is_dir():
-        return
-    for path in directory.iterdir():
-        found = _NAME.fullmatch(path.name)
-        if found and (path / _METADATA).is_file():
-            yield int(found[1])
+def _is_complete(path: Path) -> bool:
+    """Whether a directory contains a checkpoint: its metadata is written last."""
+    return (path / _METADATA).is_file()
 
 
 def _together(modules: Mapping[int, nn.Module]) -> nn.Module:
@@ -311,7 +358,3 @@ def _naming_files(path: Path) -> Iterator[None]:
         raise InvalidRun(f"--checkpoint-dir {path}: {first}.") from error
     except RuntimeError as error:
         raise classified(error, f"a checkpoint in {path}") from error
-
-
-def _shown(step: int | None) -> str:
-    return "none" if step is None else f"step {step}"

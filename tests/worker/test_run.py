@@ -113,6 +113,42 @@ def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Pa
     assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
 
 
+def test_a_rank_that_cannot_take_part_ends_the_others_with_its_reason(
+    plan_file: Path, tmp_path: Path
+) -> None:
+    problem = problem_of(1, 4)
+    other = write_plan(tmp_path / "one.json", problem, random_orders(problem, Random(4)))
+    commands = [
+        python_command("zbv_worker.cli", *run_arguments(plan, timeout=600)) for plan in (plan_file, other)
+    ]
+    with LocalRanks(commands, tmp_path / "logs") as started:
+        with pytest.raises(LaunchError, match="the plan has 1 ranks"):
+            started.wait(timeout=240)
+        until_said(started, "zbv-worker:")
+        said = "rank 0, meeting the other ranks: rank 1 cannot take part: found rank 1; the plan has 1 ranks"
+        assert said in started.log(0)
+        assert "Traceback" not in started.log(0) + started.log(1)
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_timeout(plan_file: Path, tmp_path: Path) -> None:
+    there = python_command("zbv_worker.cli", *run_arguments(plan_file, timeout=2))
+    absent = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with (
+        LocalRanks([there, absent], tmp_path / "logs") as started,
+        pytest.raises(LaunchError, match=r"meeting the other ranks: rank 1 of 2 did not come within 2 s"),
+    ):
+        started.wait(timeout=240)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_rank_that_is_absent_from_a_barrier_is_named_on_every_other_rank(tmp_path: Path, late: int) -> None:
+    commands = [python_command("support.absent_rank", str(late), str(tmp_path))] * 3
+    with LocalRanks(commands, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+    for rank in {0, 1, 2} - {late}:
+        assert f"Ranks {late} failed to pass" in (tmp_path / f"said-{rank}").read_text()
+
+
 @pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
     plan_file: Path, tmp_path: Path, sign: signal.Signals

@@ -111,7 +111,7 @@ class Agent:
         self._options = options
         self._id = ""
         self._port = options.port or inventory.free_port_at(options.address)
-        self._heartbeat_seconds = 1.0
+        self._heartbeat_seconds, self._timeout_seconds = 1.0, 15.0  # until the service says
         self._pause = _BACK_OFF_SECONDS[0]
         self._next_sweep = 0.0
         self._ending = _Ending(options.drain_seconds)
@@ -161,6 +161,7 @@ class Agent:
             found = self._interruptibly(lambda: self._ask(lambda: self._client.register_agent(body)))
             if found is not None:
                 self._heartbeat_seconds = found.heartbeat_seconds
+                self._timeout_seconds = found.timeout_seconds
                 logger.info("agent %s (%s) is registered at %s", options.name, self._id, options.server)
                 return
 
@@ -179,7 +180,8 @@ class Agent:
             self._report(work, GenerationEnd("failed", (_failure("refused", refusal),)))
             return
         folder = self._options.state_dir / work.run_id / str(work.generation)
-        generation = Generation(work, self._options.server, self._options.address, folder)
+        options, patience = self._options, self._timeout_seconds
+        generation = Generation(work, options.server, options.address, folder, patience)
         courier = Courier(self._id, work, generation.ranks, folder, self._connect)
         courier.start()
         try:
@@ -191,6 +193,8 @@ class Agent:
         if end.outcome == "stopped" and self._ending.is_overdue:
             end = GenerationEnd("failed", (_failure("agent-lost", self._farewell()),))
         logger.info("run %s, generation %d %s", work.run_id, work.generation, end.outcome)
+        for failure in end.failures:
+            logger.warning("%s", failure["detail"])
         self._see_off(generation, courier)
         self._report(work, end)
 

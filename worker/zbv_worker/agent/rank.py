@@ -5,20 +5,25 @@ It runs as ``zbv-worker run`` does, says where it is while it runs, and why when
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-from zbv_worker.agent.orphans import end_with_parent
+from zbv_worker.agent.orphans import end_with_parent, end_with_pulse
 from zbv_worker.state_files import NEXT_PLAN, SPEC, failure_file, place_file, read_json, write_json
 
 _FAILED, _WRONG_INPUT = 1, 2
+_PATIENCE = 0.8
+"""Of the service's patience with a silent agent: its ranks end before their run is given to others."""
 
 
 def main(folder: Path) -> int:
     """Be the rank that the environment says; returns the exit status."""
     end_with_parent()
+    spec = read_json(folder / SPEC)
+    end_with_pulse(folder, _PATIENCE * spec["patience"], lambda silent: _say_silence(folder, silent))
     from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
     from zbv_worker.execution.place import CurrentPlace, PlaceWriter
     from zbv_worker.training.run import run
@@ -28,7 +33,7 @@ def main(folder: Path) -> int:
     try:
         place = CurrentPlace()
         with PlaceWriter(str(place_file(folder, world.rank)), world.rank, place):
-            run(_options(read_json(folder / SPEC), folder), world, place)
+            run(_options(spec, folder), world, place)
     except WorkerError as error:
         _say(f"zbv-worker: {error}")
         write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error)))
@@ -87,6 +92,16 @@ def _training(work: dict[str, Any], folder: Path) -> Any:
         next_plan=folder / NEXT_PLAN,
         trace_dir=folder,
     )
+
+
+def _say_silence(folder: Path, seconds: float) -> None:
+    rank = int(os.environ["RANK"])
+    detail = (
+        f"rank {rank} ended itself: its agent has given no sign of life for {seconds:.0f} s (it was stopped, "
+        f"or hangs), and the service gives the run to others soon."
+    )
+    _say(f"zbv-worker: {detail}")
+    write_json(failure_file(folder, rank), {"kind": "agent-lost", "rank": rank, "detail": detail})
 
 
 def _failure(rank: int, error: Exception, detail: str) -> dict[str, Any]:

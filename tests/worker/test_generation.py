@@ -60,7 +60,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_place(launching: Any) -> Non
     (failure,) = end.failures
     assert (end.outcome, failure["kind"], failure["rank"]) == ("failed", "killed", 3)
     assert (failure["step"], failure["action"]) == (5, "2I1")
-    assert failure["detail"].startswith("rank 3 was killed by SIGKILL in step 5 at 2I1.")
+    assert failure["detail"].startswith("rank 3 was killed by SIGKILL; it last reported step 5 at 2I1.")
 
 
 def test_what_a_rank_says_itself_counts_more_than_its_status(launching: Any) -> None:
@@ -68,7 +68,7 @@ def test_what_a_rank_says_itself_counts_more_than_its_status(launching: Any) -> 
     end = ended(launching(outcome_of(**{"2": 1, "3": 4}), failure_2=said))
     assert [failure["kind"] for failure in end.failures] == ["peer", "error"]
     assert len(end.failures[0]["detail"]) == 4000
-    assert end.failures[1]["detail"].startswith("rank 3 ended with status 4 before its first step.")
+    assert end.failures[1]["detail"].startswith("rank 3 ended with status 4; it reported no step.")
 
 
 def test_a_launcher_that_fails_shows_its_log(launching: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from zbv_service.client_runs import NodeWork
 from zbv_worker.agent.orphans import PARENT_VARIABLE
 from zbv_worker.agent.sign_of_life import Pulse
 from zbv_worker.launch import python_command, rank_environment
+from zbv_worker.search_path import environment_of_ranks
 from zbv_worker.state_files import OUTCOME, SPEC, failure_file, place_file, read_json, write_json
 
 _STORY_SECONDS = 2.0
@@ -52,6 +53,8 @@ class Generation:
     patience
         Seconds after which the service gives up an agent that is silent, and with it these ranks: ranks end
         by themselves a little earlier, and this agent ends them when it finds that it was silent.
+    path
+        Directories in which ranks look for the model's module.
 
     Attributes
     ----------
@@ -59,7 +62,15 @@ class Generation:
         For how many seconds this agent was silent, when that was too long; None otherwise.
     """
 
-    def __init__(self, work: NodeWork, server: str, address: str, folder: Path, patience: float):
+    def __init__(
+        self,
+        work: NodeWork,
+        server: str,
+        address: str,
+        folder: Path,
+        patience: float,
+        path: Sequence[Path] = (),
+    ):
         self.work = work
         self.silent: float | None = None
         self._folder = folder
@@ -75,7 +86,12 @@ class Generation:
         with self._log.open("wb") as log:
             self._launcher = subprocess.Popen(
                 python_command("zbv_worker.agent.launcher", str(folder)),
-                env={**os.environ, **self._environment(), PARENT_VARIABLE: str(os.getpid())},
+                env={
+                    **os.environ,
+                    **environment_of_ranks(path, os.environ),
+                    **self._environment(),
+                    PARENT_VARIABLE: str(os.getpid()),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -170,10 +186,10 @@ class Generation:
     def _silent_failure(self, rank: int, status: int) -> dict[str, Any]:
         place = read_json(place_file(self._folder, rank)) or {}
         step, action = place.get("step"), place.get("action")
-        where = "before its first step" if step is None else f"in step {step} at {action or '…'}"
+        where = "it reported no step" if step is None else f"it last reported step {step} at {action or '…'}"
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
         detail = (
-            f"rank {rank} {how} {where}. Look at this host's kernel log (out of memory?) and at the rank's "
+            f"rank {rank} {how}; {where}. Look at this host's kernel log (out of memory?) and at the rank's "
             f"log in {self._folder / 'logs'}."
         )
         kind = "killed" if status < 0 else "error"

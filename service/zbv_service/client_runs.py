@@ -217,6 +217,10 @@ class RunClient(Client):
         """Send the end of a rank's log. Raises :class:`AgentGone`."""
         self._put_part(agent_id, work, rank, "log", "text/plain", text)
 
+    def put_events(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+        """Send what happened on a rank, as the JSON text that it wrote. Raises :class:`AgentGone`."""
+        self._put_part(agent_id, work, rank, "events", "application/json", text)
+
     def _put_part(
         self, agent_id: str, work: NodeWork, rank: int, kind: str, media_type: str, text: bytes
     ) -> None:

@@ -146,6 +146,7 @@ async def test_options_reach_the_agents_whole_and_with_their_defaults(serving: S
             "timeout": 120.0,
             "threads": None,
             "data_parallel": 1,
+            "non_finite": "fail",
             "retries": 3,
             "replan_threshold": 0.05,
         }

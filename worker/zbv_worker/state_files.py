@@ -38,6 +38,11 @@ def trace_file(folder: Path, rank: int) -> Path:
     return folder / f"trace-{rank}.json"
 
 
+def events_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes what happened that people should know: ``{"rank", "events"}``, the newest 100."""
+    return folder / f"events-{rank}.json"
+
+
 def log_files(folder: Path, local_rank: int) -> list[Path]:
     """What a node's rank printed, as torch elastic keeps it, standard error last; empty before its start."""
     found = (folder / "logs").glob(f"*/attempt_*/{local_rank}/std*.log")

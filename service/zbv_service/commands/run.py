@@ -69,6 +69,11 @@ _OPTIONS = (
         {"choices": ("float32", "bfloat16", "float16")},
     ),
     Option("--clip-norm", "largest norm of the whole gradient", {"type": float, "metavar": "NORM"}),
+    Option(
+        "--non-finite",
+        "what to do with a step whose loss or gradients are not finite (default fail)",
+        {"choices": ("fail", "skip", "continue")},
+    ),
     Option("--evaluate-every", "steps between evaluations", {"type": int, "metavar": "N"}),
     Option("--retries", "how often a failure is tried again (default 3)", {"type": int, "metavar": "N"}),
     Option(

@@ -70,6 +70,11 @@ class RunOptionsDocument(BaseModel):
     clip_norm: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Largest norm of the whole gradient; null does not clip."
     )
+    non_finite: Literal["fail", "skip", "continue"] = Field(
+        "fail",
+        description="What to do with a step whose loss or gradients are not finite: fail ends the run with "
+        "an error, skip leaves the step out on all ranks, continue goes on. Each is an event of the run.",
+    )
     evaluate_every: Positive | None = Field(None, description="Steps between evaluations; null: never.")
     checkpoint: CheckpointDocument | None = Field(
         None, description="null saves nothing: a run that is begun anew starts from its first step."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 from support.agents import (
     DEADLINE,
-    FACTORY,
     AgentProcess,
     Cluster,
     cluster,
@@ -22,6 +22,7 @@ from support.agents import (
 )
 from zbv_service.client_runs import Run
 from zbv_worker.cli import main
+from zbv_worker.launch import usable_cores
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -62,25 +63,6 @@ def node_rank_of(run: Run, name: str) -> int:
     return next(int(node["node_rank"]) for node in run.document["members"] if node["agent"] == name)
 
 
-def test_a_model_that_no_pattern_allows_is_refused_without_being_loaded(started: Cluster) -> None:
-    """First: its agents leave before others come."""
-    agents = [started.start("wary", allow=None), started.start("choosy", allow="another.*")]
-    ended = started.client.wait_run(started.submit().id, DEADLINE)
-    assert ended.state == "failed"
-    assert ended.error is not None
-    assert ended.failures[0]["kind"] == "refused"
-    said = str(ended.error["detail"])
-    assert f"does not load model {FACTORY}: it allows" in said
-    assert "--allow-model 'support.unhurried_gpt'" in said
-    assert all_gone(*agents)
-    made = [path for agent in agents for path in (agent.folder / "state").iterdir() if path.is_dir()]
-    assert made == [], "what a run needs was prepared"
-    for agent in agents:
-        agent.process.terminate()
-        assert agent.process.wait(timeout=DEADLINE) == 0, agent.log
-    assert started.names() == set()
-
-
 def test_a_rank_killed_in_mid_step_is_named_and_no_rank_is_left_anywhere(pair: Pair) -> None:
     started = pair.started
     run = pair.submit()
@@ -112,7 +94,7 @@ def test_a_rank_that_hangs_is_named_by_the_one_that_waits_for_it(pair: Pair) -> 
 def test_a_run_outlasts_a_service_that_is_away_and_an_agent_that_is_told_to_end(pair: Pair) -> None:
     """Last with these two agents: they leave. That losses are those of a run alone is another test's."""
     started, steps = pair.started, 60
-    run = pair.submit(steps=steps, model={"pause": 0.1})  # long enough for all that happens to it
+    run = pair.submit(steps=steps, model={"pause": 0.1}, threads=None)  # long enough for all that happens
     started.until_step(run, 2)
     with started.service_away():
         until(lambda: "no answer from" in pair.one.log + pair.two.log, started.story)
@@ -129,6 +111,9 @@ def test_a_run_outlasts_a_service_that_is_away_and_an_agent_that_is_told_to_end(
     assert [kind for kind in kinds if kind != "running"] == ["waiting", "starting", "succeeded"]
     found = [losses for agent in (pair.one, pair.two) if (losses := read_losses(agent.results(run.id)))]
     assert [len(losses) for losses in found] == [steps]
+    threads = max(1, len(usable_cores()) // 2)
+    said = rf"rank 0: {threads} compute threads? \(\d+ cores, 2 ranks on this host\)"
+    assert re.search(said, started.client.rank_log(run.id, 0))
     assert pair.two.process.wait(timeout=DEADLINE) == 0, pair.two.log
     assert started.names() == {"one"}
     pair.until_gone()

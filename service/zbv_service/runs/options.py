@@ -56,7 +56,7 @@ class RunOptionsDocument(BaseModel):
         120.0, description="Longest wait for a tensor, in seconds."
     )
     threads: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
-        None, description="Compute threads per rank on CPU; null leaves torch's choice."
+        None, description="Compute threads per rank on CPU; null divides a host's cores among its ranks."
     )
     data_parallel: Annotated[int, Field(strict=True, ge=1, le=MAX_REPLICAS)] = Field(
         1, description="Replicas of the pipeline, each with its own part of the data."

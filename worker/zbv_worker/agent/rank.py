@@ -9,10 +9,13 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zbv_worker.agent.orphans import end_with_parent, end_with_pulse
 from zbv_worker.state_files import NEXT_PLAN, SPEC, failure_file, place_file, read_json, write_json
+
+if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
+    from zbv_worker.execution.place import CurrentPlace
 
 _FAILED, _WRONG_INPUT = 1, 2
 _PATIENCE = 0.8
@@ -29,20 +32,19 @@ def main(folder: Path) -> int:
     from zbv_worker.training.run import run
     from zbv_worker.transport.distributed import World
 
-    world = World.from_environment()
+    world, place = World.from_environment(), CurrentPlace()
     try:
-        place = CurrentPlace()
         with PlaceWriter(str(place_file(folder, world.rank)), world.rank, place):
             run(_options(spec, folder), world, place)
     except WorkerError as error:
         _say(f"zbv-worker: {error}")
-        write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error)))
+        write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error), place))
         return _WRONG_INPUT if isinstance(error, InvalidRun | Disagreement) else _FAILED
     except Exception as error:
         traceback.print_exc()
         detail = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         text = f"rank {world.rank} failed in the model or in torch: {detail}. Its log has the traceback."
-        write_json(failure_file(folder, world.rank), _failure(world.rank, error, text))
+        write_json(failure_file(folder, world.rank), _failure(world.rank, error, text, place))
         return _FAILED
     return 0
 
@@ -104,12 +106,15 @@ def _say_silence(folder: Path, seconds: float) -> None:
     write_json(failure_file(folder, rank), {"kind": "agent-lost", "rank": rank, "detail": detail})
 
 
-def _failure(rank: int, error: Exception, detail: str) -> dict[str, Any]:
-    """The failure as the agent reports it; one that a peer caused is a consequence."""
+def _failure(rank: int, error: Exception, detail: str, current: CurrentPlace) -> dict[str, Any]:
+    """The failure as the agent reports it; one that a peer caused is a consequence.
+
+    An error between two actions, for instance in the update, has the step alone.
+    """
     from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded
     from zbv_worker.execution.place import Place, place_of_error
 
-    place = place_of_error(error) or Place()
+    place = place_of_error(error) or Place(current.read().step)
     kind = "error"
     if isinstance(error, ChannelTimeout | PeerLost):
         kind = "peer"

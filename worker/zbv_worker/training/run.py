@@ -5,6 +5,8 @@ This is what ``zbv-worker run`` does in each process that torchrun starts.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ from zbv_worker.execution.place import CurrentPlace
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.launch import keep_freed_memory
+from zbv_worker.launch import keep_freed_memory, threads_per_rank, usable_cores
 from zbv_worker.model import ModelSpec, PipelineModel
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
 from zbv_worker.tracing.report import RankReport
@@ -47,7 +49,8 @@ class RunOptions:
         Seconds that a rank waits for any one tensor within a step, and for the others to meet it, before the
         first step and after the last.
     threads
-        Compute threads per rank on CPU; None leaves torch's choice.
+        Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
+        ``OMP_NUM_THREADS`` is set.
     trace
         Where rank 0 writes when every action happened on every rank, on one clock.
     runtime
@@ -92,6 +95,8 @@ def run(options: RunOptions, world: World, place: CurrentPlace | None = None) ->
         transport = DistributedTransport(
             world, options.backend, device, options.timeout, options.training.replicas
         )
+    if options.threads is None and device.type == "cpu":
+        _share_cores(transport)
     try:
         reports = train(options, plans, model, transport, device, wholes, place)
         with naming_errors(world.rank, "ending the run"):
@@ -121,6 +126,21 @@ def _prepare(
     for plan in plans:
         require_layers(model, plan.cut)
     return device, plans, wholes, model
+
+
+def _share_cores(transport: DistributedTransport) -> None:
+    """Give this rank its share of the host's cores: threads that compete for cores slow each other down."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return  # somebody has chosen
+    in_container = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = threads_per_rank(transport.ranks_on_host, in_container)
+    torch.set_num_threads(threads)
+    print(  # noqa: T201 - a rank's log
+        f"rank {transport.rank}: {threads} compute thread{'s' if threads > 1 else ''} ({len(usable_cores())} "
+        f"cores, {transport.ranks_on_host} ranks on this host); --threads sets another number",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def train(

@@ -35,7 +35,7 @@ from zbv_worker.transport.channels import (
     Transport,
 )
 from zbv_worker.transport.layout import Layout
-from zbv_worker.transport.meeting import meet
+from zbv_worker.transport.meeting import meet, ranks_on_this_host
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
@@ -104,6 +104,8 @@ class DistributedTransport(Transport):
 
     Attributes
     ----------
+    ranks_on_host
+        Ranks of this world on this host, whoever started them.
     replica_group
         The ranks that hold the same stages; None when there is one replica.
 
@@ -139,6 +141,7 @@ class DistributedTransport(Transport):
         store = meet(world.rank, world.world_size, timeout)
         # The store's own patience is for the meeting; a note is there or it is not.
         self._notes = PrefixStore("zbv/notes", store)
+        self.ranks_on_host = ranks_on_this_host(store)
         patience = timedelta(seconds=timeout)
         try:
             dist.init_process_group(

@@ -7,10 +7,12 @@ waiting, so it says so, and they end at once. Who has not come in time is named.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]  # as torch does
@@ -22,6 +24,7 @@ _POLL_SECONDS = 0.05
 _FAREWELL_SECONDS = 5.0
 """How long a rank that cannot take part tries to tell the others."""
 _LINGER_SECONDS = 1.0
+_HOST = "meeting/host/{}"
 _NAMED = 16
 """Ranks that a message names at most."""
 
@@ -46,6 +49,7 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
     deadline = time.monotonic() + timeout
     store = _connect(rank, world_size, timeout)
     try:
+        store.add(_HOST.format(host_identity()), 1)
         store.set(_here(rank), "")
         count = store.add("meeting/count", 1)
         while count < world_size:
@@ -66,6 +70,18 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
     except RuntimeError as error:
         raise ConnectionError(f"{_place()}, which joins the ranks, is gone: {first_line(error)}") from error
     return store
+
+
+def ranks_on_this_host(store: Store) -> int:
+    """How many of the ranks that met run on this host, in containers too."""
+    return int(store.add(_HOST.format(host_identity()), 0))
+
+
+def host_identity() -> str:
+    """The same for all processes of a running kernel."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def refuse(rank: int, world_size: int, reason: str) -> None:

@@ -21,6 +21,8 @@ from zbv_solver.plan import identity
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.schema import problem_json
 from zbv_worker.cli import main
+from zbv_worker.errors import InvalidRun, PeerLost
+from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.launch import LaunchError, LocalRanks, python_command
 from zbv_worker.selfcheck import random_orders
 from zbv_worker.tracing.report import read_reports, summarise
@@ -180,7 +182,6 @@ def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
         (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "there is no module 'nowhere'"),
         (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "[1]"], "must be a JSON object"),
         (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "{"], "must be a JSON object"),
-        (["--server", "http://127.0.0.1:9", "--plan", "a", "--model", "x:y"], "no action list of plan a"),
     ],
 )
 def test_wrong_arguments_give_a_message_and_status_2(
@@ -202,6 +203,11 @@ def test_wrong_arguments_give_a_message_and_status_2(
     assert message in capsys.readouterr().err
 
 
+def test_a_service_that_gives_no_answer_is_lost_and_not_wrong_input() -> None:
+    with pytest.raises(PeerLost, match="rank 0: no action list of plan a from http"):
+        PlanSource("http://127.0.0.1:9", "a").rank_plan(0, timeout=1.0)
+
+
 def test_without_torchrun_the_message_says_how_to_start(
     plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,9 +217,6 @@ def test_without_torchrun_the_message_says_how_to_start(
 
 
 def test_a_broken_plan_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from zbv_worker.errors import InvalidRun
-    from zbv_worker.execution.plan_source import PlanSource
-
     path = tmp_path / "plan.json"
     for text in ("{", "{}", '{"problem": {}, "ranks": []}'):
         path.write_text(text)

@@ -141,6 +141,17 @@ def test_checkpoints_from_before_there_were_generations_count(tmp_path: Path) ->
     assert (tmp_path / "step-00000030").is_dir(), "what is not known is not removed"
 
 
+def test_a_checkpoint_that_was_copied_by_hand_counts(tmp_path: Path) -> None:
+    claim(tmp_path / "new")
+    for name in ("old/step-00000010.g7", "new/step-00000020"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "done").write_text("7")
+    assert made_by(tmp_path / "old") == {10: 7}, "a directory without claims"
+    claim(tmp_path / "old")
+    assert made_by(tmp_path / "old") == {10: 7}
+    assert made_by(tmp_path / "new") == {20: 7}, "a name without a generation"
+
+
 def test_two_that_claim_at_the_same_time_get_different_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,9 +127,7 @@ class Checkpoints:
         """
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        fence = self._fence
-        if fence is None:
-            raise InvalidRun("load_newest must claim the checkpoint directory before anything is saved.")
+        fence = self._fence or self._claim()[0]
         partial = fence.partial(step)
         self._alone(lambda: shutil.rmtree(partial, ignore_errors=True))
         # Asked for the state of an optimizer that has none yet, torch makes it by a step with zero gradients,
@@ -155,24 +153,29 @@ class Checkpoints:
         Superseded
             When a newer generation of the run has claimed the directory.
         """
-        generation, newest, name = self._alone(self._claim)
-        self._fence = Fence(self._options.directory, generation, _is_complete)
-        self._require_visible(self._fence)
+        _, newest, name = self._claim()
         if name is None:
             return 0
         with self._unless_superseded():
             self._load(self._options.directory / name)
-        self._saved = int(newest)
-        return self._saved
+        self._saved = newest
+        return newest
 
-    def _claim(self) -> list[Any]:
-        """On rank 0: the generation's number, and the newest checkpoint's step and name, None without one."""
+    def _claim(self) -> tuple[Fence, int, str | None]:
+        """Claim the directory; returns the step and the name of its newest checkpoint, None without one."""
+        generation, newest, name = self._alone(self._claim_alone)
+        self._fence = Fence(self._options.directory, generation, _is_complete)
+        self._require_visible(self._fence)
+        return self._fence, newest, name
+
+    def _claim_alone(self) -> list[Any]:
+        """On rank 0: the generation's number, and the newest checkpoint's step and name."""
         options = self._options
         claimant = Claimant(self._model, options.run, options.attempt)
         fence = Fence.claim(options.directory, claimant, _is_complete)
         found = checkpoints(options.directory, _is_complete)
-        newest = max(found, default=None)
-        return [fence.generation, newest, None if newest is None else found[newest].name]
+        newest = max(found, default=0)
+        return [fence.generation, newest, found[newest].name if found else None]
 
     def _require_visible(self, fence: Fence) -> None:
         """Every rank must see rank 0's claim, or the directory is not shared."""

@@ -12,8 +12,9 @@ newer claim right before it does. That look alone is not enough: a process can b
 the rename, and resume when its successor is at work. These rules make a late rename harmless:
 
 - Names contain the generation, so two generations never write to the same directory.
-- The checkpoints that count are those of ``inherited.json`` of the newest generation that has one, and those
-  made by that generation. What an older generation publishes late is on no list, and is removed later.
+- The checkpoints that count are those of ``inherited.json`` of the newest generation that has one, those made
+  by that generation, and those whose name has no generation. What an older generation publishes late is on no
+  list, and is removed later.
 - A generation lists what it inherits after its claim. From then on its predecessor can carry out at most the
   one publication or the one pruning that it had already checked. Pruning never removes the newest checkpoint,
   so the newest one that was inherited stays.
@@ -175,9 +176,11 @@ def checkpoints(directory: Path, is_complete: Callable[[Path], bool]) -> dict[in
         return found
     for path in directory.iterdir():
         name = _CHECKPOINT.fullmatch(path.name)
-        if name is None or not (path.name in inherited or int(name[2] or 0) == owner):
+        if name is None or not is_complete(path):
             continue
-        if is_complete(path):
+        # What was put there by hand, or by a zbv without generations, counts too.
+        is_placed = name[2] is None or owner == 0
+        if is_placed or path.name in inherited or int(name[2]) == owner:
             found[int(name[1])] = path
     return found
 

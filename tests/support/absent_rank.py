@@ -1,4 +1,4 @@
-"""Ranks of which one does not come to a barrier; the others write down what they are told of it."""
+"""Ranks of which one does not take part in a collective; the others write down what they are told of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from zbv_worker.transport.distributed import DistributedTransport, World
 
 
-def main(late: int, folder: Path) -> None:
+def main(what: str, late: int, folder: Path) -> None:
     world = World.from_environment()
-    transport = DistributedTransport(world, "gloo", torch.device("cpu"), 60.0)
+    replicas = world.world_size if what == "replicas" else 1
+    transport = DistributedTransport(world, "gloo", torch.device("cpu"), 60.0, replicas)
     said = folder / f"said-{world.rank}"
     if world.rank == late:
         others = [folder / f"said-{rank}" for rank in range(world.world_size) if rank != late]
@@ -21,7 +22,12 @@ def main(late: int, folder: Path) -> None:
         said.write_text("")
     else:
         try:
-            transport.barrier(1.0)
+            if what == "barrier":
+                transport.barrier(1.0)
+            elif what == "ranks":
+                transport.sum_over_ranks(torch.ones(1), 1.0)
+            else:
+                transport.sum_over_replicas(torch.ones(1)).wait(1.0)
         except TimeoutError as error:
             text = str(error)
             # Rank 0 keeps the store, in which the others look for what it found out.
@@ -31,4 +37,4 @@ def main(late: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

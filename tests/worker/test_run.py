@@ -142,13 +142,22 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(plan_file: Path, 
         started.wait(timeout=240)
 
 
-@pytest.mark.parametrize("late", [1, 2])
-def test_a_rank_that_is_absent_from_a_barrier_is_named_on_every_other_rank(tmp_path: Path, late: int) -> None:
-    commands = [python_command("support.absent_rank", str(late), str(tmp_path))] * 3
+@pytest.mark.parametrize(
+    ("what", "late", "said"),
+    [
+        ("barrier", 2, "Ranks 2 failed to pass"),
+        ("ranks", 1, "rank 1 did not take part"),
+        ("replicas", 2, "rank 2 did not take part"),
+    ],
+)
+def test_a_rank_that_is_absent_from_a_collective_is_named_on_every_other_rank(
+    tmp_path: Path, what: str, late: int, said: str
+) -> None:
+    commands = [python_command("support.absent_rank", what, str(late), str(tmp_path))] * 3
     with LocalRanks(commands, tmp_path / "logs") as started:
         started.wait(timeout=240)
     for rank in {0, 1, 2} - {late}:
-        assert f"Ranks {late} failed to pass" in (tmp_path / f"said-{rank}").read_text()
+        assert said in (tmp_path / f"said-{rank}").read_text()
 
 
 @pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])

@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -35,7 +36,7 @@ from zbv_worker.transport.channels import (
     Transport,
 )
 from zbv_worker.transport.layout import Layout
-from zbv_worker.transport.meeting import meet, ranks_on_this_host
+from zbv_worker.transport.meeting import meet, named, ranks_on_this_host
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
@@ -137,7 +138,8 @@ class DistributedTransport(Transport):
         self._wires_out: dict[ChannelKey, GroupWire] = {}
         self._receivers: dict[ChannelKey, GroupWire] = {}
         self._buffers = ReceiveBuffers(device)
-        self._barriers = 0
+        # Equal on all ranks that take part; ranks with other stages may sum over their replicas more often.
+        self._barriers = self._rank_sums = self._replica_sums = 0
         store = meet(world.rank, world.world_size, timeout)
         # The store's own patience is for the meeting; a note is there or it is not.
         self._notes = PrefixStore("zbv/notes", store)
@@ -300,6 +302,23 @@ class DistributedTransport(Transport):
         except RuntimeError as error:
             raise TimeoutError(self._who_is_absent(first_line(error))) from error
 
+    @contextlib.contextmanager
+    def _naming_absent(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Names the ranks that a collective waited for in vain: those that do not time out in it as well."""
+        try:
+            yield
+        except TimeoutError as error:
+            with contextlib.suppress(ConnectionError):
+                self.post(f"{name}/{self.rank}", "")
+                deadline = time.monotonic() + _STORY_SECONDS
+                absent = list(ranks)
+                while absent and time.monotonic() < deadline:
+                    time.sleep(_STORY_POLL_SECONDS)
+                    absent = [rank for rank in absent if self.posted(f"{name}/{rank}") is None]
+                if absent:
+                    raise TimeoutError(f"{named(absent)} did not take part: {error}") from error
+            raise
+
     def _who_is_absent(self, said: str) -> str:
         """What rank 0 found out at a barrier that failed: it alone knows; else what this rank itself saw."""
         name = f"barrier/{self._barriers}"
@@ -345,12 +364,21 @@ class DistributedTransport(Transport):
             work = dist.all_reduce(payload, group=self.replica_group, async_op=True)
         except RuntimeError as error:
             raise classified(error, f"summing over the replicas of rank {self.pp_rank}") from error
-        return _Summing(self._waiting(work, payload), tensor)
+        self._replica_sums += 1
+        copies = self.layout.copies_of(self.pp_rank)
+        naming = partial(self._naming_absent, f"replicas/{self.pp_rank}/{self._replica_sums}", copies)
+        return _Summing(self._waiting(work, payload), tensor, naming)
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
         total = values.clone()
-        return HostReceive(dist.all_reduce(total, async_op=True), total).wait(timeout)
+        self._rank_sums += 1
+        try:
+            work = dist.all_reduce(total, async_op=True)
+        except RuntimeError as error:
+            raise classified(error, "summing over all ranks") from error
+        with self._naming_absent(f"ranks/{self._rank_sums}", range(self.world_size)):
+            return HostReceive(work, total).wait(timeout)
 
     @override
     def post(self, name: str, value: str) -> None:
@@ -389,10 +417,12 @@ class _Summing:
 
     sum: HostReceive | StreamReceive
     target: Tensor
+    naming_absent: Callable[[], AbstractContextManager[None]]
 
     def wait(self, timeout: float) -> None:
         """Until ``target`` holds it."""
-        found = self.sum.wait(timeout)
+        with self.naming_absent():
+            found = self.sum.wait(timeout)
         if found is not self.target:
             self.target.copy_(found)
 

@@ -50,7 +50,7 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="PATTERN",
         action="append",
         default=[],
-        help="a model that may be loaded here; may be repeated. With none, every run is refused",
+        help="a model that may be loaded here; may be repeated. With none, this node runs nothing",
     )
     agent.add_argument(
         "--allow-checkpoint-dir",
@@ -59,7 +59,7 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         default=[],
         help="a directory in which, and below which, runs may keep checkpoints; may be repeated. With none, "
-        "runs with checkpoints are refused",
+        "this node takes no run with checkpoints",
     )
     agent.add_argument(
         "--path",

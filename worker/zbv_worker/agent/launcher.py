@@ -6,7 +6,6 @@ a next try is a next generation, with a new name and thus no keys of an older on
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -15,6 +14,10 @@ from typing import Any
 from zbv_worker.agent.orphans import PARENT_VARIABLE, end_with_parent
 from zbv_worker.state_files import OUTCOME, SPEC, read_json, write_json
 
+_MEETING_SECONDS = 120
+"""How long launchers wait for that of node 0, as not all import torch equally fast. Where its node fails, the
+service has this launcher ended within seconds; the ranks themselves wait for each other for ``--timeout``.
+"""
 _GRACE_SECONDS = "5"
 _STOPPED = 143
 
@@ -58,7 +61,7 @@ def _config(spec: dict[str, Any], folder: Path) -> Any:
         run_id=f"{work['run_id']}-{work['generation']}",
         rdzv_backend="static",
         rdzv_endpoint=work["rendezvous"],
-        rdzv_configs={"rank": work["node_rank"], "timeout": max(1, math.ceil(work["options"]["timeout"]))},
+        rdzv_configs={"rank": work["node_rank"], "timeout": _MEETING_SECONDS},
         local_addr=spec["address"],
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),

@@ -23,7 +23,7 @@ from zbv_solver.schema import problem_json
 from zbv_worker.cli import main
 from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.launch import LaunchError, LocalRanks, python_command
+from zbv_worker.launch import LaunchError, LocalRanks, python_command, usable_cores
 from zbv_worker.selfcheck import random_orders
 from zbv_worker.tracing.report import read_reports, summarise
 
@@ -113,6 +113,19 @@ def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Pa
             started.wait(timeout=240)
         until_said(started, "the ranks differ")  # it may have been the other one that ended
     assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
+
+
+def test_ranks_share_the_hosts_cores_and_say_so(plan_file: Path, tmp_path: Path) -> None:
+    """Without --threads and OMP_NUM_THREADS, which local ranks have for tests."""
+    arguments = run_arguments(plan_file, steps=1, timeout=60)
+    at = arguments.index("--threads")
+    command = python_command("zbv_worker.cli", *arguments[:at], *arguments[at + 2 :])
+    with LocalRanks([["env", "-u", "OMP_NUM_THREADS", *command]] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+        threads = max(1, len(usable_cores()) // 2)
+        for rank in range(2):
+            said = rf"rank {rank}: {threads} compute threads? \(\d+ cores, 2 ranks on this host\)"
+            assert re.search(said, started.log(rank)), started.log(rank)
 
 
 def test_a_rank_that_cannot_take_part_ends_the_others_with_its_reason(

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from support.agents import (
     DEADLINE,
-    FACTORY,
     AgentProcess,
     Cluster,
     cluster,
@@ -62,25 +61,6 @@ def node_rank_of(run: Run, name: str) -> int:
     return next(int(node["node_rank"]) for node in run.document["members"] if node["agent"] == name)
 
 
-def test_a_model_that_no_pattern_allows_is_refused_without_being_loaded(started: Cluster) -> None:
-    """First: its agents leave before others come."""
-    agents = [started.start("wary", allow=None), started.start("choosy", allow="another.*")]
-    ended = started.client.wait_run(started.submit().id, DEADLINE)
-    assert ended.state == "failed"
-    assert ended.error is not None
-    assert ended.failures[0]["kind"] == "refused"
-    said = str(ended.error["detail"])
-    assert f"does not load model {FACTORY}: it allows" in said
-    assert "--allow-model 'support.unhurried_gpt'" in said
-    assert all_gone(*agents)
-    made = [path for agent in agents for path in (agent.folder / "state").iterdir() if path.is_dir()]
-    assert made == [], "what a run needs was prepared"
-    for agent in agents:
-        agent.process.terminate()
-        assert agent.process.wait(timeout=DEADLINE) == 0, agent.log
-    assert started.names() == set()
-
-
 def test_a_rank_killed_in_mid_step_is_named_and_no_rank_is_left_anywhere(pair: Pair) -> None:
     started = pair.started
     run = pair.submit()
@@ -91,7 +71,7 @@ def test_a_rank_killed_in_mid_step_is_named_and_no_rank_is_left_anywhere(pair: P
     assert ended.state == "failed", started.story()
     cause, killed = ended.failures[0], node_rank_of(ended, "two")
     assert (cause["kind"], cause["agent"], cause["rank"]) == ("killed", "two", killed), ended.failures
-    assert f"rank {killed} was killed by SIGKILL in step" in cause["detail"]
+    assert f"rank {killed} was killed by SIGKILL; it last reported step" in cause["detail"]
     pair.until_gone()
 
 
@@ -105,6 +85,7 @@ def test_a_rank_that_hangs_is_named_by_the_one_that_waits_for_it(pair: Pair) -> 
     cause, hanging = ended.failures[0], node_rank_of(ended, "two")
     assert (cause["kind"], cause["agent"], cause["peer"]) == ("peer", "one", hanging), ended.failures
     assert cause["action"] in cause["detail"]
+    assert cause["step"] >= 3
     pair.until_gone()
 
 

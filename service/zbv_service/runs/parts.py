@@ -16,8 +16,10 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.rank_trace import RankTrace, parse_rank_trace
 
 from zbv_service.database import PartTable
+from zbv_service.documents import parse_body
 from zbv_service.http.problems import MALFORMED_JSON, NOT_FOUND, ProblemError
 from zbv_service.packing import pack, unpack
+from zbv_service.runs.agent_documents import RankEvents
 from zbv_service.runs.picture import picture
 from zbv_service.runs.records import NewPart, PartInfo, PartKind, RunRecord
 
@@ -75,6 +77,24 @@ class RunParts:
     async def put_log(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
         """Keep the end of a rank's log."""
         await self._table.put(NewPart(run_id, generation, rank, "log", zlib.compress(text)))
+
+    async def put_events(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
+        """Note what happened on a rank; what is known already is not noted again.
+
+        Raises
+        ------
+        ProblemError, InvalidInput
+            When the text does not say that, or it is of another rank.
+        """
+        document = await asyncio.to_thread(_parse_json, text)
+        told = parse_body(RankEvents, document)
+        if told.rank != rank:
+            raise InvalidInput.at("/rank", f"found {told.rank}; the address says {rank}.")
+        details = [
+            f"generation {generation}, rank {rank}, step {event.step}: the {event.what} is {event.value}"
+            for event in told.events
+        ]
+        await self._table.note(run_id, "non_finite", details)
 
     async def traces(
         self, run_id: str, generation: int, ranks: Sequence[int] | None = None

@@ -16,6 +16,8 @@ from zbv_service.database import (
     AgentTable,
     Database,
     DatabaseAway,
+    HeartbeatTable,
+    ListenerTable,
     PartTable,
     PlanTable,
     Retention,
@@ -44,11 +46,13 @@ from zbv_service.routers import search_events as search_event_routes
 from zbv_service.routers import searches as search_routes
 from zbv_service.runs.agents import Agents
 from zbv_service.runs.dispatch import Dispatcher
+from zbv_service.runs.heartbeats import Heartbeats
 from zbv_service.runs.measurements import Measurements
 from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
+from zbv_service.runs.watch import AgentWatch
 from zbv_service.searches.aside import Aside
 from zbv_service.searches.compare import Comparisons
 from zbv_service.searches.estimate import Estimates
@@ -86,6 +90,7 @@ class Rooms:
     plans: Plans
     pictures: PlanPictures
     dispatcher: Dispatcher
+    heartbeats: Heartbeats
     agents: Agents
     runs: Runs
     parts: RunParts
@@ -146,6 +151,7 @@ def create_app(
             finally:
                 await rooms.pictures.stop()
                 await dispatcher.stop()
+                await rooms.heartbeats.stop()
                 await runner.stop()
                 await rooms.sweeper.stop()
                 await rooms.access.tokens.close()
@@ -210,7 +216,9 @@ def _furnish(
     runner = Runner(searches_table, settings, search, metrics)
     searches, plans = Searches(searches_table, runner, settings), Plans(plan_table, settings)
     replanner = Replanner(runs, run_plans, parts, plans, searches)
-    dispatcher = Dispatcher(agents, runs, run_plans, replanner, settings)
+    watch = AgentWatch(agents, ListenerTable(database), settings.agent_timeout_seconds)
+    dispatcher = Dispatcher(runs, run_plans, replanner, watch, settings)
+    heartbeats = Heartbeats(HeartbeatTable(database))
     token_table, aside = TokenTable(database), Aside()
     schedules, run_parts = Schedules(aside), RunParts(parts)
     tokens = Tokens(token_table, local_token)
@@ -229,7 +237,8 @@ def _furnish(
         plans=plans,
         pictures=PlanPictures(plans),
         dispatcher=dispatcher,
-        agents=Agents(agents, runs, dispatcher),
+        heartbeats=heartbeats,
+        agents=Agents(agents, runs, heartbeats, dispatcher),
         runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher),
         parts=run_parts,
         steps=RunSteps(run_parts),

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 from typing import Any
 
 import httpx
@@ -19,6 +20,37 @@ from zbv_service.client.calls import Call, as_json, below, decoded
 _POLL_SECONDS = 0.2
 _COMPRESSION = 3
 """Most of what gzip can do, at a fraction of its time: the ranks use the cores too."""
+
+
+def is_run_allowed(
+    factory: str,
+    checkpoint_directory: str | None,
+    *,
+    models: Sequence[str],
+    checkpoint_directories: Sequence[str] | None,
+) -> bool:
+    """Whether an agent takes a run: the one rule for the service, which chooses agents, and for agents.
+
+    Parameters
+    ----------
+    factory, checkpoint_directory
+        Of the run; without checkpoints there is no directory.
+    models, checkpoint_directories
+        What the agent allows: see :func:`is_allowed` and :func:`is_directory_allowed`.
+    """
+    return is_allowed(factory, models) and is_directory_allowed(checkpoint_directory, checkpoint_directories)
+
+
+def is_directory_allowed(directory: str | None, allowed: Sequence[str] | None) -> bool:
+    """Whether an absolute path is one of an agent's directories or lies below one.
+
+    None of ``allowed`` restricts nothing. Only the text counts: links must be resolved before. A path with
+    ``..`` is in no directory.
+    """
+    if directory is None or allowed is None:
+        return True
+    wanted = PurePosixPath(directory)
+    return ".." not in wanted.parts and any(wanted.is_relative_to(each) for each in allowed)
 
 
 def is_allowed(factory: str, patterns: Sequence[str]) -> bool:

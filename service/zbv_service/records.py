@@ -51,6 +51,8 @@ class SearchRecord:
         How often the search was started.
     crashes
         How often its process died.
+    is_wanted_by_client
+        Whether anybody has submitted it for itself; else runs have that wait for its plan.
     """
 
     id: str
@@ -71,6 +73,7 @@ class SearchRecord:
     updated_at: datetime
     finished_at: datetime | None
     created_by: str | None = None
+    is_wanted_by_client: bool = True
 
 
 @dataclass(frozen=True)

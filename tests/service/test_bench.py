@@ -112,3 +112,15 @@ def test_a_service_that_does_not_start_is_said_with_its_log(
 def test_a_wrong_name_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "everything"]) == 2
     assert "streams" in capsys.readouterr().err
+
+
+def test_heartbeats_of_a_run_are_measured_and_nobody_is_lost(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    database = f"sqlite:///{tmp_path}/beats.db"
+    main(
+        ["bench", "heartbeats", "--agents", "8", "--seconds", "1", "--database", database, "-o", str(output)]
+    )
+    found = {row["what"]: row for row in json.loads(output.read_text())["heartbeats"]}
+    assert found["8 agents: heartbeats"]["value"] == 4
+    for name in ("answered otherwise than 200", "agents lost", "the run went on undisturbed"):
+        assert found[name]["verdict"] == "met", name

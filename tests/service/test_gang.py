@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zbv_service.client_runs import is_allowed
-from zbv_service.runs.gang import Offer, Wanted, choose
+from zbv_service.client_runs import is_allowed, is_directory_allowed, is_run_allowed
+from zbv_service.runs.gang import Offer, Wanted, choose, lack
 
 runs = st.lists(
     st.builds(
@@ -15,6 +17,7 @@ runs = st.lists(
         nodes=st.integers(1, 4),
         ranks_per_node=st.integers(1, 2),
         factory=st.sampled_from(["a.b:c", "x.y:z"]),
+        checkpoint_directory=st.sampled_from([None, "/data/run", "/home/run"]),
     ),
     max_size=8,
 )
@@ -25,9 +28,20 @@ agents = st.lists(
         slots=st.integers(1, 3),
         is_idle=st.booleans(),
         allowed_models=st.sampled_from([(), ("a.*",), ("*",)]),
+        checkpoint_directories=st.sampled_from([None, (), ("/data",)]),
+        owner=st.sampled_from([None, "one", "two"]),
     ),
     max_size=10,
 )
+
+
+def takes(agent: Offer, run: Wanted) -> bool:
+    """Whether an agent may be given a run, busy or not."""
+    return (
+        agent.slots >= run.ranks_per_node
+        and is_allowed(run.factory, agent.allowed_models)
+        and is_directory_allowed(run.checkpoint_directory, agent.checkpoint_directories)
+    )
 
 
 @given(runs, agents)
@@ -39,7 +53,8 @@ def test_a_gang_is_whole_idle_large_enough_and_its_own(waiting: list[Wanted], of
     for run in waiting:
         gang = [known[agent_id] for agent_id in placed.get(run.run_id, [])]
         assert len(gang) in (0, run.nodes)
-        assert all(agent.is_idle and agent.slots >= run.ranks_per_node for agent in gang)
+        assert all(agent.is_idle and takes(agent, run) for agent in gang)
+        assert len({agent.owner for agent in gang}) <= 1
 
 
 @given(runs, agents)
@@ -47,10 +62,8 @@ def test_nobody_stands_idle_whom_the_oldest_run_could_use(waiting: list[Wanted],
     if not waiting:
         return
     oldest = waiting[0]
-    large = [offer for offer in offers if offer.slots >= oldest.ranks_per_node]
-    willing = [offer for offer in large if is_allowed(oldest.factory, offer.allowed_models)]
-    pool = willing if len(willing) >= oldest.nodes else large
-    can_start = sum(offer.is_idle for offer in pool) >= oldest.nodes
+    idle = Counter(offer.owner for offer in offers if offer.is_idle and takes(offer, oldest))
+    can_start = max(idle.values(), default=0) >= oldest.nodes
     assert (oldest.run_id in choose(waiting, offers)) == can_start
 
 
@@ -64,10 +77,60 @@ def test_a_large_run_keeps_its_agents_from_younger_ones_and_an_impossible_one_do
     assert choose([Wanted("huge", 3, 1, "a:b"), small], offers) == {"small": ["p"]}
 
 
-def test_a_run_goes_where_its_model_is_allowed() -> None:
-    offers = [Offer("none", 1, True, ()), Offer("right", 1, True, ("a.*",))]
-    assert choose([Wanted("r", 1, 1, "a.b:c")], offers) == {"r": ["right"]}
-    assert choose([Wanted("r", 1, 1, "z.b:c")], offers) == {"r": ["none"]}
+def test_a_run_waits_for_agents_that_allow_its_model_and_its_checkpoints() -> None:
+    offers = [
+        Offer("none", 1, True, ()),
+        Offer("right", 1, True, ("a.*",), checkpoint_directories=("/data",)),
+    ]
+    assert choose([Wanted("r", 1, 1, "a.b:c", "/data/run")], offers) == {"r": ["right"]}
+    assert choose([Wanted("r", 1, 1, "z.b:c")], offers) == {}
+    assert choose([Wanted("r", 1, 1, "a.b:c", "/home/run")], offers) == {}
+    assert choose([Wanted("r", 2, 1, "a.b:c")], offers) == {}
+
+
+def test_a_run_is_not_given_again_to_an_agent_that_refused_it() -> None:
+    offers = [Offer("p", 1, True, ("*",)), Offer("q", 1, True, ("*",))]
+    assert choose([Wanted("r", 1, 1, "a.b:c", refused_by=frozenset("p"))], offers) == {"r": ["q"]}
+
+
+def test_what_a_run_lacks_is_said() -> None:
+    offers = [
+        Offer("small", 1, True, ("a.*",)),
+        Offer("closed", 2, True, ()),
+        Offer("elsewhere", 2, True, ("*",), checkpoint_directories=("/home",)),
+        Offer("refuser", 2, True, ("*",)),
+        Offer("busy", 2, False, ("*",)),
+    ]
+    run = Wanted("r", 2, 2, "a.b:c", "/data", frozenset({"refuser"}))
+    assert choose([run], offers) == {}
+    assert lack(run, offers) == (
+        "2 agents with 2 slots each that allow model a.b:c and checkpoints in /data; 1 of 5 agents can "
+        "take it, 1 of these busy, 1 with too few slots, 1 not allowing the model, 1 not allowing the "
+        "checkpoint directory, 1 having refused it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("directory", "allowed", "expected"),
+    [
+        (None, (), True),
+        ("/data/run", None, True),
+        ("/data/run", (), False),
+        ("/data/run", ("/data",), True),
+        ("/data", ("/data/",), True),
+        ("/data//run/", ("/data/run",), True),
+        ("/database", ("/data",), False),
+        ("/data/../home", ("/data",), False),
+        ("/", ("/data",), False),
+    ],
+)
+def test_a_directory_is_allowed_with_all_that_is_below_it(
+    directory: str | None, allowed: tuple[str, ...] | None, expected: bool
+) -> None:
+    assert is_directory_allowed(directory, allowed) == expected
+    found = is_run_allowed("a:b", directory, models=["a"], checkpoint_directories=allowed)
+    assert found == expected
+    assert not is_run_allowed("z:b", directory, models=["a"], checkpoint_directories=allowed)
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_progress_is_that_of_the_slowest_rank_that_has_begun() -> None:
         ranks = [{"rank": rank, "step": step} for rank, step in enumerate(steps)]
         return client_runs.Run("r", "running", None, None, {"members": [{"ranks": ranks}], "steps": 9})
 
-    assert run_command.progress(run(4, 3, None)) == "step 3 of 9"
+    assert run_command.progress(run(4, 3, None)) == "last reported step 3 of 9"
     assert run_command.progress(run(None)) == run_command.progress(run()) == ""
 
 

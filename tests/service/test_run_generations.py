@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.runs_over_http import MODEL, beat, end, events, register, run_of, started, submit, work
+from support.runs_over_http import (
+    MODEL,
+    beat,
+    end,
+    events,
+    register,
+    run_of,
+    started,
+    submit,
+    until_run,
+    words,
+    work,
+)
 from support.serving import Service, Serving
 from zbv_service.documents import parse_body
 from zbv_service.runs.documents import RunRequest
@@ -68,14 +80,89 @@ async def test_a_late_report_of_a_former_generation_changes_nothing(serving: Ser
         assert [node["state"] for node in found["members"]] == ["assigned", "assigned"]
 
 
-@pytest.mark.parametrize("kind", ["refused", "invalid"])
-async def test_what_would_only_fail_again_is_not_retried(serving: Serving, kind: str) -> None:
+async def test_what_would_only_fail_again_is_not_retried(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=5)
         await end(service, first, run_id, "failed", {"kind": "peer", "rank": 0, "detail": "rank 1 is gone"})
-        await end(service, second, run_id, "failed", {"kind": kind, "rank": 1, "detail": "wrong"})
+        await end(service, second, run_id, "failed", {"kind": "invalid", "rank": 1, "detail": "wrong"})
         found = await run_of(service, run_id)
         assert (found["state"], found["generation"], found["error"]["detail"]) == ("failed", 0, "wrong")
+
+
+async def test_a_run_that_an_agent_refuses_waits_for_another_and_fails_nothing(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id, first, second = await started(service, retries=0)
+        refusal = {"kind": "refused", "detail": "agent host-b does not load model a.b:c."}
+        await end(service, second, run_id, "failed", refusal)
+        assert (await beat(service, first, run_id))["cause"] == "failed"
+        await end(service, first, run_id, "stopped")
+        found = await until_run(service, run_id, lambda run: run["waits_for"])
+        assert (found["state"], found["generation"], found["failures"]) == ("waiting", 1, [])
+        assert [(each["agent"], each["message"]) for each in found["refusals"]] == [
+            ("host-b", refusal["detail"])
+        ]
+        assert "1 of 2 agents can take it, 1 having refused it" in found["waits_for"]
+        assert "1 of 2 agents can take it" in await words(service, f"/runs/{run_id}")
+        assert "host-b refused the run" in await words(service, f"/runs/{run_id}")
+        third = await register(service, "c")
+        assert {(await work(service, agent))["generation"] for agent in (first, third)} == {1}
+        # The refusal took no retry, of which this run has none.
+        await end(service, first, run_id, "failed", KILLED, generation=1)
+        await end(service, third, run_id, "stopped", generation=1)
+        found = await run_of(service, run_id)
+        assert (found["state"], found["waits_for"], len(found["failures"])) == ("failed", None, 1)
+
+
+async def test_a_run_is_given_only_to_agents_that_allow_it(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        closed = [await register(service, digit, allowed_models=[], slots=2) for digit in "ab"]
+        allows = {"models": ["a.*"], "checkpoint_directories": ["/elsewhere"]}
+        await register(service, "c", allows=allows, slots=2)
+        checkpoint = {"directory": "/data/run", "every": 5}
+        run_id = (await submit(service, nodes=1, options={"checkpoint": checkpoint})).json()["id"]
+        found = await until_run(service, run_id, lambda run: run["waits_for"])
+        assert "0 of 3 agents can take it, 2 not allowing the model, 1 not" in found["waits_for"]
+        fitting = await register(
+            service, "d", allows={**allows, "checkpoint_directories": ["/data"]}, slots=2
+        )
+        assert (await work(service, fitting))["run_id"] == run_id
+        for agent in closed:
+            assert (await service.http.get(f"/v1/agents/{agent}")).json()["run_id"] is None
+        shown = (await service.http.get(f"/v1/agents/{fitting}")).json()
+        assert (shown["allowed_models"], shown["checkpoint_directories"]) == (["a.*"], ["/data"])
+
+
+async def test_the_cause_of_every_generation_stays_after_a_later_one_succeeds(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id, first, second = await started(service, retries=3)
+        await beat(service, second, run_id, 7)
+        hang = {"rank": 0, "step": None, "action": None, "peer": 1, "message": "no answer for 20 s"}
+        await end(service, second, run_id, "failed", {"kind": "peer", "failure": hang})
+        await end(service, first, run_id, "failed", {"kind": "peer", "rank": 1, "detail": "d"})
+        for agent in (first, second):
+            await work(service, agent)
+        error = {"kind": "error", "rank": 1, "step": 9, "action": "1B2", "detail": "out of memory"}
+        await end(service, first, run_id, "failed", error, generation=1)
+        await end(service, second, run_id, "stopped", generation=1)
+        for agent in (first, second):
+            await work(service, agent)
+            await end(service, agent, run_id, "succeeded", generation=2)
+        found = await run_of(service, run_id)
+        assert (found["state"], found["error"]) == ("succeeded", None)
+        named = ("generation", "kind", "agent", "rank", "step", "action", "peer", "last_step", "message")
+        assert [tuple(cause[name] for name in named) for cause in found["failures"]] == [
+            (0, "peer", "host-a", 1, None, None, None, None, "d"),
+            (1, "error", "host-a", 1, 9, "1B2", None, None, "out of memory"),
+        ]
+        told = [event["detail"] for event in await events(service, run_id) if event["kind"] == "failure"]
+        assert told == [
+            "node 1 (host-b), rank 0, last reported step 7, at 3F1, waiting for rank 1: no answer for 20 s",
+            "node 0 (host-a), rank 1: d",
+            "node 0 (host-a), rank 1, step 9, at 1B2: out of memory",
+        ]
+        seen = await words(service, f"/runs/{run_id}")
+        assert "Generation 1" in seen
+        assert "rank 1 on host-a error step 9, at 1B2 log out of memory" in seen
 
 
 async def test_a_cancelled_run_is_not_begun_anew(serving: Serving) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from typing import Any
@@ -10,7 +9,18 @@ from typing import Any
 import pytest
 from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
-from support.runs_over_http import beat, end, events, import_plan, run_of, started, submit, work
+from support.runs_over_http import (
+    beat,
+    end,
+    events,
+    import_plan,
+    page_of,
+    run_of,
+    started,
+    submit,
+    words,
+    work,
+)
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.pages.run import run_view
 from zbv_service.pages.shell import Shell
@@ -24,19 +34,6 @@ pytestmark = pytest.mark.anyio
 TIMED = {**PROBLEM, "units": {"time": "us"}}
 SLOW = {**TIMED, "costs": {"forward": 3, "backward_input": 1, "backward_weight": 1}}
 SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
-
-
-async def page_of(service: Service, path: str) -> str:
-    answer = await service.http.get(path)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["cache-control"] == "no-store"
-    return answer.text
-
-
-async def words(service: Service, path: str) -> str:
-    """What a reader sees."""
-    text = re.sub(r"<(script|style|head)\b.*?</\1>", " ", await page_of(service, path), flags=re.DOTALL)
-    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())
 
 
 def traces(document: dict[str, Any], plan_id: str, **how: Any) -> list[dict[str, Any]]:
@@ -60,7 +57,7 @@ async def test_a_run_that_waits_says_for_what(serving: Serving) -> None:
     async with serving("held") as service:
         run_id = (await submit(service)).json()["id"]
         seen = await words(service, f"/runs/{run_id}")
-        assert "waiting Waits for 2 nodes with 1 free slot each" in seen
+        assert "waiting Waits for 2 agents" in seen
         assert "Ranks send what they measured a few seconds after their first steps" in seen
         assert "Cancel the run" in seen
         assert 'data-live="state" data-open' in await page_of(service, f"/runs/{run_id}")
@@ -85,7 +82,7 @@ async def test_a_run_that_goes_on_shows_its_ranks_steps_and_losses(serving: Serv
         await send(service, second, run_id, 1, made[1])
         await send(service, second, run_id, 1, "a log", "log")
         seen = await words(service, f"/runs/{run_id}")
-        assert "Step 3 of 5" in seen
+        assert "Every rank has reported step 3 of 5" in seen
         assert re.search(r"Step time [\d.]+ µs median|Step time [\d.]+ µs planned", seen)
         assert "Loss 2 of step 2" in seen
         assert "rank 1 host-b node 1 running" in seen
@@ -162,7 +159,7 @@ async def test_a_run_that_failed_says_why_and_where_its_logs_are(serving: Servin
         await end(service, second, run_id, "stopped")
         seen = await words(service, f"/runs/{run_id}")
         assert "failed <b>boom</b>" in seen
-        assert "Rank 0 on host-a error step 3, 0F1" in seen
+        assert "Rank 0 on host-a error step 3, at 0F1" in seen
         assert "Cancel the run" not in seen
         text = await page_of(service, f"/runs/{run_id}")
         assert "<b>boom" not in text

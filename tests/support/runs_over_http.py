@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,3 +100,16 @@ async def until_run(
         assert time.monotonic() < until, f"did not happen in time: {found}"
         await asyncio.sleep(0.02)
     return found
+
+
+async def page_of(service: Service, path: str) -> str:
+    answer = await service.http.get(path)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["cache-control"] == "no-store"
+    return answer.text
+
+
+async def words(service: Service, path: str) -> str:
+    """What a reader sees."""
+    text = re.sub(r"<(script|style|head)\b.*?</\1>", " ", await page_of(service, path), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())

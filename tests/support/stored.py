@@ -1,11 +1,20 @@
-"""Searches and plans as the database takes them, with made-up content."""
+"""Searches, plans, agents and runs as the database takes them, with made-up content."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from sqlalchemy import event
+from sqlalchemy.ext.asyncio import AsyncEngine
+from zbv_service.database import AgentTable, Database, PlanTable, RunTable
+from zbv_service.database.models import Base
 from zbv_service.records import NewPlan, NewSearch, PlanSummary
+from zbv_service.runs.records import NewAgent, NewRun
 
 
 def a_search(name: str, key: str | None = None, **changes: Any) -> NewSearch:
@@ -36,3 +45,64 @@ def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: A
         }
     )
     return NewPlan(summary, b"document", problem)
+
+
+PLAN = "f" * 64
+
+
+def an_agent(name: str, **changes: Any) -> NewAgent:
+    """An agent for one rank that allows every model."""
+    return replace(NewAgent(name, name, "127.0.0.1", 1000, 1, [], {}, ["*"]), **changes)
+
+
+def a_run(name: str, nodes: int, **changes: Any) -> NewRun:
+    """A run of plan :data:`PLAN` with one rank on each node."""
+    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
+    return replace(NewRun(name, PLAN, None, None, model, nodes, 1, 5, {}, datetime.now(UTC)), **changes)
+
+
+async def begin(database: Database, run_id: str, nodes: int, **changes: Any) -> list[str]:
+    """Register agents and start a run of all of them; the ids of the agents, by node rank."""
+    await PlanTable(database).add(a_plan(PLAN))
+    agents, runs = AgentTable(database), RunTable(database)
+    for index in range(nodes):
+        await agents.add(an_agent(f"{run_id}-{index}"))
+    await runs.add(a_run(run_id, nodes, **changes))
+    assert await runs.assign() == [run_id]
+    run = await runs.get(run_id)
+    assert run is not None
+    return [node.agent_id for node in run.members]
+
+
+@dataclass
+class Counts:
+    """What a database was asked: statements, and rows that became objects, by the name of their class."""
+
+    statements: int = 0
+    loaded: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def nodes(self) -> int:
+        """Rows of nodes."""
+        return self.loaded["NodeRow"]
+
+
+@contextmanager
+def counting(database: Database) -> Iterator[Counts]:
+    """Count while the block runs."""
+    found, engine = Counts(), database._engine
+    assert isinstance(engine, AsyncEngine)
+
+    def executed(*_: object) -> None:
+        found.statements += 1
+
+    def loaded(row: object, _: object) -> None:
+        found.loaded[type(row).__name__] += 1
+
+    event.listen(engine.sync_engine, "before_cursor_execute", executed)
+    event.listen(Base, "load", loaded, propagate=True)
+    try:
+        yield found
+    finally:
+        event.remove(engine.sync_engine, "before_cursor_execute", executed)
+        event.remove(Base, "load", loaded)

@@ -61,6 +61,22 @@ def node_rank_of(run: Run, name: str) -> int:
     return next(int(node["node_rank"]) for node in run.document["members"] if node["agent"] == name)
 
 
+def test_a_run_waits_while_no_agent_allows_its_model(started: Cluster) -> None:
+    """First: its agents leave before others come."""
+    agents = [started.start("wary", allow=None), started.start("choosy", allow="another.*")]
+    until(lambda: started.names() == {"wary", "choosy"}, started.story)
+    run = started.submit()
+    until(lambda: "2 not allowing the model" in (started.client.run(run.id).document["waits_for"] or ""))
+    assert started.client.cancel_run(run.id).state == "cancelled"
+    assert all_gone(*agents)
+    made = [path for agent in agents for path in (agent.folder / "state").iterdir() if path.is_dir()]
+    assert made == [], "what a run needs was prepared"
+    for agent in agents:
+        agent.process.terminate()
+        assert agent.process.wait(timeout=DEADLINE) == 0, agent.log
+    assert started.names() == set()
+
+
 def test_a_rank_killed_in_mid_step_is_named_and_no_rank_is_left_anywhere(pair: Pair) -> None:
     started = pair.started
     run = pair.submit()

@@ -174,4 +174,4 @@ def test_a_killed_agent_is_lost_by_name_and_the_run_goes_on_elsewhere_as_if_undi
     (retry,) = [event["detail"] for event in three.client.run_events(run.id) if event["kind"] == "retry"]
     assert "1 of 1" in retry
     assert f"agent {dead.name}" in retry
-    assert "gave no sign of life for 12 s; its ranks were rank" in retry
+    assert "gave no sign of life for 12 s; last reported steps: rank" in retry

@@ -101,6 +101,16 @@ def get(address: str, path: str, token: str | None = None) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\n{authorization}\r\n".encode()
 
 
+def post(address: str, path: str, body: bytes, token: str | None = None) -> bytes:
+    """The bytes of a POST request with a JSON body."""
+    authorization = f"Authorization: Bearer {token}\r\n" if token else ""
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\n{authorization}"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
 async def saturate(address: str, requests: Sequence[bytes], connections: int, seconds: float) -> Load:
     """As many requests as there are answers, over so many connections, for a while."""
 

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from zbv_service.bench.findings import Finding
 
 ALL = ("ranks", "queue", "stored", "fuzz", "streams")
-NAMES = (*ALL, "page")
+NAMES = (*ALL, "heartbeats", "page")
 _TITLES = {
     "ranks": "Rank plans fetched over loopback",
     "queue": "A queue over SIGKILL",
     "stored": "An identical problem answered from the store",
     "fuzz": "Malformed bodies",
     "streams": "Idle event streams",
+    "heartbeats": "Heartbeats of the agents of one run",
     "page": "The page of a plan in a browser",
 }
 
@@ -38,7 +39,8 @@ def add_bench(commands: Any) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"{', '.join(ALL)}, or all of these (the default); or page, which needs a browser",
+        help=f"{', '.join(ALL)}, or all of these (the default); heartbeats, which needs PostgreSQL; or "
+        "page, which needs a browser",
     )
     bench.add_argument(
         "--seconds", type=_amount, default=10.0, metavar="S", help="of each measurement (default 10)"
@@ -50,6 +52,12 @@ def add_bench(commands: Any) -> None:
     bench.add_argument("--searches", type=_count, default=1000, metavar="N", help="that are queued")
     bench.add_argument("--bodies", type=_count, default=10_000, metavar="N", help="that are malformed")
     bench.add_argument("--streams", type=_count, default=1000, metavar="N", help="that are held open")
+    bench.add_argument("--agents", type=_count, default=512, metavar="N", help="that beat (default 512)")
+    bench.add_argument(
+        "--database",
+        metavar="URL",
+        help="an empty database for heartbeats (default: a PostgreSQL server of its own)",
+    )
     bench.add_argument("--seed", type=int, default=0, help="of the malformed bodies")
     bench.add_argument("-o", "--output", metavar="FILE", help="write the findings as JSON, too")
     bench.set_defaults(run=_bench)
@@ -77,7 +85,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
-    from zbv_service.bench import fuzz, page, queue, ranks, stored, streams
+    from zbv_service.bench import fuzz, heartbeats, page, queue, ranks, stored, streams
 
     if name == "ranks":
         return ranks.measure(parsed.seconds, parsed.connections, parsed.offered)
@@ -87,6 +95,8 @@ def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
         return stored.measure(parsed.seconds)
     if name == "fuzz":
         return fuzz.measure(parsed.bodies, parsed.seed)
+    if name == "heartbeats":
+        return heartbeats.measure(parsed.agents, parsed.seconds, parsed.database)
     if name == "page":
         return page.measure()
     return streams.measure(parsed.streams, parsed.seconds)

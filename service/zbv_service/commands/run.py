@@ -240,7 +240,7 @@ def follow(client: RunClient, run_id: str) -> Run:
     """
     from zbv_service.client import ServiceUnreachable
 
-    last, answered, said_at = 0, time.monotonic(), time.monotonic()
+    last, answered, said_at, lack = 0, time.monotonic(), time.monotonic(), ""
     while True:
         try:
             run = client.run(run_id)  # before its events: of a run that has ended these are all
@@ -258,6 +258,10 @@ def follow(client: RunClient, run_id: str) -> Run:
             last = event["id"]
         if run.is_finished:
             return run
+        if (found := run.document.get("waits_for") or "") != lack:
+            lack = found
+            if lack:
+                _say(f"waits for {lack}")
         if answered - said_at >= PROGRESS_SECONDS and (text := progress(run)):
             said_at = answered
             _say(text)
@@ -265,10 +269,10 @@ def follow(client: RunClient, run_id: str) -> Run:
 
 
 def progress(run: Run) -> str:
-    """Where a run's slowest rank is; nothing before its first step."""
+    """The last reported step of a run's slowest rank; nothing before there is one."""
     steps = [rank["step"] for node in run.document["members"] for rank in node["ranks"]]
     known = [step for step in steps if step is not None]
-    return f"step {min(known)} of {run.document['steps']}" if known else ""
+    return f"last reported step {min(known)} of {run.document['steps']}" if known else ""
 
 
 def _say(text: str) -> None:

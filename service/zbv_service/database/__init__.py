@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from zbv_service.database.agents import AgentTable
 from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
+from zbv_service.database.heartbeats import HeartbeatTable
+from zbv_service.database.listeners import ListenerTable
 from zbv_service.database.plans import PlanTable
 from zbv_service.database.retention import Retention
 from zbv_service.database.run_parts import PartTable
@@ -29,6 +31,8 @@ __all__ = [
     "Database",
     "DatabaseAway",
     "DatabaseUnusable",
+    "HeartbeatTable",
+    "ListenerTable",
     "NameTaken",
     "PartTable",
     "PlanTable",

@@ -1,10 +1,9 @@
-"""Reading and writing agents: who is there, who gives signs of life, and who is lost."""
+"""Reading and writing agents: who is there, and who is lost. Their heartbeats have a table of their own."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from datetime import UTC, datetime
-from typing import Any
+from datetime import datetime
 
 from sqlalchemy import Update as UpdateStatement
 from sqlalchemy import or_, select, update
@@ -13,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
 from zbv_service.database.paging import begins, page_after, page_of
-from zbv_service.database.run_end import add_event, changed, end_node, lock_run, nodes_of
+from zbv_service.database.run_end import add_event, changed, end_node, lock_run, node_of
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
 from zbv_service.records import Page, Position
 from zbv_service.runs.records import AGENT_PRESENT, AgentFilter, AgentRecord, AgentState, NewAgent
@@ -30,12 +29,12 @@ class AgentTable:
 
     async def add(self, new: NewAgent) -> tuple[AgentRecord, bool]:
         """Register an agent; the same one again is not added. And whether it was added."""
-        now = datetime.now(UTC)
         try:
             async with self._database.writing() as session:
                 known = await session.get(AgentRow, new.id)
                 if known is not None:
                     return _record(known), False
+                now = await self._database.now(session)
                 row = AgentRow(**asdict(new), state="live", run_id=None, created_at=now, seen_at=now)
                 session.add(row)
         except IntegrityError:  # the same request came twice at once; agents are never deleted
@@ -65,13 +64,6 @@ class AgentTable:
         async with self._database.reading() as session:
             records = [_record(row) for row in await session.scalars(query)]
         return page_of(records, limit, after, lambda agent: (agent.created_at, agent.id))
-
-    async def seen(self, agent_id: str, port: int | None = None) -> AgentRecord | None:
-        """Note a sign of life, of an agent that is not lost, and the port that is free there now."""
-        values: dict[str, Any] = {"seen_at": datetime.now(UTC)} | ({} if port is None else {"port": port})
-        async with self._database.writing() as session:
-            await session.execute(_present(agent_id).values(**values))
-        return await self.get(agent_id)
 
     async def drain(self, agent_id: str) -> AgentRecord | None:
         """Give an agent no more work."""
@@ -124,30 +116,30 @@ async def _remove(
     if not await changed(session, unchanged.values(state=state)):
         return False
     if run is not None:
-        await _end_nodes(session, run, row, reason)
+        await _end_its_node(session, run, row, reason)
     return True
 
 
-async def _end_nodes(session: AsyncSession, run: RunRow, agent: AgentRow, reason: str) -> None:
-    for node in await nodes_of(session, run):
-        if node.agent_id != agent.id or node.state == "ended":
-            continue
-        detail = (
-            f"agent {agent.name} ({agent.address}, node {node.node_rank}) {reason}; "
-            f"its ranks were {_places(node)}. See whether the host and its zbv-worker agent are up."
-        )
-        add_event(session, run.id, "agent-lost", f"agent {agent.name} {reason}")
-        failure = {"kind": "agent-lost", "rank": None, "step": None, "action": None, "peer": None}
-        await end_node(session, run, node, "failed", [{**failure, "detail": detail}])
+async def _end_its_node(session: AsyncSession, run: RunRow, agent: AgentRow, reason: str) -> None:
+    node = await node_of(session, run, agent.id)
+    if node is None or node.state == "ended":
+        return
+    detail = (
+        f"agent {agent.name} ({agent.address}, node {node.node_rank}) {reason}; {_places(node)}. "
+        f"See whether the host and its zbv-worker agent are up."
+    )
+    add_event(session, run.id, "agent-lost", f"agent {agent.name} {reason}")
+    failure = {"kind": "agent-lost", "rank": None, "step": None, "action": None, "peer": None}
+    await end_node(session, run, node, "failed", [{**failure, "detail": detail}])
 
 
 def _places(node: NodeRow) -> str:
     known = [
-        f"rank {place['rank']} in step {place['step']} at {place['action'] or '…'}"
+        f"rank {place['rank']} step {place['step']} at {place['action'] or '…'}"
         for place in node.ranks
         if place.get("step") is not None
     ]
-    return ", ".join(known) or "not yet in their first step"
+    return f"last reported steps: {', '.join(known)}" if known else "its ranks had reported no step"
 
 
 def _present(agent_id: str) -> UpdateStatement:

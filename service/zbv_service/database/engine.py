@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from alembic.util.exc import CommandError
@@ -114,6 +115,17 @@ class Database:
                 await connection.execution_options(isolation_level="AUTOCOMMIT")
                 found: Sequence[Row[Any]] = (await connection.execute(query, values)).all()
                 return found
+
+    async def now(self, session: AsyncSession) -> datetime:
+        """The moment on the database's clock: services on several machines compare no other times.
+
+        Microseconds on PostgreSQL, milliseconds on SQLite.
+        """
+        if not self.is_sqlite:
+            moment: datetime = (await session.execute(text("SELECT clock_timestamp()"))).scalar_one()
+            return moment.astimezone(UTC)
+        shown: str = (await session.execute(text("SELECT strftime('%Y-%m-%d %H:%M:%f', 'now')"))).scalar_one()
+        return datetime.fromisoformat(shown).replace(tzinfo=UTC)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:

@@ -68,6 +68,7 @@ class SearchRow(Base):
     ``request_key`` is given up (null) by a search that is cancelled or failed, so that asking again
     starts a new one. ``problem_objective`` is what is to be minimised, ``objective`` how far that came.
     ``last_event`` is the number of its newest event; it grows in the transaction that adds one.
+    ``is_wanted_by_client`` is false while only runs have asked for it: the last of them takes it away.
     """
 
     __tablename__ = "searches"
@@ -90,6 +91,7 @@ class SearchRow(Base):
     plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     cancel_requested: Mapped[bool]
+    is_wanted_by_client: Mapped[bool]
     attempts: Mapped[int]
     crashes: Mapped[int]
     fence: Mapped[int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, fields
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -69,12 +69,14 @@ class PlanTable:
 
     async def best_of(self, problem_keys: Collection[str]) -> dict[str, PlanSummary]:
         """The best plan of each of these problems that has one, by the problem's key."""
-        query = select(PlanRow.problem_key, *_SUMMARY).where(PlanRow.problem_key.in_(problem_keys))
-        best: dict[str, PlanSummary] = {}
+        order = (PlanRow.value, PlanRow.created_at)
+        place = func.row_number().over(partition_by=PlanRow.problem_key, order_by=order)
+        ranked = select(PlanRow.plan_id, place.label("place")).where(PlanRow.problem_key.in_(problem_keys))
+        found = ranked.subquery()
+        query = select(PlanRow.problem_key, *_SUMMARY).join(found, PlanRow.plan_id == found.c.plan_id)
         async with self._database.reading() as session:
-            for key, *row in await session.execute(query.order_by(PlanRow.value, PlanRow.created_at)):
-                best.setdefault(key, PlanSummary(*row))
-        return best
+            rows = await session.execute(query.where(found.c.place == 1))
+            return {key: PlanSummary(*row) for key, *row in rows}
 
 
 _SUMMARY = tuple(getattr(PlanRow, field.name) for field in fields(PlanSummary))

@@ -9,6 +9,7 @@ nodes, then agents; several runs or agents of one transaction by their ids.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from zbv_service.runs.records import (
     RUN_ENDED,
     NodeOutcome,
     RunState,
+    place_of,
 )
 
 
@@ -38,6 +40,13 @@ async def nodes_of(session: AsyncSession, run: RunRow) -> list[NodeRow]:
     """The nodes of a run's current generation, by node rank."""
     query = select(NodeRow).where(NodeRow.run_id == run.id, NodeRow.generation == run.generation)
     return list(await session.scalars(query.order_by(NodeRow.node_rank)))
+
+
+async def node_of(session: AsyncSession, run: RunRow, agent_id: str) -> NodeRow | None:
+    """The node that an agent has in a run's current generation: one row, however large the run is."""
+    of_it = (NodeRow.agent_id == agent_id, NodeRow.run_id == run.id, NodeRow.generation == run.generation)
+    query = select(NodeRow).where(*of_it).order_by(NodeRow.node_rank.desc()).limit(1)
+    return await session.scalar(query.execution_options(populate_existing=True))
 
 
 async def end_node(
@@ -54,22 +63,28 @@ async def end_node(
     if node.state == "ended":
         return
     now = datetime.now(UTC)
-    where = {"node_rank": node.node_rank, "agent": node.agent_name}
     node.state, node.outcome, node.ended_at = "ended", outcome, now
-    node.failures = [{**where, **failure} for failure in failures]
+    node.failures = [_placed(node, failure) for failure in failures]
     await session.execute(
         update(AgentRow).where(AgentRow.id == node.agent_id, AgentRow.run_id == run.id).values(run_id=None)
     )
-    for failure in failures:
-        said = f"node {node.node_rank} ({node.agent_name}): {failure['detail']}"
-        add_event(session, run.id, "failure", said)
+    for failure in node.failures:
+        add_event(session, run.id, "failure", _told(failure))
     if outcome != "succeeded":
         run.stop_requested = True
     run.updated_at = now
     await session.flush()
-    nodes = await nodes_of(session, run)
-    if run.state not in RUN_ENDED and all(each.state == "ended" for each in nodes):
-        _end_generation(session, run, nodes)
+    if run.state in RUN_ENDED or await _goes_on(session, run):
+        return
+    _end_generation(session, run, await nodes_of(session, run))
+
+
+async def _goes_on(session: AsyncSession, run: RunRow) -> bool:
+    """Whether a node of a locked run's generation has not ended; its nodes are read once, when all have."""
+    open_node = select(NodeRow.node_rank).where(
+        NodeRow.run_id == run.id, NodeRow.generation == run.generation, NodeRow.state != "ended"
+    )
+    return await session.scalar(open_node.limit(1)) is not None
 
 
 def add_event(session: AsyncSession, run_id: str, kind: str, detail: str) -> None:
@@ -84,7 +99,7 @@ async def changed(session: AsyncSession, statement: UpdateStatement) -> int:
 
 def end_run(session: AsyncSession, run: RunRow, state: RunState, error: dict[str, Any] | None = None) -> None:
     """A locked run's last state."""
-    run.state, run.error = state, error
+    run.state, run.error, run.waits_for = state, error, None
     run.finished_at = run.updated_at = datetime.now(UTC)
     run.offer = run.target_plan_id = None
     add_event(session, run.id, state, "" if error is None else str(error["detail"]))
@@ -103,26 +118,92 @@ def _end_generation(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) ->
     elif run.cancel_requested:
         end_run(session, run, "cancelled")
     else:
-        failures = [failure for node in nodes for failure in node.failures]
-        error, retries = _error_of(failures), int(run.options.get("retries", DEFAULT_RETRIES))
-        is_final = any(failure["kind"] in FINAL_FAILURES for failure in failures)
-        if is_final or run.generation >= retries:
-            end_run(session, run, "failed", error)
-        else:
-            _begin_anew(session, run, retries, str(error["detail"]))
+        _end_failed(session, run, nodes)
 
 
-def _begin_anew(session: AsyncSession, run: RunRow, retries: int, why: str) -> None:
+def _end_failed(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) -> None:
+    """Fail a locked run, or have it wait for agents again: for others, where some refused it."""
+    failures = _causes_first(failure for node in nodes for failure in node.failures)
+    is_final = any(failure["kind"] in FINAL_FAILURES for failure in failures)
+    refusals = [_refusal(run, node) for node in nodes if _has_refused(node)]
+    if refusals and not is_final:
+        run.refusals = [*run.refusals, *refusals]
+        names = ", ".join(refusal["agent"] for refusal in refusals)
+        _wait_again(session, run, "refused", f"by {names}; the run waits for other agents")
+        return
+    if failures:
+        run.failures = [*run.failures, _cause(run, failures)]
+    error, retries = _error_of(failures), int(run.options.get("retries", DEFAULT_RETRIES))
+    tried = run.generation - len({refusal["generation"] for refusal in run.refusals})
+    if is_final or tried >= retries:
+        end_run(session, run, "failed", error)
+    else:
+        _wait_again(session, run, "retry", f"retry {tried + 1} of {retries} after: {error['detail']}")
+
+
+def _wait_again(session: AsyncSession, run: RunRow, kind: str, detail: str) -> None:
     """Have a locked run wait for agents again; its ranks resume from their last checkpoint by themselves."""
     run.state, run.stop_requested = "waiting", False
     run.generation += 1
-    add_event(session, run.id, "retry", f"retry {run.generation} of {retries} after: {why}")
+    add_event(session, run.id, kind, detail)
     if run.target_plan_id is not None:
         change_plan(session, run, run.target_plan_id, f"from the start of generation {run.generation}")
 
 
-def _error_of(failures: list[dict[str, Any]]) -> dict[str, Any]:
+def _has_refused(node: NodeRow) -> bool:
+    return any(failure["kind"] == "refused" for failure in node.failures)
+
+
+def _refusal(run: RunRow, node: NodeRow) -> dict[str, Any]:
+    """What a run keeps of an agent that refused it."""
+    (detail, *_) = (failure["detail"] for failure in node.failures if failure["kind"] == "refused")
+    return {
+        "generation": run.generation,
+        "at": datetime.now(UTC).isoformat(),
+        "agent_id": node.agent_id,
+        "agent": node.agent_name,
+        "message": detail,
+    }
+
+
+def _cause(run: RunRow, failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a run keeps of a generation that failed: its first cause, and how many failures followed."""
+    first = failures[0]
+    kept = ("kind", "node_rank", "agent", "rank", "step", "action", "peer", "last_step", "last_action")
+    return {
+        "generation": run.generation,
+        "at": datetime.now(UTC).isoformat(),
+        **{name: first.get(name) for name in kept},
+        "message": first["detail"],
+        "consequences": len(failures) - 1,
+    }
+
+
+def _placed(node: NodeRow, failure: dict[str, Any]) -> dict[str, Any]:
+    """A failure with its node, and with what its rank reported last: that may lag behind the failure."""
+    rank = failure.get("rank")
+    last: dict[str, Any] = next((place for place in node.ranks if place.get("rank") == rank), {})
+    return {
+        "node_rank": node.node_rank,
+        "agent": node.agent_name,
+        "last_step": last.get("step"),
+        "last_action": last.get("action"),
+        **failure,
+    }
+
+
+def _told(failure: dict[str, Any]) -> str:
+    """A failure as an event: where it happened, then what was said of it."""
+    where = place_of(failure)
+    at = f"node {failure['node_rank']} ({failure['agent']})"
+    return f"{at}{', ' if where else ''}{where}: {failure['detail']}"
+
+
+def _causes_first(failures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(failures, key=lambda failure: FAILURE_KINDS.index(failure["kind"]))
+
+
+def _error_of(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The failures, causes before consequences; the first speaks for the run."""
-    ordered = sorted(failures, key=lambda failure: FAILURE_KINDS.index(failure["kind"]))
-    detail = str(ordered[0]["detail"]) if ordered else "The nodes were stopped; no failure was reported."
-    return problems.document(problems.RUN_FAILED, detail, failures=ordered)
+    detail = str(failures[0]["detail"]) if failures else "The nodes were stopped; no failure was reported."
+    return problems.document(problems.RUN_FAILED, detail, failures=list(failures))

@@ -12,7 +12,11 @@ from zbv_service.database.models import Base
 
 
 class RunRow(Base):
-    """A run: the durable truth about it."""
+    """A run: the durable truth about it.
+
+    ``failures`` has the cause of every generation that failed, ``refusals`` the agents that refused the run,
+    ``waits_for`` what a waiting run lacks.
+    """
 
     __tablename__ = "runs"
 
@@ -33,6 +37,9 @@ class RunRow(Base):
     stop_requested: Mapped[bool]
     cancel_requested: Mapped[bool]
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    failures: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    refusals: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    waits_for: Mapped[str | None]
     created_at: Mapped[datetime]
     created_by: Mapped[str | None] = mapped_column(String(200))
     started_at: Mapped[datetime | None]
@@ -46,7 +53,10 @@ class RunRow(Base):
 
 
 class AgentRow(Base):
-    """An agent. It has one ``run_id``, so two runs cannot share it."""
+    """An agent. It has one ``run_id``, so two runs cannot share it.
+
+    No index has ``seen_at``: a sign of life then changes no index.
+    """
 
     __tablename__ = "agents"
 
@@ -58,12 +68,26 @@ class AgentRow(Base):
     devices: Mapped[list[str]] = mapped_column(JSON)
     versions: Mapped[dict[str, Any]]
     allowed_models: Mapped[list[str]] = mapped_column(JSON)
+    checkpoint_directories: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     state: Mapped[str] = mapped_column(String(16))
     run_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("runs.id"))
     created_at: Mapped[datetime]
     seen_at: Mapped[datetime]
 
-    __table_args__ = (Index("ix_agents_state", "state", "created_at"),)
+    __table_args__ = (
+        Index("ix_agents_state", "state", "created_at"),
+        Index("ix_agents_created_at", "created_at", "id"),
+    )
+
+
+class ListenerRow(Base):
+    """A service that listens to agents: when it last looked, and since when without a pause."""
+
+    __tablename__ = "listeners"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    looked_at: Mapped[datetime]
+    listening_since: Mapped[datetime]
 
 
 class NodeRow(Base):
@@ -82,6 +106,8 @@ class NodeRow(Base):
     ranks: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     failures: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     ended_at: Mapped[datetime | None]
+
+    __table_args__ = (Index("ix_run_nodes_agent", "agent_id", "run_id", "generation"),)
 
 
 class EventRow(Base):

@@ -60,10 +60,11 @@ class RunPlanTable:
 
     async def replanned(self) -> list[str]:
         """Runs under way that ask for a look at their measured costs."""
-        query = select(RunRow.id, RunRow.options).where(RunRow.state == "running")
+        query = select(RunRow.id).where(RunRow.state == "running")
         async with self._database.reading() as session:
-            found = await session.execute(query.order_by(RunRow.updated_at).limit(_CONSIDERED))
-            return [run_id for run_id, options in found if options.get("replan", "off") != "off"]
+            wanted = RunRow.options["replan"].as_string().in_(["auto", "ask"])
+            found = await session.scalars(query.where(wanted).order_by(RunRow.created_at).limit(_CONSIDERED))
+            return list(found)
 
     async def remember(self, run_id: str, before: Replanning | None, after: Replanning) -> bool:
         """Note a look; False when another service looked in the meantime."""

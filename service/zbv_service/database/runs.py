@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from typing import Any
 
 from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -18,10 +17,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.database.paging import begins, page_after, page_of
-from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, nodes_of
+from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, node_of, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.records import Page, Position
-from zbv_service.runs.gang import Offer, Wanted, choose
+from zbv_service.runs.gang import Offer, Wanted, choose, lack
 from zbv_service.runs.records import (
     RUN_ENDED,
     EventRecord,
@@ -42,7 +41,7 @@ class AgentsTaken(Exception):
 
 
 class SearchGone(Exception):
-    """There is no such search any more."""
+    """The search was discarded or cancelled."""
 
 
 class RunTable:
@@ -57,7 +56,7 @@ class RunTable:
         Raises
         ------
         SearchGone
-            When the search that it is to wait for has been discarded meanwhile.
+            When the search that it is to wait for has been discarded or cancelled meanwhile.
         """
         row = RunRow(
             **asdict(new),
@@ -65,6 +64,8 @@ class RunTable:
             generation=0,
             stop_requested=False,
             cancel_requested=False,
+            failures=[],
+            refusals=[],
             updated_at=new.created_at,
         )
         try:
@@ -93,6 +94,12 @@ class RunTable:
             row = await session.get(RunRow, run_id)
             return None if row is None else _record(row, await nodes_of(session, row))
 
+    async def brief(self, run_id: str) -> RunRecord | None:
+        """A run by id without its nodes: one row, however large the run is."""
+        async with self._database.reading() as session:
+            row = await session.get(RunRow, run_id)
+            return None if row is None else _record(row, ())
+
     async def newest(self, limit: int) -> list[RunRecord]:
         """The newest runs first."""
         return list((await self.page(RunFilter(), limit)).items)
@@ -103,10 +110,8 @@ class RunTable:
         query = page_after(query, RunRow.created_at, RunRow.id, limit, after)
         async with self._database.reading() as session:
             rows = list(await session.scalars(query))
-            ids = [row.id for row in rows]
-            found = select(NodeRow).where(NodeRow.run_id.in_(ids)).order_by(NodeRow.node_rank)
-            nodes = list(await session.scalars(found))
-        records = [_record(row, (n for n in nodes if _is_of(n, row))) for row in rows]
+            nodes = await _nodes_of_all(session, [row.id for row in rows[:limit]])
+        records = [_record(row, nodes.get(row.id, ())) for row in rows]
         return page_of(records, limit, after, lambda run: (run.created_at, run.id))
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
@@ -151,11 +156,25 @@ class RunTable:
             runs = {row.id: row for row in await session.scalars(waiting.limit(_CONSIDERED))}
             live = select(AgentRow).where(AgentRow.state == "live")
             agents = {a.id: a for a in await session.scalars(live.order_by(AgentRow.created_at, AgentRow.id))}
-            placed = choose([*map(_wanted, runs.values())], [*map(_offer, agents.values())])
+            wanted, offers = [*map(_wanted, runs.values())], [*map(_offer, agents.values())]
+            placed = choose(wanted, offers)
             await _lock(session, placed)
             for run_id, agent_ids in placed.items():
                 await _take(session, runs[run_id], [agents[agent_id] for agent_id in agent_ids])
+        said = {run.run_id: lack(run, offers) for run in wanted if run.run_id not in placed}
+        await self._say_lack(
+            {run_id: text for run_id, text in said.items() if runs[run_id].waits_for != text}
+        )
         return list(placed)
+
+    async def _say_lack(self, said: Mapping[str, str]) -> None:
+        """Note what waiting runs lack."""
+        if not said:
+            return
+        async with self._database.writing() as session:
+            for run_id in sorted(said):
+                waits = update(RunRow).where(RunRow.id == run_id, RunRow.state == "waiting")
+                await session.execute(waits.values(waits_for=said[run_id]))
 
     async def work_of(self, agent_id: str) -> Work | None:
         """The node that an agent has; the same however often it is asked for."""
@@ -164,36 +183,21 @@ class RunTable:
             run = None if run_id is None else await session.get(RunRow, run_id)
             if run is None:
                 return None
-            nodes = await nodes_of(session, run)
-            mine = next((n for n in nodes if n.agent_id == agent_id and n.state != "ended"), None)
-            return None if mine is None else Work(_record(run, nodes), _node(mine))
+            mine = await node_of(session, run, agent_id)
+            return None if mine is None or mine.state == "ended" else Work(_record(run, [mine]), _node(mine))
 
-    async def progressed(self, agent_id: str, run_id: str, ranks: list[dict[str, Any]]) -> None:
-        """Note where an agent's ranks are; a run all of whose nodes are in a step is running."""
-        async with self._database.writing() as session:
-            run = await lock_run(session, run_id)
-            nodes = [] if run is None else await nodes_of(session, run)
-            mine = next((n for n in nodes if n.agent_id == agent_id and n.state != "ended"), None)
-            if run is None or mine is None:
-                return
-            mine.ranks = ranks
-            if ranks and all(place["step"] is not None for place in ranks):
-                mine.state = "running"
-            if run.state == "starting" and all(node.state == "running" for node in nodes):
-                run.state, run.started_at = "running", datetime.now(UTC)
-                add_event(session, run_id, "running", "every node is in its first step")
-            run.updated_at = datetime.now(UTC)
+    async def with_work(self, agent_ids: Sequence[str]) -> list[str]:
+        """Those of some agents that have a node of a run."""
+        query = select(AgentRow.id).where(AgentRow.id.in_(agent_ids), AgentRow.run_id.is_not(None))
+        return [row.id for row in await self._database.rows(query)]
 
-    async def ended(self, agent_id: str, report: NodeReport) -> RunRecord | None:
+    async def ended(self, agent_id: str, report: NodeReport) -> None:
         """Note how an agent's node ended; a repeated or outdated report changes nothing."""
         async with self._database.writing() as session:
             run = await lock_run(session, report.run_id)
-            if run is None:
-                return None
-            for node in await nodes_of(session, run):
-                if node.agent_id == agent_id and node.generation == report.generation:
-                    await end_node(session, run, node, report.outcome, report.failures)
-        return await self.get(report.run_id)
+            node = None if run is None else await node_of(session, run, agent_id)
+            if run is not None and node is not None and node.generation == report.generation:
+                await end_node(session, run, node, report.outcome, report.failures)
 
 
 def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
@@ -211,6 +215,16 @@ def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
     return found
 
 
+async def _nodes_of_all(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, list[NodeRow]]:
+    """The nodes of the current generations of runs, by node rank."""
+    query = select(NodeRow).join(RunRow, NodeRow.run_id == RunRow.id)
+    query = query.where(RunRow.id.in_(run_ids), NodeRow.generation == RunRow.generation)
+    found: dict[str, list[NodeRow]] = {}
+    for node in await session.scalars(query.order_by(NodeRow.run_id, NodeRow.node_rank)):
+        found.setdefault(node.run_id, []).append(node)
+    return found
+
+
 async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> None:
     """Lock runs and then their agents, both by id: two services that assign at once must not entangle."""
     agent_ids = [agent_id for ids in placed.values() for agent_id in ids]
@@ -225,7 +239,7 @@ async def _take(session: AsyncSession, run: RunRow, agents: list[AgentRow]) -> N
         session,
         update(RunRow)
         .where(RunRow.id == run.id, RunRow.state == "waiting", RunRow.generation == run.generation)
-        .values(state="starting", updated_at=now),
+        .values(state="starting", waits_for=None, updated_at=now),
     )
     ids = [agent.id for agent in agents]
     free = update(AgentRow).where(AgentRow.id.in_(ids), AgentRow.run_id.is_(None), AgentRow.state == "live")
@@ -255,15 +269,26 @@ def _rendezvous(first: AgentRow) -> str:
 
 
 def _wanted(run: RunRow) -> Wanted:
-    return Wanted(run.id, run.nodes, run.ranks_per_node, run.model["factory"])
+    checkpoint = run.options.get("checkpoint")
+    return Wanted(
+        run.id,
+        run.nodes,
+        run.ranks_per_node,
+        run.model["factory"],
+        checkpoint_directory=None if checkpoint is None else checkpoint["directory"],
+        refused_by=frozenset(refusal["agent_id"] for refusal in run.refusals),
+    )
 
 
 def _offer(agent: AgentRow) -> Offer:
-    return Offer(agent.id, agent.slots, agent.run_id is None, tuple(agent.allowed_models))
-
-
-def _is_of(node: NodeRow, run: RunRow) -> bool:
-    return node.run_id == run.id and node.generation == run.generation
+    directories = agent.checkpoint_directories
+    return Offer(
+        agent.id,
+        agent.slots,
+        agent.run_id is None,
+        tuple(agent.allowed_models),
+        checkpoint_directories=None if directories is None else tuple(directories),
+    )
 
 
 def _node(row: NodeRow) -> NodeRecord:
@@ -276,6 +301,6 @@ def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunRecord:
 
 
 async def _held_search(session: AsyncSession, search_id: str) -> bool:
-    """Whether there is such a search; if so, nobody discards it before this transaction ends."""
-    query = select(SearchRow.id).where(SearchRow.id == search_id).with_for_update(read=True, key_share=True)
-    return await session.scalar(query) is not None
+    """Whether there is a search that can give a plan; nobody takes it away before this transaction ends."""
+    query = select(SearchRow.cancel_requested).where(SearchRow.id == search_id)
+    return await session.scalar(query.with_for_update(read=True, key_share=True)) is False

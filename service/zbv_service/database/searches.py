@@ -7,13 +7,14 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Row, and_, bindparam, delete, func, or_, select
+from sqlalchemy import Row, Select, and_, bindparam, delete, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.models import IdempotencyRow, SearchRow
 from zbv_service.database.paging import begins, of_shape, page_after, page_of
 from zbv_service.database.retention import remove_searches
+from zbv_service.database.run_end import changed
 from zbv_service.database.run_models import RunRow
 from zbv_service.database.search_events import first_event, tell_end, tell_state
 from zbv_service.database.search_leases import SearchLeases
@@ -52,12 +53,19 @@ class SearchTable(SearchLeases):
     """The searches of one database."""
 
     async def add(
-        self, new: NewSearch, named: NamedRequest | None = None, *, most: int | None = None
+        self,
+        new: NewSearch,
+        named: NamedRequest | None = None,
+        *,
+        most: int | None = None,
+        for_run: bool = False,
     ) -> tuple[SearchRecord, bool]:
         """Queue a search, or find the one that asks the same; and whether it was added.
 
         Parameters
         ----------
+        for_run
+            Whether only a run asks, which then waits for the search: see :meth:`cancel_unwanted`.
         most
             Unfinished searches that whoever asks for this one may have, None for any number.
 
@@ -68,6 +76,9 @@ class SearchTable(SearchLeases):
         """
         for _ in range(3):
             existing, is_answer = await self._known(new.request_key, named)
+            is_new_to_client = existing is not None and not (for_run or existing.is_wanted_by_client)
+            if existing is not None and is_new_to_client and not await self._want(existing.id):
+                continue  # the last run that waited for it was cancelled just now
             if existing is not None and is_answer:
                 return existing, False
             try:
@@ -80,6 +91,7 @@ class SearchTable(SearchLeases):
                     if most is not None and await _unfinished(session, new.created_by, most) >= most:
                         raise TooManySearches
                     row = _new_row(new)
+                    row.is_wanted_by_client = not for_run
                     session.add(row)
                     await session.flush()  # the event refers to it
                     session.add(first_event(row))
@@ -160,15 +172,32 @@ class SearchTable(SearchLeases):
                 return None
             if row.state in FINISHED or row.cancel_requested:
                 return _record(row)
-            row.cancel_requested, row.request_key, row.updated_at = True, None, now
-            if row.state == "queued" and row.objective is None:
-                row.state, row.finished_at = "cancelled", now
-                await tell_end(session, row, now)
-            else:
-                await tell_state(session, row, now, "cancel-requested")
+            await _give_up(session, row, now)
             record = _record(row)
         self._tell(search_id)
         return record
+
+    async def cancel_unwanted(self, search_id: str) -> bool:
+        """Cancel a search that nobody wants any more; returns whether it was cancelled by this.
+
+        A search is wanted by clients that submitted it for itself, and by runs that wait for its plan.
+        """
+        async with self._database.writing() as session:
+            # Whoever joins it meanwhile waits for this lock, or has already been counted.
+            row = await session.get(SearchRow, search_id, with_for_update=True)
+            if row is None or row.state in FINISHED or row.cancel_requested or row.is_wanted_by_client:
+                return False
+            if await session.scalar(_waiting_run(search_id)) is not None:
+                return False
+            await _give_up(session, row, datetime.now(UTC))
+        self._tell(search_id)
+        return True
+
+    async def _want(self, search_id: str) -> bool:
+        """Note that a client wants a search; False when it has been given up."""
+        kept = update(SearchRow).where(SearchRow.id == search_id, SearchRow.request_key.is_not(None))
+        async with self._database.writing() as session:
+            return await changed(session, kept.values(is_wanted_by_client=True)) == 1
 
     async def discard(self, search_id: str) -> bool:
         """Forget a search and its events, whatever its state; False when there is none.
@@ -184,15 +213,27 @@ class SearchTable(SearchLeases):
             row = await session.get(SearchRow, search_id, with_for_update=True)
             if row is None:
                 return False
-            of_it = RunRow.search_id == search_id
-            waiting = await session.scalar(
-                select(RunRow.id).where(of_it, RunRow.state == "planning").limit(1)
-            )
+            waiting = await session.scalar(_waiting_run(search_id))
             if waiting is not None:
                 raise SearchInUse(waiting)
             await remove_searches(session, [search_id])
         self._tell(search_id)
         return True
+
+
+def _waiting_run(search_id: str) -> Select[str]:
+    """A query for one of the runs that wait for a search's plan."""
+    return select(RunRow.id).where(RunRow.search_id == search_id, RunRow.state == "planning").limit(1)
+
+
+async def _give_up(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+    """Cancel a locked search that goes on; the same request asks for a new one from now on."""
+    row.cancel_requested, row.request_key, row.updated_at = True, None, now
+    if row.state == "queued" and row.objective is None:
+        row.state, row.finished_at = "cancelled", now
+        await tell_end(session, row, now)
+    else:
+        await tell_state(session, row, now, "cancel-requested")
 
 
 async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from zbv_solver.export import quantities
@@ -12,7 +13,7 @@ from zbv_solver.refit import NANOSECONDS
 from zbv_service.pages.run_charts import LossChart, StepChart, duration, loss_chart, step_chart
 from zbv_service.pages.shell import Shell, render
 from zbv_service.records import PlanSummary
-from zbv_service.runs.records import RUN_ENDED, EventRecord, PartInfo, RunRecord
+from zbv_service.runs.records import RUN_ENDED, EventRecord, PartInfo, RunRecord, place_of
 from zbv_service.runs.steps import StepLine
 from zbv_service.security.scopes import allows
 
@@ -50,13 +51,15 @@ class Offer:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended."""
+    """Why a rank ended; of an earlier generation, which, and when."""
 
     kind: str
     rank: int | None
     agent: str
     where: str
     detail: str
+    generation: int | None = None
+    at: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class RunView:
     ranks: tuple[RankRow, ...]
     offer: Offer | None
     failures: tuple[Failure, ...]
+    earlier: tuple[Failure, ...]
     events: tuple[EventRecord, ...]
     generations: tuple[int, ...]
     has_traces: bool
@@ -117,7 +121,8 @@ def run_view(
         losses=loss_chart(lines),
         ranks=tuple(_ranks(run, index)),
         offer=_offer(run),
-        failures=tuple(_failures(run)),
+        failures=tuple(map(_failure, (run.error or {}).get("failures") or ())),
+        earlier=tuple(map(_failure, _earlier(run))),
         events=tuple(events),
         generations=tuple(sorted({part.generation for part in index})),
         has_traces=any(part.kind == "trace" for part in index),
@@ -214,24 +219,23 @@ def _offer(run: RunRecord) -> Offer | None:
     return Offer(str(run.offer["plan_id"]), quantities.percent(gain, 1))
 
 
-def _failures(run: RunRecord) -> Iterator[Failure]:
-    for failure in (run.error or {}).get("failures") or ():
-        where = ", ".join(
-            text
-            for text in (
-                f"step {failure['step']}" if failure.get("step") is not None else "",
-                str(failure.get("action") or ""),
-                f"waiting for rank {failure['peer']}" if failure.get("peer") is not None else "",
-            )
-            if text
-        )
-        yield Failure(
-            str(failure["kind"]),
-            failure.get("rank"),
-            str(failure.get("agent", "")),
-            where,
-            str(failure["detail"]),
-        )
+def _earlier(run: RunRecord) -> Sequence[dict[str, Any]]:
+    """The causes of the generations before the last one that failed, which :func:`run_view` shows whole."""
+    last = run.generation if run.error is not None else None
+    return [cause for cause in run.failures if cause["generation"] != last]
+
+
+def _failure(failure: Mapping[str, Any]) -> Failure:
+    at = failure.get("at")
+    return Failure(
+        kind=str(failure["kind"]),
+        rank=failure.get("rank"),
+        agent=str(failure.get("agent") or ""),
+        where=place_of({**failure, "rank": None}),
+        detail=str(failure["detail"] if "detail" in failure else failure["message"]),
+        generation=failure.get("generation"),
+        at=None if at is None else datetime.fromisoformat(at),
+    )
 
 
 def _options(run: RunRecord) -> Iterator[tuple[str, str]]:

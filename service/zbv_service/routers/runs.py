@@ -171,7 +171,7 @@ async def change_plan(request: Request, run_id: str) -> Response:
 async def get_run_trace(request: Request, run_id: str, generation: Generation = None) -> Response:
     """Opens in Perfetto and chrome://tracing; of the newest generation that has traces, unless told."""
     found = rooms(request)
-    text = await found.parts.merged_trace(await found.runs.get(run_id), generation)
+    text = await found.parts.merged_trace(await found.runs.brief(run_id), generation)
     return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
@@ -191,7 +191,7 @@ async def get_rank_log(
 ) -> PlainTextResponse:
     """Sent when a generation has ended; of the newest that has one, unless told."""
     found = rooms(request)
-    await found.runs.get(run_id)
+    await found.runs.brief(run_id)
     return PlainTextResponse(
         await found.parts.log(run_id, rank, generation), headers={"Cache-Control": "no-store"}
     )

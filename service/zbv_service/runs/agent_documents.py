@@ -10,10 +10,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from zbv_service.documents import NEXT, PREVIOUS
 from zbv_service.runs.documents import ModelDocument
 from zbv_service.runs.options import RunOptionsDocument
-from zbv_service.runs.records import AgentRecord, AgentState, FailureKind, NodeOutcome, StopCause, Work
+from zbv_service.runs.records import (
+    AgentRecord,
+    AgentState,
+    FailureKind,
+    NewAgent,
+    NodeOutcome,
+    StopCause,
+    Work,
+)
 
 Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """Text of one line."""
+Directory = Annotated[str, Field(max_length=4000, pattern=r"^/[^\x00-\x1f\x7f]*$")]
 Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
 Identifier = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
@@ -24,6 +33,17 @@ MAX_RANK_EVENTS = 100
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class AllowsDocument(_Request):
+    """Which runs a node takes. Runs of other models or directories wait for other agents."""
+
+    models: Annotated[list[Line], Field(max_length=100)] = Field(
+        [], description="Patterns such as mypackage.models.*; with none, the node takes no run."
+    )
+    checkpoint_directories: Annotated[list[Directory], Field(max_length=100)] | None = Field(
+        None, description="Ranks save checkpoints in these or below; null when the node does not say."
+    )
 
 
 class AgentRequest(_Request):
@@ -39,8 +59,19 @@ class AgentRequest(_Request):
     devices: Annotated[list[Line], Field(max_length=_MAX_SLOTS)] = []
     versions: Annotated[dict[Line, Line], Field(max_length=50)] = {}
     allowed_models: Annotated[list[Line], Field(max_length=100)] = Field(
-        [], description="Patterns such as mypackage.models.*; with none, the node refuses every run."
+        [], description="The models of allows, of agents that do not send that."
     )
+    allows: AllowsDocument | None = None
+
+    @property
+    def new_agent(self) -> NewAgent:
+        """The agent as it is stored."""
+        told = self.allows or AllowsDocument(models=self.allowed_models)
+        return NewAgent(
+            **self.model_dump(exclude={"allowed_models", "allows"}),
+            allowed_models=told.models,
+            checkpoint_directories=told.checkpoint_directories,
+        )
 
 
 class AgentDocument(BaseModel):
@@ -54,6 +85,9 @@ class AgentDocument(BaseModel):
     devices: list[str]
     versions: dict[str, str]
     allowed_models: list[str]
+    checkpoint_directories: list[str] | None = Field(
+        description="Where its ranks may save checkpoints; null when it did not say."
+    )
     state: AgentState
     run_id: str | None = Field(description="The run that holds it.")
     created_at: datetime
@@ -142,19 +176,39 @@ class HeartbeatAnswer(BaseModel):
     )
 
 
+class FailureFacts(_Request):
+    """Where a failure happened, as far as it is known."""
+
+    rank: Count | None = None
+    step: Count | None = None
+    action: Annotated[str, Field(max_length=32)] | None = None
+    peer: Count | None = Field(None, description="The rank that it waited for.")
+    message: Text | None = None
+
+
 class RankFailure(_Request):
-    """Why a rank ended, or why none was started (``rank`` is null then)."""
+    """Why a rank ended, or why none was started (``rank`` is null then).
+
+    The facts may stand here, or in ``failure``, which counts where both have one.
+    """
 
     kind: FailureKind
     rank: Count | None = None
     step: Count | None = None
     action: Annotated[str, Field(max_length=32)] | None = None
     peer: Count | None = Field(None, description="The rank that it waited for.")
-    detail: Text
+    detail: Text = ""
+    failure: FailureFacts | None = None
 
     def stored(self) -> dict[str, Any]:
         """As it is kept."""
-        return self.model_dump(mode="json")
+        facts = {} if self.failure is None else self.failure.model_dump(exclude_none=True)
+        message = facts.pop("message", "")
+        return {
+            **self.model_dump(mode="json", exclude={"failure"}),
+            **facts,
+            "detail": self.detail or message,
+        }
 
 
 class NodeEnd(_Request):

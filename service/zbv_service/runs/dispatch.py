@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 
-from zbv_service.database import AgentsTaken, AgentTable, DatabaseAway, RunPlanTable, RunTable
+from zbv_service.database import AgentsTaken, DatabaseAway, RunPlanTable, RunTable
 from zbv_service.runs.replanner import Replanner
+from zbv_service.runs.watch import AgentWatch
 from zbv_service.settings import Settings
 from zbv_service.waiting import happened
 
@@ -36,23 +35,21 @@ class Dispatcher:
 
     def __init__(
         self,
-        agents: AgentTable,
         runs: RunTable,
         run_plans: RunPlanTable,
         replanner: Replanner,
+        watch: AgentWatch,
         settings: Settings,
     ):
-        self._agents = agents
         self._runs = runs
         self._run_plans = run_plans
         self._replanner = replanner
+        self._watch = watch
         self._settings = settings
         self._changed = asyncio.Event()
         self._submitted = asyncio.Event()
         self._looking = asyncio.Lock()
         self._stopped = asyncio.Event()
-        self._watched_since = 0.0
-        self._looked_at = 0.0
         self._loops: list[asyncio.Task[None]] = []
         self.assigned = asyncio.Event()
 
@@ -68,10 +65,9 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Begin."""
-        self._watched_since = self._looked_at = time.monotonic()
         for step, name in (
             (self._assign, "gangs"),
-            (self._watch, "agents"),
+            (self._watch_agents, "agents"),
             (self._take_plans, "plans"),
             (self._replan, "replanning"),
         ):
@@ -136,21 +132,9 @@ class Dispatcher:
         await self.look()
         await happened(self._stopped, POLL_SECONDS)
 
-    async def _watch(self) -> None:
-        """Lose agents that were silent for too long while somebody listened.
-
-        A service that was away has heard nobody, and that is not the agents' fault: they get the whole
-        timeout after it is back.
-        """
-        timeout, now = self._settings.agent_timeout_seconds, time.monotonic()
-        if now - self._looked_at > timeout / 2:
-            self._watched_since = now
-        self._looked_at = now
-        if now - self._watched_since >= timeout:
-            before = datetime.now(UTC) - timedelta(seconds=timeout)
-            for agent in await self._agents.lose(timeout, before):
-                logger.warning("agent %s (%s) is lost", agent.name, agent.id)
-        await happened(self._stopped, timeout / 10)
+    async def _watch_agents(self) -> None:
+        await self._watch.look()
+        await happened(self._stopped, self._watch.interval)
 
     def _ring(self) -> None:
         rung, self.assigned = self.assigned, asyncio.Event()

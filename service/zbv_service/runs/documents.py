@@ -11,7 +11,15 @@ from zbv_service.documents import NEXT, PREVIOUS, OptionsDocument
 from zbv_service.http.problems import ProblemDetails
 from zbv_service.questions import QuestionDocument
 from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
-from zbv_service.runs.records import EventRecord, NodeOutcome, NodeRecord, NodeState, RunRecord, RunState
+from zbv_service.runs.records import (
+    EventRecord,
+    FailureKind,
+    NodeOutcome,
+    NodeRecord,
+    NodeState,
+    RunRecord,
+    RunState,
+)
 
 MAX_NODES = 4096
 
@@ -88,6 +96,34 @@ class NodeDocument(BaseModel):
         )
 
 
+class CauseDocument(BaseModel):
+    """Why a generation of a run failed: the first cause, kept also when a later generation succeeds."""
+
+    generation: int
+    at: datetime
+    kind: FailureKind
+    node_rank: int | None
+    agent: str | None = Field(description="Name of the node's agent.")
+    rank: int | None = Field(description="null when the node failed as a whole.")
+    step: int | None = Field(description="Where the rank failed, as it or its agent said.")
+    action: str | None
+    peer: int | None = Field(description="The rank that it waited for.")
+    last_step: int | None = Field(description="What the last heartbeat reported; it may lag behind.")
+    last_action: str | None
+    message: str
+    consequences: int = Field(description="Failures of the same generation that came with it.")
+
+
+class RefusalDocument(BaseModel):
+    """An agent that refused a run, which is not given to it again."""
+
+    generation: int
+    at: datetime
+    agent_id: str
+    agent: str
+    message: str
+
+
 class RunDocument(BaseModel):
     """A run, waiting, under way or ended."""
 
@@ -110,6 +146,11 @@ class RunDocument(BaseModel):
         description="Why it failed; failures has every rank's story of the last generation, the events have "
         "those of all.",
     )
+    failures: list[CauseDocument] = Field(
+        description="The cause of every generation that failed, the oldest first."
+    )
+    refusals: list[RefusalDocument]
+    waits_for: str | None = Field(description="What a waiting run lacks, for people.")
     created_at: datetime
     started_at: datetime | None
     updated_at: datetime
@@ -118,13 +159,15 @@ class RunDocument(BaseModel):
     @classmethod
     def of(cls, record: RunRecord) -> RunDocument:
         """The document of a stored run."""
-        made = ("model", "options", "members", "error", "offer")
+        made = ("model", "options", "members", "error", "offer", "failures", "refusals")
         return cls(
             **{name: getattr(record, name) for name in cls.model_fields if name not in made},
             offer=None if record.offer is None else OfferDocument.model_validate(record.offer),
             model=ModelDocument.model_validate(record.model),
             options=RunOptionsDocument.model_validate(record.options),
             members=[NodeDocument.of(node) for node in record.members],
+            failures=[CauseDocument.model_validate(cause) for cause in record.failures],
+            refusals=[RefusalDocument.model_validate(refusal) for refusal in record.refusals],
             error=None if record.error is None else ProblemDetails.model_validate(record.error),
         )
 

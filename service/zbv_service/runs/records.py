@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, get_args
@@ -22,8 +23,8 @@ AGENT_ENDED: frozenset[str] = frozenset({"left", "lost"})
 """States that an agent leaves only by registering anew."""
 FAILURE_KINDS: tuple[str, ...] = get_args(FailureKind)
 """From cause to consequence: of a run's failures, the first in this order explains the others."""
-FINAL_FAILURES: frozenset[str] = frozenset({"refused", "invalid"})
-"""Failures that trying again would only repeat: the model is not allowed, or the input is wrong."""
+FINAL_FAILURES: frozenset[str] = frozenset({"invalid"})
+"""Failures that trying again would only repeat: the input is wrong. Other agents may take a refused run."""
 DEFAULT_RETRIES = 3
 
 StopCause = Literal["cancelled", "failed", "unknown-run"]
@@ -44,8 +45,9 @@ class NewAgent:
         Where the ranks of a run meet when this node is its first.
     slots
         Ranks that the node takes at the same time.
-    allowed_models
-        Patterns of what the node may load; the node itself enforces them.
+    allowed_models, checkpoint_directories
+        Patterns of what the node may load, and where its ranks may write checkpoints, None when it does not
+        say; the node itself enforces both.
     """
 
     id: str
@@ -56,6 +58,7 @@ class NewAgent:
     devices: list[str]
     versions: dict[str, str]
     allowed_models: list[str]
+    checkpoint_directories: list[str] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,47 @@ class AgentRecord(NewAgent):
     run_id: str | None
     created_at: datetime
     seen_at: datetime
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life of an agent.
+
+    Attributes
+    ----------
+    port
+        That is free there now; None leaves it as it was.
+    run_id, ranks
+        The run that it works on, and the ``rank``, ``step`` and ``action`` of each of its ranks there.
+    """
+
+    agent_id: str
+    port: int | None = None
+    run_id: str | None = None
+    ranks: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether every one of its ranks has begun a step."""
+        return bool(self.ranks) and all(place["step"] is not None for place in self.ranks)
+
+
+@dataclass(frozen=True)
+class RunOrders:
+    """What a run wants of its agents; as :class:`RunRecord` has it."""
+
+    cancel_requested: bool
+    stop_requested: bool
+    target_plan_id: str | None
+
+
+@dataclass(frozen=True)
+class BeatAnswer:
+    """What an agent gets to hear: its own state, None when it is unknown, and its run's orders, if any."""
+
+    name: str
+    state: AgentState | None
+    orders: RunOrders | None
 
 
 @dataclass(frozen=True)
@@ -138,6 +182,12 @@ class RunRecord(NewRun):
         A plan that is better under the measured costs: ``plan_id``, ``objective_now``, ``objective_then``.
     replanning
         What the service remembers of its looks at the measured costs; see :class:`Replanning`.
+    failures
+        The cause of every generation that failed, the oldest first; they stay when a later one succeeds.
+    refusals
+        Agents that refused the run, which does not get them again.
+    waits_for
+        What a waiting run lacks, for people; None before it was looked at, and in every other state.
     """
 
     state: RunState
@@ -152,6 +202,9 @@ class RunRecord(NewRun):
     updated_at: datetime
     finished_at: datetime | None
     members: tuple[NodeRecord, ...] = ()
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    waits_for: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +302,22 @@ class Replanning:
     search_id: str | None = None
     is_open: bool = False
     searches: int = 0
+
+
+def place_of(failure: Mapping[str, Any]) -> str:
+    """Where a failure happened, for people: rank, step, action and peer, as far as they are known.
+
+    A step that only a heartbeat reported may lag behind, and is called so.
+    """
+    step, last = failure.get("step"), failure.get("last_step")
+    action = failure.get("action") or (failure.get("last_action") if step is None else None)
+    told = (
+        None if failure.get("rank") is None else f"rank {failure['rank']}",
+        f"step {step}" if step is not None else None if last is None else f"last reported step {last}",
+        action and f"at {action}",
+        None if failure.get("peer") is None else f"waiting for rank {failure['peer']}",
+    )
+    return ", ".join(text for text in told if text)
 
 
 @dataclass(frozen=True)

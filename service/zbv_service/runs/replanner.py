@@ -104,7 +104,7 @@ class Replanner:
     async def step(self) -> None:
         """Look at every run that asks for it."""
         for run_id in await self._run_plans.replanned():
-            run = await self._runs.get(run_id)
+            run = await self._runs.brief(run_id)
             if run is None or run.plan_id is None:
                 continue
             try:

@@ -93,11 +93,15 @@ class Runs:
             try:
                 return await self._runs.add(replace(new, search_id=search.id))
             except SearchGone:
-                continue  # somebody discarded the search of the same problem just now: ask for another
+                continue  # somebody took the search of the same problem away just now: ask for another
 
     async def get(self, run_id: str) -> RunRecord:
         """A run; raises :class:`ProblemError` 404."""
         return _found(await self._runs.get(run_id), run_id)
+
+    async def brief(self, run_id: str) -> RunRecord:
+        """A run without its nodes; raises :class:`ProblemError` 404."""
+        return _found(await self._runs.brief(run_id), run_id)
 
     async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
         """Some runs, the newest first, from a position on."""
@@ -105,20 +109,22 @@ class Runs:
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
         """What happened to a run; raises :class:`ProblemError` 404."""
-        await self.get(run_id)
+        await self.brief(run_id)
         return await self._runs.events(run_id, after, limit)
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
         """What happened to a run last, the newest first; raises :class:`ProblemError` 404."""
-        await self.get(run_id)
+        await self.brief(run_id)
         return await self._runs.newest_events(run_id, limit)
 
     async def cancel(self, run_id: str) -> RunRecord:
-        """Stop a run on all of its nodes; one that has ended stays as it is."""
-        before = await self.get(run_id)
+        """Stop a run on all of its nodes; one that has ended stays as it is.
+
+        The search for its plan is cancelled, too, unless others want it.
+        """
         record = _found(await self._runs.request_cancel(run_id), run_id)
-        if before.state == "planning" and before.search_id is not None:
-            await self._cancel_search(before, before.search_id)
+        if record.state == "cancelled" and record.plan_id is None and record.search_id is not None:
+            await self._searches.cancel_unwanted(record.search_id)
         return record
 
     async def change_plan(self, run_id: str, body: Any) -> RunRecord:
@@ -132,11 +138,11 @@ class Runs:
             404 for an unknown run, 409 for one that has ended or has no plan yet.
         """
         wanted = parse_body(PlanChange, body).plan_id
-        record = await self.get(run_id)
+        record = await self.brief(run_id)
         if record.plan_id is not None:
             await self._require_same_shape(record.plan_id, wanted)
         if not await self._run_plans.change(run_id, wanted):
-            state = (await self.get(run_id)).state
+            state = (await self.brief(run_id)).state
             raise ProblemError(
                 RUN_STATE, f"run {run_id} is {state}; only a run that has a plan and goes on can change it."
             )
@@ -160,15 +166,10 @@ class Runs:
                 {"problem": body["problem"], "options": body.get("search_options") or {}},
                 caller=caller,
                 most=most,
+                for_run=True,
             )
         except InvalidInput as error:
             raise InvalidInput([_of_run(issue) for issue in error.issues]) from None
-
-    async def _cancel_search(self, run: RunRecord, search_id: str) -> None:
-        """Stop a search that this run began; one that was there before has others who wait for it."""
-        search = await self._searches.get(search_id)
-        if search.created_at >= run.created_at:
-            await self._searches.cancel(search_id)
 
     async def _require_same_shape(self, plan_id: str, wanted: str) -> None:
         if await self._plan_table.pp_degree(wanted) is None:

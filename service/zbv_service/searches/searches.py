@@ -58,6 +58,7 @@ class Searches:
         caller: str | None = None,
         most: int | None = None,
         is_small: bool = False,
+        for_run: bool = False,
     ) -> SearchRecord:
         """Queue the search that a request body asks for, or return the one that already answers it.
 
@@ -72,6 +73,8 @@ class Searches:
             Unfinished searches that the caller may have, None for any number.
         is_small
             Whether reading the body takes less time than handing it to a thread.
+        for_run
+            Whether a run asks, and gives the search back with :meth:`cancel_unwanted`.
 
         Raises
         ------
@@ -82,7 +85,7 @@ class Searches:
             search was discarded, 429 when the caller has too many searches.
         """
         if key is None:
-            return await self._submit(await self._prepare(body, caller, is_small), None, most)
+            return await self._submit(await self._prepare(body, caller, is_small), None, most, for_run)
         key_hash = hashlib.sha256(json.dumps([caller, key]).encode()).hexdigest()
         if key_hash in self._in_flight:
             raise ProblemError(
@@ -92,18 +95,18 @@ class Searches:
             )
         self._in_flight.add(key_hash)
         try:
-            return await self._submit(await self._prepare(body, caller, is_small), key_hash, most)
+            return await self._submit(await self._prepare(body, caller, is_small), key_hash, most, for_run)
         finally:
             self._in_flight.discard(key_hash)
 
     async def _submit(
-        self, asked: tuple[NewSearch, str], key_hash: str | None, most: int | None
+        self, asked: tuple[NewSearch, str], key_hash: str | None, most: int | None, for_run: bool
     ) -> SearchRecord:
         new, fingerprint = asked
         expires_at = new.created_at + timedelta(seconds=self._settings.idempotency_seconds)
         named = None if key_hash is None else NamedRequest(key_hash, fingerprint, expires_at)
         try:
-            record, is_new = await self._table.add(new, named, most=most)
+            record, is_new = await self._table.add(new, named, most=most, for_run=for_run)
         except NameTaken:
             raise ProblemError(
                 IDEMPOTENCY_KEY_REUSED,
@@ -175,6 +178,12 @@ class Searches:
         self._runner.cancel(search_id)
         self._runner.wake()
         return record
+
+    async def cancel_unwanted(self, search_id: str) -> None:
+        """Cancel a search after a run that waited for it was cancelled, unless others want its plan."""
+        if await self._table.cancel_unwanted(search_id):
+            self._runner.cancel(search_id)
+            self._runner.wake()
 
     async def discard(self, search_id: str) -> None:
         """Stop a search and forget it; its plan, if it has one, stays.

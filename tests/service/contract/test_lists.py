@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from support.stored import a_plan, a_search
+from support.stored import a_plan, a_search, begin, counting
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
 from zbv_service.records import Page, PlanFilter, Position, SearchFilter, SearchRecord
-from zbv_service.runs.records import AgentFilter, NewAgent, NewRun, RunFilter
+from zbv_service.runs.records import AgentFilter, NewAgent, NewRun, NodeReport, RunFilter
 
 pytestmark = pytest.mark.anyio
 
@@ -187,3 +187,25 @@ async def test_the_best_plan_of_a_problem_is_found_by_its_key(database: Database
     assert best is not None
     assert best.plan_id == "b"
     assert await table.best("z") is None
+
+
+async def test_a_list_reads_its_page_and_the_nodes_that_it_shows(database: Database) -> None:
+    """Ten runs, each begun three times on four nodes: a page of six reads the last generation of these."""
+    runs, agents = RunTable(database), AgentTable(database)
+    for index in range(10):
+        members = await begin(database, f"r{index}", 4, created_at=NOON + timedelta(seconds=index))
+        for generation in range(2):
+            for member in members:
+                await runs.ended(member, NodeReport(f"r{index}", generation, "failed", []))
+            assert await runs.assign() == [f"r{index}"]
+    with counting(database) as counts:
+        page = await runs.page(RunFilter(), 6)
+    assert [run.id for run in page.items] == ["r9", "r8", "r7", "r6", "r5", "r4"]
+    assert {(run.generation, len(run.members)) for run in page.items} == {(2, 4)}
+    assert counts.statements <= 4
+    assert counts.loaded == {"RunRow": 7, "NodeRow": 6 * 4}
+    with counting(database) as counts:
+        await agents.page(AgentFilter(), 5)
+        await SearchTable(database).page(SearchFilter(), 5)
+        await runs.brief("r3")
+    assert counts.loaded == {"AgentRow": 6, "RunRow": 1}

@@ -14,6 +14,7 @@ from zbv_service.database import (
     AgentsTaken,
     AgentTable,
     Database,
+    HeartbeatTable,
     PlanTable,
     RunTable,
     SearchGone,
@@ -22,7 +23,7 @@ from zbv_service.database import (
 )
 from zbv_service.database.run_models import AgentRow
 from zbv_service.records import NewPlan, PlanSummary
-from zbv_service.runs.records import NewAgent, NewRun, NodeOutcome, NodeReport
+from zbv_service.runs.records import Beat, NewAgent, NewRun, NodeOutcome, NodeReport
 
 pytestmark = pytest.mark.anyio
 
@@ -108,7 +109,8 @@ async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_
                 run = None if agent.run_id is None else await runs.get(agent.run_id)
                 if run is None:
                     continue
-                await runs.progressed(agent.id, run.id, [{"rank": 0, "step": turn, "action": None}])
+                places = ({"rank": 0, "step": turn, "action": None},)
+                await HeartbeatTable(databases[part % 2]).store([Beat(agent.id, None, run.id, places)])
                 report = NodeReport(run.id, run.generation, random.choice(OUTCOMES), [])
                 match random.randrange(4):
                     case 0 | 1:

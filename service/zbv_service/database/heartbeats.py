@@ -1,0 +1,147 @@
+"""Storing agents' heartbeats: many at once, at a cost for each that does not grow with its run.
+
+Agents and nodes are written in two transactions, each in the order of the agents' ids, so that services that
+store heartbeats at the same time, and whoever ends a node meanwhile, never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+from sqlalchemy import Select, Table, bindparam, case, func, or_, select, update
+
+from zbv_service.database.engine import Database
+from zbv_service.database.run_end import add_event, lock_run
+from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
+from zbv_service.runs.records import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
+
+_AGENTS, _NODES = cast("Table", AgentRow.__table__), cast("Table", NodeRow.__table__)
+_IS_PRESENT = or_(*(_AGENTS.c.state == state for state in sorted(AGENT_PRESENT)))
+"""Written out: a statement that is executed with many rows of parameters has no lists."""
+_WORKING = ("starting", "running")
+
+# Made once: what SQLAlchemy derives from a statement takes longer than carrying it out, and is kept with it.
+_SEEN = (
+    update(_AGENTS)
+    .where(_AGENTS.c.id == bindparam("agent"), _IS_PRESENT)
+    .values(
+        seen_at=bindparam("now", type_=_AGENTS.c.seen_at.type),
+        port=func.coalesce(bindparam("free_port"), _AGENTS.c.port),
+    )
+)
+_PLACES = (
+    update(_NODES)
+    .where(
+        _NODES.c.agent_id == bindparam("agent"),
+        _NODES.c.run_id == bindparam("run"),
+        _NODES.c.generation == bindparam("current"),
+        _NODES.c.state != "ended",
+    )
+    .values(
+        ranks=bindparam("places", type_=_NODES.c.ranks.type),
+        state=case((bindparam("is_running"), "running"), else_=_NODES.c.state),
+    )
+)
+_FOUND = select(_AGENTS.c.id, _AGENTS.c.name, _AGENTS.c.state).where(
+    _AGENTS.c.id.in_(bindparam("agents", expanding=True))
+)
+_ORDERS = select(
+    RunRow.id,
+    RunRow.state,
+    RunRow.generation,
+    RunRow.cancel_requested,
+    RunRow.stop_requested,
+    RunRow.target_plan_id,
+).where(RunRow.id.in_(bindparam("runs", expanding=True)))
+
+
+class HeartbeatTable:
+    """The heartbeats of the agents of one database; of each agent the last one counts."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def store(self, beats: Sequence[Beat]) -> list[BeatAnswer]:
+        """Note that agents are there, and where their ranks are; what each agent gets to hear, in order.
+
+        An agent that is lost or has left stays so. ``beats`` has at most one for each agent and run.
+        """
+        ordered = sorted(beats, key=lambda beat: beat.agent_id)
+        run_ids = sorted({beat.run_id for beat in beats if beat.run_id is not None})
+        async with self._database.writing() as session:
+            connection = await session.connection()
+            now = await self._database.now(session)
+            await connection.execute(
+                _SEEN, [{"agent": beat.agent_id, "free_port": beat.port, "now": now} for beat in ordered]
+            )
+            named = await connection.execute(_FOUND, {"agents": [beat.agent_id for beat in ordered]})
+            agents = {row.id: row for row in named}
+            told = (await connection.execute(_ORDERS, {"runs": run_ids})).all() if run_ids else ()
+        runs = {row.id: row for row in told}
+        await self._store_places(
+            [beat for beat in ordered if beat.agent_id in agents and beat.run_id in runs], runs
+        )
+        return [_answer(beat, agents, runs) for beat in beats]
+
+    async def _store_places(self, beats: Sequence[Beat], runs: Mapping[str, Any]) -> None:
+        places = [
+            {
+                "agent": beat.agent_id,
+                "run": beat.run_id,
+                "current": runs[str(beat.run_id)].generation,
+                "places": list(beat.ranks),
+                "is_running": beat.is_running,
+            }
+            for beat in beats
+            if runs[str(beat.run_id)].state in _WORKING
+        ]
+        if not places:
+            return
+        async with self._database.writing() as session:
+            await (await session.connection()).execute(_PLACES, places)
+        begun = {str(place["run"]) for place in places if place["is_running"]}
+        await self._note_running([run_id for run_id in sorted(begun) if runs[run_id].state == "starting"])
+
+    async def _note_running(self, run_ids: Collection[str]) -> None:
+        """Note that a run is running once every one of its nodes is.
+
+        The nodes' own states are committed before, so of two services one sees the last node.
+        """
+        for run_id in run_ids:
+            async with self._database.reading() as session:
+                if await session.scalar(_somebody_is_missing(run_id)):
+                    continue
+            async with self._database.writing() as session:
+                run = await lock_run(session, run_id)
+                if (
+                    run is None
+                    or run.state != "starting"
+                    or await session.scalar(_somebody_is_missing(run_id))
+                ):
+                    continue
+                now = await self._database.now(session)
+                run.state, run.started_at, run.updated_at = "running", now, now
+                add_event(session, run_id, "running", "every node has reported a step")
+
+
+def _somebody_is_missing(run_id: str) -> Select[Any]:
+    """A query for one node of a run's current generation that is not in a step."""
+    query = select(NodeRow.node_rank).join(RunRow, NodeRow.run_id == RunRow.id)
+    of_it = (RunRow.id == run_id, NodeRow.generation == RunRow.generation, NodeRow.state != "running")
+    return query.where(*of_it).limit(1)
+
+
+def _answer(beat: Beat, agents: Mapping[str, Any], runs: Mapping[str, Any]) -> BeatAnswer:
+    agent, run = agents.get(beat.agent_id), runs.get(beat.run_id or "")
+    return BeatAnswer(
+        name="" if agent is None else agent.name,
+        state=None if agent is None else agent.state,
+        orders=None
+        if run is None
+        else RunOrders(
+            cancel_requested=run.cancel_requested,
+            stop_requested=run.stop_requested,
+            target_plan_id=run.target_plan_id,
+        ),
+    )

@@ -1,0 +1,59 @@
+"""Waking agents that wait for work: one look at the database for all of them, however many wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zbv_service.database import DatabaseAway, RunTable
+from zbv_service.runs.dispatch import Dispatcher
+from zbv_service.waiting import happened
+
+POLL_SECONDS = 1.0
+"""How often work is looked for that another service may have assigned."""
+
+logger = logging.getLogger(__name__)
+
+
+class Assignments:
+    """The agents that wait at one service."""
+
+    def __init__(self, runs: RunTable, dispatcher: Dispatcher):
+        self._runs = runs
+        self._dispatcher = dispatcher
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._looker: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def expected(self, agent_id: str) -> Iterator[asyncio.Event]:
+        """An event that is set when an agent may have work, or nobody should wait any longer."""
+        event = asyncio.Event()
+        self._waiting.setdefault(agent_id, set()).add(event)
+        if self._looker is None or self._looker.done():
+            self._looker = asyncio.create_task(self._look_on(), name="zbv-assignments")
+        try:
+            yield event
+        finally:
+            events = self._waiting[agent_id]
+            events.discard(event)
+            if not events:
+                del self._waiting[agent_id]
+
+    async def _look_on(self) -> None:
+        while self._waiting:
+            rung = self._dispatcher.assigned  # before the look: what is assigned during it rings, too
+            if self._dispatcher.is_stopping:
+                self._wake(list(self._waiting))
+                return
+            try:
+                self._wake(await self._runs.with_work(list(self._waiting)))
+            except DatabaseAway as error:
+                logger.warning("%s Agents wait on for work.", error)
+            await happened(rung, POLL_SECONDS)
+
+    def _wake(self, agent_ids: list[str]) -> None:
+        for agent_id in agent_ids:
+            for event in self._waiting.get(agent_id, ()):
+                event.set()

@@ -1,0 +1,59 @@
+"""Gathering heartbeats: those that come while others are stored are stored together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from zbv_service.database import HeartbeatTable
+from zbv_service.runs.records import Beat, BeatAnswer
+
+PAUSE_SECONDS = 0.05
+"""Between two writes: with many agents each takes many heartbeats, and a lone one never waits."""
+MOST = 256
+"""Heartbeats of one write: it holds locks on as many agents."""
+
+_Waiting = tuple[Beat, "asyncio.Future[BeatAnswer]"]
+
+
+class Heartbeats:
+    """The heartbeats that one service receives."""
+
+    def __init__(self, table: HeartbeatTable):
+        self._table = table
+        self._waiting: list[_Waiting] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    async def store(self, beat: Beat) -> BeatAnswer:
+        """Store a heartbeat, and return what its agent gets to hear; raises :class:`DatabaseAway`."""
+        future: asyncio.Future[BeatAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting.append((beat, future))
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_all(), name="zbv-heartbeats")
+        return await future
+
+    async def stop(self) -> None:
+        """Store what has come; nothing comes any more."""
+        if self._writer is not None:
+            await self._writer
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            taken, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
+            await self._write(taken)
+            if self._waiting or len(taken) > 1:
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _write(self, taken: Sequence[_Waiting]) -> None:
+        last = {(beat.agent_id, beat.run_id): beat for beat, _ in taken}
+        try:
+            answers = await self._table.store([*last.values()])
+        except Exception as error:  # everybody who waits gets it, as if each had asked alone
+            for _, future in taken:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        found = dict(zip(last, answers, strict=True))
+        for beat, future in taken:
+            if not future.done():  # whoever waited may have gone away
+                future.set_result(found[beat.agent_id, beat.run_id])

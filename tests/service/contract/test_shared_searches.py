@@ -1,0 +1,95 @@
+"""A search that several asked for, in every kind of database: a cancelled run takes it from nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from support.stored import a_run, a_search
+from zbv_service.database import Database, RunTable, SearchGone, SearchTable
+
+pytestmark = pytest.mark.anyio
+
+KEY = "key"
+
+
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+async def client_asks(database: Database, name: str) -> str:
+    record, _ = await SearchTable(database).add(a_search(name, KEY))
+    return record.id
+
+
+async def run_asks(database: Database, run_id: str) -> str:
+    while True:
+        record, _ = await SearchTable(database).add(a_search(f"of-{run_id}", KEY), for_run=True)
+        try:
+            await RunTable(database).add(a_run(run_id, 1, plan_id=None, search_id=record.id))
+        except SearchGone:
+            continue
+        return record.id
+
+
+async def cancel_run(database: Database, run_id: str, search_id: str) -> None:
+    record = await RunTable(database).request_cancel(run_id)
+    assert record is not None
+    assert record.state == "cancelled"
+    await SearchTable(database).cancel_unwanted(search_id)
+
+
+async def goes_on(database: Database, search_id: str) -> bool:
+    record = await SearchTable(database).get(search_id)
+    assert record is not None
+    return not record.cancel_requested
+
+
+async def test_a_run_takes_a_search_away_that_it_alone_asked_for(database: Database) -> None:
+    search = await run_asks(database, "run")
+    await cancel_run(database, "run", search)
+    assert not await goes_on(database, search)
+    assert await run_asks(database, "later") == "of-later"
+
+
+@pytest.mark.parametrize("client_is_first", [True, False])
+async def test_a_run_leaves_a_search_that_a_client_asked_for_before_or_after(
+    database: Database, client_is_first: bool
+) -> None:
+    if client_is_first:
+        search = await client_asks(database, "mine")
+        assert await run_asks(database, "run") == search
+    else:
+        search = await run_asks(database, "run")
+        assert await client_asks(database, "mine") == search
+    await cancel_run(database, "run", search)
+    assert await goes_on(database, search)
+
+
+async def test_the_last_of_the_runs_that_wait_for_a_search_takes_it_away(database: Database) -> None:
+    search = await run_asks(database, "one")
+    assert {await run_asks(database, "two"), await run_asks(database, "three")} == {search}
+    for run_id, left in (("two", True), ("one", True), ("three", False)):
+        await cancel_run(database, run_id, search)
+        assert await goes_on(database, search) == left
+
+
+async def test_who_joins_a_search_while_it_is_taken_away_has_one_that_goes_on(any_database_url: str) -> None:
+    databases = [Database(any_database_url) for _ in range(3)]
+    first = await run_asks(databases[0], "first")
+    for turn in range(6):
+        _, theirs, mine = await asyncio.gather(
+            cancel_run(databases[0], "first" if turn == 0 else f"run-{turn - 1}", first),
+            run_asks(databases[1], f"run-{turn}"),
+            client_asks(databases[2], f"client-{turn}") if turn % 2 else asyncio.sleep(0),
+        )
+        assert await goes_on(databases[0], theirs)
+        if mine is not None:
+            assert await goes_on(databases[0], mine)
+        first = theirs
+    for database in databases:
+        await database.close()

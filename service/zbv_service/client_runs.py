@@ -56,11 +56,15 @@ def is_directory_allowed(directory: str | None, allowed: Sequence[str] | None) -
 def is_allowed(factory: str, patterns: Sequence[str]) -> bool:
     """Whether ``package.module:factory`` matches one of an agent's patterns.
 
-    ``*`` stands for anything, dots included. A pattern with a colon is held against the whole name, one
-    without against the module alone.
+    ``*`` stands for anything, dots included. A pattern with a colon is compared with the whole name, one
+    without with the module alone. ``package.*`` also admits ``package`` itself.
     """
     module = factory.partition(":")[0]
-    return any(fnmatchcase(factory if ":" in pattern else module, pattern) for pattern in patterns)
+    return any(
+        fnmatchcase(factory if ":" in pattern else module, pattern)
+        or (pattern.endswith(".*") and fnmatchcase(module, pattern[:-2]))
+        for pattern in patterns
+    )
 
 
 @dataclass(frozen=True)
@@ -251,6 +255,10 @@ class RunClient(Client):
     def put_log(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
         """Send the end of a rank's log. Raises :class:`AgentGone`."""
         self._put_part(agent_id, work, rank, "log", "text/plain", text)
+
+    def put_events(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+        """Send what happened on a rank, as the JSON text that it wrote. Raises :class:`AgentGone`."""
+        self._put_part(agent_id, work, rank, "events", "application/json", text)
 
     def _put_part(
         self, agent_id: str, work: NodeWork, rank: int, kind: str, media_type: str, text: bytes

@@ -170,6 +170,7 @@ def test_a_run_that_does_not_succeed_is_a_status_of_1(service: Service, last: st
         (["--plan", "e", "x.json"], "found both of a file and --plan"),
         (["absent.json"], "cannot read absent.json"),
         (["--plan", "e", "--checkpoint-every", "9"], "--checkpoint-every without --checkpoint-dir"),
+        (["--plan", "e", "--checkpoint-dir", "ck"], "found 'ck'; must be an absolute path that all nodes"),
         (["--plan", "e", "--model-args", "{"], "--model-args: not JSON"),
         (["--plan", "e", "--model-args", "[]"], "--model-args: found []; give a JSON object"),
         (["--plan", "e", "--model-args", '{"a": 1e999}'], "found a number that is not finite"),

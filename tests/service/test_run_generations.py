@@ -235,6 +235,7 @@ async def test_options_reach_the_agents_whole_and_with_their_defaults(serving: S
             "timeout": 120.0,
             "threads": None,
             "data_parallel": 1,
+            "non_finite": "fail",
             "retries": 3,
             "replan_threshold": 0.05,
         }
@@ -264,3 +265,11 @@ def test_a_wrong_option_is_refused_where_it_is_wrong(options: dict[str, Any], po
     with pytest.raises(InvalidInput) as found:
         parse_body(RunRequest, body)
     assert [issue.pointer for issue in found.value.issues] == [pointer]
+
+
+def test_a_relative_checkpoint_directory_is_refused_in_words() -> None:
+    options = {"checkpoint": {"directory": "ck", "every": 1}}
+    body = {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5, "options": options}
+    with pytest.raises(InvalidInput, match=r"must be an absolute path, .* such as /shared/ck") as found:
+        parse_body(RunRequest, body)
+    assert "pattern" not in str(found.value)

@@ -56,6 +56,30 @@ async def test_the_newest_step_of_all_ranks_is_one_trace_on_rank_0s_clock(servin
             assert (f"wait for the input of {text}" in actions) == (start > wait)
 
 
+def not_finite(*steps: int, **more: Any) -> dict[str, Any]:
+    events = [{"kind": "non_finite", "step": step, "what": "loss", "value": "nan"} for step in steps]
+    return {"rank": 1, "events": events, **more}
+
+
+async def test_values_that_are_not_finite_are_events_of_the_run_each_once(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id, first, second = await started(service)
+        for steps in ((7,), (7, 8), (8, 9)):
+            answer = await put(service, second, run_id, 1, not_finite(*steps), "events")
+            assert answer.status_code == 204, answer.text
+        found = (await service.http.get(f"/v1/runs/{run_id}/events")).json()["events"]
+        noted = [event["detail"] for event in found if event["kind"] == "non_finite"]
+        assert noted == [f"generation 0, rank 1, step {step}: the loss is nan" for step in (7, 8, 9)]
+        wrong = {
+            "other rank": (second, not_finite(1, rank=0), 422),
+            "other kind": (second, {"rank": 1, "events": [{"kind": "failed", "step": 1}]}, 422),
+            "too many": (second, not_finite(*range(101)), 422),
+            "other agent": (first, not_finite(1), 404),
+        }
+        for name, (agent, body, status) in wrong.items():
+            assert (await put(service, agent, run_id, 1, body, "events")).status_code == status, name
+
+
 async def test_the_latest_trace_of_a_rank_counts_and_each_generation_has_its_own(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=1)

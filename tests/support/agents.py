@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -96,7 +97,8 @@ class Cluster:
         folder = self.folder / name
         folder.mkdir()
         command = [sys.executable, "-m", "zbv_worker", "agent", "--server", self.address, "--name", name]
-        command += ["--slots", "1", "--state-dir", str(folder / "state"), *more]
+        command += ["--slots", "1", "--state-dir", str(folder / "state")]
+        command += ["--allow-checkpoint-dir", tempfile.gettempdir(), *more]
         command += [] if allow is None else ["--allow-model", allow]
         with (folder / "agent.log").open("wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

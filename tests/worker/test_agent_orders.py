@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from zbv_service.client_runs import Orders
+from zbv_service.client_runs import NodeWork, Orders
 from zbv_worker.agent.daemon import Agent, AgentOptions
 
 
@@ -45,6 +45,31 @@ def test_only_after_a_failure_do_ranks_get_time_to_say_what_they_know(
     # The reason is for people: what it says decides nothing.
     told = beat(Orders(True, cause, "the run was cancelled"), Told(), tmp_path)
     assert (told.stops, told.plans) == ([failed_elsewhere], [])
+
+
+@pytest.mark.parametrize(
+    ("models", "directories", "said"),
+    [
+        ((), ("/shared",), "does not load model a.b:c: it allows none. Start it with --allow-model 'a.b'"),
+        (("b.*",), ("/shared",), "does not load model a.b:c: it allows b.*"),
+        (("a.*",), ("/other",), "does not keep checkpoints in /shared/run: it allows /other"),
+    ],
+)
+def test_what_a_node_does_not_allow_is_refused_and_nothing_is_prepared(
+    tmp_path: Path, models: tuple[str, ...], directories: tuple[str, ...], said: str
+) -> None:
+    allowed = tuple(map(Path, directories))
+    agent = Agent(AgentOptions("http://zbv", "n", "127.0.0.1", 1, tmp_path, models, allowed))
+    reports: list[dict[str, Any]] = []
+    agent._client = cast(Any, SimpleNamespace(report_end=lambda _, body: reports.append(body)))
+    document = {"options": {"checkpoint": {"directory": "/shared/run", "every": 1}}}
+    agent._carry_out(NodeWork("r" * 32, 2, 0, 1, 1, "h:1", "p", "a.b:c", document))
+    (report,) = reports
+    assert (report["run_id"], report["generation"], report["outcome"]) == ("r" * 32, 2, "failed")
+    (failure,) = report["failures"]
+    assert (failure["kind"], failure["rank"]) == ("refused", None)
+    assert failure["detail"].startswith(f"agent n {said}")
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "what a run needs was prepared"
 
 
 @pytest.mark.parametrize(("node_rank", "plans"), [(0, ["p"]), (1, [])])

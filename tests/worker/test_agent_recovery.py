@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from zbv_service.client import NotFound
 from zbv_service.client_runs import Run
 from zbv_solver.plan import plan_json
 from zbv_worker.launch import LocalRanks, python_command
+from zbv_worker.training.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -116,6 +119,32 @@ def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(thre
     log = three.client.rank_log(run.id, 0)
     assert f"plan {str(run.plan_id)[:12]} gives way to" in log
     assert str(found.plan_id)[:12] in log
+
+
+def test_an_agent_that_is_stopped_takes_its_ranks_along_and_harms_no_successor_when_it_resumes(
+    three: Cluster, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    run = three.submit(retries=1, checkpoint={"directory": str(saved), "every": 3}, model={"pause": 0.02})
+    until_generation(three, run, 0, 3)
+    stopped = busy(three)[0]
+    ranks = [pid for pid, command in stopped.descendants().items() if "agent.rank" in command]
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    try:
+        until(lambda: not any(map(is_alive, ranks)), three.story)
+        until_generation(three, run, 1, 6)
+    finally:
+        os.kill(stopped.process.pid, signal.SIGCONT)
+    until(lambda: len(three.names()) == 3, three.story)  # under a new id
+    assert not stopped.descendants()
+    newest = newest_checkpoint(saved)
+    assert newest is not None
+    assert newest.name.endswith(".g2")
+    assert three.client.run(run.id).state == "running"
+    three.client.cancel_run(run.id)
+    assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
+    until(lambda: not busy(three), three.story)
+    assert re.search("ended its ranks|ended itself: its agent has given no sign of life", stopped.log)
 
 
 def test_a_killed_agent_is_lost_by_name_and_the_run_goes_on_elsewhere_as_if_undisturbed(

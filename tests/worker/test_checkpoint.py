@@ -7,7 +7,7 @@ import os
 import pickle
 import random as python_random
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -28,8 +28,9 @@ from zbv_solver.schema import problem_json
 from zbv_worker.errors import InvalidRun
 from zbv_worker.launch import LaunchError, LocalRanks, python_command
 from zbv_worker.selfcheck import random_orders
-from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_step
+from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
 from zbv_worker.training.convert_checkpoint import convert
+from zbv_worker.training.fence import checkpoints
 from zbv_worker.training.gradients import OwnGradients
 from zbv_worker.training.precision import LossScale
 from zbv_worker.training.update import Update
@@ -70,16 +71,25 @@ class Runs:
         self._folder = folder
         self._count = 0
 
-    def start(self, plan: Path, *more: str, ranks: int = 2, steps: int = STEPS, **model: Any) -> LocalRanks:
+    def start(
+        self,
+        plan: Path,
+        *more: str,
+        ranks: int = 2,
+        steps: int = STEPS,
+        module: str = "zbv_worker",
+        environment: Mapping[str, str] | None = None,
+        **model: Any,
+    ) -> LocalRanks:
         self._count += 1
         self.results = self._folder / f"results-{self._count}"
         command = python_command(
-            "zbv_worker",
+            module,
             *("run", "--plan-file", str(plan), "--model", "zbv_worker.models.gpt:gpt", "--threads", "1"),
             *("--model-args", json.dumps(MODEL | model), "--steps", str(steps), "--timeout", "20"),
             *("--result-dir", str(self.results), *more),
         )
-        return LocalRanks([command] * ranks, self._folder / f"logs-{self._count}")
+        return LocalRanks([command] * ranks, self._folder / f"logs-{self._count}", environment)
 
     def losses(self, plan: Path, *more: str, ranks: int = 2, **arguments: Any) -> dict[int, float]:
         """Run to the end; losses by step."""
@@ -90,6 +100,12 @@ class Runs:
             steps = json.loads((self.results / f"rank-{rank}.json").read_text())["steps"]
             found |= {line["step"]: line["loss"] for line in steps if line["loss"] is not None}
         return found
+
+
+def newest_step(saved: Path) -> int:
+    newest = newest_checkpoint(saved)
+    assert newest is not None
+    return int(newest.name[5:13])
 
 
 def saving(folder: Path, every: int = 2) -> tuple[str, ...]:
@@ -113,13 +129,54 @@ def test_a_run_killed_in_mid_step_goes_on_with_the_same_losses(
         with pytest.raises(LaunchError):
             started.wait(timeout=DEADLINE)
     begun = newest_step(saved)
-    assert begun is not None
     steps = begun + 3
     again = runs.losses(plan, *saving(saved), dropout=0.2, steps=steps)
     assert list(again) == [begun, begun + 1, begun + 2]
     same = {step: loss for step, loss in undisturbed.items() if step in again}
     assert same or begun >= STEPS
     assert {step: again[step] for step in same} == same
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def contents(saved: Path) -> dict[str, bytes]:
+    """Every file of the checkpoints that count, and the name of the newest."""
+    return {
+        str(path.relative_to(saved)): path.read_bytes()
+        for folder in checkpoints(saved, lambda _: True).values()
+        for path in sorted(folder.iterdir())
+    }
+
+
+@pytest.mark.parametrize("check", [1, 2])
+def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_successor(
+    runs: Runs, plan: Path, tmp_path: Path, check: int
+) -> None:
+    """Stopped before it renames (1) or prunes (2), it resumes when its successor has finished."""
+    saved = tmp_path / "saved"
+    always = (*saving(saved, every=1), "--checkpoints-kept", "2")
+    stop = {"ZBV_TEST_STOP": f"4:{check}"}
+    with runs.start(
+        plan, *always, module="support.stopping_rank", environment=stop, steps=1_000_000
+    ) as given_up:
+        until(lambda: is_stopped(given_up.pids[0]))
+        newest = 4 if check == 2 else 3
+        assert newest_step(saved) == newest
+        undisturbed = runs.losses(plan, *always, steps=newest + 2)
+        assert list(undisturbed) == [newest, newest + 1]
+        before, found = contents(saved), newest_checkpoint(saved)
+        assert found is not None
+        assert found.name == f"step-{newest + 2:08d}.g2"
+
+        os.kill(given_up.pids[0], signal.SIGCONT)
+        with pytest.raises(LaunchError, match="generation 2 has taken over"):
+            given_up.wait(timeout=DEADLINE)
+        assert contents(saved) == before
+        assert newest_checkpoint(saved) == found
+        assert "Traceback" not in given_up.log(0) + given_up.log(1)
+    assert list(runs.losses(plan, *always, steps=newest + 3)) == [newest + 2]
 
 
 def test_another_plan_with_other_ranks_replicas_and_sharding_goes_on_with_it(
@@ -137,7 +194,9 @@ def test_another_plan_with_other_ranks_replicas_and_sharding_goes_on_with_it(
     other = write_plan(tmp_path / "1f1b.json", *baseline("1f1b", v_problem()))
     found |= runs.losses(other, *always, steps=STEPS)
     assert found == pytest.approx(undisturbed, rel=2e-5)
-    assert sorted(path.name for path in saved.iterdir()) == [f"step-{at:08d}" for at in (7, 8, 9)]
+    assert sorted(path.name for path in saved.glob("step-*")) == [
+        f"step-{at:08d}.g{generation}" for at, generation in ((7, 3), (8, 4), (9, 4))
+    ]
 
 
 def test_only_complete_checkpoints_count_and_a_finished_run_trains_no_more(
@@ -145,13 +204,14 @@ def test_only_complete_checkpoints_count_and_a_finished_run_trains_no_more(
 ) -> None:
     saved = tmp_path / "saved"
     assert list(runs.losses(plan, *saving(saved), steps=2)) == [0, 1]
-    (saved / "step-00000007.partial").mkdir()
+    (saved / "step-00000007.g1.partial").mkdir()
     (saved / "step-00000008").mkdir()  # without metadata: never finished
     (saved / "notes.txt").write_text("mine")
     assert newest_step(saved) == 2
     assert runs.losses(plan, *saving(saved), steps=2) == {}
     assert list(runs.losses(plan, *saving(saved), steps=3)) == [2]
     assert (saved / "notes.txt").read_text() == "mine"
+    assert not (saved / "step-00000007.g1.partial").exists()
 
 
 def test_the_checkpoint_of_another_model_is_refused(runs: Runs, plan: Path, tmp_path: Path) -> None:
@@ -260,7 +320,7 @@ def test_a_crafted_checkpoint_runs_no_code(tmp_path: Path) -> None:
     directory = tmp_path / "saved"
     Alone.of(directory, seed=1).checkpoints.save(1)
     bomb = pickle.dumps(Bomb(target))
-    (directory / "step-00000001" / ".metadata").write_bytes(bomb)
+    (directory / "step-00000001.g1" / ".metadata").write_bytes(bomb)
     assert Alone.of(directory, seed=2).checkpoints.load_newest() == 1
     (directory / "step-00000002").mkdir()
     (directory / "step-00000002" / ".metadata").write_bytes(bomb)
@@ -274,7 +334,7 @@ def test_data_whose_state_is_an_object_is_refused_when_it_is_saved(tmp_path: Pat
     alone.checkpoints._data = BadData()
     with pytest.raises(InvalidRun, match=r"data\.0\.iterator is a list_iterator, which a checkpoint cannot"):
         alone.checkpoints.save(1)
-    assert newest_step(tmp_path) is None
+    assert newest_checkpoint(tmp_path) is None
 
 
 class BadData:

@@ -106,6 +106,22 @@ def test_a_trace_is_sent_as_it_is_and_only_when_it_changes(
     assert len(service.seen) == 3
 
 
+def test_events_are_sent_as_the_rank_wrote_them_and_when_they_change(
+    courier: Courier, service: Service, tmp_path: Path
+) -> None:
+    path = tmp_path / "events-3.json"
+    write_json(path, {"rank": 3, "events": [1]})
+    courier.start()
+    until(lambda: service.seen)
+    write_json(path, {"rank": 3, "events": [1, 2]})
+    courier.finish()
+    assert courier.wait(30)
+    assert [(name, json.loads(text)["events"]) for name, text in service.seen] == [
+        ("3/events", [1]),
+        ("3/events", [1, 2]),
+    ]
+
+
 def test_what_is_left_and_the_logs_are_sent_at_the_end(
     courier: Courier, service: Service, tmp_path: Path
 ) -> None:

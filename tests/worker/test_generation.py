@@ -16,6 +16,8 @@ from support.agents import is_alive
 from zbv_service.client_runs import NodeWork
 from zbv_worker.agent import generation as generation_module
 from zbv_worker.agent.generation import Generation
+from zbv_worker.agent.orphans import FORSAKEN
+from zbv_worker.agent.sign_of_life import Pulse
 
 WORK = NodeWork("r", 0, 1, 2, 2, "127.0.0.1:1", "p", "a:b", {})
 """Node 1 of two with two ranks each: ranks 2 and 3."""
@@ -25,14 +27,14 @@ WORK = NodeWork("r", 0, 1, 2, 2, "127.0.0.1:1", "p", "a:b", {})
 def launching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts a generation whose launcher is a shell script, run in the generation's folder."""
 
-    def launch(script: str, **files: Any) -> Generation:
+    def launch(script: str, patience: float = 60.0, **files: Any) -> Generation:
         folder = tmp_path / "generation"
         folder.mkdir()
         for name, document in files.items():
             (folder / f"{name.replace('_', '-')}.json").write_text(json.dumps(document))
         command = ["sh", "-c", f"cd {folder}; {script}"]
         monkeypatch.setattr(generation_module, "python_command", lambda *_: command)
-        return Generation(WORK, "http://zbv", "127.0.0.1", folder)
+        return Generation(WORK, "http://zbv", "127.0.0.1", folder, patience)
 
     return launch
 
@@ -58,7 +60,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_place(launching: Any) -> Non
     (failure,) = end.failures
     assert (end.outcome, failure["kind"], failure["rank"]) == ("failed", "killed", 3)
     assert (failure["step"], failure["action"]) == (5, "2I1")
-    assert failure["detail"].startswith("rank 3 was killed by SIGKILL in step 5 at 2I1.")
+    assert failure["detail"].startswith("rank 3 was killed by SIGKILL; it last reported step 5 at 2I1.")
 
 
 def test_what_a_rank_says_itself_counts_more_than_its_status(launching: Any) -> None:
@@ -66,7 +68,7 @@ def test_what_a_rank_says_itself_counts_more_than_its_status(launching: Any) -> 
     end = ended(launching(outcome_of(**{"2": 1, "3": 4}), failure_2=said))
     assert [failure["kind"] for failure in end.failures] == ["peer", "error"]
     assert len(end.failures[0]["detail"]) == 4000
-    assert end.failures[1]["detail"].startswith("rank 3 ended with status 4 before its first step.")
+    assert end.failures[1]["detail"].startswith("rank 3 ended with status 4; it reported no step.")
 
 
 def test_a_launcher_that_fails_shows_its_log(launching: Any) -> None:
@@ -91,10 +93,58 @@ def test_a_launcher_that_does_not_listen_is_killed(launching: Any, monkeypatch: 
     assert ended(generation).outcome == "stopped"
 
 
+def test_after_a_failure_elsewhere_a_launcher_that_hangs_is_killed_without_the_grace(
+    launching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_module, "_STORY_SECONDS", 0.1)
+    monkeypatch.setattr(generation_module, "_GRACE_SECONDS", 3600.0)
+    generation = launching("trap '' TERM; while true; do sleep 0.05; done")
+    generation.stop(failed_elsewhere=True)
+    assert ended(generation).outcome == "stopped"
+
+
+def test_an_agent_that_was_silent_for_too_long_ends_its_ranks_and_says_why(launching: Any) -> None:
+    generation = launching("exec sleep 600", patience=5.0)
+    generation._pulse._at -= 6.0
+    end = ended(generation)
+    (failure,) = end.failures
+    assert (end.outcome, failure["kind"]) == ("failed", "agent-lost")
+    assert "was stopped, or its host hung, for" in failure["detail"]
+    assert "the service gives a run to others after 5 s" in failure["detail"]
+    generation.kill()
+
+
 def test_a_node_that_failed_itself_may_say_so_before_it_is_stopped(launching: Any) -> None:
     generation = launching("sleep 0.5; " + outcome_of(**{"2": -9}))
     generation.stop(failed_elsewhere=True)
     assert ended(generation).outcome == "failed"
+
+
+@pytest.mark.parametrize("stops", ["agent", "nobody"])
+def test_a_rank_ends_when_its_agent_is_stopped(tmp_path: Path, stops: str) -> None:
+    """Here, the agent is this process, which stops its pulse."""
+    rank = (
+        "import os, pathlib, sys, time; from zbv_worker.agent.orphans import end_with_pulse; "
+        "folder = pathlib.Path(sys.argv[1]); "
+        "end_with_pulse(folder, 2.0, lambda silent: (folder / 'said').write_text(str(silent))); "
+        "(folder / 'ready').touch(); time.sleep(6 if sys.argv[2] == 'nobody' else 600)"
+    )
+    pulse = Pulse(tmp_path, 2.0, lambda _: None)
+    pulse.start()
+    process = subprocess.Popen([sys.executable, "-c", rank, str(tmp_path), stops])
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        if stops == "agent":
+            pulse.stop()
+        status = process.wait(timeout=60)
+    finally:
+        process.kill()
+        pulse.stop()
+    assert status == (FORSAKEN if stops == "agent" else 0)
+    assert (tmp_path / "said").exists() == (stops == "agent")
 
 
 def test_a_child_dies_with_its_parent_even_when_it_is_stopped(tmp_path: Path) -> None:

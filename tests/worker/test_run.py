@@ -21,7 +21,9 @@ from zbv_solver.plan import identity
 from zbv_solver.problem import Costs, Memory, Problem
 from zbv_solver.schema import problem_json
 from zbv_worker.cli import main
-from zbv_worker.launch import LaunchError, LocalRanks, python_command
+from zbv_worker.errors import InvalidRun, PeerLost
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.launch import LaunchError, LocalRanks, python_command, usable_cores
 from zbv_worker.selfcheck import random_orders
 from zbv_worker.tracing.report import read_reports, summarise
 
@@ -113,6 +115,64 @@ def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Pa
     assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
 
 
+def test_ranks_share_the_hosts_cores_and_say_so(plan_file: Path, tmp_path: Path) -> None:
+    """Without --threads and OMP_NUM_THREADS, which local ranks have for tests."""
+    arguments = run_arguments(plan_file, steps=1, timeout=60)
+    at = arguments.index("--threads")
+    command = python_command("zbv_worker.cli", *arguments[:at], *arguments[at + 2 :])
+    with LocalRanks([["env", "-u", "OMP_NUM_THREADS", *command]] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+        threads = max(1, len(usable_cores()) // 2)
+        for rank in range(2):
+            said = rf"rank {rank}: {threads} compute threads? \(\d+ cores, 2 ranks on this host\)"
+            assert re.search(said, started.log(rank)), started.log(rank)
+
+
+def test_a_rank_that_cannot_take_part_ends_the_others_with_its_reason(
+    plan_file: Path, tmp_path: Path
+) -> None:
+    problem = problem_of(1, 4)
+    other = write_plan(tmp_path / "one.json", problem, random_orders(problem, Random(4)))
+    commands = [
+        python_command("zbv_worker.cli", *run_arguments(plan, timeout=600)) for plan in (plan_file, other)
+    ]
+    with LocalRanks(commands, tmp_path / "logs") as started:
+        with pytest.raises(LaunchError, match="the plan has 1 ranks"):
+            started.wait(timeout=240)
+        until_said(started, "zbv-worker:")
+        said = "rank 0, meeting the other ranks: rank 1 cannot take part: found rank 1; the plan has 1 ranks"
+        assert said in started.log(0)
+        assert "Traceback" not in started.log(0) + started.log(1)
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_timeout(plan_file: Path, tmp_path: Path) -> None:
+    there = python_command("zbv_worker.cli", *run_arguments(plan_file, timeout=2))
+    absent = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with (
+        LocalRanks([there, absent], tmp_path / "logs") as started,
+        pytest.raises(LaunchError, match=r"meeting the other ranks: rank 1 of 2 did not come within 2 s"),
+    ):
+        started.wait(timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("what", "late", "said"),
+    [
+        ("barrier", 2, "Ranks 2 failed to pass"),
+        ("ranks", 1, "rank 1 did not take part"),
+        ("replicas", 2, "rank 2 did not take part"),
+    ],
+)
+def test_a_rank_that_is_absent_from_a_collective_is_named_on_every_other_rank(
+    tmp_path: Path, what: str, late: int, said: str
+) -> None:
+    commands = [python_command("support.absent_rank", what, str(late), str(tmp_path))] * 3
+    with LocalRanks(commands, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+    for rank in {0, 1, 2} - {late}:
+        assert said in (tmp_path / f"said-{rank}").read_text()
+
+
 @pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
     plan_file: Path, tmp_path: Path, sign: signal.Signals
@@ -144,7 +204,6 @@ def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
         (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "there is no module 'nowhere'"),
         (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "[1]"], "must be a JSON object"),
         (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "{"], "must be a JSON object"),
-        (["--server", "http://127.0.0.1:9", "--plan", "a", "--model", "x:y"], "no action list of plan a"),
     ],
 )
 def test_wrong_arguments_give_a_message_and_status_2(
@@ -166,6 +225,11 @@ def test_wrong_arguments_give_a_message_and_status_2(
     assert message in capsys.readouterr().err
 
 
+def test_a_service_that_gives_no_answer_is_lost_and_not_wrong_input() -> None:
+    with pytest.raises(PeerLost, match="rank 0: no action list of plan a from http"):
+        PlanSource("http://127.0.0.1:9", "a").rank_plan(0, timeout=1.0)
+
+
 def test_without_torchrun_the_message_says_how_to_start(
     plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,9 +239,6 @@ def test_without_torchrun_the_message_says_how_to_start(
 
 
 def test_a_broken_plan_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from zbv_worker.errors import InvalidRun
-    from zbv_worker.execution.plan_source import PlanSource
-
     path = tmp_path / "plan.json"
     for text in ("{", "{}", '{"problem": {}, "ranks": []}'):
         path.write_text(text)

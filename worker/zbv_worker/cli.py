@@ -22,6 +22,7 @@ from zbv_worker.profiling.gpu_report_cli import add_gpu_report
 from zbv_worker.profiling.gpu_report_cli import execute as gpu_report
 from zbv_worker.rehearsal.cli import add_rehearse
 from zbv_worker.rehearsal.cli import execute as rehearse
+from zbv_worker.search_path import add_working_directory
 from zbv_worker.training.cli import add_run
 from zbv_worker.training.cli import execute as run
 
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from zbv_worker.errors import WorkerError, said
     from zbv_worker.launch import LaunchError
 
+    if parsed.command != "agent":
+        add_working_directory()
     try:
         if parsed.command == "rehearse":
             return rehearse(parsed, sys.argv[1:] if arguments is None else arguments)

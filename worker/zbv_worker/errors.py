@@ -5,6 +5,7 @@
     WorkerError
     ├── InvalidRun          what was asked for cannot be run (exit status 2)
     ├── Disagreement        the ranks were started with different plans or models
+    ├── Superseded          a newer generation has taken over the checkpoint directory
     ├── ChannelTimeout      a peer did not deliver within the timeout
     ├── PeerLost            the connection to a peer broke
     ├── NotFinite           a loss or a gradient is infinite or not a number
@@ -36,6 +37,10 @@ class InvalidRun(WorkerError):
 
 class Disagreement(WorkerError):
     """The ranks were not started with the same plan, model and world."""
+
+
+class Superseded(WorkerError):
+    """A newer generation has taken over the checkpoint directory; this one must not write there."""
 
 
 class ChannelTimeout(WorkerError):

@@ -6,6 +6,7 @@ launcher's ``with`` block, whatever ends it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -23,6 +24,7 @@ from zbv_worker.errors import WorkerError
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
 _TAIL_LINES = 12
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD.
@@ -56,6 +58,23 @@ def usable_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def threads_per_rank(ranks_on_host: int, ranks_in_container: int) -> int:
+    """Compute threads that ranks can have without taking cores from each other; at least 1.
+
+    Parameters
+    ----------
+    ranks_on_host
+        They share the host's cores, however many agents or containers started them.
+    ranks_in_container
+        They share the CPU time that their control group may use.
+    """
+    shares = [len(usable_cores()) / ranks_on_host]
+    with contextlib.suppress(OSError, ValueError):
+        quota, _, period = _CPU_QUOTA.read_text().partition(" ")
+        shares.append(int(quota) / int(period) / ranks_in_container)  # "max" is no number: no limit
+    return max(1, int(min(shares)))
 
 
 def pin_to_core(local_rank: int) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, ModelError, raised
+from zbv_worker.search_path import searched
 
 
 @runtime_checkable
@@ -196,8 +197,8 @@ class ModelSpec:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise InvalidRun(
-                f"--model {self.factory}: there is no module {error.name!r} here. Install it, or put its "
-                f"directory on PYTHONPATH."
+                f"--model {self.factory}: there is no module {error.name!r} here; looked in {searched()}. "
+                f"Install it, or put its directory on PYTHONPATH (of an agent: --path DIR)."
             ) from None
         factory = getattr(module, attribute, None)
         if not callable(factory):

@@ -14,6 +14,8 @@ SPEC = "spec.json"
 """What to run, for the launcher and the ranks."""
 OUTCOME = "outcome.json"
 """How the ranks ended, from the launcher."""
+PULSE = "agent-pulse"
+"""When the agent was last at work, in seconds of the host's monotonic clock: renewed by its thread."""
 NEXT_PLAN = "next-plan.json"
 """A plan to change to, for rank 0."""
 

@@ -69,6 +69,11 @@ _OPTIONS = (
         {"choices": ("float32", "bfloat16", "float16")},
     ),
     Option("--clip-norm", "largest norm of the whole gradient", {"type": float, "metavar": "NORM"}),
+    Option(
+        "--non-finite",
+        "what to do with a step whose loss or gradients are not finite (default fail)",
+        {"choices": ("fail", "skip", "continue")},
+    ),
     Option("--evaluate-every", "steps between evaluations", {"type": int, "metavar": "N"}),
     Option("--retries", "how often a failure is tried again (default 3)", {"type": int, "metavar": "N"}),
     Option(
@@ -109,7 +114,11 @@ def add_run(commands: Any) -> None:
     options = run.add_argument_group("options of the run")
     for option in _OPTIONS:
         options.add_argument(option.flag, help=option.help, **option.more)
-    options.add_argument("--checkpoint-dir", metavar="DIR", help="absolute path, shared by all nodes")
+    options.add_argument(
+        "--checkpoint-dir",
+        metavar="DIR",
+        help="absolute path, shared by all nodes and allowed by their agents",
+    )
     options.add_argument(
         "--checkpoint-every", type=int, metavar="N", help="steps between two checkpoints (default 100)"
     )
@@ -164,6 +173,11 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
             "found --checkpoint-every without --checkpoint-dir; say where checkpoints are to be."
         )
     if parsed.checkpoint_dir is not None:
+        if not parsed.checkpoint_dir.startswith("/"):
+            raise WrongInput(
+                f"--checkpoint-dir: found {parsed.checkpoint_dir!r}; must be an absolute path that all nodes "
+                f"share and their agents allow (--allow-checkpoint-dir), such as /shared/run1."
+            )
         every = 100 if parsed.checkpoint_every is None else parsed.checkpoint_every
         options["checkpoint"] = {"directory": parsed.checkpoint_dir, "every": every}
     search = {

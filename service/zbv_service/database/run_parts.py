@@ -10,9 +10,12 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import undefer
 
 from zbv_service.database.engine import Database
-from zbv_service.database.run_end import change_plan, lock_run
-from zbv_service.database.run_models import NodeRow, PartRow, RunRow
+from zbv_service.database.run_end import add_event, change_plan, lock_run
+from zbv_service.database.run_models import EventRow, NodeRow, PartRow, RunRow
 from zbv_service.runs.records import RUN_ENDED, NewPart, PartInfo, PartKind
+
+MAX_NOTED = 1000
+"""Events of a kind that are kept of a run: one that goes on with such values would fill the database."""
 
 
 class PartTable:
@@ -55,6 +58,20 @@ class PartTable:
                 run.target_plan_id = None  # it was to change over, and then it was not
             else:
                 change_plan(session, run, new.plan_id, f"by step {new.last_step}")
+
+    async def note(self, run_id: str, kind: str, details: Sequence[str]) -> None:
+        """Note what happened to a run, each once, and :data:`MAX_NOTED` of a kind at most."""
+        async with self._database.writing() as session:
+            run = await lock_run(session, run_id)  # and two that say the same wait for each other
+            if run is None:
+                return
+            query = select(EventRow.detail).where(EventRow.run_id == run_id, EventRow.kind == kind)
+            known = set(await session.scalars(query.limit(MAX_NOTED)))
+            new = [detail for detail in dict.fromkeys(details) if detail not in known]
+            for detail in new[: MAX_NOTED - len(known)]:
+                add_event(session, run_id, kind, detail)
+            if new:
+                run.updated_at = datetime.now(UTC)
 
     async def newest_generation(self, run_id: str, kind: PartKind, rank: int | None = None) -> int | None:
         """The newest generation of which there is such a part, of a rank or of any."""

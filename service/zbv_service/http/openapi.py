@@ -12,7 +12,7 @@ from zbv_solver.rank_trace import RankTraceDocument
 from zbv_service.documents import CompareRequest, PlanDocument, RankDocument, SearchRequest
 from zbv_service.http.openapi_extras import enrich
 from zbv_service.http.problems import ProblemDetails
-from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, NodeEnd
+from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, NodeEnd, RankEvents
 from zbv_service.runs.documents import PlanChange, RunRequest
 from zbv_service.searches.check_documents import CheckRequest, EstimateRequest
 from zbv_service.security.described import describe
@@ -29,6 +29,7 @@ _BODIES = (
     AgentRequest,
     Heartbeat,
     NodeEnd,
+    RankEvents,
     RankTraceDocument,
 )
 

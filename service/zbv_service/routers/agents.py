@@ -31,6 +31,7 @@ from zbv_service.runs.agent_documents import (
     Heartbeat,
     HeartbeatAnswer,
     NodeEnd,
+    RankEvents,
     RegisteredAgent,
     WorkDocument,
 )
@@ -227,6 +228,28 @@ async def put_log(request: Request, agent_id: str, run_id: str, generation: Inde
     async with read_packed(request, MAX_LOG_BYTES) as (body, is_gzip):
         text = decompressed(body, MAX_LOG_BYTES) if is_gzip else bytes(body)
         await found.parts.put_log(run_id, generation, rank, text)
+    return Response(status_code=204)
+
+
+@router.put(
+    _PART + "/events",
+    operation_id="put_events",
+    dependencies=OWN_AGENT,
+    summary="What happened on a rank",
+    status_code=204,
+    openapi_extra=body_of(RankEvents),
+    responses=documented(*_BODY, AGENT_OF_OTHERS, NOT_FOUND, AGENT_GONE, INVALID_PARAMETER),
+)
+async def put_events(
+    request: Request, agent_id: str, run_id: str, generation: Index, rank: Index
+) -> Response:
+    """They become events of the run. Sending one again changes nothing. May be sent as gzip."""
+    found = rooms(request)
+    await found.agents.require_present(agent_id)
+    await found.parts.require_owner(agent_id, run_id, generation, rank)
+    async with read_packed(request, MAX_LOG_BYTES) as (body, is_gzip):
+        text = decompressed(body, MAX_LOG_BYTES) if is_gzip else bytes(body)
+        await found.parts.put_events(run_id, generation, rank, text)
     return Response(status_code=204)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,6 +28,7 @@ Identifier = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 _MAX_SLOTS = 1024
+MAX_RANK_EVENTS = 100
 
 
 class _Request(BaseModel):
@@ -217,3 +218,19 @@ class NodeEnd(_Request):
     generation: Count
     outcome: NodeOutcome
     failures: Annotated[list[RankFailure], Field(max_length=_MAX_SLOTS)] = []
+
+
+class RankEvent(_Request):
+    """Something that happened on a rank and that people should know: a value that is not finite."""
+
+    kind: Literal["non_finite"]
+    step: Count
+    what: Line = Field(description="What is not finite: the loss, or the norm of the gradients.")
+    value: Line = Field(description="nan, inf or -inf.")
+
+
+class RankEvents(_Request):
+    """What happened on a rank of a generation; events that were sent before are known."""
+
+    rank: Count
+    events: Annotated[list[RankEvent], Field(max_length=MAX_RANK_EVENTS)]

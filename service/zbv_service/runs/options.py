@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from zbv_solver.schema import Number
 
 from zbv_service.runs.records import DEFAULT_RETRIES
@@ -16,14 +17,29 @@ MAX_RETRIES = 100
 Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
 
 
+_ABSOLUTE = r"^/[^\x00-\x1f\x7f]*$"
+
+
+def _require_absolute(directory: str) -> str:
+    if re.fullmatch(_ABSOLUTE, directory) is None:
+        name = re.sub(r"[^\w.-]", "", directory.rpartition("/")[2]) or "run"
+        raise ValueError(
+            f"must be an absolute path, without control characters, that all nodes share, such as "
+            f"/shared/{name}"
+        )
+    return directory
+
+
 class CheckpointDocument(BaseModel):
     """Where and how often the ranks save what they have learnt."""
 
     model_config = ConfigDict(extra="forbid")
 
-    directory: Annotated[str, Field(max_length=4000, pattern=r"^/[^\x00-\x1f\x7f]*$")] = Field(
-        description="An absolute path that all nodes share: a rank may resume on another node."
-    )
+    directory: Annotated[
+        str,
+        Field(max_length=4000, json_schema_extra={"pattern": _ABSOLUTE}),
+        AfterValidator(_require_absolute),
+    ] = Field(description="An absolute path that all nodes share: a rank may resume on another node.")
     every: Positive = Field(description="Steps between two checkpoints.")
     timeout: Annotated[Number, Field(gt=0, le=86_400)] = Field(
         600.0, description="Longest wait for the slowest rank's file, in seconds."
@@ -40,7 +56,7 @@ class RunOptionsDocument(BaseModel):
         120.0, description="Longest wait for a tensor, in seconds."
     )
     threads: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
-        None, description="Compute threads per rank on CPU; null leaves torch's choice."
+        None, description="Compute threads per rank on CPU; null divides a host's cores among its ranks."
     )
     data_parallel: Annotated[int, Field(strict=True, ge=1, le=MAX_REPLICAS)] = Field(
         1, description="Replicas of the pipeline, each with its own part of the data."
@@ -53,6 +69,11 @@ class RunOptionsDocument(BaseModel):
     )
     clip_norm: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Largest norm of the whole gradient; null does not clip."
+    )
+    non_finite: Literal["fail", "skip", "continue"] = Field(
+        "fail",
+        description="What to do with a step whose loss or gradients are not finite: fail ends the run with "
+        "an error, skip leaves the step out on all ranks, continue goes on. Each is an event of the run.",
     )
     evaluate_every: Positive | None = Field(None, description="Steps between evaluations; null: never.")
     checkpoint: CheckpointDocument | None = Field(

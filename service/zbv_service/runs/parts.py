@@ -19,9 +19,11 @@ from zbv_solver.rank_trace import RankTrace, parse_rank_trace
 
 from zbv_service.computations import Computations
 from zbv_service.database import PartTable
+from zbv_service.documents import parse_body
 from zbv_service.http.bodies import decompressed
 from zbv_service.http.problems import MALFORMED_JSON, NOT_FOUND, ProblemError
 from zbv_service.packing import pack, unpack
+from zbv_service.runs.agent_documents import RankEvents
 from zbv_service.runs.picture import picture
 from zbv_service.runs.records import NewPart, PartInfo, PartKind, RunRecord
 
@@ -63,6 +65,11 @@ def read_trace(rank: int, former: bytes | None, gzip_limit: int | None, body: by
         raise InvalidInput.at("/rank", f"found {trace.rank}; the address says {rank}.")
     last = trace.steps[-1].step if trace.steps else None
     return ReadTrace(_joined(document, former), trace.plan_id, trace.pp_rank, trace.replica, last)
+
+
+def read_events(document: Any) -> RankEvents:
+    """What a rank says that happened on it; raises :class:`InvalidInput`."""
+    return parse_body(RankEvents, document)
 
 
 def parse_traces(packed: Sequence[bytes]) -> tuple[RankTrace, ...]:
@@ -140,6 +147,23 @@ class RunParts:
         """Keep the end of a rank's log."""
         packed = await asyncio.to_thread(zlib.compress, text)
         await self._table.put(NewPart(run_id, generation, rank, "log", packed))
+
+    async def put_events(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
+        """Note what happened on a rank; what is known already is not noted again.
+
+        Raises
+        ------
+        ProblemError, InvalidInput
+            When the text does not say that, or it is of another rank.
+        """
+        told = await self._computations.of_body(read_events, text)
+        if told.rank != rank:
+            raise InvalidInput.at("/rank", f"found {told.rank}; the address says {rank}.")
+        details = [
+            f"generation {generation}, rank {rank}, step {event.step}: the {event.what} is {event.value}"
+            for event in told.events
+        ]
+        await self._table.note(run_id, "non_finite", details)
 
     async def traces(
         self, run_id: str, generation: int, ranks: Sequence[int] | None = None

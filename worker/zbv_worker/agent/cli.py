@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,11 +17,13 @@ from zbv_worker.arguments import positive, positive_number
 
 _EXAMPLES = """\
 examples:
-  zbv-worker agent --server http://planner:8000 --allow-model 'mypackage.models.*'
+  zbv-worker agent --server http://planner:8000 --allow-model 'mypackage.models.*' \\
+      --allow-checkpoint-dir /shared --path /opt/models
   zbv-worker agent --server http://planner:8000 --allow-model zbv_worker.models.gpt --slots 2
 
-A pattern is held against the module of a run's model (or, with a colon in it, against module:factory); *
-stands for anything. A model's module is code: what matches is executed on this node.
+A pattern is compared with the module of a run's model (or, with a colon in it, with module:factory). * stands
+for anything; mypackage.models.* admits mypackage.models and all modules below it. A model's module is code:
+what matches is executed on this node.
 """
 _DEFAULT_STATE = Path("zbv-agent")
 
@@ -47,7 +50,25 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="PATTERN",
         action="append",
         default=[],
-        help="a model that may be loaded here; may be repeated. With none, every run is refused",
+        help="a model that may be loaded here; may be repeated. With none, this node runs nothing",
+    )
+    agent.add_argument(
+        "--allow-checkpoint-dir",
+        metavar="DIR",
+        action="append",
+        type=Path,
+        default=[],
+        help="a directory in which, and below which, runs may keep checkpoints; may be repeated. With none, "
+        "this node takes no run with checkpoints",
+    )
+    agent.add_argument(
+        "--path",
+        metavar="DIR",
+        action="append",
+        type=Path,
+        default=[],
+        help="look for models' modules there, before PYTHONPATH; may be repeated. The working directory is "
+        "not searched",
     )
     agent.add_argument("--name", default=socket.gethostname(), help="of this node (default: the host's)")
     agent.add_argument(
@@ -100,6 +121,15 @@ def _require_address(server: str | None) -> None:
         raise InvalidRun(f"--server: found {server!r}; must be an address such as http://planner:8000.")
 
 
+def _search_path(given: Sequence[Path]) -> tuple[Path, ...]:
+    from zbv_worker.errors import InvalidRun
+
+    for directory in given:
+        if not directory.is_dir():
+            raise InvalidRun(f"--path: found {str(directory)!r}; must be a directory of this node.")
+    return tuple(directory.absolute() for directory in given)
+
+
 def execute(parsed: argparse.Namespace) -> int:
     """Be an agent until told to end; returns the exit status."""
     if parsed.check:
@@ -121,6 +151,8 @@ def execute(parsed: argparse.Namespace) -> int:
         slots=parsed.slots or slots,
         state_dir=parsed.state_dir.resolve(),
         allowed_models=tuple(parsed.allow_model),
+        checkpoint_directories=tuple(directory.absolute() for directory in parsed.allow_checkpoint_dir),
+        path=_search_path(parsed.path),
         devices=tuple(devices),
         port=parsed.port,
         drain_seconds=parsed.drain_seconds,

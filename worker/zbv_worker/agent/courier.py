@@ -1,8 +1,8 @@
 """Carries files between a generation's folder and the service, beside the agent's own work.
 
-Traces and logs go to the service, a plan to change over to comes from it. All of it may take as long as the
-network takes, so it has a thread of its own: signs of life must not wait for it. What cannot be sent now is
-tried again while the generation goes on; nothing here ends a run.
+Traces, events and logs go to the service, a plan to change over to comes from it. All of it may take as long
+as the network takes, so it has a thread of its own: signs of life must not wait for it. What cannot be sent
+now is tried again while the generation goes on; nothing here ends a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zbv_service.client_runs import AgentGone, NodeWork, RunClient
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plan import parse_orders, parse_plan_document
 
-from zbv_worker.state_files import NEXT_PLAN, log_files, trace_file, write_json
+from zbv_worker.state_files import NEXT_PLAN, events_file, log_files, trace_file, write_json
 
 LOG_BYTES = 256 * 1024
 """The end of a log that is sent; the service takes no more."""
@@ -56,7 +56,7 @@ class Courier:
         self._folder = folder
         self._connect = connect
         self._pause = pause
-        self._sent: dict[int, int] = {}
+        self._sent: dict[Path, int] = {}
         self._wanted_plan: str | None = None
         self._known_plan = work.plan_id
         self._is_finishing = False
@@ -106,23 +106,34 @@ class Courier:
     def _round(self, client: RunClient) -> None:
         self._fetch(client)
         for rank in self._ranks:
-            if not self._send_trace(client, rank):
-                return  # the service is away; each rank would wait for it in turn
+            for path, put in (
+                (trace_file(self._folder, rank), client.put_trace),
+                (events_file(self._folder, rank), partial(self._put_events, client)),
+            ):
+                if not self._send_changed(path, partial(put, self._agent_id, self._work, rank)):
+                    return  # the service is away; each rank would wait for it in turn
 
-    def _send_trace(self, client: RunClient, rank: int) -> bool:
-        """Send a rank's trace if it has changed; False when the service gave no answer."""
-        path = trace_file(self._folder, rank)
+    def _send_changed(self, path: Path, put: Callable[[bytes], None]) -> bool:
+        """Send a file of a rank if it has changed; False when the service gave no answer."""
         try:
             changed = path.stat().st_mtime_ns
-            if self._sent.get(rank) == changed:
+            if self._sent.get(path) == changed:
                 return True
             text = path.read_bytes()
         except FileNotFoundError:
-            return True  # not measured yet
-        sent = self._try(lambda: client.put_trace(self._agent_id, self._work, rank, text))
+            return True  # nothing to say yet
+        sent = self._try(lambda: put(text))
         if sent is not None:
-            self._sent[rank] = changed  # one that was refused is not sent again either
+            self._sent[path] = changed  # one that was refused is not sent again either
         return sent is not None
+
+    @staticmethod
+    def _put_events(client: RunClient, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+        """Send events; a service that is too old to take them answers as it does to an agent that is gone."""
+        try:
+            client.put_events(agent_id, work, rank, text)
+        except AgentGone as error:
+            logger.warning("events of rank %d are not sent: %s", rank, error.detail)
 
     def _send_logs(self, client: RunClient) -> None:
         for local_rank, rank in enumerate(self._ranks):

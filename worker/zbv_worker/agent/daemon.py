@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zbv_service.client import ClientError, InvalidRequest, Overloaded
-from zbv_service.client_runs import AgentGone, NodeWork, RunClient, is_allowed
+from zbv_service.client_runs import AgentGone, NodeWork, Registration, RunClient
 
 from zbv_worker.agent import inventory
+from zbv_worker.agent.allowance import allowed, refusal_of
 from zbv_worker.agent.courier import Courier
 from zbv_worker.agent.generation import Generation, GenerationEnd
 from zbv_worker.agent.sign_of_life import SignOfLife
@@ -51,6 +52,11 @@ class AgentOptions:
     ----------
     allowed_models
         Patterns; see :func:`zbv_service.client_runs.is_allowed`. With none, every run is refused.
+    checkpoint_directories
+        Absolute paths, in and below which runs may keep checkpoints. With none, runs with checkpoints are
+        refused.
+    path
+        Directories in which ranks look for the model's module.
     port
         Where ranks meet when this node is a run's first; None takes a free one.
     state_dir
@@ -67,6 +73,8 @@ class AgentOptions:
     slots: int
     state_dir: Path
     allowed_models: tuple[str, ...] = ()
+    checkpoint_directories: tuple[Path, ...] = ()
+    path: tuple[Path, ...] = ()
     devices: tuple[str, ...] = ()
     port: int | None = None
     drain_seconds: float = 60.0
@@ -111,7 +119,7 @@ class Agent:
         self._options = options
         self._id = ""
         self._port = options.port or inventory.free_port_at(options.address)
-        self._heartbeat_seconds = 1.0
+        self._heartbeat_seconds, self._timeout_seconds = 1.0, 15.0  # until the service says
         self._pause = _BACK_OFF_SECONDS[0]
         self._next_sweep = 0.0
         self._ending = _Ending(options.drain_seconds)
@@ -156,13 +164,25 @@ class Agent:
             "devices": list(options.devices),
             "versions": inventory.versions(),
             "allowed_models": list(options.allowed_models),
+            "allows": allowed(options.allowed_models, options.checkpoint_directories),
         }
         while not self._ending.is_asked_for:
-            found = self._interruptibly(lambda: self._ask(lambda: self._client.register_agent(body)))
+            found = self._interruptibly(lambda: self._ask(lambda: self._offer(body)))
             if found is not None:
                 self._heartbeat_seconds = found.heartbeat_seconds
+                self._timeout_seconds = found.timeout_seconds
                 logger.info("agent %s (%s) is registered at %s", options.name, self._id, options.server)
                 return
+
+    def _offer(self, body: dict[str, Any]) -> Registration:
+        """Register; without ``allows`` where the service is too old to know it."""
+        try:
+            return self._client.register_agent(body)
+        except InvalidRequest as error:
+            if "allows" not in body or not any(issue.pointer == "/allows" for issue in error.issues):
+                raise
+            del body["allows"]
+            return self._client.register_agent(body)
 
     def _wait_for_work(self) -> NodeWork | None:
         fresh = self._options.port or inventory.free_port_at(self._options.address, self._port)
@@ -173,14 +193,22 @@ class Agent:
 
     def _carry_out(self, work: NodeWork) -> None:
         logger.info("run %s, generation %d: node %d", work.run_id, work.generation, work.node_rank)
-        refusal = self._refusal(work)
+        options = self._options
+        refusal = refusal_of(work, options.name, options.allowed_models, options.checkpoint_directories)
         if refusal is not None:
             logger.warning(refusal)
             self._report(work, GenerationEnd("failed", (_failure("refused", refusal),)))
             return
         folder = self._options.state_dir / work.run_id / str(work.generation)
-        options = self._options
-        generation = Generation(work, options.server, options.address, folder, options.allowed_models)
+        generation = Generation(
+            work,
+            options.server,
+            options.address,
+            folder,
+            patience=self._timeout_seconds,
+            path=options.path,
+            allowed_models=options.allowed_models,
+        )
         courier = Courier(self._id, work, generation.ranks, folder, self._connect)
         courier.start()
         try:
@@ -192,6 +220,8 @@ class Agent:
         if end.outcome == "stopped" and self._ending.is_overdue:
             end = GenerationEnd("failed", (_failure("agent-lost", self._farewell()),))
         logger.info("run %s, generation %d %s", work.run_id, work.generation, end.outcome)
+        for failure in end.failures:
+            logger.warning("%s", failure["detail"])
         self._see_off(generation, courier)
         self._report(work, end)
 
@@ -248,16 +278,6 @@ class Agent:
             if self._ending.is_overdue:
                 return  # the service will miss this agent
             self._back_off()
-
-    def _refusal(self, work: NodeWork) -> str | None:
-        if is_allowed(work.factory, self._options.allowed_models):
-            return None
-        allowed = ", ".join(self._options.allowed_models) or "none"
-        module = work.factory.partition(":")[0]
-        return (
-            f"agent {self._options.name} does not load model {work.factory}: it allows {allowed}. Start it "
-            f"with --allow-model '{module}' if its code may run on this node."
-        )
 
     def _farewell(self) -> str:
         return (

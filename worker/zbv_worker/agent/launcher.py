@@ -15,7 +15,9 @@ from zbv_worker.agent.orphans import PARENT_VARIABLE, end_with_parent
 from zbv_worker.state_files import OUTCOME, SPEC, read_json, write_json
 
 _MEETING_SECONDS = 120
-"""How long nodes wait for each other: not all import torch equally fast."""
+"""How long launchers wait for that of node 0, as not all import torch equally fast. Where its node fails, the
+service has this launcher ended within seconds; the ranks themselves wait for each other for ``--timeout``.
+"""
 _GRACE_SECONDS = "5"
 _STOPPED = 143
 

@@ -1,4 +1,5 @@
-"""A process that ends with the one that started it, however that ends.
+"""A process that ends with the one that started it, however that ends; and a rank that ends when its agent is
+stopped.
 
 Asking the kernel (Linux) also reaches a process that is stopped; elsewhere a thread looks.
 """
@@ -10,6 +11,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zbv_worker.agent.sign_of_life import silence
 
 PARENT_VARIABLE = "ZBV_PARENT"
 """Names the parent's process id to the child: by the time it looks, the parent may be gone."""
@@ -17,6 +22,8 @@ PARENT_VARIABLE = "ZBV_PARENT"
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.5
 _ORPHANED = 70
+FORSAKEN = 71
+"""Status of a rank whose agent was silent for too long."""
 
 
 def end_with_parent() -> None:
@@ -26,6 +33,30 @@ def end_with_parent() -> None:
         threading.Thread(target=_watch, args=(parent,), name="zbv-orphan-watch", daemon=True).start()
     if os.getppid() != parent:
         os._exit(_ORPHANED)
+
+
+def end_with_pulse(folder: Path, patience: float, say: Callable[[float], None]) -> None:
+    """Have this process end when its agent has had no pulse for so long.
+
+    Parameters
+    ----------
+    folder
+        Of the generation.
+    patience
+        Seconds.
+    say
+        Called before the end, with the seconds of silence.
+    """
+
+    def watch() -> None:
+        while (silent := silence(folder)) <= patience:
+            time.sleep(min(_POLL_SECONDS, patience / 4))
+        try:
+            say(silent)
+        finally:
+            os._exit(FORSAKEN)
+
+    threading.Thread(target=watch, name="zbv-pulse-watch", daemon=True).start()
 
 
 def _ask_kernel() -> bool:

@@ -5,39 +5,46 @@ It runs as ``zbv-worker run`` does, says where it is while it runs, and why when
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zbv_worker.agent.orphans import end_with_parent
+from zbv_worker.agent.orphans import end_with_parent, end_with_pulse
 from zbv_worker.state_files import NEXT_PLAN, SPEC, failure_file, place_file, read_json, write_json
 
+if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
+    from zbv_worker.execution.place import CurrentPlace
+
 _FAILED, _WRONG_INPUT = 1, 2
+_PATIENCE = 0.8
+"""Of the service's patience with a silent agent: its ranks end before their run is given to others."""
 
 
 def main(folder: Path) -> int:
     """Be the rank that the environment says; returns the exit status."""
     end_with_parent()
+    spec = read_json(folder / SPEC)
+    end_with_pulse(folder, _PATIENCE * spec["patience"], lambda silent: _say_silence(folder, silent))
     from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
     from zbv_worker.execution.place import CurrentPlace, PlaceWriter
     from zbv_worker.training.run import run
     from zbv_worker.transport.distributed import World
 
-    world = World.from_environment()
+    world, place = World.from_environment(), CurrentPlace()
     try:
-        place = CurrentPlace()
         with PlaceWriter(str(place_file(folder, world.rank)), world.rank, place):
-            run(_options(read_json(folder / SPEC), folder), world, place)
+            run(_options(spec, folder), world, place)
     except WorkerError as error:
         _say(f"zbv-worker: {error}")
-        write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error)))
+        write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error), place))
         return _WRONG_INPUT if isinstance(error, InvalidRun | Disagreement) else _FAILED
     except Exception as error:
         traceback.print_exc()
         detail = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         text = f"rank {world.rank} failed in the model or in torch: {detail}. Its log has the traceback."
-        write_json(failure_file(folder, world.rank), _failure(world.rank, error, text))
+        write_json(failure_file(folder, world.rank), _failure(world.rank, error, text, place))
         return _FAILED
     return 0
 
@@ -59,14 +66,15 @@ def _options(spec: Any, folder: Path) -> Any:
         timeout=options["timeout"],
         threads=options["threads"],
         result_dir=folder / "results",
-        training=_training(options, folder),
+        training=_training(work, folder),
     )
 
 
-def _training(options: dict[str, Any], folder: Path) -> Any:
+def _training(work: dict[str, Any], folder: Path) -> Any:
     from zbv_worker.training.checkpoint import CheckpointOptions
     from zbv_worker.training.training import TrainingOptions
 
+    options = work["options"]
     checkpoint = options["checkpoint"]
     return TrainingOptions(
         replicas=options["data_parallel"],
@@ -79,7 +87,11 @@ def _training(options: dict[str, Any], folder: Path) -> Any:
             None
             if checkpoint is None
             else CheckpointOptions(
-                Path(checkpoint["directory"]), checkpoint["every"], timeout=checkpoint["timeout"]
+                Path(checkpoint["directory"]),
+                checkpoint["every"],
+                timeout=checkpoint["timeout"],
+                run=work["run_id"],
+                attempt=work["generation"],
             )
         ),
         next_plan=folder / NEXT_PLAN,
@@ -87,16 +99,29 @@ def _training(options: dict[str, Any], folder: Path) -> Any:
     )
 
 
-def _failure(rank: int, error: Exception, detail: str) -> dict[str, Any]:
-    """The failure as the agent reports it; one that a peer caused is a consequence."""
-    from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost
+def _say_silence(folder: Path, seconds: float) -> None:
+    rank = int(os.environ["RANK"])
+    detail = (
+        f"rank {rank} ended itself: its agent has given no sign of life for {seconds:.0f} s (it was stopped, "
+        f"or hangs), and the service gives the run to others soon."
+    )
+    _say(f"zbv-worker: {detail}")
+    write_json(failure_file(folder, rank), {"kind": "agent-lost", "rank": rank, "detail": detail})
+
+
+def _failure(rank: int, error: Exception, detail: str, current: CurrentPlace) -> dict[str, Any]:
+    """The failure as the agent reports it; one that a peer caused is a consequence.
+
+    An error between two actions, for instance in the update, has the step alone.
+    """
+    from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded
     from zbv_worker.execution.place import Place, place_of_error
 
-    place = place_of_error(error) or Place()
+    place = place_of_error(error) or Place(current.read().step)
     kind = "error"
     if isinstance(error, ChannelTimeout | PeerLost):
         kind = "peer"
-    elif isinstance(error, InvalidRun | Disagreement):
+    elif isinstance(error, InvalidRun | Disagreement | Superseded):
         kind = "invalid"
     return {
         "kind": kind,

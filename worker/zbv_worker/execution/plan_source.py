@@ -12,9 +12,9 @@ from zbv_solver.plan import identity, parse_orders, parse_plan_document
 from zbv_solver.schema import problem_json
 from zbv_solver.verify import verify_orders
 
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.cut import PlannedCut
-from zbv_worker.execution.planned import WholePlan
+from zbv_worker.execution.planned import WholePlan, seconds_per_attempt
 from zbv_worker.execution.rank_plan import RankPlan
 
 _NO_PLAN = "found no plan; give --server URL and --plan ID, or --plan-file FILE."
@@ -29,7 +29,7 @@ class PlanSource:
     file: Path | None = None
 
     def rank_plan(self, rank: int, timeout: float) -> RankPlan:
-        """The list of one rank; raises :class:`InvalidRun`."""
+        """The list of one rank; raises :class:`InvalidRun`, and :class:`PeerLost` without an answer."""
         if self.file is not None:
             return _from_file(self.file, rank)
         if self.server is None or self.plan_id is None:
@@ -37,7 +37,7 @@ class PlanSource:
         return _from_service(self.server, self.plan_id, rank, timeout)
 
     def whole(self, timeout: float) -> WholePlan:
-        """The lists of all ranks; raises :class:`InvalidRun`."""
+        """The lists of all ranks; raises as :meth:`rank_plan`."""
         if self.file is not None:
             return WholePlan.of_file(self.file)
         if self.server is None or self.plan_id is None:
@@ -46,11 +46,13 @@ class PlanSource:
 
 
 def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankPlan:
-    from zbv_service.client import Client, ClientError
+    from zbv_service.client import Client, ClientError, ServiceUnreachable
 
     try:
-        with Client(server, timeout=timeout) as client:
+        with Client(server, timeout=seconds_per_attempt(timeout)) as client:
             answer = client.rank(plan_id, rank)
+    except ServiceUnreachable as error:
+        raise PeerLost(f"rank {rank}: no action list of plan {plan_id} from {server}: {error}") from error
     except ClientError as error:
         raise InvalidRun(f"rank {rank}: no action list of plan {plan_id} from {server}: {error}") from error
     kinds: dict[str, PlacementKind] = {"v": "v", "loop": "loop", "single": "single"}

@@ -16,11 +16,18 @@ from zbv_solver.problem import Problem
 from zbv_solver.schema import problem_json
 from zbv_solver.verify import verify, verify_orders
 
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.rank_plan import RankPlan
 
 SECONDS: dict[str, float] = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 """Seconds in one time unit of a problem, of those that say what they are."""
+
+
+def seconds_per_attempt(timeout: float) -> float:
+    """How long one request may take so that all attempts of a client end within ``timeout`` seconds."""
+    from zbv_service.client.retries import DEFAULT_RETRIES
+
+    return timeout / (1 + DEFAULT_RETRIES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +81,14 @@ class WholePlan:
 
     @classmethod
     def of_service(cls, server: str, plan_id: str, timeout: float) -> WholePlan:
-        """Fetch a plan; raises :class:`InvalidRun`."""
-        from zbv_service.client import Client, ClientError
+        """Fetch a plan; raises :class:`InvalidRun`, and :class:`PeerLost` without an answer."""
+        from zbv_service.client import Client, ClientError, ServiceUnreachable
 
         try:
-            with Client(server, timeout=timeout) as client:
+            with Client(server, timeout=seconds_per_attempt(timeout)) as client:
                 plan = cls.of_document(client.plan_document(plan_id))
+        except ServiceUnreachable as error:
+            raise PeerLost(f"no plan {plan_id} from {server}: {error}") from error
         except ClientError as error:
             raise InvalidRun(f"no plan {plan_id} from {server}: {error}") from error
         except (InvalidInput, InvalidPlan) as error:

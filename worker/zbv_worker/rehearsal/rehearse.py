@@ -39,7 +39,6 @@ WARM_UP_STEPS = 1
 """The first step fills the pipeline and exchanges shapes; others are measured from the end of the last."""
 
 _CPU = torch.device("cpu")
-_MEETING_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class RehearseOptions:
     transfer_bytes
         Size of every tensor between ranks.
     timeout
-        Seconds that a rank waits for any one tensor.
+        Seconds that a rank waits for any one tensor, and for the others before the first step and after the
+        last.
     trace
         Where to write the merged trace.
     """
@@ -67,11 +67,6 @@ class RehearseOptions:
     timeout: float = 120.0
     look_ahead: int = DEFAULT_LOOK_AHEAD
     trace: Path | None = None
-
-    @property
-    def meeting_timeout(self) -> float:
-        """Seconds for the ranks to meet before the first step and after the last."""
-        return max(self.timeout, _MEETING_SECONDS)
 
     def plan(self) -> WholePlan:
         """The plan to rehearse; raises :class:`InvalidRun`."""
@@ -104,7 +99,7 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
     with naming_errors(world.rank, "meeting the other ranks"):
-        transport = DistributedTransport(world, "gloo", _CPU, options.meeting_timeout)
+        transport = DistributedTransport(world, "gloo", _CPU, options.timeout)
     gc.freeze()  # what is there now stays: looking through it all in mid-step would seem a slow action
     try:
         return Rehearsal(options, plan, mine, transport).run()
@@ -141,7 +136,7 @@ class Rehearsal:
     def run(self) -> Outcome | None:
         """Agree, run all steps, and bring the traces together; collective. Rank 0 returns the outcome."""
         options, transport, rank = self._options, self._transport, self._mine.rank
-        meeting = options.meeting_timeout
+        meeting = options.timeout
         keys = agree(transport, self._statement(), meeting)
         with naming_errors(rank, "opening the channels"):
             transport.open(keys, meeting)
@@ -179,7 +174,7 @@ class Rehearsal:
                 spent = self._cpu()
             if self._plan.problem.objective == "makespan":
                 with naming_errors(self._mine.rank, "between steps"):
-                    transport.barrier(options.meeting_timeout)  # a makespan is that of a lone iteration
+                    transport.barrier(options.timeout)  # a makespan is that of a lone iteration
             steps.append(executor.step(step))
         return steps, self._cpu().since(spent, options.steps * len(self._mine.actions))
 

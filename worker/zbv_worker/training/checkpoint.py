@@ -2,19 +2,21 @@
 
 ::
 
-    DIRECTORY/step-00000040/           complete: written under another name, then renamed
-    DIRECTORY/step-00000050.partial/   being written, or left behind by a run that was killed then
+    DIRECTORY/step-00000040.g2/           complete: written under another name, then renamed
+    DIRECTORY/step-00000050.g2.partial/   being written, or left behind by a run that was killed then
 
-All ranks must see the same directory. Parameters and optimizer state are stored by the parameters' names,
-which do not depend on the cut: a run may go on with another plan, placement, number of ranks or replicas.
+The number after ``g`` is that of the generation that wrote it; :mod:`zbv_worker.training.fence` says which
+checkpoints count. All ranks must see the same directory. Parameters and optimizer state are stored by the
+parameters' names, which do not depend on the cut: a run may resume with another plan, placement, number of
+ranks or replicas.
 """
 
 from __future__ import annotations
 
 import random
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,15 +26,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbv_worker.errors import InvalidRun, naming_errors, raised
+from zbv_worker.errors import InvalidRun, Superseded, WorkerError, naming_errors, raised
 from zbv_worker.training.checkpoint_files import INDEX, Reader, State, write_index, write_part
+from zbv_worker.training.fence import Claimant, Fence, checkpoints
 from zbv_worker.training.precision import LossScale
 from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
 
-_NAME = re.compile(r"step-(\d{8})")
 OLD_INDEX = ".metadata"
 """Of torch.distributed.checkpoint, which zbv used before: it is pickled, so reading it can run code."""
+_VISIBLE_SECONDS = 10.0
+"""How long a rank looks for what rank 0 wrote: a network file system may show it late."""
 DEFAULT_KEPT = 3
 DEFAULT_TIMEOUT = 600.0
 
@@ -63,12 +67,17 @@ class CheckpointOptions:
     timeout
         Seconds for the slowest rank's file: a network file system may be busy. A rank that hangs while a
         checkpoint is made is noticed only then.
+    run, attempt
+        The service's run and its generation; None and 0 without a service. See
+        :class:`zbv_worker.training.fence.Claimant`.
     """
 
     directory: Path
     every: int
     kept: int = DEFAULT_KEPT
     timeout: float = DEFAULT_TIMEOUT
+    run: str | None = None
+    attempt: int = 0
 
 
 class Checkpoints:
@@ -100,6 +109,7 @@ class Checkpoints:
         self._data = data if isinstance(data, StatefulData) else None
         self._transport = transport
         self._saved = 0
+        self._fence: Fence | None = None
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to save before ``step``, ``last`` being the number of steps of the run."""
@@ -113,8 +123,8 @@ class Checkpoints:
         InvalidRun
             When the directory cannot be written.
         """
-        final = self._options.directory / f"step-{step:08d}"
-        partial = final.with_name(f"{final.name}.partial")
+        fence = self._fence or self._claim()[0]
+        partial = fence.partial(step)
         self._alone(lambda: _make_empty(partial))
         # Asked for the state of an optimizer that has none yet, torch makes it by a step with zero gradients,
         # which counts as one in Adam's correction of its bias.
@@ -122,41 +132,63 @@ class Checkpoints:
         state = self._mine(step)
         for optimizer in fresh:
             optimizer.state.clear()
-        self._together(lambda: write_part(partial, self._transport.rank, state))
-        self._alone(lambda: write_index(partial, self._transport.world_size))
-        self._alone(lambda: self._complete(partial, final))
+        with self._unless_superseded():
+            self._together(lambda: write_part(partial, self._transport.rank, state))
+            self._alone(lambda: write_index(partial, self._transport.world_size))
+        self._alone(lambda: fence.publish(step, self._options.kept))
         self._saved = step
 
     def load_newest(self) -> int:
-        """Go on from the newest complete checkpoint; returns the step to do next, 0 without one.
+        """Claim the directory and resume from its newest complete checkpoint; returns the step to do next.
+
+        That is 0 without a checkpoint. From now on no older generation can write where this one does.
 
         Raises
         ------
         InvalidRun
             When the ranks do not see the same directory, or the checkpoint is of another model.
+        Superseded
+            When a newer generation of the run has claimed the directory.
         """
-        newest = newest_step(self._options.directory)
-        with naming_errors(self._transport.rank, "looking for checkpoints"):
-            seen = self._transport.gather(newest, self._options.timeout)
-        if len(set(seen)) > 1:
-            said = ", ".join(f"rank {rank}: {_shown(step)}" for rank, step in enumerate(seen))
-            raise InvalidRun(
-                f"--checkpoint-dir {self._options.directory}: the ranks see different checkpoints ({said}). "
-                f"It must be one directory on a file system that all nodes share."
-            )
-        old = _newest_old(self._options.directory)
-        if old is not None and (newest is None or old > newest):
-            raise InvalidRun(
-                f"--checkpoint-dir {self._options.directory}: the checkpoint of step {old} has the format of "
-                f"an older zbv, which can run code when it is read. If you trust it, convert it: "
-                f"`python -m zbv_worker.training.convert_checkpoint "
-                f"{self._options.directory / f'step-{old:08d}'}`; else remove it."
-            )
-        if newest is None:
+        _, newest, name = self._claim()
+        if name is None:
             return 0
-        self._load(self._options.directory / f"step-{newest:08d}")
+        with self._unless_superseded():
+            self._load(self._options.directory / name)
         self._saved = newest
         return newest
+
+    def _claim(self) -> tuple[Fence, int, str | None]:
+        """Claim the directory; returns the step and the name of its newest checkpoint, None without one."""
+        generation, newest, name = self._alone(self._claim_alone)
+        self._fence = Fence(self._options.directory, generation, _is_complete)
+        self._require_visible(self._fence)
+        return self._fence, newest, name
+
+    def _claim_alone(self) -> list[Any]:
+        """On rank 0: the generation's number, and the newest checkpoint's step and name."""
+        options = self._options
+        _require_no_old(options.directory)
+        claimant = Claimant(self._model, options.run, options.attempt)
+        fence = Fence.claim(options.directory, claimant, _is_complete)
+        found = checkpoints(options.directory, _is_complete)
+        newest = max(found, default=0)
+        return [fence.generation, newest, found[newest].name if found else None]
+
+    def _require_visible(self, fence: Fence) -> None:
+        """Every rank must see rank 0's claim, or the directory is not shared."""
+        until = time.monotonic() + min(_VISIBLE_SECONDS, self._options.timeout)
+        while not fence.is_visible and time.monotonic() < until:
+            time.sleep(0.1)
+        with naming_errors(self._transport.rank, "looking for checkpoints"):
+            seen = self._transport.gather(fence.is_visible, self._options.timeout)
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+            raise InvalidRun(
+                f"--checkpoint-dir {self._options.directory}: the ranks see different directories: what rank "
+                f"0 wrote there does not exist for rank {blind}. It must be one directory on a file system "
+                f"that all nodes share."
+            )
 
     def _load(self, folder: Path) -> None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
@@ -239,24 +271,42 @@ class Checkpoints:
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [] if self._update.optimizer is None else [self._update.optimizer]
 
-    def _alone(self, work: Callable[[], None]) -> None:
-        """Something that rank 0 does while all wait."""
-        self._together(work if self._transport.rank == 0 else lambda: None)
+    def _alone(self, work: Callable[[], Any]) -> Any:
+        """Have rank 0 do something while all wait; returns its result, which JSON can say, on all ranks."""
+        (result, *_) = self._together(work if self._transport.rank == 0 else lambda: None)
+        return result
 
-    def _together(self, work: Callable[[], None]) -> None:
-        """Something that every rank does; where one cannot, all raise :class:`InvalidRun`."""
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """Have every rank do something; returns their results. Where one fails, all raise what it raised."""
         with self._naming():
-            failure = None
-            try:
-                work()
-            except OSError as error:
-                failure = f"--checkpoint-dir {self._options.directory}: {error.strerror or error}."
-            except InvalidRun as error:
-                failure = str(error)
-            failures = self._transport.gather(failure, self._options.timeout)
-        said = next((each for each in failures if each is not None), None)
-        if said is not None:
-            raise InvalidRun(said)
+            said = self._transport.gather(self._attempt(work), self._options.timeout)
+        for kind, value in said:
+            if kind == "superseded":
+                raise Superseded(value)
+            if kind == "invalid":
+                raise InvalidRun(value)
+        return [value for _, value in said]
+
+    def _attempt(self, work: Callable[[], Any]) -> list[Any]:
+        """What a rank tells the others: how it went, and the result or the message."""
+        try:
+            return ["", work()]
+        except Superseded as error:
+            return ["superseded", str(error)]
+        except InvalidRun as error:
+            return ["invalid", str(error)]
+        except OSError as error:
+            return ["invalid", f"--checkpoint-dir {self._options.directory}: {error.strerror or error}."]
+
+    @contextmanager
+    def _unless_superseded(self) -> Iterator[None]:
+        """Where files are missing because a newer generation removed them, say that."""
+        try:
+            yield
+        except (WorkerError, OSError):
+            if self._fence is not None:
+                self._fence.check()
+            raise
 
     def _naming(self) -> AbstractContextManager[None]:
         return naming_errors(self._transport.rank, "at a checkpoint")
@@ -271,13 +321,6 @@ class Checkpoints:
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise self._other_model(folder, f"its state does not fit: {raised(error)}") from error
 
-    def _complete(self, partial: Path, final: Path) -> None:
-        """Give a checkpoint its name, and remove those that are too old."""
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for step in sorted(_steps(self._options.directory))[: -self._options.kept]:
-            shutil.rmtree(self._options.directory / f"step-{step:08d}", ignore_errors=True)
-
     def _other_model(self, folder: Path, why: str) -> InvalidRun:
         return InvalidRun(
             f"--checkpoint-dir: {folder} is of another model ({why}). Give each model a directory of its "
@@ -285,23 +328,27 @@ class Checkpoints:
         )
 
 
-def newest_step(directory: Path) -> int | None:
-    """The step of the newest complete checkpoint of a directory; None when there is none."""
-    return max(_steps(directory), default=None)
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest complete checkpoint of a directory; None when there is none."""
+    found = checkpoints(directory, _is_complete)
+    return found[max(found)] if found else None
 
 
-def _steps(directory: Path, index: str = INDEX) -> Iterable[int]:
-    if not directory.is_dir():
-        return
-    for path in directory.iterdir():
-        found = _NAME.fullmatch(path.name)
-        if found and (path / index).is_file():
-            yield int(found[1])
+def _is_complete(path: Path) -> bool:
+    """Whether a directory contains a checkpoint: its index is written last."""
+    return (path / INDEX).is_file()
 
 
-def _newest_old(directory: Path) -> int | None:
-    """The step of the newest checkpoint that an older zbv wrote."""
-    return max(_steps(directory, OLD_INDEX), default=None)
+def _require_no_old(directory: Path) -> None:
+    """Refuse a directory of which the newest checkpoint is one that an older zbv wrote."""
+    newest = max(checkpoints(directory, _is_complete), default=-1)
+    old = checkpoints(directory, lambda path: (path / OLD_INDEX).is_file() and not _is_complete(path))
+    if old and max(old) > newest:
+        raise InvalidRun(
+            f"--checkpoint-dir {directory}: the checkpoint of step {max(old)} has the format of an older "
+            f"zbv, which can run code when it is read. If you trust it, convert it: `python -m "
+            f"zbv_worker.training.convert_checkpoint {old[max(old)]}`; else remove it."
+        )
 
 
 def _together(modules: Mapping[int, nn.Module]) -> nn.Module:
@@ -352,7 +399,3 @@ def _named_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _shown(step: int | None) -> str:
-    return "none" if step is None else f"step {step}"

@@ -125,7 +125,9 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="what walks the lists: zbv's own executor (default), or torch.distributed.pipelining's "
         "(which has no --look-ahead)",
     )
-    run.add_argument("--threads", type=positive, help="compute threads per rank (default: torch's choice)")
+    run.add_argument(
+        "--threads", type=positive, help="compute threads per rank (default: the host's cores / its ranks)"
+    )
     run.add_argument("--pin", action="store_true", help="bind every local rank to a CPU core of its own")
     run.add_argument(
         "--result-dir",

@@ -5,6 +5,8 @@ This is what ``zbv-worker run`` does in each process that torchrun starts.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ from zbv_worker.execution.place import CurrentPlace
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.launch import keep_freed_memory
+from zbv_worker.launch import keep_freed_memory, threads_per_rank, usable_cores
 from zbv_worker.model import ModelSpec, PipelineModel
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
 from zbv_worker.tracing.report import RankReport
@@ -27,10 +29,9 @@ from zbv_worker.training.training import Setting, Training, TrainingOptions
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.distributed import Backend, DistributedTransport, World, select_device
 from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.meeting import refuse
 
 Runtime = Literal["zbv", "torch"]
-
-_MEETING_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ class RunOptions:
     result_dir
         Where reports go; with several plans, into one folder each, named by the plan's id.
     timeout
-        Seconds that a rank waits for any one tensor within a step.
+        Seconds that a rank waits for any one tensor within a step, and for the others to meet it, before the
+        first step and after the last.
     threads
-        Compute threads per rank on CPU; None leaves torch's choice.
+        Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
+        ``OMP_NUM_THREADS`` is set.
     trace
         Where rank 0 writes when every action happened on every rank, on one clock.
     runtime
@@ -66,11 +69,6 @@ class RunOptions:
     runtime: Runtime = "zbv"
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
-    @property
-    def meeting_timeout(self) -> float:
-        """Seconds for the ranks to meet before the first step and after the last: not all start at once."""
-        return max(self.timeout, _MEETING_SECONDS)
-
 
 def run(options: RunOptions, world: World, place: CurrentPlace | None = None) -> list[RankReport]:
     """Run as one rank of the world; one report per plan.
@@ -87,10 +85,38 @@ def run(options: RunOptions, world: World, place: CurrentPlace | None = None) ->
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    # What can be wrong on this rank alone is found before the others are met.
+    try:
+        device, plans, wholes, model = _prepare(options, world)
+    except Exception as error:
+        refuse(world.rank, world.world_size, str(error))
+        raise
+    with naming_errors(world.rank, "meeting the other ranks"):
+        transport = DistributedTransport(
+            world, options.backend, device, options.timeout, options.training.replicas
+        )
+    if options.threads is None and device.type == "cpu":
+        _share_cores(transport)
+    try:
+        reports = train(options, plans, model, transport, device, wholes, place)
+        with naming_errors(world.rank, "ending the run"):
+            transport.flush(options.timeout)
+            transport.barrier(options.timeout)  # nobody hangs up while a peer still receives
+    finally:
+        transport.close()
+    if options.result_dir is not None:
+        for report in reports:
+            report.write(options.result_dir / report.plan_id if len(reports) > 1 else options.result_dir)
+    return reports
+
+
+def _prepare(
+    options: RunOptions, world: World
+) -> tuple[torch.device, list[RankPlan], list[WholePlan], PipelineModel]:
+    """All that a rank can find and check alone."""
     device = select_device(options.backend, world.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
-    # What can be wrong on this rank alone is found before the others are met.
     _require_one_plan(options)
     pp_rank = Layout.of_world(world.world_size, options.training.replicas).pp_rank(world.rank)
     plans, wholes = _plans(options, pp_rank)
@@ -99,21 +125,22 @@ def run(options: RunOptions, world: World, place: CurrentPlace | None = None) ->
     model = options.model.build()
     for plan in plans:
         require_layers(model, plan.cut)
-    with naming_errors(world.rank, "meeting the other ranks"):
-        transport = DistributedTransport(
-            world, options.backend, device, options.meeting_timeout, options.training.replicas
-        )
-    try:
-        reports = train(options, plans, model, transport, device, wholes, place)
-        with naming_errors(world.rank, "ending the run"):
-            transport.flush(options.meeting_timeout)
-            transport.barrier(options.meeting_timeout)  # nobody hangs up while a peer still receives
-    finally:
-        transport.close()
-    if options.result_dir is not None:
-        for report in reports:
-            report.write(options.result_dir / report.plan_id if len(reports) > 1 else options.result_dir)
-    return reports
+    return device, plans, wholes, model
+
+
+def _share_cores(transport: DistributedTransport) -> None:
+    """Give this rank its share of the host's cores: threads that compete for cores slow each other down."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return  # somebody has chosen
+    in_container = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = threads_per_rank(transport.ranks_on_host, in_container)
+    torch.set_num_threads(threads)
+    print(  # noqa: T201 - a rank's log
+        f"rank {transport.rank}: {threads} compute thread{'s' if threads > 1 else ''} ({len(usable_cores())} "
+        f"cores, {transport.ranks_on_host} ranks on this host); --threads sets another number",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def train(
@@ -139,7 +166,6 @@ def train(
         transport=transport,
         steps=options.steps,
         timeout=options.timeout,
-        meeting_timeout=options.meeting_timeout,
         look_ahead=options.look_ahead,
         is_traced=options.trace is not None,
         place=place,
@@ -150,7 +176,7 @@ def train(
             whole = wholes[at] if wholes else None
             label = f"plan {plan.plan_id[:12]}, " if len(plans) > 1 else ""
             trainings.append(Training(setting, options.training, plan, model, whole, label))
-        shared = SharedTrace(transport, options.meeting_timeout) if options.trace is not None else None
+        shared = SharedTrace(transport, options.timeout) if options.trace is not None else None
         _steps(trainings, setting)
         reports = [training.report for training in trainings]
         if shared is not None and options.trace is not None:
@@ -169,7 +195,7 @@ def _steps(trainings: Sequence[Training], setting: Setting) -> None:
             if len(trainings) > 1:
                 with naming_errors(setting.transport.rank, "taking turns"):
                     # Else a rank that is done early would seem to wait in the next plan's step.
-                    setting.transport.barrier(setting.meeting_timeout)
+                    setting.transport.barrier(setting.timeout)
             training.step(step)
     for training in trainings:
         training.end()

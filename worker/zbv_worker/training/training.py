@@ -94,7 +94,6 @@ class Setting:
     transport: Transport
     steps: int
     timeout: float
-    meeting_timeout: float
     look_ahead: int = DEFAULT_LOOK_AHEAD
     is_traced: bool = False
     place: CurrentPlace | None = None
@@ -153,7 +152,7 @@ class Training:
             self._walk()
         else:
             self._walk_on_torch(whole, modules)
-        transport, patience = setting.transport, setting.meeting_timeout
+        transport, patience = setting.transport, setting.timeout
         self._update = Update(
             model, self._gradients, transport, self._loss_scale, options.clip_norm, options.non_finite
         )
@@ -310,10 +309,10 @@ class Training:
             replicas=setting.transport.layout.replicas,
             options=self._options.common,
         )
-        keys = agree(setting.transport, statement, setting.meeting_timeout)
+        keys = agree(setting.transport, statement, setting.timeout)
         if self._whole is None:
             with naming_errors(self._rank, "opening the channels"):
-                setting.transport.open(keys, setting.meeting_timeout)
+                setting.transport.open(keys, setting.timeout)
 
     def _build(self) -> dict[int, nn.Module]:
         """This rank's stages; their modules."""

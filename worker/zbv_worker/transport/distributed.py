@@ -11,17 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
@@ -36,6 +36,7 @@ from zbv_worker.transport.channels import (
     Transport,
 )
 from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.meeting import meet, named, ranks_on_this_host
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
@@ -45,6 +46,8 @@ from zbv_worker.transport.torch_errors import classified, first_line
 Backend = Literal["gloo", "nccl"]
 
 _EVER = timedelta(days=1)
+_STORY_SECONDS, _STORY_POLL_SECONDS = 2.0, 0.05
+"""How long a rank whose barrier failed waits to hear from rank 0 who was absent."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +100,14 @@ class DistributedTransport(Transport):
     device
         Where received tensors are wanted. gloo moves CUDA tensors through the CPU.
     timeout
-        Seconds, of the rendezvous and of operations that are given none.
+        Seconds, of the meeting and of operations that are given none.
     replicas
         Pipelines that the world consists of.
-    init_method
-        As for ``torch.distributed.init_process_group``; by default from the environment.
 
     Attributes
     ----------
+    ranks_on_host
+        Ranks of this world on this host, whoever started them.
     replica_group
         The ranks that hold the same stages; None when there is one replica.
 
@@ -113,7 +116,7 @@ class DistributedTransport(Transport):
     InvalidRun
         When the world does not divide into replicas.
     TimeoutError, ConnectionError
-        When the ranks do not meet.
+        When the ranks do not meet; names those that did not come.
     """
 
     def __init__(
@@ -123,7 +126,6 @@ class DistributedTransport(Transport):
         device: torch.device,
         timeout: float,
         replicas: int = 1,
-        init_method: str = "env://",
     ):
         self.rank = world.rank
         self.layout = Layout.of_world(world.world_size, replicas)
@@ -137,14 +139,17 @@ class DistributedTransport(Transport):
         self._wires_out: dict[ChannelKey, GroupWire] = {}
         self._receivers: dict[ChannelKey, GroupWire] = {}
         self._buffers = ReceiveBuffers(device)
+        # Equal on all ranks that take part; ranks with other stages may sum over their replicas more often.
+        self._barriers = self._rank_sums = self._replica_sums = 0
+        store = meet(world.rank, world.world_size, timeout)
+        # The store's own patience is for the meeting; a note is there or it is not.
+        self._notes = PrefixStore("zbv/notes", store)
+        self.ranks_on_host = ranks_on_this_host(store)
         patience = timedelta(seconds=timeout)
         try:
-            store, rank, size = next(
-                iter(rendezvous(init_method, world.rank, world.world_size, timeout=patience))
+            dist.init_process_group(
+                "gloo", store=store, rank=world.rank, world_size=world.world_size, timeout=patience
             )
-            # The store's own patience is for the rendezvous; a note is there or it is not.
-            self._notes = PrefixStore("zbv/notes", store)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
         except (RuntimeError, ValueError) as error:
             raise classified(error, f"the {world.world_size} ranks did not meet") from error
         self.replica_group = self._meet_replicas(timeout) if replicas > 1 else None
@@ -154,7 +159,7 @@ class DistributedTransport(Transport):
         mine: dist.ProcessGroup | None = None
         for pp_rank in range(self.layout.pp_degree):
             copies = self.layout.copies_of(pp_rank)
-            group = dist.new_group(copies, timeout=self._patience(timeout), backend=self._backend)
+            group = self._new_group(copies, timeout, "its replicas")
             if pp_rank == self.pp_rank:
                 mine = group
         if mine is None:
@@ -162,6 +167,13 @@ class DistributedTransport(Transport):
         greeting = torch.zeros(1, device=self._wire_device)
         self._waiting(dist.all_reduce(greeting, group=mine, async_op=True), greeting).wait(timeout)
         return mine
+
+    def _new_group(self, ranks: Sequence[int], timeout: float, what: str) -> dist.ProcessGroup:
+        try:
+            made = dist.new_group([*ranks], timeout=self._patience(timeout), backend=self._backend)
+        except RuntimeError as error:
+            raise classified(error, f"connecting {what}") from error
+        return cast("dist.ProcessGroup", made)
 
     def _patience(self, timeout: float) -> timedelta:
         """A group's own timeout.
@@ -176,14 +188,13 @@ class DistributedTransport(Transport):
 
     @override
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
-        patience = self._patience(timeout)
         # new_group is collective over all ranks, so all must call it in one order, members or not.
         for key in sorted(set(keys) - self._opened):
             for replica in range(self.layout.replicas):
                 sender, receiver = (
                     self.layout.global_rank(end, replica) for end in (key.sender, key.receiver)
                 )
-                group = dist.new_group([sender, receiver], timeout=patience, backend=self._backend)
+                group = self._new_group([sender, receiver], timeout, f"a channel {sender} → {receiver}")
                 if self.rank == sender:
                     wire = self._wires_out[key] = GroupWire.of(group, receiver)
                     self._senders[key] = self._sender(receiver, wire)
@@ -292,11 +303,44 @@ class DistributedTransport(Transport):
 
     @override
     def barrier(self, timeout: float) -> None:
+        self._barriers += 1
         try:
             # The only barrier that says who is absent.
             dist.monitored_barrier(timeout=timedelta(seconds=timeout), wait_all_ranks=True)
         except RuntimeError as error:
-            raise TimeoutError(first_line(error)) from error
+            raise TimeoutError(self._who_is_absent(first_line(error))) from error
+
+    @contextlib.contextmanager
+    def _naming_absent(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Names the ranks that a collective waited for in vain: those that do not time out in it as well."""
+        try:
+            yield
+        except TimeoutError as error:
+            with contextlib.suppress(ConnectionError):
+                self.post(f"{name}/{self.rank}", "")
+                deadline = time.monotonic() + _STORY_SECONDS
+                absent = list(ranks)
+                while absent and time.monotonic() < deadline:
+                    time.sleep(_STORY_POLL_SECONDS)
+                    absent = [rank for rank in absent if self.posted(f"{name}/{rank}") is None]
+                if absent:
+                    raise TimeoutError(f"{named(absent)} did not take part: {error}") from error
+            raise
+
+    def _who_is_absent(self, said: str) -> str:
+        """What rank 0 found out at a barrier that failed: it alone knows; else what this rank itself saw."""
+        name = f"barrier/{self._barriers}"
+        with contextlib.suppress(ConnectionError):
+            if self.rank == 0:
+                self.post(name, said)
+                return said
+            deadline = time.monotonic() + _STORY_SECONDS
+            while time.monotonic() < deadline:
+                found = self.posted(name)
+                if found is not None:
+                    return found
+                time.sleep(_STORY_POLL_SECONDS)
+        return said
 
     @override
     def tell(self, peer: int, value: int, timeout: float) -> None:
@@ -328,12 +372,21 @@ class DistributedTransport(Transport):
             work = dist.all_reduce(payload, group=self.replica_group, async_op=True)
         except RuntimeError as error:
             raise classified(error, f"summing over the replicas of rank {self.pp_rank}") from error
-        return _Summing(self._waiting(work, payload), tensor)
+        self._replica_sums += 1
+        copies = self.layout.copies_of(self.pp_rank)
+        naming = partial(self._naming_absent, f"replicas/{self.pp_rank}/{self._replica_sums}", copies)
+        return _Summing(self._waiting(work, payload), tensor, naming)
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
         total = values.clone()
-        return HostReceive(dist.all_reduce(total, async_op=True), total).wait(timeout)
+        self._rank_sums += 1
+        try:
+            work = dist.all_reduce(total, async_op=True)
+        except RuntimeError as error:
+            raise classified(error, "summing over all ranks") from error
+        with self._naming_absent(f"ranks/{self._rank_sums}", range(self.world_size)):
+            return HostReceive(work, total).wait(timeout)
 
     @override
     def post(self, name: str, value: str) -> None:
@@ -372,10 +425,12 @@ class _Summing:
 
     sum: HostReceive | StreamReceive
     target: Tensor
+    naming_absent: Callable[[], AbstractContextManager[None]]
 
     def wait(self, timeout: float) -> None:
         """Until ``target`` holds it."""
-        found = self.sum.wait(timeout)
+        with self.naming_absent():
+            found = self.sum.wait(timeout)
         if found is not self.target:
             self.target.copy_(found)
 

@@ -1,0 +1,268 @@
+"""Decides who may write to a checkpoint directory: the generation that claimed it last.
+
+::
+
+    DIRECTORY/step-00000040.g2/             complete, made by generation 2
+    DIRECTORY/step-00000050.g3.partial/     being written by generation 3
+    DIRECTORY/generations/3/claim.json      who generation 3 is
+    DIRECTORY/generations/3/inherited.json  the complete checkpoints that generation 3 found
+
+Every start of a run claims the next number. Only rank 0 claims, publishes and prunes, and it looks for a
+newer claim right before it does. That look alone is not enough: a process can be stopped between the look and
+the rename, and resume when its successor is at work. These rules make a late rename harmless:
+
+- Names contain the generation, so two generations never write to the same directory.
+- The checkpoints that count are those of ``inherited.json`` of the newest generation that has one, those made
+  by that generation, and those whose name has no generation. What an older generation publishes late is on no
+  list, and is removed later.
+- A generation lists what it inherits after its claim. From then on its predecessor can carry out at most the
+  one publication or the one pruning that it had already checked. Pruning never removes the newest checkpoint,
+  so the newest one that was inherited stays.
+
+Exclusive creation is one rename of a directory onto a name: it fails where that name is a directory that is
+not empty. Local file systems and NFS guarantee that; no lock is needed that could outlive its holder.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zbv_worker.errors import InvalidRun, Superseded
+from zbv_worker.state_files import read_json, write_json
+
+_GENERATIONS = "generations"
+_CLAIM = "claim.json"
+_INHERITED = "inherited.json"
+_CHECKPOINT = re.compile(r"step-(\d{8})(?:\.g(\d+))?")
+"""A complete checkpoint; without a generation, one from before there were generations."""
+_LEFT_BEHIND = re.compile(r"step-\d{8}\.g(\d+)(?:\.partial|\.pruned)?")
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """Who claims a checkpoint directory.
+
+    Attributes
+    ----------
+    model
+        Fingerprint of the model; a directory belongs to one model.
+    run
+        Id of the service's run; None for a run without a service.
+    attempt
+        The run's generation as the service counts them: an older attempt cannot take over from a newer one.
+    """
+
+    model: str
+    run: str | None = None
+    attempt: int = 0
+
+
+class Fence:
+    """One generation's right to a checkpoint directory.
+
+    Make one with :meth:`claim` on rank 0; on other ranks, with the number that rank 0 got.
+
+    Parameters
+    ----------
+    is_complete
+        Whether a directory with a checkpoint's name contains one.
+    """
+
+    def __init__(self, directory: Path, generation: int, is_complete: Callable[[Path], bool]):
+        self.directory = directory
+        self.generation = generation
+        self._is_complete = is_complete
+
+    @classmethod
+    def claim(cls, directory: Path, claimant: Claimant, is_complete: Callable[[Path], bool]) -> Fence:
+        """Claim a directory, and list the checkpoints that are there.
+
+        Raises
+        ------
+        Superseded
+            When a newer attempt of the same run has claimed the directory already.
+        InvalidRun
+            When it has checkpoints of another model.
+        OSError
+            When the directory cannot be written.
+        """
+        claims = directory / _GENERATIONS
+        claims.mkdir(parents=True, exist_ok=True)
+        prepared = claims / f".{uuid.uuid4().hex}"
+        prepared.mkdir()
+        about = {**asdict(claimant), "host": socket.gethostname(), "at": time.time(), "token": prepared.name}
+        try:
+            write_json(prepared / _CLAIM, about)
+            number = _newest(directory)
+            while True:
+                _require_right(directory, claimant, number, is_complete)
+                number += 1
+                if _take_name(prepared, claims / str(number), prepared.name):
+                    break
+                number = max(number, _newest(directory))
+        finally:
+            shutil.rmtree(prepared, ignore_errors=True)  # left over where the claim failed
+        fence = cls(directory, number, is_complete)
+        found = [path.name for path in checkpoints(directory, is_complete).values()]
+        fence.check()
+        write_json(claims / str(number) / _INHERITED, found)
+        fence._remove_left_behind(found)
+        return fence
+
+    def check(self) -> None:
+        """Raise :class:`Superseded` if a newer generation has claimed the directory."""
+        newest = _newest(self.directory)
+        if newest > self.generation:
+            raise Superseded(
+                f"--checkpoint-dir {self.directory}: generation {newest} has taken over "
+                f"({_about(self.directory, newest)}); this is generation {self.generation}. It ends here "
+                f"and writes nothing more. Give two runs that train at the same time a directory each."
+            )
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether this rank's host sees what rank 0 wrote when it claimed the directory."""
+        return (self.directory / _GENERATIONS / str(self.generation) / _INHERITED).is_file()
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint before a step is written until it is complete."""
+        return self.directory / f"{_name(step, self.generation)}.partial"
+
+    def publish(self, step: int, kept: int) -> None:
+        """Give a complete checkpoint its name, and remove all but the newest ``kept``.
+
+        Raises
+        ------
+        Superseded
+            When a newer generation has claimed the directory; nothing was renamed or removed then.
+        """
+        final = self.directory / _name(step, self.generation)
+        self.check()
+        try:
+            self.partial(step).rename(final)
+        except FileNotFoundError:
+            self.check()  # a successor may have removed it
+            if not self._is_complete(final):  # NFS may repeat a rename of which the answer was lost
+                raise
+        # Listed before the check: what a successor lists that claims in between is not for this one to prune.
+        found = checkpoints(self.directory, self._is_complete)
+        for old in sorted(found)[: -max(kept, 1)]:
+            self.check()
+            _remove(found[old])
+
+    def _remove_left_behind(self, inherited: list[str]) -> None:
+        """Remove what older generations left and nobody counts."""
+        self.check()
+        for path in self.directory.iterdir():
+            found = _LEFT_BEHIND.fullmatch(path.name)
+            if found and int(found[1]) < self.generation and path.name not in inherited:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def checkpoints(directory: Path, is_complete: Callable[[Path], bool]) -> dict[int, Path]:
+    """The complete checkpoints of a directory that count, by step."""
+    owner, inherited = _owner(directory)
+    found: dict[int, Path] = {}
+    if not directory.is_dir():
+        return found
+    for path in directory.iterdir():
+        name = _CHECKPOINT.fullmatch(path.name)
+        if name is None or not is_complete(path):
+            continue
+        # What was put there by hand, or by a zbv without generations, counts too.
+        is_placed = name[2] is None or owner == 0
+        if is_placed or path.name in inherited or int(name[2]) == owner:
+            found[int(name[1])] = path
+    return found
+
+
+def _owner(directory: Path) -> tuple[int, list[str]]:
+    """The newest generation that has listed what it inherits, and its list; 0 and nothing without one."""
+    for number in sorted(_numbers(directory), reverse=True):
+        inherited = read_json(directory / _GENERATIONS / str(number) / _INHERITED)
+        if isinstance(inherited, list):
+            return number, inherited
+    return 0, []
+
+
+def _numbers(directory: Path) -> Iterator[int]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for path in (directory / _GENERATIONS).iterdir():
+            if path.name.isdigit():
+                yield int(path.name)
+
+
+def _newest(directory: Path) -> int:
+    return max(_numbers(directory), default=0)
+
+
+def _require_right(
+    directory: Path, claimant: Claimant, newest: int, is_complete: Callable[[Path], bool]
+) -> None:
+    """Refuse another model, and an attempt that its service has given up."""
+    if newest == 0:
+        return
+    about = _claim_of(directory, newest)
+    if about.get("model", claimant.model) != claimant.model and checkpoints(directory, is_complete):
+        raise InvalidRun(
+            f"--checkpoint-dir: {directory} is of another model (the factory, its arguments or the seed "
+            f"differ). Give each model a directory of its own, or the same --model, --model-args and --seed."
+        )
+    for number in _numbers(directory):
+        other = _claim_of(directory, number)
+        is_same_run = claimant.run is not None and other.get("run") == claimant.run
+        if is_same_run and int(other.get("attempt", 0)) > claimant.attempt:
+            raise Superseded(
+                f"--checkpoint-dir {directory}: generation {other['attempt']} of run {claimant.run} is at "
+                f"work there ({_about(directory, number)}), and this is generation {claimant.attempt}, which "
+                f"the service has given up. It ends here and has written nothing."
+            )
+
+
+def _take_name(prepared: Path, name: Path, token: str) -> bool:
+    """Rename a claim to its number; False when the number is taken."""
+    try:
+        prepared.rename(name)
+    except OSError:
+        if not name.is_dir():
+            raise
+        # NFS may repeat a rename of which the answer was lost: then the name is taken by this very claim.
+        return _claim(name).get("token") == token
+    return True
+
+
+def _claim_of(directory: Path, number: int) -> dict[str, Any]:
+    return _claim(directory / _GENERATIONS / str(number))
+
+
+def _claim(folder: Path) -> dict[str, Any]:
+    found = read_json(folder / _CLAIM)
+    return found if isinstance(found, dict) else {}
+
+
+def _about(directory: Path, number: int) -> str:
+    claim = _claim_of(directory, number)
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(claim.get("at", 0)))
+    run = "a run without a service" if claim.get("run") is None else f"run {claim['run']}"
+    return f"{run}, host {claim.get('host', 'unknown')}, since {since}"
+
+
+def _name(step: int, generation: int) -> str:
+    return f"step-{step:08d}.g{generation}"
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint: first its name, so that a removal that is cut short leaves no damaged one."""
+    unnamed = path.with_name(f"{path.name}.pruned")
+    with suppress(OSError):  # somebody else was faster
+        path.rename(unnamed)
+    shutil.rmtree(unnamed, ignore_errors=True)

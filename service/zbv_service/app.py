@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 from zbv_solver import __version__
 
-from zbv_service.beside import Besides
+from zbv_service.compared_plans import ComparedPlans
 from zbv_service.computations import Computations
 from zbv_service.database import (
     AgentTable,
@@ -87,7 +87,7 @@ class Rooms:
     estimates: Estimates
     schedules: Schedules
     frontiers: Frontiers
-    besides: Besides
+    compared: ComparedPlans
     plans: Plans
     pictures: PlanPictures
     dispatcher: Dispatcher
@@ -234,7 +234,7 @@ def _furnish(
         estimates=Estimates(computations, settings),
         schedules=schedules,
         frontiers=Frontiers(plan_table, searches_table, searches, schedules, computations),
-        besides=Besides(plans, schedules),
+        compared=ComparedPlans(plans, schedules),
         plans=plans,
         pictures=PlanPictures(plans),
         dispatcher=dispatcher,

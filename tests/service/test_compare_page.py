@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.runs_over_http import import_plan
 from support.serving import PROBLEM, Service, Serving
-from zbv_service import beside
-from zbv_service.beside import MOST, USUAL
+from zbv_service import compared_plans
+from zbv_service.compared_plans import MOST, USUAL
 from zbv_solver.construct.baselines import BASELINES
 from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_bytes
@@ -115,7 +115,7 @@ async def test_other_problems_are_told_apart_and_what_cannot_be_drawn_is_left_ou
 async def test_schedules_that_take_long_are_awaited(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(compared_plans, "PATIENCE_SECONDS", 0.0)
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
         answer = await service.http.get(f"/plans/{plan_id}/compare", params={"with": ["1f1b", "gpipe"]})

@@ -13,7 +13,7 @@ from zbv_solver.export.timeline import timeline
 from zbv_solver.plan import Baseline, Metrics, Plan
 from zbv_solver.problem import Objective, Units, exceeds
 
-from zbv_service.beside import Beside
+from zbv_service.compared_plans import ComparedPlan
 from zbv_service.pages.lanes import Lane, LanesView, lanes_view
 from zbv_service.pages.shell import Shell, assets, render
 from zbv_service.pages.words import shape_of
@@ -96,13 +96,13 @@ def compare_page(view: CompareView, shell: Shell) -> str:
 
 def compare_view(
     plan: Plan,
-    besides: Sequence[Beside],
+    compared: Sequence[ComparedPlan],
     offered: tuple[Sequence[PlanSummary], Sequence[PlanSummary]],
     root: str,
 ) -> CompareView:
     """A plan beside others, ready for the template; lays out every action, so it takes a while."""
-    found = [(each, each.plan) for each in besides if each.plan is not None]
-    awaited = tuple(each.name for each in besides if each.is_awaited)
+    found = [(each, each.plan) for each in compared if each.plan is not None]
+    awaited = tuple(each.name for each in compared if each.is_awaited)
     unit = quantities.time_unit(plan.problem.units)
     alike, others = ([_offer(each) for each in part] for part in offered)
     return CompareView(
@@ -113,10 +113,10 @@ def compare_view(
         lanes=None if awaited else lanes_view(_lanes(plan, found, root), unit),
         awaited=awaited,
         rows=tuple(_rows(plan, found, root)),
-        choices=tuple(_choices(besides)),
+        choices=tuple(_choices(compared)),
         alike=tuple(alike),
         others=tuple(others),
-        complaints=tuple((_title(each), each.complaint) for each in besides if each.complaint),
+        complaints=tuple((_title(each), each.complaint) for each in compared if each.complaint),
         problems=tuple(
             Other(_title(each), f"{root}/plans/{each.name}", differences(plan.problem, other.problem))
             for each, other in found
@@ -126,7 +126,7 @@ def compare_view(
     )
 
 
-def _lanes(plan: Plan, found: Sequence[tuple[Beside, Plan]], root: str) -> list[Lane]:
+def _lanes(plan: Plan, found: Sequence[tuple[ComparedPlan, Plan]], root: str) -> list[Lane]:
     page, version = f"{root}/plans/{plan.plan_id}", assets()
     lanes = [_lane("this plan", plan, f"{page}/actions?v={version}")]
     for each, other in found:
@@ -140,11 +140,11 @@ def _lane(name: str, plan: Plan, url: str) -> Lane:
     return Lane(heading, timeline(plan), plan.problem, url, idle=tuple(idle_shares(plan)))
 
 
-def _title(each: Beside) -> str:
+def _title(each: ComparedPlan) -> str:
     return each.name if each.is_baseline else f"plan {each.name[:12]}"
 
 
-def _rows(plan: Plan, found: Sequence[tuple[Beside, Plan]], root: str) -> list[Row]:
+def _rows(plan: Plan, found: Sequence[tuple[ComparedPlan, Plan]], root: str) -> list[Row]:
     objective = plan.problem.objective
     # What became of other cuts and placements of the same layers is known, though not as schedules.
     cuts = [each for each in plan.baselines if each.name not in BASELINES]
@@ -202,12 +202,12 @@ def _fits(plan: Plan, other: Plan) -> bool | None:
     return not any(exceeds(peak, limit) for peak, limit in zip(peaks, limits, strict=True))
 
 
-def _choices(besides: Sequence[Beside]) -> list[Choice]:
-    chosen = {each.name for each in besides}
+def _choices(compared: Sequence[ComparedPlan]) -> list[Choice]:
+    chosen = {each.name for each in compared}
     known = [Choice(name, name, name in chosen) for name in BASELINES]
     return known + [
         Choice(each.name, _title(each), True)
-        for each in besides
+        for each in compared
         if not each.is_baseline and not each.complaint
     ]
 

@@ -10,7 +10,7 @@ from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_bytes
 from zbv_solver.plan import Plan
 
-from zbv_service.beside import USUAL
+from zbv_service.compared_plans import USUAL
 from zbv_service.http.problems import NOT_FOUND, ProblemError
 from zbv_service.pages.compare import compare_page, compare_view
 from zbv_service.routers.answers import page, problem_answer, shell_of
@@ -34,12 +34,12 @@ async def get_compare_page(
     names = USUAL if chosen is None else [name.strip()[:LONGEST_NAME] for name in chosen if name.strip()]
     try:
         plan = await found.plans.plan(plan_id)
-        besides = await found.besides.of(plan, names)
-        offered = await found.besides.offered(plan)
+        compared = await found.compared.of(plan, names)
+        offered = await found.compared.offered(plan)
     except ProblemError as error:
         return problem_answer(error, request)
     shell = shell_of(request)
-    make = partial(compare_view, besides=besides, offered=offered, root=shell.root)
+    make = partial(compare_view, compared=compared, offered=offered, root=shell.root)
     view = await found.computations.run(make, plan)
     return page(compare_page(view, shell), headers={"Cache-Control": "no-store"}, has_chart=True)
 
@@ -48,7 +48,7 @@ async def get_compare_page(
 async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Response:
     """A classical schedule's actions for the script: see :mod:`zbv_solver.export.timeline_data`."""
     found = rooms(request)
-    baseline = await found.besides.baseline(await found.plans.plan(plan_id), name)
+    baseline = await found.compared.baseline(await found.plans.plan(plan_id), name)
     if baseline is None:
         raise ProblemError(NOT_FOUND, f"found no classical schedule {name[:LONGEST_NAME]!r}.")
     headers, known = derived(request, f"{plan_id}-{name}-actions")

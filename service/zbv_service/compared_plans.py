@@ -27,7 +27,7 @@ OFFERED = 60
 
 
 @dataclass(frozen=True, eq=False)
-class Beside:
+class ComparedPlan:
     """One of the schedules that a plan is compared with.
 
     Attributes
@@ -49,14 +49,14 @@ class Beside:
         return self.plan is None and not self.complaint
 
 
-class Besides:
+class ComparedPlans:
     """Finds and makes what plans are compared with."""
 
     def __init__(self, plans: Plans, schedules: Schedules):
         self._plans = plans
         self._schedules = schedules
 
-    async def of(self, plan: Plan, names: Sequence[str]) -> tuple[Beside, ...]:
+    async def of(self, plan: Plan, names: Sequence[str]) -> tuple[ComparedPlan, ...]:
         """The named schedules, in their order and each once; those that take long are awaited."""
         wanted = [name for name in dict.fromkeys(names) if name != plan.plan_id]
         tasks = [asyncio.ensure_future(self._one(plan, name)) for name in wanted[:MOST]]
@@ -64,10 +64,10 @@ class Besides:
         found = []
         for name, task in zip(wanted[:MOST], tasks, strict=True):
             # One that is not done goes on, and the next page finds it made.
-            found.append(task.result() if task.done() else Beside(name, name in BASELINES, None))
+            found.append(task.result() if task.done() else ComparedPlan(name, name in BASELINES, None))
         for name in wanted[MOST:]:
             complaint = f"a plan is compared with at most {MOST} schedules at once; leave some out."
-            found.append(Beside(name, name in BASELINES, None, complaint))
+            found.append(ComparedPlan(name, name in BASELINES, None, complaint))
         return tuple(found)
 
     async def baseline(self, plan: Plan, name: str) -> Plan | None:
@@ -85,21 +85,21 @@ class Besides:
             [each for each in others if each.plan_id not in known],
         )
 
-    async def _one(self, plan: Plan, name: str) -> Beside:
+    async def _one(self, plan: Plan, name: str) -> ComparedPlan:
         is_baseline = name in BASELINES
         try:
             other = await (
                 self._schedules.baseline(plan.problem, name) if is_baseline else self._plans.plan(name)
             )
         except ProblemError as error:
-            return Beside(name, is_baseline, None, error.detail)
+            return ComparedPlan(name, is_baseline, None, error.detail)
         except InvalidInput as error:
-            return Beside(name, is_baseline, None, error.issues[0].detail)
+            return ComparedPlan(name, is_baseline, None, error.issues[0].detail)
         mine, theirs = plan.problem.units.time, other.problem.units.time
         if mine != theirs:
             complaint = (
                 f"its times are in {theirs or 'no unit'}, those of this plan in {mine or 'no unit'}; on one "
                 f"axis they would say nothing."
             )
-            return Beside(name, is_baseline, None, complaint)
-        return Beside(name, is_baseline, other)
+            return ComparedPlan(name, is_baseline, None, complaint)
+        return ComparedPlan(name, is_baseline, other)

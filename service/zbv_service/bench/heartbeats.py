@@ -26,6 +26,8 @@ MOST_CPU = 50.0
 _SIZES = 4
 """The largest number of agents, and so many minus one halves of it."""
 _RANKS = 8
+_CONNECTIONS, _RATE = 16, 1000.0
+"""Of registering: as fast as the service answers."""
 _START_SECONDS = 120.0
 _SETTLE_SECONDS = 2.0
 """PostgreSQL's counters follow within a second."""
@@ -82,8 +84,11 @@ async def _measure(served: Served, url: str, size: int, seconds: float, *, is_la
     parsed = async_url(url)
     engine = create_engine(parsed) if parsed.get_backend_name() == "postgresql" else None
     with RunClient(served.address, timeout=_START_SECONDS) as client:
-        run_id, agent_ids = await asyncio.to_thread(_begin, client, size)
-        rate = size / HEARTBEAT_SECONDS
+        rate, names = size / HEARTBEAT_SECONDS, await _register(served, size)
+        begun = asyncio.create_task(asyncio.to_thread(_begin, client, size))
+        while not begun.done():  # agents beat from the beginning, or they are lost before the run begins
+            await offer(served.address, _idle_beats(served, names), size, HEARTBEAT_SECONDS, rate)
+        run_id, agent_ids = await begun
         beats = _beats(served, run_id, agent_ids)
         await offer(served.address, beats, size, HEARTBEAT_SECONDS, rate)
         before, cpu, began = _Counters.of(engine), served.cpu_seconds, time.perf_counter()
@@ -111,20 +116,26 @@ async def _measure(served: Served, url: str, size: int, seconds: float, *, is_la
     ]
 
 
+async def _register(served: Served, size: int) -> list[str]:
+    """Register so many agents; their ids."""
+    names = [uuid.uuid4().hex for _ in range(size)]
+    common = {"name": "agent", "address": "127.0.0.1", "port": 1024, "slots": 1, "allowed_models": ["*"]}
+    requests = [
+        post(served.address, "/v1/agents", json.dumps({**common, "id": name}).encode(), served.token)
+        for name in names
+    ]
+    load = await offer(served.address, requests, min(size, _CONNECTIONS), (size + 0.5) / _RATE, _RATE)
+    if load.statuses != {201: size}:
+        raise RuntimeError(f"registering {size} agents was answered {load.statuses}; all must be 201.")
+    return names
+
+
+def _idle_beats(served: Served, names: list[str]) -> list[bytes]:
+    return [post(served.address, f"/v1/agents/{name}/heartbeat", b"{}", served.token) for name in names]
+
+
 def _begin(client: RunClient, size: int) -> tuple[str, list[str]]:
-    """Register agents and start a run of all of them; their ids come by node rank."""
-    agent_ids = [uuid.uuid4().hex for _ in range(size)]
-    for index, agent_id in enumerate(agent_ids):
-        client.register_agent(
-            {
-                "id": agent_id,
-                "name": f"agent-{index}",
-                "address": "127.0.0.1",
-                "port": 1024 + index,
-                "slots": 1,
-                "allowed_models": ["*"],
-            }
-        )
+    """Start a run of all agents; its id, and theirs by node rank."""
     plan_id = client.import_plan(plan_to_serve(_RANKS, 2 * _RANKS))
     model = {"factory": "bench.model:build"}
     options = {"data_parallel": size // _RANKS, "retries": 0}

@@ -16,8 +16,13 @@ from zbv_solver.bounds.sides import may_fuse
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.exact import refine
+from zbv_solver.layers.balance import balanced_cut
+from zbv_solver.layers.floors import least_worst_load
 from zbv_solver.layers.layered_problem import LayeredProblem
 from zbv_solver.layers.reading import parse_question
+from zbv_solver.layers.simple_cuts import level_cut
+from zbv_solver.layers.space import CutSpace
+from zbv_solver.layers.tables import CutTables
 from zbv_solver.options import STAGES, SearchOptions
 from zbv_solver.orders import Orders
 from zbv_solver.plan import Plan, parse_plan, plan_json
@@ -264,12 +269,31 @@ class _Layers(_Examination):
             self.require(not feasible, "infeasible cut", lambda: f"{len(feasible)} of {len(cuts)} cuts fit.")
             return
         self.require(bool(feasible), "infeasible cut", lambda: "a plan was found where no cut fits.")
+        self._balanced(problem, feasible)
         self.best = self._best(feasible)
         if self.best is not None and self.best.is_exact:
             self.tally.exact[self.kind] += 1
         if plan.cut is not None:
             self.bound("any cut", plan.cut.lower_bound)
         self._of_its_cut(plan)
+
+    def _balanced(self, problem: LayeredProblem, cuts: list[Pipeline]) -> None:
+        """The exact cut has the least largest load of all cuts; the floor of all cuts is no higher."""
+        least = min(map(_load, cuts)) / problem.microbatches
+        tables = CutTables.of(problem)
+        self.require(
+            Fraction(least_worst_load(problem, tables)) <= least * (1 + TOLERANCE),
+            "floor of loads",
+            lambda: f"is {least_worst_load(problem, tables)!r}; a cut has {float(least)!r}",
+        )
+        if problem.placement in ("v", "single"):
+            space = CutSpace(problem, problem.placements[0], tables)
+            found = balanced_cut(space, level_cut(space))
+            self.require(
+                found is not None and abs(Fraction(found.worst) - least) <= least * TOLERANCE,
+                "balanced cut",
+                lambda: f"has {found and found.worst!r}; a cut has {float(least)!r}",
+            )
 
     def _best(self, cuts: list[Pipeline]) -> Optimum | None:
         """The best order of all cuts; one whose load is no less than the best value is passed over."""

@@ -92,7 +92,7 @@ def fused(chance: Random, inputs: list[float], weights: list[float]) -> list[flo
     """Durations of B: absent, cheaper than I and W, or sometimes dearer."""
     if chance.random() < 0.55:
         return None
-    shares = [chance.choice((0.0, 0.5, 0.8, 0.95, 1.0, 1.0, 1.2)) for _ in inputs]
+    shares = [chance.choice((0.0, 0.5, 0.8, 0.95, 1.0, 1.0, 1.2, 1e12)) for _ in inputs]
     if chance.random() < 0.5:
         shares = shares[:1] * len(shares)
     return [(i + w) * share for i, w, share in zip(inputs, weights, shares, strict=True)]
@@ -114,6 +114,11 @@ def _memory(chance: Random, number: Number, document: Document, n: int) -> Docum
     each = (
         [deltas(chance, number)] * n if chance.random() < 0.4 else [deltas(chance, number) for _ in range(n)]
     )
+    if chance.random() < 0.15:
+        # One stage holds far more than the others, in the same unit.
+        large = chance.randrange(n)
+        held, freed = (round(1e7 * amount, 1) for amount in each[large][:2])
+        each = [*each[:large], (held, freed, -(held + freed)), *each[large + 1 :]]
     forward, inputs, weights = (list(row) for row in zip(*each, strict=True))
     static = _values(chance, lambda: chance.choice((0.0, 0.0, number())), p)
     limit = None

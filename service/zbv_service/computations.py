@@ -194,9 +194,11 @@ class Computations:
 
 def is_light(document: Any) -> bool:
     """Whether a decoded body of ``LIGHT_BYTES`` stays small when its problem is written out per stage."""
-    problem = document.get("problem", document) if isinstance(document, dict) else None
-    if not isinstance(problem, dict):
+    if not isinstance(document, dict):
         return True
+    problem = document.get("problem", document)
+    if not isinstance(problem, dict) or "plan" in document:
+        return "plan" not in document
     ranks, chunks = problem.get("pp_degree"), problem.get("chunks")
     stages = (ranks if isinstance(ranks, int) else 1) * (chunks if isinstance(chunks, int) else 2)
     return stages <= LIGHT_STAGES and "layers" not in problem

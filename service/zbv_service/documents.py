@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from zbv_solver.plan import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
 from zbv_solver.problem import Objective
 from zbv_solver.schema import Number, refusal
+from zbv_solver.verify_claims import Claim
 
 from zbv_service.http.problems import ProblemDetails
 from zbv_service.questions import QuestionDocument
@@ -198,13 +199,30 @@ class PlanDocument(BaseModel):
     )
 
 
+class ClaimDocument(BaseModel):
+    """A claim of a plan document, and whether it was verified."""
+
+    pointer: str = Field(description="RFC 6901 JSON pointer to the claim in the plan.")
+    text: str = Field(description="What is claimed.")
+    is_verified: bool = Field(description="A claim that was checked and is false is an error instead.")
+    reason: str = Field(description="How it was verified, or why it was not.")
+
+    @classmethod
+    def of(cls, claim: Claim) -> ClaimDocument:
+        """A claim as JSON."""
+        return cls(**asdict(claim))
+
+
 class ImportedPlan(BaseModel):
-    """Where an imported plan is."""
+    """Where an imported plan is, and what of it was verified."""
 
     plan_id: str
     objective: float
-    lower_bound: float
+    lower_bound: float = Field(description="Computed by the service; a bound in the plan is not taken over.")
     gap: float | None
+    claims: list[ClaimDocument] = Field(
+        description="What the plan stated. Claims that were not verified are not stored."
+    )
 
 
 class ChannelDocument(BaseModel):

@@ -14,10 +14,12 @@ from zbv_solver.channels import Channel, channels
 from zbv_solver.plan import Plan, parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem import Problem
 from zbv_solver.schema import canonical_json
+from zbv_solver.verify_claims import Claim
 
 from zbv_service.cache import Cache
 from zbv_service.computations import Computations
 from zbv_service.database import PlanTable
+from zbv_service.documents import ClaimDocument, ImportedPlan
 from zbv_service.http.bodies import parse_json
 from zbv_service.http.caching import REVALIDATED
 from zbv_service.http.problems import NOT_FOUND, ProblemError
@@ -151,7 +153,7 @@ class Plans:
         self.used.add(plan_id)
         return answers[rank]
 
-    async def add(self, body: bytes | bytearray) -> tuple[PlanSummary, bool]:
+    async def add(self, body: bytes | bytearray) -> tuple[ImportedPlan, bool]:
         """Verify a plan made elsewhere, compute its metrics and store it; and whether it is new.
 
         Raises
@@ -162,8 +164,18 @@ class Plans:
             400 when it is not JSON, 503 when too many computations wait already.
         """
         # Never at once: even a small plan is compared with classical schedules.
-        plan = await self._computations.for_client(partial(import_text, self._settings.max_cells), body)
-        return plan.summary, await self._table.add(plan)
+        plan, claims = await self._computations.for_client(
+            partial(import_text, self._settings.max_cells), body
+        )
+        summary = plan.summary
+        answer = ImportedPlan(
+            plan_id=summary.plan_id,
+            objective=summary.value,
+            lower_bound=summary.lower_bound,
+            gap=summary.gap,
+            claims=[ClaimDocument.of(claim) for claim in claims],
+        )
+        return answer, await self._table.add(plan)
 
     async def thumbnail(self, plan_id: str) -> bytes:
         """A plan at a glance, as PNG; raises :class:`ProblemError` 404."""
@@ -192,30 +204,28 @@ def plan_of(packed: bytes) -> Plan:
     return plan
 
 
-def import_text(max_cells: int, text: bytes | bytearray) -> NewPlan:
+def import_text(max_cells: int, text: bytes | bytearray) -> tuple[NewPlan, tuple[Claim, ...]]:
     """As :func:`import_plan`, of JSON text; raises :class:`ProblemError` 400 when it is none."""
     return import_plan(parse_json(text), max_cells)
 
 
-def import_plan(body: Any, max_cells: int) -> NewPlan:
-    """Verify a plan document made elsewhere; what it states of itself is checked, and then computed anew."""
+def import_plan(body: Any, max_cells: int) -> tuple[NewPlan, tuple[Claim, ...]]:
+    """Verify a plan document made elsewhere; the plan to store, computed from its orders, and its claims."""
     from zbv_solver.search import compare, make_plan
-    from zbv_solver.verify import verify
+    from zbv_solver.verify_claims import check_plan
 
     document = parse_plan_document(body)
-    problem, orders = parse_orders(document)
-    require_size(problem, max_cells)
-    if document.metrics is not None:
-        verify(parse_plan(body))
-    provenance = document.provenance
+    require_size(parse_orders(document)[0], max_cells)
+    checked = check_plan(body)
+    problem, provenance = checked.problem, document.provenance
     plan = make_plan(
         problem,
-        orders,
+        checked.orders,
         method=f"import: {provenance.method}",
         seed=provenance.seed,
         seconds=provenance.seconds,
     )
-    return pack_plan(plan.with_baselines(compare(problem)))
+    return pack_plan(plan.with_baselines(compare(problem))), checked.claims
 
 
 def export_of(name: str, packed: bytes) -> bytes:

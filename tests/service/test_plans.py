@@ -11,9 +11,9 @@ from zbv_service import plans
 from zbv_service.pages import shell
 from zbv_service.routers import rooms
 from zbv_solver.channels import Channel, Transfer, channels
-from zbv_solver.plan import parse_plan, plan_json
+from zbv_solver.plan import baseline_json, parse_plan, plan_json
 from zbv_solver.schema import parse_problem
-from zbv_solver.search import baseline_plan
+from zbv_solver.search import baseline_plan, compare
 from zbv_solver.verify import verify
 
 pytestmark = pytest.mark.anyio
@@ -203,3 +203,28 @@ async def test_pages_show_the_plan_and_the_list(serving: Serving, ranks: list[li
         assert (missing.status_code, missing.headers["content-type"]) == (404, "text/html; charset=utf-8")
         assert (await service.http.get("/static/zbv.css")).status_code == 200
         assert (await service.http.get("/static/bokeh/js/bokeh.min.js")).status_code == 200
+
+
+async def test_an_import_says_which_claims_it_verified(serving: Serving) -> None:
+    problem = parse_problem(PROBLEM)
+    stated = json.loads(json.dumps(plan_json(baseline_plan("1f1b", problem))))
+    best = {"lower_bound": stated["metrics"]["span"], "gap": 0, "status": "optimal"}
+    false = stated | {"metrics": stated["metrics"] | best}
+    async with serving("immediate") as service:
+        answer = (await service.http.post("/v1/plans", json=false)).json()
+        stored = (await service.http.get(f"/v1/plans/{answer['plan_id']}")).json()
+        refused = await service.http.post("/v1/plans", json=false | {"baselines": [lie(stated)]})
+    assert {claim["pointer"] for claim in answer["claims"] if not claim["is_verified"]} == {
+        "/metrics/lower_bound",
+        "/provenance",
+    }
+    assert answer["lower_bound"] == stored["metrics"]["lower_bound"] < best["lower_bound"]
+    assert stored["metrics"]["status"] == "feasible"
+    assert refused.status_code == 422
+    assert "stated span of baseline gpipe" in refused.json()["detail"]
+
+
+def lie(plan: dict[str, Any]) -> dict[str, Any]:
+    """A baseline that is nearly right."""
+    (gpipe, *_) = compare(parse_problem(plan["problem"]))
+    return baseline_json(gpipe) | {"span": gpipe.span + 1}

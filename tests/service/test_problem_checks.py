@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from support.serving import PROBLEM, Service, Serving
 from zbv_solver.bounds import lower_bound
-from zbv_solver.plan import baseline_json
+from zbv_solver.plan import baseline_json, plan_json
 from zbv_solver.schema import parse_problem
-from zbv_solver.search import compare
+from zbv_solver.search import baseline_plan, compare
 
 pytestmark = pytest.mark.anyio
 
@@ -127,3 +128,28 @@ async def test_what_cannot_be_estimated_is_refused(serving: Serving) -> None:
         assert answer.json()["errors"][0]["detail"] == "rank 1 has 1 and needs 2."
         answer = await service.http.post("/v1/problems/estimate", json={"problem": {**PROBLEM, "costs": 1}})
         assert answer.json()["errors"][0]["pointer"] == "/problem/costs"
+
+
+async def test_a_plan_is_checked_against_the_problem_and_its_claims_are_listed(serving: Serving) -> None:
+    plan = json.loads(json.dumps(plan_json(baseline_plan("zb-h1", parse_problem(PROBLEM)))))
+    problem = plan["problem"]
+    async with serving("honest") as service:
+        right = (await checked(service, {"problem": problem, "plan": plan}))["plan"]
+        other = (await checked(service, {"problem": PROBLEM, "plan": plan}))["plan"]
+        metrics = plan["metrics"] | {"makespan": 1}
+        false = (await checked(service, {"problem": problem, "plan": plan | {"metrics": metrics}}))["plan"]
+        shapeless = (await checked(service, {"problem": problem, "plan": 7}))["plan"]
+    verified = {claim["pointer"]: claim["is_verified"] for claim in right["claims"]}
+    assert right["is_valid"]
+    assert verified["/ranks"]
+    assert verified["/metrics/span"]
+    assert not verified["/metrics/lower_bound"]
+    for wrong, pointer, says in (
+        (other, "/plan/problem", "made for another problem"),
+        (false, "/plan", "the stated makespan 1 is"),
+        (shapeless, "/plan", ""),
+    ):
+        assert not wrong["is_valid"]
+        assert wrong["claims"] == []
+        assert wrong["issues"][0]["pointer"] == pointer
+        assert says in wrong["issues"][0]["detail"]

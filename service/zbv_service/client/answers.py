@@ -80,11 +80,14 @@ class Check:
         What its numbers mean, as the API names it; None when a rule is broken, or the stages are unknown.
     layers
         In place of facts, of layers that are still to be cut.
+    plan
+        Of the plan that was sent along: ``is_valid``, ``issues``, and its ``claims`` with ``is_verified``.
     """
 
     issues: tuple[Issue, ...]
     facts: dict[str, Any] | None
     layers: dict[str, Any] | None = None
+    plan: dict[str, Any] | None = None
 
     @property
     def is_valid(self) -> bool:
@@ -200,11 +203,12 @@ def read_check(answer: Any) -> Check:
     if not isinstance(issues, list):
         raise InvalidAnswer(f"found {type(issues).__name__} for issues; it must be a list.")
     found = (Issue(str(member(each, "pointer")), str(member(each, "detail"))) for each in issues)
-    layers = answer.get("layers")
+    layers, plan = answer.get("layers"), answer.get("plan")
     return Check(
         tuple(found),
         None if facts is None else read_object(facts),
         None if layers is None else read_object(layers),
+        None if plan is None else read_object(plan),
     )
 
 

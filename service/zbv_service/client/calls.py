@@ -116,11 +116,15 @@ def events(search_id: str, last_event_id: str | None) -> Call[None]:
     return Call("GET", below("searches", search_id, "events"), lambda _response: None, headers=headers)
 
 
-def check(problem: Any, options: Mapping[str, Any] | None, limit_fraction: float | None) -> Call[Check]:
+def check(
+    problem: Any, options: Mapping[str, Any] | None, limit_fraction: float | None, plan: Any
+) -> Call[Check]:
     """Whether a search would be accepted, and what a problem's numbers mean."""
     body = {"problem": problem, "options": dict(options or {})}
     if limit_fraction is not None:
         body["limit_fraction"] = limit_fraction
+    if plan is not None:
+        body["plan"] = plan
     return Call("POST", "/v1/problems/check", as_json(read_check), json=body)
 
 

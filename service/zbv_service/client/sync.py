@@ -181,6 +181,7 @@ class Client:
         options: Mapping[str, Any] | None = None,
         *,
         limit_fraction: float | None = None,
+        plan: Any = None,
     ) -> Check:
         """Whether a search of a problem document would be accepted, and what its numbers mean.
 
@@ -190,8 +191,10 @@ class Client:
         ----------
         limit_fraction
             In place of ``memory.limit``: a fraction of what 1F1B's activations take on the same model.
+        plan
+            A plan document that is to answer the problem: its claims are checked, too.
         """
-        return self._call(calls.check(problem, options, limit_fraction))
+        return self._call(calls.check(problem, options, limit_fraction, plan))
 
     def estimate(self, problem: Any) -> Estimate:
         """What a moment's search reaches on a problem document; nothing is stored.

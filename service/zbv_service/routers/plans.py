@@ -51,17 +51,12 @@ _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "The call
     },
 )
 async def import_plan(request: Request) -> Response:
-    """The plan is verified, and its metrics are computed anew; a wrong one is not stored."""
+    """The plan is verified, and what is stored is computed from its orders. A plan with a false claim is
+    refused; the answer lists which of its claims were verified."""
     found = rooms(request)
     async with read_text(request, found.settings.max_plan_bytes) as body:
-        summary, is_new = await found.plans.add(body)
-    answer = ImportedPlan(
-        plan_id=summary.plan_id,
-        objective=summary.value,
-        lower_bound=summary.lower_bound,
-        gap=summary.gap,
-    )
-    headers = {"Location": f"/v1/plans/{summary.plan_id}"}
+        answer, is_new = await found.plans.add(body)
+    headers = {"Location": f"/v1/plans/{answer.plan_id}"}
     return Response(answer.model_dump_json(), 201 if is_new else 200, headers, "application/json")
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from zbv_solver import memory_fraction
-from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.errors import InvalidInput, InvalidPlan, Issue
 from zbv_solver.layers.layered_problem import LayeredProblem
+from zbv_solver.plan import parse_orders, parse_plan_document
 from zbv_solver.problem import Problem, exceeds
 
-from zbv_service.documents import ProblemSummary, parse_body
-from zbv_service.questions import Question, summary_of
-from zbv_service.searches.check_documents import CheckRequest, IssueDocument, ProblemCheck, ProblemFacts
+from zbv_service.documents import ClaimDocument, ProblemSummary, parse_body
+from zbv_service.questions import Question, require_size, summary_of
+from zbv_service.searches.check_documents import (
+    CheckRequest,
+    IssueDocument,
+    PlanCheck,
+    ProblemCheck,
+    ProblemFacts,
+)
 from zbv_service.searches.layered import facts_of_layers
 from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
@@ -32,14 +39,37 @@ def check(settings: Settings, body: Any) -> ProblemCheck:
     summary = ProblemSummary.model_validate(summary_of(question))
     if isinstance(question, LayeredProblem):
         layers = facts_of_layers(question)
-        return ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=None, layers=layers)
-    return ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=facts_of(question))
+        found = ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=None, layers=layers)
+    else:
+        found = ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=facts_of(question))
+    if body.get("plan") is not None:
+        found.plan = _check_plan(body["plan"], question, settings.max_cells)
+    return found
+
+
+def _check_plan(document: Any, question: Question, max_cells: int) -> PlanCheck:
+    """Whether a plan answers the question; its bounds are not proved, which may take minutes."""
+    from zbv_solver.verify_claims import check_plan
+
+    try:
+        require_size(parse_orders(parse_plan_document(document))[0], max_cells)
+        checked = check_plan(document, question)
+    except InvalidInput as error:
+        issues = [*error.below("/plan").issues]
+    except InvalidPlan as error:
+        issues = [Issue("/plan", str(error))]
+    else:
+        return PlanCheck(
+            is_valid=True, issues=[], claims=[ClaimDocument.of(claim) for claim in checked.claims]
+        )
+    shown = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in issues]
+    return PlanCheck(is_valid=False, issues=shown, claims=[])
 
 
 def _question_of(body: Any, settings: Settings) -> Question:
     asked = body
     if isinstance(body, dict):
-        asked = {key: value for key, value in body.items() if key != "limit_fraction"}
+        asked = {key: value for key, value in body.items() if key not in ("limit_fraction", "plan")}
     try:
         question, _ = parse_request(asked, settings)
     except InvalidInput as error:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.plan import BaselineDocument
 from zbv_solver.schema import Number
 
-from zbv_service.documents import ProblemSummary
+from zbv_service.documents import ClaimDocument, ProblemSummary
 from zbv_service.questions import QuestionDocument
 
 
@@ -29,6 +29,9 @@ class CheckRequest(_Request):
         description="In place of memory.limit: a fraction of the memory that 1F1B's activations take on the "
         "same model, on top of what is static.",
     )
+    plan: Any = Field(
+        None, description="A plan document that is to answer the problem: its claims are checked, too."
+    )
 
 
 class IssueDocument(BaseModel):
@@ -36,6 +39,16 @@ class IssueDocument(BaseModel):
 
     pointer: str = Field(description="RFC 6901 JSON pointer into the body that was sent.")
     detail: str = Field(description="What was found, what the rule is, and what to do.")
+
+
+class PlanCheck(BaseModel):
+    """Whether a plan answers a problem, and which of its claims were verified."""
+
+    is_valid: bool
+    issues: list[IssueDocument]
+    claims: list[ClaimDocument] = Field(
+        description="Lower bounds are not verified here: `zbv check --prove` proves them."
+    )
 
 
 class ProblemFacts(BaseModel):
@@ -90,6 +103,7 @@ class ProblemCheck(BaseModel):
     layers: LayersFacts | None = Field(
         None, description="In place of facts, of a valid problem whose layers are still to be cut."
     )
+    plan: PlanCheck | None = Field(None, description="Null unless a plan was sent and the problem is valid.")
 
 
 class EstimateRequest(_Request):

@@ -52,7 +52,7 @@ def sequential_plan(p: int, m: int, **more: Any) -> Plan:
             ranks[rank_of[s]].append(Action(s, "F", j))
         for s in reversed(stages):
             ranks[rank_of[s]] += [Action(s, "I", j), Action(s, "W", j)]
-    return make_plan(problem, Orders.from_actions(ranks), method="sequential", lower_bound=1.0)
+    return make_plan(problem, Orders.from_actions(ranks), method="sequential", lower_bound=0.0)
 
 
 @pytest.fixture(scope="module")

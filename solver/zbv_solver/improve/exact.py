@@ -160,7 +160,8 @@ class _Run:
 
     def is_proved(self) -> bool:
         """Whether no order is better than the best one."""
-        return self.is_exhausted or self.value <= self.bound * (1 + OPTIMAL_GAP)
+        # Where the grid has a slack, the search has passed over orders that are better by less than a step.
+        return (self.is_exhausted and not self.grid.slack) or self.value <= self.bound * (1 + OPTIMAL_GAP)
 
     def close_in(self) -> None:
         """Ask whether an order takes at most T, for T between what is proven and what is reached.

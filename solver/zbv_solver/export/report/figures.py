@@ -9,7 +9,7 @@ from typing import Any
 
 from zbv_solver.export import quantities
 from zbv_solver.export.per_rank import accounts_for_memory
-from zbv_solver.numeric import exceeds
+from zbv_solver.numeric import MEMORY_TOLERANCE
 from zbv_solver.plan import Plan
 from zbv_solver.problem import Problem
 
@@ -65,7 +65,12 @@ def cards_of(plan: Plan) -> list[Card]:
         use = max(map(_use, metrics.peak_memory, limits), default=0.0)
         note = f"{quantities.percent(use, 0)} of the limit"
         cards.append(
-            Card("Peak memory", quantities.memory(peak, units), note, "bad" if exceeds(use, 1.0) else "")
+            Card(
+                "Peak memory",
+                quantities.memory(peak, units),
+                note,
+                "bad" if use > 1 + MEMORY_TOLERANCE else "",
+            )
         )
     elif accounts_for_memory(problem):
         cards.append(Card("Peak memory", quantities.memory(peak, units), "no limit was given"))

@@ -92,7 +92,7 @@ def fused(chance: Random, inputs: list[float], weights: list[float]) -> list[flo
     """Durations of B: absent, cheaper than I and W, or sometimes dearer."""
     if chance.random() < 0.55:
         return None
-    shares = [chance.choice((0.0, 0.5, 0.8, 0.95, 1.0, 1.0, 1.2, 1e12)) for _ in inputs]
+    shares = [chance.choice((0.0, 0.5, 0.8, 0.95, 1.0, 1.0, 1.2, 1e7)) for _ in inputs]
     if chance.random() < 0.5:
         shares = shares[:1] * len(shares)
     return [(i + w) * share for i, w, share in zip(inputs, weights, shares, strict=True)]

@@ -6,6 +6,7 @@ import gc
 import resource
 import socket
 import ssl
+import sys
 from contextlib import ExitStack
 
 import uvicorn
@@ -23,6 +24,7 @@ from zbv_service.settings import Settings
 MAX_HEAD_BYTES = 64 * 1024
 BACKLOG = 2048
 MOST_FILES = 65_536
+SWITCH_SECONDS = 0.001
 
 
 class CannotServe(Exception):
@@ -69,6 +71,8 @@ class _Server(uvicorn.Server):
         # while everybody waits.
         gc.collect()
         gc.freeze()
+        # A thread that writes a list lets the others on this often.
+        sys.setswitchinterval(SWITCH_SECONDS)
         print(f"zbv-service: listening on {self._address}", flush=True)
         if self._is_local:
             grant = Grant(LOCAL_NAME, frozenset(SCOPES), "local")

@@ -33,8 +33,8 @@ AT_A_TIME_EACH = 2
 WAITING = 64
 WAITING_EACH = 24
 """Computations that may wait, of all callers and of one."""
-SECONDS = 60.0
-"""How long a computation may take; that of the largest plan takes half of it."""
+SECONDS = 120.0
+"""How long a computation may take; that of the largest plan takes a quarter of it where nothing else runs."""
 MEMORY = 1024**3
 """Bytes that a computation may allocate."""
 RETRY_SECONDS = 5
@@ -52,6 +52,8 @@ class Computations:
         self._seconds = seconds
         self._processes = IsolatedProcesses(memory=MEMORY)
         self._turns = Turns(AT_A_TIME, AT_A_TIME_EACH, WAITING, WAITING_EACH)
+        self._writing = Turns(1, 1, WAITING, WAITING_EACH)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="zbv-writer")
         # Threads that start processes and read and write files; those of the event loop start searches.
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="zbv-computations")
         self._folder = tempfile.TemporaryDirectory(prefix="zbv-computations-", ignore_cleanup_errors=True)
@@ -67,7 +69,7 @@ class Computations:
         Exception
             Whatever the function raised.
         """
-        async with self._turn():
+        async with self._turn(self._turns):
             return await self._compute(function, argument)
 
     async def for_client(self, function: Callable[[Any], T], argument: Any) -> T:
@@ -108,17 +110,31 @@ class Computations:
         """As :meth:`of_body`, of a body that is decoded already."""
         return function(document) if is_light(document) else await self.run(function, document)
 
+    async def write(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What a function makes of what is in memory already, such as the rows of a list, in a thread.
+
+        One at a time: threads share the interpreter with everybody else who is to be answered.
+
+        Raises
+        ------
+        ProblemError
+            503 when too many wait already, of all callers or of this one.
+        """
+        async with self._turn(self._writing):
+            return await asyncio.get_running_loop().run_in_executor(self._writer, function, *arguments)
+
     def stop(self) -> None:
         """End the processes, whatever they do."""
+        self._writer.shutdown(wait=False, cancel_futures=True)
         self._processes.kill()
         self._processes.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._folder.cleanup()
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _turn(self, turns: Turns) -> AsyncIterator[None]:
         try:
-            async with self._turns.turn(CALLER.get() or ""):
+            async with turns.turn(CALLER.get() or ""):
                 yield
         except NoRoom as error:
             whose = "Your token has" if error.is_own else "This service has"

@@ -7,6 +7,7 @@ import logging
 import resource
 import socket
 import ssl
+import sys
 from contextlib import ExitStack
 
 import uvicorn
@@ -22,6 +23,7 @@ from zbv_service.settings import Settings
 MAX_HEAD_BYTES = 64 * 1024
 BACKLOG = 2048
 MOST_FILES = 65_536
+SWITCH_SECONDS = 0.001
 
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,8 @@ class _Server(uvicorn.Server):
         # while everybody waits.
         gc.collect()
         gc.freeze()
+        # A thread that writes a list lets the others on this often.
+        sys.setswitchinterval(SWITCH_SECONDS)
         print(f"zbv-service: listening on {self._address}", flush=True)
         rooms = self._app.state.rooms
         if (grant := rooms.access.tokens.local_grant) is not None:

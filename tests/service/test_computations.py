@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -148,6 +149,15 @@ async def test_a_computation_ends_when_its_client_leaves(tmp_path: Path) -> None
         assert found._turns.waiting == 0
 
 
+async def test_lists_are_written_one_at_a_time_and_in_turns() -> None:
+    async with computing() as found:
+        names = await asyncio.gather(
+            *(found.write(lambda: threading.current_thread().name) for _ in range(8))
+        )
+        assert len(set(names)) == 1
+        assert names[0] != threading.current_thread().name
+
+
 async def order_of(turns: Turns, callers: str) -> str:
     """In which order callers get their turns, who ask in another while somebody works."""
     came: list[str] = []
@@ -204,7 +214,7 @@ async def test_requests_of_a_token_share_its_turns(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(computations, "AT_A_TIME_EACH", 1)
     async with computing() as found:
         CALLER.set("mine")
-        async with found._turn():
+        async with found._turn(found._turns):
             with pytest.raises(ProblemError, match="Your token") as caught:
                 await found.run(process_of, None)
             assert int(caught.value.headers["Retry-After"]) > 0

@@ -74,13 +74,14 @@ async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()])
         return page_at(request, "/plans")
     page = await rooms(request).plans.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
-    listed = PlanList(
-        plans=[PlanSummaryDocument.of(summary) for summary in page.items],
-        next=around.next,
-        previous=around.previous,
-    )
+
+    def write() -> str:
+        plans = [PlanSummaryDocument.of(summary) for summary in page.items]
+        return PlanList(plans=plans, next=around.next, previous=around.previous).model_dump_json()
+
+    text = await rooms(request).computations.write(write)
     headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
-    return Response(listed.model_dump_json(), headers=headers, media_type="application/json")
+    return Response(text, headers=headers, media_type="application/json")
 
 
 @router.get(

@@ -85,13 +85,14 @@ async def list_searches(request: Request, query: Annotated[SearchListQuery, Quer
         return page_at(request, "/searches")
     page = await rooms(request).searches.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
-    listed = SearchList(
-        searches=[SearchDocument.of(record) for record in page.items],
-        next=around.next,
-        previous=around.previous,
-    )
+
+    def write() -> bytes:
+        searches = [SearchDocument.of(record) for record in page.items]
+        return SearchList(searches=searches, next=around.next, previous=around.previous).json_bytes()
+
+    text = await rooms(request).computations.write(write)
     headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
-    return Response(listed.json_bytes(), headers=headers, media_type="application/json")
+    return Response(text, headers=headers, media_type="application/json")
 
 
 @router.get(

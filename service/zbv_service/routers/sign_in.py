@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from urllib.parse import parse_qs, quote
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -111,10 +111,13 @@ async def create_sign_in_link(request: Request) -> SignInLink:
 
 
 @router.get("/openapi.json", dependencies=[ANY_TOKEN], include_in_schema=False)
-async def get_openapi(request: Request) -> dict[str, Any]:
-    """What this API takes and answers."""
-    described: dict[str, Any] = request.app.openapi()
-    return described
+async def get_openapi(request: Request) -> Response:
+    """What this API takes and answers; written once, as that takes longer than others should wait."""
+    app = request.app
+    if getattr(app.state, "openapi_text", None) is None:
+        write = rooms(request).computations.write
+        app.state.openapi_text = await write(lambda: json.dumps(app.openapi()).encode())
+    return Response(app.state.openapi_text, media_type="application/json")
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from zbv_service.http.cursors import neighbours, position_of
 from zbv_service.pages.lists import Asked, agents_page, plans_page, runs_page, searches_page
+from zbv_service.pages.shell import Shell
 from zbv_service.records import Page, Position
 from zbv_service.routers.answers import page, shell_of
 from zbv_service.routers.listing import (
@@ -31,6 +32,7 @@ _FRESH = {"Cache-Control": "no-store"}
 
 Q = TypeVar("Q", bound=PageQuery)
 T = TypeVar("T")
+R = TypeVar("R")
 
 router = APIRouter(include_in_schema=False)
 
@@ -40,8 +42,7 @@ async def get_searches(request: Request) -> HTMLResponse:
     """The searches."""
     query, table = _query(request, SearchListQuery), rooms(request).searches
     found = await _page(query, lambda limit, after: table.page(query.filter, limit, after))
-    rows = [search_row(record) for record in found.items]
-    return page(searches_page(rows, _asked(request, found), shell_of(request)), headers=_FRESH)
+    return await _listed(request, found, search_row, searches_page)
 
 
 @router.get("/plans", dependencies=[READ])
@@ -49,8 +50,7 @@ async def get_plans(request: Request) -> HTMLResponse:
     """The plans."""
     query, table = _query(request, PlanListQuery), rooms(request).plans
     found = await _page(query, lambda limit, after: table.page(query.filter, limit, after))
-    rows = [plan_row(summary) for summary in found.items]
-    return page(plans_page(rows, _asked(request, found), shell_of(request)), headers=_FRESH)
+    return await _listed(request, found, plan_row, plans_page)
 
 
 @router.get("/runs", dependencies=[READ])
@@ -58,8 +58,7 @@ async def get_runs(request: Request) -> HTMLResponse:
     """The runs."""
     query, table = _query(request, RunListQuery), rooms(request).runs
     found = await _page(query, lambda limit, after: table.page(query.filter, limit, after))
-    rows = [run_row(record) for record in found.items]
-    return page(runs_page(rows, _asked(request, found), shell_of(request)), headers=_FRESH)
+    return await _listed(request, found, run_row, runs_page)
 
 
 @router.get("/agents", dependencies=[READ])
@@ -67,8 +66,16 @@ async def get_agents(request: Request) -> HTMLResponse:
     """The agents."""
     query, table = _query(request, AgentListQuery), rooms(request).agents
     found = await _page(query, lambda limit, after: table.page(query.filter, limit, after))
-    rows = [agent_row(record) for record in found.items]
-    return page(agents_page(rows, _asked(request, found), shell_of(request)), headers=_FRESH)
+    return await _listed(request, found, agent_row, agents_page)
+
+
+async def _listed(
+    request: Request, found: Page[T], row: Callable[[T], R], write: Callable[[list[R], Asked, Shell], str]
+) -> HTMLResponse:
+    """The page of a list: of many entries, writing it takes long."""
+    asked, shell = _asked(request, found), shell_of(request)
+    text = await rooms(request).computations.write(lambda: write([*map(row, found.items)], asked, shell))
+    return page(text, headers=_FRESH)
 
 
 def _given(request: Request) -> dict[str, list[str]]:

@@ -147,19 +147,25 @@ def test_a_pickle_in_any_file_runs_no_code(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+PART = {"file": "rank-00000.safetensors", "key": "x", "offsets": [0], "sizes": [2]}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"version": 2},
         {"values": {"y": {"os.system": "true"}}},
         {"values": {"y": {"array": ["O", [1], ""]}}},
-        {"values": {"y": {"tensor": {"file": "../rank-00000.safetensors", "key": "x"}}}},
-        {"tensors": {"x": {"shape": [2], "parts": [{"file": "/etc/passwd", "key": "x"}]}}},
+        {"values": {"y": {"tensor": {**PART, "file": "../elsewhere/rank-00000.safetensors"}}}},
+        {"values": {"y": {"tensor": {**PART, "sizes": [3]}}}},
+        {"tensors": {"x": {"shape": [2], "parts": [{**PART, "file": "/etc/passwd"}]}}},
     ],
 )
 def test_an_index_that_somebody_made_up_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("one", "elsewhere"):
+        folder = tmp_path / name
+        write(folder, State({"x": torch.ones(2)}, {"y": 1}))
     folder = tmp_path / "one"
-    write(folder, State({"x": torch.ones(2)}, {"y": 1}))
     document = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps({**document, **change}))
     with pytest.raises(InvalidRun):

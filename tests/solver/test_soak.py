@@ -26,12 +26,12 @@ def quiet(line: str) -> None:
 
 
 def test_a_short_run_finds_nothing_and_says_what_it_did(tmp_path: Path) -> None:
-    ended = soak(SEED, tmp_path, problems=10, say=quiet)
+    ended = soak(SEED, tmp_path, problems=6, say=quiet)
     assert ended.found is None
-    assert ended.tally.problems.total() == 10
+    assert ended.tally.problems.total() == 6
     assert ended.tally.exact.total() > 0
     assert {"bound: quick", "bound: full", "windows: head", "round trip"} <= set(ended.tally.checks)
-    assert "10 problems" in summary(ended)
+    assert "6 problems" in summary(ended)
 
 
 def test_a_wrong_bound_stops_it_with_a_file_whose_replay_fails(

@@ -68,3 +68,22 @@ async def test_a_reader_who_goes_away_takes_nothing_from_the_others() -> None:
     await asyncio.sleep(0)
     release.set()
     assert await readers[1] == 7
+
+
+async def test_newer_values_drive_out_older_ones_that_are_large_together() -> None:
+    cache: Cache[bytes] = Cache(10, most_bytes=100, weigh=len)
+
+    async def keep(key: str, size: int) -> None:
+        async def make() -> bytes:
+            return bytes(size)
+
+        await cache.get(key, make)
+        await asyncio.sleep(0)  # its weight is known once it is made
+
+    for key, size in (("a", 40), ("b", 40), ("c", 30)):
+        await keep(key, size)
+    assert [cache.known(key) is not None for key in "abc"] == [False, True, True]
+    await keep("d", 1000)  # the newest stays, whatever it weighs
+    assert [cache.known(key) is not None for key in "bcd"] == [False, False, True]
+    await keep("e", 1)
+    assert [cache.known(key) is not None for key in "de"] == [False, True]

@@ -209,6 +209,21 @@ async def test_too_many_who_wait_are_sent_away() -> None:
         pass
 
 
+async def test_a_caller_that_leaves_as_its_turn_comes_keeps_no_place() -> None:
+    turns = Turns(1, 1, 3, 3)
+    async with turns.turn("a"):
+        leaving = asyncio.create_task(turns.turn("b").__aenter__())
+        staying = asyncio.create_task(order_of(turns, ""))
+        await asyncio.sleep(0)
+        leaving.cancel()  # it has not run since when the place becomes free
+    await asyncio.wait_for(staying, DEADLINE)
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert turns.waiting == 0
+    async with turns.turn("c"):
+        pass
+
+
 async def test_requests_of_a_token_share_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(computations, "WAITING_EACH", 0)
     monkeypatch.setattr(computations, "AT_A_TIME_EACH", 1)

@@ -142,7 +142,7 @@ def _headroom(chance: Random, held: list[float]) -> float:
     if choice == "any":
         return sum(held) * chance.uniform(0, 3)
     if choice == "rounding":
-        return sum(value * chance.randint(0, 1) for value in held) - sum(held) * 5e-10
+        return sum(value * chance.randint(0, 1) for value in held) - sum(held) * 2e-10
     return 0.0
 
 

@@ -76,3 +76,15 @@ def test_devices_and_pipes_are_written_to_directly() -> None:
     finally:
         os.close(reader)
         os.close(writer)
+
+
+def test_a_private_file_has_no_other_readers_whatever_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("old")
+    path.chmod(0o644)
+    with output(path, private=True) as write_text:
+        (partial,) = (each for each in tmp_path.iterdir() if each != path)
+        assert stat.S_IMODE(partial.stat().st_mode) == 0o600
+        write_text("secret")
+    assert path.read_text() == "secret"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -44,11 +44,11 @@ def _refuse_constant(name: str) -> None:
 
 
 @contextmanager
-def output(name: str) -> Iterator[Write]:
+def output(name: str, *, private: bool = False) -> Iterator[Write]:
     """As :func:`zbv_solver.console.files.output`; raises :class:`Stop` where the file cannot be written."""
     with ExitStack() as stack:
         try:
-            write = stack.enter_context(files.output(name))
+            write = stack.enter_context(files.output(name, private=private))
         except OSError as error:
             raise Stop(WRONG_INPUT, f"cannot write {name}: {error.strerror}.") from None
         yield write

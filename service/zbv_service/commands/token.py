@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import re
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zbv_service.commands.ending import DONE, FAILED, WrongInput
+from zbv_service.commands.files import output
 from zbv_service.commands.server import add_server
 from zbv_service.commands.settings import add_flags, settings_of
 
@@ -154,19 +153,18 @@ def _create(parsed: argparse.Namespace) -> int:
         max_searches=parsed.max_searches,
         expires_at=None if parsed.expires is None else now + _span(parsed.expires),
     )
-    try:
-        _with_table(parsed, lambda table: table.add(new), makes_one=True)
-    except NameTaken:
-        if parsed.if_missing:
-            print(f"zbv-service: there is a token {name}; nothing to do", file=sys.stderr)
-            return DONE
-        raise WrongInput(
-            f"a token that works has the name {name}. Choose another one, or: zbv-service token revoke {name}"
-        ) from None
-    if parsed.output is None:
-        print(text, flush=True)
-    else:
-        _write_secret(Path(parsed.output), str(text))
+    with output("-" if parsed.output is None else parsed.output, private=True) as write:
+        try:
+            _with_table(parsed, lambda table: table.add(new), makes_one=True)
+        except NameTaken:
+            if parsed.if_missing:
+                print(f"zbv-service: there is a token {name}; nothing to do", file=sys.stderr)
+                return DONE
+            raise WrongInput(
+                f"a token that works has the name {name}. Choose another one, or: zbv-service token revoke "
+                f"{name}"
+            ) from None
+        write(f"{text}\n")
     until = "" if new.expires_at is None else f", until {_moment(new.expires_at)}"
     where = "shown this once" if parsed.output is None else f"in {parsed.output}"
     print(
@@ -265,17 +263,6 @@ def _span(text: str) -> timedelta:
     if found is None:
         raise WrongInput(f"--expires: found {text!r}; must be a time such as 90d, 12h or 30m.")
     return int(found[1]) * _UNITS[found[2]]
-
-
-def _write_secret(path: Path, text: str) -> None:
-    try:
-        # What is there goes first: its readers must not become readers of this.
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        raise WrongInput(f"cannot write {path}: {error.strerror}. The token is made; revoke it.") from None
 
 
 def _state(record: TokenRecord, now: datetime) -> str:

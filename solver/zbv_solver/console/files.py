@@ -52,13 +52,18 @@ def shown(path: str) -> str:
 
 
 @contextmanager
-def output(path: str | Path) -> Iterator[Write]:
+def output(path: str | Path, *, private: bool = False) -> Iterator[Write]:
     """Open an output file before the work that fills it starts, and replace its content as a whole.
 
     The text goes to a file of another name in the same directory, which takes the output's name once it is
     complete and on disk. So a path that cannot be written fails before the work, and whatever ends the work
     (an error, Ctrl-C, a crash, a full disk) leaves an existing file as it was. Devices and pipes are written
     to directly, as nothing can replace them.
+
+    Parameters
+    ----------
+    private
+        Whether only the user may read the file, also where the file that it replaces had other readers.
 
     Yields
     ------
@@ -76,17 +81,17 @@ def output(path: str | Path) -> Iterator[Write]:
     # A symbolic link stays one. What /dev/fd/3 resolves to is no path.
     target = given.resolve() if given.is_file() or not given.exists() else given
     try:
-        partial = _reserve(target)
+        partial = _reserve(target, 0o600 if private else 0o666)
     except OSError as error:
         raise _named(error, path) from None
     try:
-        yield lambda text: _replace(target, partial, text, path)
+        yield lambda text: _replace(target, partial, text, path, keeps_mode=not private)
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)
 
 
-def _reserve(target: Path) -> Path | None:
+def _reserve(target: Path, mode: int) -> Path | None:
     """An empty file next to the target; None where the target must be written to directly."""
     if target.exists():
         if target.is_dir():
@@ -96,7 +101,7 @@ def _reserve(target: Path) -> Path | None:
         if not (target.is_file() and os.access(target.parent, os.W_OK)):
             return None
     partial = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.part")
-    partial.open("x", encoding="utf-8").close()
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     return partial
 
 
@@ -111,7 +116,7 @@ def _write_standard_output(text: str) -> None:
     sys.stdout.flush()
 
 
-def _replace(target: Path, partial: Path | None, text: str, path: str | Path) -> None:
+def _replace(target: Path, partial: Path | None, text: str, path: str | Path, *, keeps_mode: bool) -> None:
     try:
         if partial is None:
             target.write_text(text, encoding="utf-8")
@@ -120,8 +125,9 @@ def _replace(target: Path, partial: Path | None, text: str, path: str | Path) ->
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        with suppress(FileNotFoundError):
-            partial.chmod(target.stat().st_mode & 0o7777)
+        if keeps_mode:
+            with suppress(FileNotFoundError):
+                partial.chmod(target.stat().st_mode & 0o7777)
         os.replace(partial, target)
     except OSError as error:
         raise _named(error, path) from None

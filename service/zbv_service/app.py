@@ -240,7 +240,7 @@ def _furnish(
         dispatcher=dispatcher,
         heartbeats=heartbeats,
         agents=Agents(agents, runs, heartbeats, dispatcher),
-        runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher, settings),
+        runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher, computations, settings),
         parts=run_parts,
         steps=RunSteps(run_parts, computations),
         measurements=Measurements(run_parts, plans, computations),

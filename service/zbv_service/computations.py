@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
@@ -146,12 +147,11 @@ class Computations:
             ) from None
 
     async def _compute(self, function: Callable[[Any], T], argument: Any) -> T:
-        sent = argument
+        folder = tempfile.mkdtemp(dir=self._folder.name)
         try:
             if isinstance(argument, bytes | bytearray) and len(argument) > LARGE:
-                sent = await self._in_thread(self._store, argument)
-                argument = None  # the file has it
-            future = await self._begin(function, sent)
+                argument = await self._in_thread(_Stored.of, argument, folder)
+            future = await self._begin(function, argument, folder)
             made = await self._in_time(future)
             if isinstance(made, _Stored):
                 made = await self._in_thread(made.take)
@@ -161,13 +161,14 @@ class Computations:
         except MemoryError:
             raise _refused(f"It needs more than {MEMORY // 1024**2} MiB of memory.") from None
         finally:
-            if isinstance(sent, _Stored):
-                sent.remove()
+            # Nobody took the files of a computation that was ended. A stopped service has removed them.
+            with suppress(RuntimeError):
+                self._threads.submit(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _begin(self, function: Callable[[Any], T], sent: Any) -> Future[Any]:
+    async def _begin(self, function: Callable[[Any], T], sent: Any, folder: str) -> Future[Any]:
         """Have a process begin with it; starting one takes the calling thread some milliseconds."""
         beginning = asyncio.ensure_future(
-            self._in_thread(self._processes.submit, _call, function, sent, self._folder.name)
+            self._in_thread(self._processes.submit, _call, function, sent, folder)
         )
         try:
             return await asyncio.shield(beginning)
@@ -182,6 +183,7 @@ class Computations:
         until it is dead.
         """
         waited = asyncio.wrap_future(future)
+        waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # who cares has it
         try:
             done, _ = await asyncio.wait([waited], timeout=self._seconds)
         except asyncio.CancelledError:
@@ -201,11 +203,14 @@ class Computations:
             self._processes.kill_process_of(future)
             await happened(ended, 0.1)
 
-    def _store(self, content: bytes | bytearray) -> _Stored:
-        return _Stored.of(content, self._folder.name)
-
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        """What a function returns; a caller that is cancelled waits for its end, too."""
+        done = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await asyncio.wait([done])
+            raise
 
 
 def is_light(document: Any) -> bool:
@@ -240,24 +245,15 @@ class _Stored:
     def of(cls, content: bytes | bytearray, folder: str) -> _Stored:
         """Write a file."""
         handle, path = tempfile.mkstemp(dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-        except BaseException:
-            os.unlink(path)
-            raise
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         return cls(path)
 
     def take(self) -> bytes:
         """Read the file, and remove it."""
         content = Path(self.path).read_bytes()
-        self.remove()
+        os.unlink(self.path)
         return content
-
-    def remove(self) -> None:
-        """Remove the file, if nobody did."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
 
 
 def _call(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:

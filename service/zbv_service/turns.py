@@ -66,7 +66,7 @@ class Turns:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._release(caller)  # it was given at the same moment
-            else:
+            elif turn in self._queues.get(caller, ()):
                 self._forget(caller, turn)
             raise
 
@@ -90,6 +90,8 @@ class Turns:
                 continue
             turn = self._queues[caller][0]
             self._forget(caller, turn)
+            if turn.cancelled():
+                continue  # whoever waited has left, and has not run since; the next call gives the place away
             if caller in self._queues:
                 self._queues.move_to_end(caller)
             self._take(caller)

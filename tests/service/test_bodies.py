@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from typing import Any, NoReturn
 
 import pytest
+from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 from support.serving import PROBLEM, Serving
-from zbv_service.http.bodies import FREE, MEDIUM_VALUES, BodyMemory, parse_medium
+from zbv_service.bench.malformed import ID
+from zbv_service.http.bodies import FREE, MEDIUM_VALUES, SMALL, BodyMemory, parse_medium
 from zbv_service.http.limits import SLICE, Limited
 from zbv_service.http.problems import ProblemError
 from zbv_service.observability.context import CALLER
-from zbv_solver.errors import InvalidInput
+from zbv_solver.errors import MOST_ISSUES, InvalidInput
 
 pytestmark = pytest.mark.anyio
 
@@ -49,6 +52,32 @@ async def test_a_refused_body_is_told_so(serving: Serving) -> None:
             assert (await service.submit()).status_code == 202  # a small one
         answer = await service.http.post("/v1/problems/check", content=content, headers=headers)
         assert (answer.status_code, answer.json()["is_valid"]) == (200, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/runs"),
+        ("POST", f"/v1/runs/{ID}/plan"),
+        ("POST", "/v1/agents"),
+        ("POST", f"/v1/agents/{ID}/heartbeat"),
+        ("POST", f"/v1/agents/{ID}/ended"),
+    ],
+)
+async def test_many_mistakes_are_not_collected_while_others_wait(
+    method: str, path: str, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collecting those of one body of a megabyte takes a quarter of a second."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("checked in the process that answers everybody")
+
+    body = {f"key {number}": number for number in range(5000)}
+    assert len(json.dumps(body)) > SMALL
+    async with serving("honest", max_body_bytes=10**6) as service:
+        monkeypatch.setattr(BaseModel, "model_validate", refuse)
+        answer = await service.http.request(method, path, json=body)
+    assert (answer.status_code, len(answer.json()["errors"])) == (422, MOST_ISSUES), answer.text[:300]
 
 
 def test_a_document_of_very_many_values_is_refused_and_one_with_commas_is_not() -> None:

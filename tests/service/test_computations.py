@@ -107,8 +107,32 @@ async def test_bytes_arrive_whole_both_ways_and_leave_no_file(size: int) -> None
         folder = found._folder.name
         content = os.urandom(size)
         assert await found.run(double, bytearray(content)) == 2 * content
-        assert os.listdir(folder) == []
+        await until(lambda: os.listdir(folder) == [], "its files go")
     assert not os.access(folder, os.F_OK)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_computation_that_nobody_waits_for_leaves_no_file(
+    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = computations._Stored.of
+
+    def store_slowly(content: bytes, folder: str) -> object:
+        stored = store(content, folder)
+        time.sleep(0.1)
+        return stored
+
+    monkeypatch.setattr(computations._Stored, "of", store_slowly)
+    async with computing() as found:
+        folder, started = Path(found._folder.name), tmp_path / "process"
+        waiting = asyncio.create_task(found.run(partial(sleep, str(tmp_path)), bytearray(2 * LARGE)))
+        await until(lambda: any(path.is_file() for path in folder.rglob("*")), "its file is written")
+        if has_begun:
+            await until(lambda: started.exists() and bool(started.read_text()), "it begins")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until(lambda: os.listdir(folder) == [], "its files go")
 
 
 async def test_only_what_stays_small_is_computed_at_once() -> None:
@@ -205,6 +229,21 @@ async def test_too_many_who_wait_are_sent_away() -> None:
             task.cancel()
         await asyncio.gather(*own, other, return_exceptions=True)
         assert turns.waiting == 0
+    async with turns.turn("c"):
+        pass
+
+
+async def test_a_caller_that_leaves_as_its_turn_comes_keeps_no_place() -> None:
+    turns = Turns(1, 1, 3, 3)
+    async with turns.turn("a"):
+        leaving = asyncio.create_task(turns.turn("b").__aenter__())
+        staying = asyncio.create_task(order_of(turns, ""))
+        await asyncio.sleep(0)
+        leaving.cancel()  # it has not run since when the place becomes free
+    await asyncio.wait_for(staying, DEADLINE)
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert turns.waiting == 0
     async with turns.turn("c"):
         pass
 

@@ -25,6 +25,7 @@ VARIED: dict[str, Any] = {**COSTS, "forward": 10203040}
 WEIGHTS = {"forward": 1, "backward_input": -0.5, "backward_weight": -0.5}
 _LAYER: dict[str, Any] = {"name": "a", **COSTS}
 _RECOMPUTED = {**_LAYER, "recompute": {"forward": 1}, "parameters_bytes": 1, "output_bytes": 1}
+_REPORTS = ("heartbeat", "ended")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,14 @@ def worst(plan_id: str, trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Wor
         yield Worst(f"run of {name}", "POST", "/v1/runs", partial(_run_of, make, sizes.body))
     arguments = {**RUN, "id": None, "model": {**RUN["model"], "arguments": {"a": [[]] * 200_000}}}
     yield Worst("arguments of a run", "POST", "/v1/runs", partial(_json, arguments))
+    unknown = partial(_unknown, min(MIB, sizes.body))
+    for path in (
+        "/v1/runs",
+        f"/v1/runs/{ID}/plan",
+        "/v1/agents",
+        *(f"/v1/agents/{ID}/{x}" for x in _REPORTS),
+    ):
+        yield Worst("unknown keys", "POST", path, unknown)
     yield from _agent_bodies(trace_path, sizes)
     plan = '{"problem":{"pp_degree":1,"microbatches":4,"costs":{}},"ranks":[['
     for name, part in (("wrong", "0,"), ("empty", '"",'), ("many", '"0F0",')):
@@ -166,6 +175,10 @@ def _json(document: Any) -> bytes:
 def _keys(size: int) -> bytes:
     keys = ",".join(f'"k{number}":0' for number in range(size // 14))
     return f'{{"problem":{{{keys}}}}}'.encode()
+
+
+def _unknown(size: int) -> bytes:
+    return _json({f"k{number}": 0 for number in range(size // 14)})
 
 
 def _keyed_layers(size: int) -> bytes:

@@ -11,9 +11,10 @@ import email.message
 import json
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -29,12 +30,13 @@ from zbv_service.http.problems import (
 )
 from zbv_service.observability.context import CALLER, CLIENT_GONE
 
+T = TypeVar("T")
+
 SMALL = 64 * 1024
-"""Bodies up to this many bytes are decoded in less time than handing them over takes."""
+"""Bodies up to this many bytes are decoded and checked at once: agents' reports wait for no computation."""
 MEDIUM = 1024**2
 MEDIUM_VALUES = 100_000
-"""Bytes and values of a body that this process takes as a decoded document. Only problems, plans and traces
-are larger, and those are read in other processes (:mod:`zbv_service.computations`)."""
+"""Bytes and values of the body of a run or an agent. Only problems, plans and traces are larger."""
 IN_MEMORY, IN_MEMORY_EACH = 192 * 1024**2, 96 * 1024**2
 """Bytes of bodies in memory at the same time: of all requests, and of those of one caller."""
 FREE = 64 * 1024
@@ -43,20 +45,25 @@ SLOWEST = 16 * 1024
 """Bytes per second: a body that comes more slowly than this, after a while, is not waited for."""
 
 
-async def read_json(request: Request, limit: int) -> Any:
-    """The decoded JSON body of a request, at most ``limit`` bytes of it and at most ``MEDIUM``.
+async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T:
+    """What a function makes of the decoded JSON body of a request, at most ``limit`` bytes and ``MEDIUM``.
+
+    Parameters
+    ----------
+    read
+        Checks the document, and returns little. Another process calls it where the body is large.
 
     Raises
     ------
     ProblemError
         413 when it is larger, 415 when it is not declared as JSON, 400 when it is not JSON.
     InvalidInput
-        When it holds too many values.
+        When it breaks a rule.
     """
     async with read_text(request, min(limit, MEDIUM)) as body:
         if len(body) <= SMALL:
-            return parse_json(body)
-        return await request.app.state.rooms.computations.run(parse_medium, body)
+            return read(parse_json(body))
+        return cast("T", await request.app.state.rooms.computations.for_client(_OfMedium(read), body))
 
 
 @asynccontextmanager
@@ -120,6 +127,16 @@ def decompressed(body: bytes | bytearray, limit: int) -> bytes:
     if not stream.eof or stream.unused_data:
         raise ProblemError(MALFORMED_JSON, "The body is not one whole gzip stream. Compress it again.")
     return text
+
+
+@dataclass(frozen=True)
+class _OfMedium(Generic[T]):
+    """A function of a decoded document as one of the text; importable from another process."""
+
+    read: Callable[[Any], T]
+
+    def __call__(self, body: bytes | bytearray) -> T:
+        return self.read(parse_medium(body))
 
 
 def parse_medium(body: bytes | bytearray) -> Any:

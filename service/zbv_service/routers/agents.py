@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from zbv_solver.rank_trace import RankTraceDocument
 
+from zbv_service.documents import parse_body
 from zbv_service.http.bodies import decompressed, read_json, read_packed
 from zbv_service.http.cursors import neighbours, position_of
 from zbv_service.http.negotiation import VARY, wants_page
@@ -74,9 +76,8 @@ router = APIRouter(prefix="/v1/agents", tags=["agents"])
 async def register_agent(request: Request) -> Response:
     """The agent chooses its id, so a registration whose answer was lost can be repeated."""
     found = rooms(request)
-    record, is_new = await found.agents.register(
-        await read_json(request, found.settings.max_body_bytes), grant_of(request)
-    )
+    offered = await read_json(request, found.settings.max_body_bytes, partial(parse_body, AgentRequest))
+    record, is_new = await found.agents.register(offered, grant_of(request))
     answer = RegisteredAgent(
         agent=AgentDocument.of(record),
         heartbeat_seconds=found.settings.agent_heartbeat_seconds,
@@ -160,7 +161,8 @@ async def get_work(
 async def beat(request: Request, agent_id: str) -> HeartbeatAnswer:
     """The answer says whether the ranks must end."""
     found = rooms(request)
-    return await found.agents.heartbeat(agent_id, await read_json(request, found.settings.max_body_bytes))
+    sent = await read_json(request, found.settings.max_body_bytes, partial(parse_body, Heartbeat))
+    return await found.agents.heartbeat(agent_id, sent)
 
 
 @router.post(
@@ -175,7 +177,8 @@ async def beat(request: Request, agent_id: str) -> HeartbeatAnswer:
 async def report_end(request: Request, agent_id: str) -> Response:
     """The agent is free afterwards. Saying it twice changes nothing."""
     found = rooms(request)
-    await found.agents.ended(agent_id, await read_json(request, found.settings.max_body_bytes))
+    end = await read_json(request, found.settings.max_body_bytes, partial(parse_body, NodeEnd))
+    await found.agents.ended(agent_id, end)
     return Response(status_code=204)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from zbv_service.http.bodies import read_json
+from zbv_service.documents import parse_body
+from zbv_service.http.bodies import MEDIUM, read_json, read_text
 from zbv_service.http.cursors import neighbours, position_of
 from zbv_service.http.idempotency import KEY_PARAMETER
 from zbv_service.http.negotiation import VARY, wants_page
@@ -79,9 +81,11 @@ async def submit_run(request: Request) -> Response:
     """It gets all its agents at once, or none. Send an Idempotency-Key: without one, a repeated request
     starts a second run."""
     found = rooms(request)
-    key = request_key(request)
-    body = await read_json(request, found.settings.max_body_bytes)
-    record = await found.runs.submit(body, key=key, caller=caller_of(request), most=most_searches(request))
+    key, limit = request_key(request), min(MEDIUM, found.settings.max_body_bytes)
+    async with read_text(request, limit) as body:
+        record = await found.runs.submit(
+            body, key=key, caller=caller_of(request), most=most_searches(request)
+        )
     return _answer(record, 202)
 
 
@@ -169,8 +173,8 @@ async def cancel_run(request: Request, run_id: str) -> Response:
 async def change_plan(request: Request, run_id: str) -> Response:
     """Takes an offer, or any stored plan with the same ranks, placement and microbatches."""
     found = rooms(request)
-    body = await read_json(request, found.settings.max_body_bytes)
-    return _answer(await found.runs.change_plan(run_id, body), 202)
+    change = await read_json(request, found.settings.max_body_bytes, partial(parse_body, PlanChange))
+    return _answer(await found.runs.change_plan(run_id, change.plan_id), 202)
 
 
 @router.get(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 from zbv_service.database import AgentTable, RunTable
-from zbv_service.documents import parse_body
 from zbv_service.http.problems import AGENT_GONE, NOT_FOUND, ProblemError
 from zbv_service.records import Page, Position
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
@@ -42,17 +40,14 @@ class Agents:
         self._assignments = Assignments(runs, dispatcher)
         self.owners = AgentOwners(agents)
 
-    async def register(self, body: Any, grant: Grant) -> tuple[AgentRecord, bool]:
-        """The agent of a request body, and whether it is new.
+    async def register(self, request: AgentRequest, grant: Grant) -> tuple[AgentRecord, bool]:
+        """The agent of a request, and whether it is new.
 
         Raises
         ------
-        InvalidInput
-            When the body breaks a rule.
         ProblemError
             403 when another token has registered this agent.
         """
-        request = parse_body(AgentRequest, body)
         record, is_new = await self._agents.add(replace(request.new_agent, owner=grant.owner))
         if not is_new:
             await self.owners.require(grant, record.id)
@@ -87,16 +82,14 @@ class Agents:
                     return work
                 await happened(assigned, left)
 
-    async def heartbeat(self, agent_id: str, body: Any) -> HeartbeatAnswer:
+    async def heartbeat(self, agent_id: str, beat: Heartbeat) -> HeartbeatAnswer:
         """Note where an agent and its ranks are, and say whether to go on; raises as :meth:`work`."""
-        beat = parse_body(Heartbeat, body)
         places = tuple(place.model_dump() for place in beat.ranks)
         found = await self._store(Beat(agent_id, beat.port, beat.run_id, places))
         return HeartbeatAnswer(stop=False) if beat.run_id is None else _answer_of(found.orders)
 
-    async def ended(self, agent_id: str, body: Any) -> None:
+    async def ended(self, agent_id: str, end: NodeEnd) -> None:
         """Note how an agent's node ended; raises as :meth:`work`."""
-        end = parse_body(NodeEnd, body)
         await self.require_present(agent_id)
         failures = [failure.stored() for failure in end.failures]
         await self._runs.ended(agent_id, NodeReport(end.run_id, end.generation, end.outcome, failures))

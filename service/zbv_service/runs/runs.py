@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plan import Plan
 
+from zbv_service.computations import Computations
 from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
 from zbv_service.documents import parse_body
 from zbv_service.http.idempotency import NamedRequests, fingerprint_of
 from zbv_service.http.problems import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
 from zbv_service.plans import Plans
-from zbv_service.records import NamedRequest, Page, Position, SearchRecord
+from zbv_service.records import NamedRequest, NewSearch, Page, Position
 from zbv_service.runs.dispatch import Dispatcher
-from zbv_service.runs.documents import PlanChange, RunRequest
+from zbv_service.runs.documents import RunRequest
 from zbv_service.runs.records import EventRecord, NewRun, RunFilter, RunRecord
-from zbv_service.searches.searches import Searches
+from zbv_service.searches.searches import Searches, new_search
 from zbv_service.settings import Settings
 
 MAX_ARGUMENTS = 16 * 1024
 """Characters of a model's arguments as JSON."""
+
+
+@dataclass(frozen=True)
+class AskedRun:
+    """What the body of a request for a run says.
+
+    Attributes
+    ----------
+    request
+        Without its problem, which may be large.
+    fingerprint
+        Of the whole body.
+    pp_degree
+        Of the problem; None where there is a plan.
+    search
+        For the problem's plan; None where there is a plan.
+    """
+
+    request: RunRequest
+    fingerprint: str
+    pp_degree: int | None
+    search: NewSearch | None
 
 
 class Runs:
@@ -39,6 +62,7 @@ class Runs:
         plans: Plans,
         searches: Searches,
         dispatcher: Dispatcher,
+        computations: Computations,
         settings: Settings,
     ):
         self._runs = runs
@@ -47,15 +71,24 @@ class Runs:
         self._plans = plans
         self._searches = searches
         self._dispatcher = dispatcher
+        self._computations = computations
+        self._settings = settings
         self._names = NamedRequests("run", settings.idempotency_seconds)
 
     async def submit(
-        self, body: Any, *, key: str | None = None, caller: str | None = None, most: int | None = None
+        self,
+        body: bytes | bytearray,
+        *,
+        key: str | None = None,
+        caller: str | None = None,
+        most: int | None = None,
     ) -> RunRecord:
         """Accept the run that a request body asks for, or find the one that this request created before.
 
         Parameters
         ----------
+        body
+            JSON text.
         key
             Hash of the caller and its name for the request; as for searches.
         caller
@@ -73,8 +106,8 @@ class Runs:
         """
         async with self._names.answering(key) as named:
             try:
-                fingerprint = await asyncio.to_thread(fingerprint_of, body)
-                return await self._submit(body, named(fingerprint), caller, most)
+                asked = await self._computations.of_body(partial(read_run, self._settings), body)
+                return await self._submit(asked, named(asked.fingerprint), caller, most)
             except RunRemoved:
                 raise ProblemError(
                     RUN_REMOVED,
@@ -83,16 +116,14 @@ class Runs:
                 ) from None
 
     async def _submit(
-        self, body: Any, named: NamedRequest | None, caller: str | None, most: int | None
+        self, asked: AskedRun, named: NamedRequest | None, caller: str | None, most: int | None
     ) -> RunRecord:
-        request = parse_body(RunRequest, body)
-        _require_one_plan(request)
-        _require_json(request.model.arguments)
+        request = asked.request
         # Before anything else is looked at: a repeated request gets its run, whatever has become of its plan.
         known = None if named is None else await self._runs.of_request(named)
         if known is not None:
             return known
-        ranks_per_node = _spread(request, await self._pp_degree(request))
+        ranks_per_node = _spread(request, await self._pp_degree(asked))
         now = datetime.now(UTC)
         chosen = request.search_options
         new = NewRun(
@@ -108,18 +139,18 @@ class Runs:
             created_at=now,
             created_by=caller,
         )
-        record = await self._accepted(new, named, body, most)
+        record = await self._accepted(new, named, asked.search, most)
         self._dispatcher.wake()
         return record
 
     async def _accepted(
-        self, new: NewRun, named: NamedRequest | None, body: Any, most: int | None
+        self, new: NewRun, named: NamedRequest | None, asked_search: NewSearch | None, most: int | None
     ) -> RunRecord:
         """The stored run; one without a plan waits for a search, which exists then."""
-        if new.plan_id is not None:
+        if asked_search is None:
             return await self._runs.add(new, named)
         while True:
-            search = await self._search(body, new.created_by, most)
+            search = await self._searches.submit_for_run(asked_search, caller=new.created_by, most=most)
             try:
                 return await self._runs.add(replace(new, search_id=search.id), named)
             except SearchGone:
@@ -157,7 +188,7 @@ class Runs:
             await self._searches.cancel_unwanted(record.search_id)
         return record
 
-    async def change_plan(self, run_id: str, body: Any) -> RunRecord:
+    async def change_plan(self, run_id: str, wanted: str) -> RunRecord:
         """Have a run change over to another plan of the same shape.
 
         Raises
@@ -167,7 +198,6 @@ class Runs:
         ProblemError
             404 for an unknown run, 409 for one that has ended or has no plan yet.
         """
-        wanted = parse_body(PlanChange, body).plan_id
         record = await self.brief(run_id)
         if record.plan_id is not None:
             await self._require_same_shape(record.plan_id, wanted)
@@ -178,28 +208,16 @@ class Runs:
             )
         return await self.get(run_id)
 
-    async def _pp_degree(self, request: RunRequest) -> int:
-        if request.problem is not None:
-            return request.problem.pp_degree
-        plan_id = request.plan_id or ""
+    async def _pp_degree(self, asked: AskedRun) -> int:
+        if asked.pp_degree is not None:
+            return asked.pp_degree
+        plan_id = asked.request.plan_id or ""
         found = await self._plan_table.pp_degree(plan_id)
         if found is None:
             raise InvalidInput.at(
                 "/plan_id", f"found no plan {plan_id}; search one, or import it with POST /v1/plans."
             )
         return found
-
-    async def _search(self, body: Any, caller: str | None, most: int | None) -> SearchRecord:
-        """The search for a run's problem; its errors point into the run's body."""
-        try:
-            return await self._searches.submit(
-                {"problem": body["problem"], "options": body.get("search_options") or {}},
-                caller=caller,
-                most=most,
-                for_run=True,
-            )
-        except InvalidInput as error:
-            raise InvalidInput([*map(_of_run, error.issues)], error.more, error.is_partial) from None
 
     async def _require_same_shape(self, plan_id: str, wanted: str) -> None:
         if await self._plan_table.pp_degree(wanted) is None:
@@ -218,6 +236,22 @@ class Runs:
                 "found a plan that cuts the model elsewhere; a run keeps every stage's layers. Begin a new "
                 "run of that plan, from a checkpoint of this one.",
             )
+
+
+def read_run(settings: Settings, body: Any) -> AskedRun:
+    """What a decoded body asks for; raises :class:`InvalidInput`."""
+    request = parse_body(RunRequest, body)
+    _require_one_plan(request)
+    _require_json(request.model.arguments)
+    fingerprint, problem = fingerprint_of(body), request.problem
+    if problem is None:
+        return AskedRun(request, fingerprint, None, None)
+    search = {"problem": body["problem"], "options": body.get("search_options") or {}}
+    try:
+        new = new_search(search, settings)
+    except InvalidInput as error:
+        raise InvalidInput([*map(_of_run, error.issues)], error.more, error.is_partial) from None
+    return AskedRun(request.model_copy(update={"problem": None}), fingerprint, problem.pp_degree, new)
 
 
 def _partition(plan: Plan) -> tuple[tuple[str, ...], ...] | None:

@@ -57,7 +57,6 @@ class Searches:
         key: str | None = None,
         caller: str | None = None,
         most: int | None = None,
-        for_run: bool = False,
     ) -> SearchRecord:
         """Queue the search that a request body asks for, or return the one that already answers it.
 
@@ -72,8 +71,6 @@ class Searches:
             Who asks.
         most
             Unfinished searches that the caller may have, None for any number.
-        for_run
-            Whether a run asks, and gives the search back with :meth:`cancel_unwanted`.
 
         Raises
         ------
@@ -86,10 +83,18 @@ class Searches:
         """
         async with self._names.answering(key) as named:
             new, fingerprint = await self._prepare(body, caller)
-            return await self._submit(new, named(fingerprint), most, for_run)
+            return await self._submit(new, named(fingerprint), most)
+
+    async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
+        """Queue the search that a run waits for, or return the one that already answers it.
+
+        The run gives it back with :meth:`cancel_unwanted`. Raises as :meth:`submit`.
+        """
+        mine = replace(new, id=uuid.uuid4().hex, created_by=caller)  # the run may need another one
+        return await self._submit(mine, None, most, for_run=True)
 
     async def _submit(
-        self, new: NewSearch, named: NamedRequest | None, most: int | None, for_run: bool
+        self, new: NewSearch, named: NamedRequest | None, most: int | None, for_run: bool = False
     ) -> SearchRecord:
         try:
             record, is_new = await self._table.add(new, named, most=most, for_run=for_run)

@@ -90,6 +90,8 @@ def a_run(now: datetime, name: str, state: str, plan_id: str | None, **more: Any
         "generation": 0,
         "stop_requested": False,
         "cancel_requested": False,
+        "failures": [],
+        "refusals": [],
         "created_at": now,
         "updated_at": now,
         "finished_at": now if state in ("succeeded", "failed", "cancelled") else None,

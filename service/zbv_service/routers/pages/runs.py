@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from zbv_solver.errors import InvalidInput
 
+from zbv_service.documents import parse_body
 from zbv_service.http.bodies import read_form
 from zbv_service.http.problems import INVALID_BODY, ProblemError
 from zbv_service.pages.measured import measured_page, measured_view, nothing_view
@@ -17,6 +18,7 @@ from zbv_service.pages.run import run_page, run_view
 from zbv_service.records import PlanFilter, PlanSummary
 from zbv_service.routers.answers import page, problem_answer, root_of, shell_of
 from zbv_service.routers.rooms import rooms
+from zbv_service.runs.documents import PlanChange
 from zbv_service.runs.measurements import Chosen, NothingMeasured
 from zbv_service.runs.records import RUN_ENDED
 from zbv_service.security.scheme import READ, needs
@@ -65,7 +67,8 @@ async def post_plan(request: Request, run_id: str) -> Response:
     """Have a run change over to another plan."""
     try:
         form = parse_qs(await read_form(request, MAX_FORM_BYTES))
-        await rooms(request).runs.change_plan(run_id, {"plan_id": form.get("plan_id", [""])[0]})
+        change = parse_body(PlanChange, {"plan_id": form.get("plan_id", [""])[0]})
+        await rooms(request).runs.change_plan(run_id, change.plan_id)
     except ProblemError as error:
         return problem_answer(error, request)
     except InvalidInput as error:

@@ -118,6 +118,7 @@ _TRACE = {
     "uncertainty_ns": 0,
     "steps": [{"step": 0, "loss": 1.0, "seconds": 1.0, "actions": [["0F0", 0, 0, 1, 0]]}],
 }
+_EVENTS = {"rank": 0, "events": [{"kind": "non_finite", "step": 1, "what": "loss", "value": "nan"}]}
 _PART = f"/v1/agents/{ID}/runs/{RUN_ID}/generations/0/ranks/0"
 
 TARGETS: tuple[Target, ...] = (
@@ -138,6 +139,7 @@ TARGETS: tuple[Target, ...] = (
     Target("POST", f"/v1/agents/{ID}/heartbeat", _HEARTBEAT),
     Target("POST", f"/v1/agents/{ID}/ended", _END),
     Target("PUT", f"{_PART}/trace", _TRACE, is_packed=True),
+    Target("PUT", f"{_PART}/events", _EVENTS, is_packed=True),
     Target("PUT", f"{_PART}/log", "text", media_type="text/plain", is_packed=True),
 )
 

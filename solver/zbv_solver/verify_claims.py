@@ -239,11 +239,13 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     """
     from zbv_solver.bounds import lower_bound
     from zbv_solver.options import BUDGETS
+    from zbv_solver.search_costs import in_search_unit
 
-    problem = plan.problem
+    # As a search does: in the caller's unit, CP-SAT's grid may be coarser and prove less.
+    problem, unit = in_search_unit(plan.problem)
     # Stricter than a metric: "optimal" is decided by differences of this size.
     enough = stated * (1 - OPTIMAL_GAP)
-    bound = lower_bound(problem).value
+    bound = lower_bound(problem).value * unit
     if bound >= enough:
         return f"proved again: {bound:.9g}, in closed form"
     if problem.max_actions <= BUDGETS["thorough"].exact_actions:
@@ -252,15 +254,15 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
         found = refine(
             problem,
             first_in_first_out(plan.orders, problem.n_stages),
-            lower_bound=bound,
+            lower_bound=bound / unit,
             effort=PROOF_EFFORT,
             cancelled=cancelled,
         )
-        if found.orders is not None and (better := objective_of(problem, found.orders)) < enough:
+        if found.orders is not None and (better := objective_of(plan.problem, found.orders)) < enough:
             raise InvalidPlan(
                 f"the stated lower_bound {stated:.15g} is false: an order reaches {better:.15g}."
             )
-        bound = max(bound, found.lower_bound)
+        bound = max(bound, found.lower_bound * unit)
         if bound >= enough:
             return f"proved again: {bound:.9g}, by CP-SAT"
     raise InvalidPlan(

@@ -103,6 +103,32 @@ def test_a_bound_of_cp_sat_is_proved_by_cp_sat() -> None:
     assert "by CP-SAT" in bound.reason
 
 
+def test_a_bound_of_cp_sat_is_proved_again_where_costs_have_no_common_unit() -> None:
+    costs = {
+        "forward": [
+            3.519278955482875e-41,
+            3.938923725132901e-40,
+            3.579970746043914e-40,
+            1.1816771175398703e-39,
+        ],
+        "backward_input": [
+            3.340380979062773e-40,
+            1.5755694900531602e-39,
+            1.5755694900531602e-39,
+            7.877847450265801e-40,
+        ],
+        "backward_weight": [
+            3.938923725132901e-40,
+            1.5755694900531602e-39,
+            1.1816771175398703e-39,
+            1.5755694900531602e-39,
+        ],
+        "p2p": 2.760707816914212e-40,
+    }
+    document = planned({**TIGHT, "placement": "loop", "objective": "makespan", "costs": costs})
+    check_plan(document, prove=True)
+
+
 def test_a_serial_plan_that_claims_to_be_optimal_is_refused_with_a_proof(serial_plan: Document) -> None:
     false = claiming_optimal(serial_plan)
     (bound,) = [claim for claim in check_plan(false).unverified if claim.pointer == "/metrics/lower_bound"]

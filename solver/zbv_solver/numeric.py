@@ -17,6 +17,9 @@ MAX_NUMBER = 1e15
 MIN_NUMBER = 1e-100
 """Smallest cost or memory figure accepted besides 0. Floats below 1e-308 lose digits, and products of two
 figures must stay above that."""
+MIN_DELTA = 1e-120
+"""Smallest memory delta accepted besides 0. It may be the difference of two figures, which is 0 or at least
+the rounding of the smaller one."""
 
 ROUNDING = 1e-12
 """Relative to a sum of times: what the order of its additions can change. Real differences are larger."""
@@ -72,9 +75,10 @@ def broken_rule(value: float, signed: bool = False) -> str | None:
         return f"found {value:.15g}; must not be negative."
     if abs(value) > MAX_NUMBER:
         return f"found {value:.15g}; must be at most {MAX_NUMBER:g}. Use a larger unit."
-    # A delta may be what is left of the difference of two accepted figures.
-    if 0 < value < MIN_NUMBER and not signed:
-        return f"found {value:.15g}; must be 0 or at least {MIN_NUMBER:g}. Use a smaller unit."
+    least = MIN_DELTA if signed else MIN_NUMBER
+    if 0 < abs(value) < least:
+        size = " in size" if signed else ""
+        return f"found {value:.15g}; must be 0 or at least {least:g}{size}. Use a smaller unit."
     return None
 
 

@@ -199,7 +199,9 @@ def baseline_json(baseline: Baseline) -> dict[str, Any]:
 
 
 MAX_BASELINES = 100
-PerRank = Annotated[list[Number], AtMost(MAX_PP_DEGREE)]
+Stated = Annotated[Number, Field(allow_inf_nan=False)]
+"""A number that a plan states. No comparison with NaN or infinity would show that it is false."""
+PerRank = Annotated[list[Stated], AtMost(MAX_PP_DEGREE)]
 Ranks = Annotated[list[Annotated[list[str], AtMost(MAX_ACTIONS)]], AtMost(MAX_PP_DEGREE)]
 """Every rank's actions."""
 _Line = Annotated[str, Field(max_length=MAX_NAME)]
@@ -214,12 +216,12 @@ class _Lenient(BaseModel):
 class MetricsDocument(_Lenient):
     """Stated metrics of a plan."""
 
-    makespan: Number
-    span: Number
-    bubble_rate: Number
+    makespan: Stated
+    span: Stated
+    bubble_rate: Stated
     peak_memory: PerRank
-    lower_bound: Number = 0.0
-    gap: Number | None = None
+    lower_bound: Stated = 0.0
+    gap: Stated | None = None
     status: Status = "feasible"
 
 
@@ -227,9 +229,9 @@ class BaselineDocument(_Lenient):
     """Stated metrics of a baseline."""
 
     name: _Line
-    span: Number
-    makespan: Number
-    bubble_rate: Number
+    span: Stated
+    makespan: Stated
+    bubble_rate: Stated
     peak_memory: PerRank
     fits: bool
 
@@ -240,15 +242,15 @@ class ProvenanceDocument(_Lenient):
     version: _Line = "unknown"
     seed: int = 0
     method: _Text = "unknown"
-    seconds: float = 0.0
+    seconds: Annotated[float, Field(allow_inf_nan=False)] = 0.0
 
 
 class CutDocument(_Lenient):
     """Stated certificate of a cut."""
 
     method: _Text = "unknown"
-    lower_bound: Number = 0.0
-    gap: Number | None = None
+    lower_bound: Stated = 0.0
+    gap: Stated | None = None
 
 
 class PlanDocument(_Lenient):

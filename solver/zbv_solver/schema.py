@@ -40,7 +40,18 @@ MOST_UNKNOWN_KEYS = MOST_ISSUES
 BATCH = 1000
 """Entries of a list that are checked together. The first batch with a mistake is the last one checked."""
 _SHOWN = 60
-_TEXT = reprlib.Repr()
+
+
+class _Text(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to print an integer of thousands of digits."""
+        try:
+            return super().repr_int(x, level)
+        except ValueError:
+            return "a number too long to print"
+
+
+_TEXT = _Text()
 _TEXT.maxlevel, _TEXT.maxlist, _TEXT.maxdict, _TEXT.maxtuple = 3, 20, 20, 20
 _TEXT.maxstring = _TEXT.maxother = _TEXT.maxlong = 2 * _SHOWN
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from zbv_solver.certificate import verdict
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.jit import can_compile
 from zbv_solver.layers.layered_problem import LayeredProblem
-from zbv_solver.numeric import SAME_METRIC
+from zbv_solver.numeric import OPTIMAL_GAP, SAME_METRIC
 from zbv_solver.orders import Orders, first_in_first_out
 from zbv_solver.plan import Plan, PlanDocument, parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem import Problem
@@ -109,6 +110,10 @@ def check_plan(
     if plan is not None:
         claims += _bound_claims(plan, parsed, prove, cancelled)
         claims += _cut_claims(plan, asked, prove)
+    elif parsed.cut is not None:
+        raise InvalidInput.at(
+            "/cut", "states a bound, but the plan states no metrics. State `metrics`, or leave `cut` out."
+        )
     if "provenance" in parsed.model_fields_set:
         claims.append(
             Claim(
@@ -198,12 +203,27 @@ def _bound_claims(
     if stated <= 0:
         yield Claim("/metrics/lower_bound", text, True, "no schedule takes less time than none")
     elif prove:
+        if metrics.status == "optimal":
+            _require_met(plan, stated)
         yield Claim("/metrics/lower_bound", text, True, prove_bound(plan, stated, cancelled))
     else:
         yield Claim("/metrics/lower_bound", text, False, "a proof is needed: zbv check --prove")
     yield Claim(
         "/metrics/gap", f"gap {plan.metrics.gap:.3g}", True, "recomputed from objective and lower bound"
     )
+
+
+def _require_met(plan: Plan, bound: float) -> None:
+    """Raise :class:`InvalidPlan` where the orders, timed again, miss a bound by more than rounding."""
+    from zbv_solver.timing import evaluate
+
+    timing = evaluate(plan.problem, plan.orders)
+    value = timing.span if plan.problem.objective == "span" else timing.makespan
+    if verdict(value, bound) == "feasible":
+        raise InvalidPlan(
+            f"the stated status is optimal, but the orders reach {value:.15g}, above the stated lower_bound "
+            f"{bound:.15g}."
+        )
 
 
 def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None = None) -> str:
@@ -221,7 +241,8 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     from zbv_solver.options import BUDGETS
 
     problem = plan.problem
-    enough = stated * (1 - SAME_METRIC)
+    # Stricter than a metric: "optimal" is decided by differences of this size.
+    enough = stated * (1 - OPTIMAL_GAP)
     bound = lower_bound(problem).value
     if bound >= enough:
         return f"proved again: {bound:.9g}, in closed form"
@@ -268,7 +289,7 @@ def _cut_claims(plan: Plan, asked: Problem | LayeredProblem | None, prove: bool)
         from zbv_solver.layers.plan_layers import bound_over_all_cuts
 
         bound = bound_over_all_cuts(asked)
-        if bound < stated * (1 - SAME_METRIC):
+        if bound < stated * (1 - OPTIMAL_GAP):
             raise InvalidPlan(
                 f"the stated bound {stated:.15g} over all cuts is not supported: zbv proves {bound:.15g}. "
                 f"State that one, or leave `cut` out."

@@ -156,6 +156,20 @@ def test_numbers_that_no_plan_can_hold_are_a_mistake_of_the_document(document: s
         parse_question(decode_json(document.replace("N", text, 1)))
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"forward": 1, "backward_input": -5e-324, "backward_weight": -1, "limit": 2.5},
+        {"forward": 0, "backward_input": 5e-324, "backward_weight": -5e-324, "limit": 0},
+    ],
+)
+def test_deltas_below_the_rounding_of_all_figures_are_a_mistake_of_the_document(
+    memory: dict[str, float],
+) -> None:
+    with pytest.raises(InvalidInput, match=r"/memory/backward_input: found .*must be 0 or at least 1e-120"):
+        parse_question({**DOCUMENT, "memory": memory})
+
+
 def test_numbers_too_long_to_print_are_named_all_the_same() -> None:
     with pytest.raises(InvalidInput, match="/microbatches: found a number too long to print"):
         parse_question({**DOCUMENT, "microbatches": 10**5000})

@@ -13,6 +13,7 @@ from zbv_solver.cli import main
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.layers.reading import parse_question
+from zbv_solver.orders import Orders
 from zbv_solver.plan import plan_json
 from zbv_solver.problem import Problem
 from zbv_solver.search import SearchOptions, compare, make_plan, search
@@ -114,6 +115,55 @@ def test_a_bound_beyond_what_zbv_can_prove_is_refused() -> None:
     document = claiming_optimal(planned(TOO_LARGE, "quick"))
     with pytest.raises(InvalidPlan, match="is not supported: zbv proves"):
         check_plan(document, prove=True)
+
+
+NEARLY_TIED = {
+    "pp_degree": 2,
+    "microbatches": 2,
+    "objective": "makespan",
+    "placement": "single",
+    "costs": {"forward": [1e8, 1], "backward_input": [1e8, 1], "backward_weight": [1e8, 1]},
+}
+"""Its optimum is 6e8, and an order that waits for one action of the second rank takes 2 or more longer."""
+
+
+def nearly_optimal() -> tuple[Document, float]:
+    """A plan that misses the optimum by less than the rounding of metrics, and the optimum."""
+    problem = parse_question(NEARLY_TIED)
+    assert isinstance(problem, Problem)
+    orders = Orders.from_text(
+        [["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"], ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]]
+    )
+    document = plan_json(make_plan(problem, orders, method="by hand"))
+    return document, document["metrics"]["lower_bound"]
+
+
+@pytest.mark.parametrize("stated", ["bound of the plan", "proved bound", "rounded makespan"])
+def test_optimal_is_proved_to_the_last_unit_of_time(stated: str) -> None:
+    document, optimum = nearly_optimal()
+    makespan = document["metrics"]["makespan"]
+    assert 2e-9 < makespan / optimum - 1 < 5e-8
+    document["metrics"] |= {"gap": 0, "status": "optimal"}
+    document["metrics"]["lower_bound"] = makespan if stated == "bound of the plan" else optimum
+    document["metrics"]["makespan"] = optimum if stated == "rounded makespan" else makespan
+    with pytest.raises(InvalidPlan, match=r"is false: an order reaches 6|but the orders reach 6"):
+        check_plan(document, prove=True)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "path", ["baselines/0/span", "baselines/1/peak_memory/0", "cut/lower_bound", "cut/gap", "metrics/gap"]
+)
+def test_a_number_that_cannot_be_compared_is_refused(serial_plan: Document, path: str, number: float) -> None:
+    stated = serial_plan | {"cut": {"method": "even-cut", "lower_bound": 1.0, "gap": 23.0}}
+    with pytest.raises(InvalidInput, match=f"/{path}.*finite"):
+        check_plan(changed(path, lambda _: number)(stated))
+
+
+def test_a_bound_over_all_cuts_without_metrics_is_refused(serial_plan: Document) -> None:
+    stated = {key: value for key, value in serial_plan.items() if key != "metrics"}
+    with pytest.raises(InvalidInput, match=r"/cut.*metrics"):
+        check_plan(stated | {"cut": {"method": "even-cut", "lower_bound": 1e9, "gap": 0}})
 
 
 def changed(path: str, change: Callable[[Any], Any]) -> Callable[[Document], Document]:

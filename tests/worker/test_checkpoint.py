@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random as python_random
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newes
 from zbv_worker.training.convert_checkpoint import convert
 from zbv_worker.training.fence import checkpoints
 from zbv_worker.training.gradients import OwnGradients
-from zbv_worker.training.precision import LossScale
+from zbv_worker.training.precision import LossScale, Precision
 from zbv_worker.training.update import Update
 from zbv_worker.transport.threads import ThreadHub
 
@@ -245,12 +246,13 @@ class Alone:
     checkpoints: Checkpoints
 
     @classmethod
-    def of(cls, directory: Path, seed: int) -> Alone:
+    def of(cls, directory: Path, seed: int, precision: Precision = "float32") -> Alone:
         torch.manual_seed(seed)
         module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
         transport = ThreadHub(1).transport(0)
         gradients = OwnGradients({0: module})
-        update = Update(StepwiseAdam(), gradients, transport, LossScale(), None)  # type: ignore[arg-type]  # as far as it goes
+        scale = LossScale.of(precision)
+        update = Update(StepwiseAdam(), gradients, transport, scale, None)  # type: ignore[arg-type]  # as far as it goes
         options = CheckpointOptions(directory, every=1)
         checkpoints = Checkpoints(options, {0: module}, update, "model", None, transport)
         return cls(directory, module, update, checkpoints)
@@ -342,3 +344,41 @@ class BadData:
         return {"iterator": iter([1])}
 
     def load_data_state(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"progress.model": None}, "it has no value 'progress.model'"),
+        ({"progress.loss_scale": None}, "it has no value 'progress.loss_scale'"),
+        ({"progress.loss_scale": {"dict": [["value", "large"]]}}, "the loss scale is 'large'"),
+        ({"random.0": {"dict": [["torch", 5]]}}, "expected a torch.ByteTensor"),
+    ],
+)
+def test_a_checkpoint_with_values_that_somebody_changed_is_refused(
+    values: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    Alone.of(tmp_path, seed=1).checkpoints.save(1)
+    index = tmp_path / "step-00000001.g1" / "index.json"
+    document = json.loads(index.read_text())
+    changed = {k: v for k, v in (document["values"] | values).items() if v is not None or k not in values}
+    index.write_text(json.dumps(document | {"values": changed}))
+    with pytest.raises(InvalidRun, match=re.escape(said)):
+        Alone.of(tmp_path, seed=2).checkpoints.load_newest()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "value"),
+    [("float32", "float16", 65536.0), ("float16", "float32", 1.0), ("float16", "float16", 1024.0)],
+)
+def test_a_loss_scale_goes_on_where_the_precision_is_the_same(
+    before: Precision, after: Precision, value: float, tmp_path: Path
+) -> None:
+    """A checkpoint in float32 must not switch the scaling of a run in float16 off."""
+    made = Alone.of(tmp_path, 1, before)
+    if made.update.loss_scale.is_dynamic:
+        made.update.loss_scale.value = 1024.0
+    made.checkpoints.save(1)
+    again = Alone.of(tmp_path, 2, after)
+    again.checkpoints.load_newest()
+    assert again.update.loss_scale == LossScale(value, after == "float16")

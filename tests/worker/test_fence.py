@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -213,3 +214,19 @@ def test_wherever_generations_are_stopped_the_newest_checkpoint_is_that_of_the_n
     monkeypatch.setattr(Fence, "check", check)
     claim(tmp_path)
     assert max(made_by(tmp_path), default=0) == newest[0]
+
+
+@pytest.mark.parametrize("claimed", [{"model": 5, "run": [1], "attempt": "many", "at": "noon"}, [], "{"])
+def test_claims_that_somebody_made_up_count_as_numbers_alone(claimed: object, tmp_path: Path) -> None:
+    save(claim(tmp_path), 10)
+    for name in ("7", "²", "x7"):
+        folder = tmp_path / "generations" / name
+        folder.mkdir()
+        (folder / "claim.json").write_text(json.dumps(claimed))
+    second = claim(tmp_path, Claimant("model", run="r", attempt=1))
+    assert second.generation == 8
+    assert made_by(tmp_path) == {10: 1}
+    (tmp_path / "generations" / "9").mkdir()
+    (tmp_path / "generations" / "9" / "claim.json").write_text(json.dumps(claimed))
+    with pytest.raises(Superseded, match="generation 9 has taken over"):
+        second.check()

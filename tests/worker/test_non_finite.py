@@ -111,6 +111,9 @@ def test_by_default_the_run_fails_and_says_where(options: dict[str, Any], gradie
 def test_continue_applies_the_step_and_says_so(clip_norm: float | None) -> None:
     found = train(2, math.nan, non_finite="continue", clip_norm=clip_norm)
     assert (1, "loss", "nan") in events(found)
+    for rank, report in enumerate(found.reports):
+        document = json.dumps(report.document(), allow_nan=False)
+        assert ('"loss": "nan"' in document) == (rank == 0)
     assert any(not torch.isfinite(p).all() for p in found.parameters[0].values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -91,7 +92,8 @@ class RankReport:
 
     def document(self) -> dict[str, Any]:
         """The report as JSON; times in seconds, actions as [text, wait, start, end, bytes received], where
-        wait, start and end are nanoseconds.
+        wait, start and end are nanoseconds. JSON has no word for what is not finite: such a loss or norm is a
+        text, ``nan``, ``inf`` or ``-inf``.
 
         The clock is the host's monotonic one: ranks of one host share it, ranks of different hosts do not.
         """
@@ -103,18 +105,23 @@ class RankReport:
                 {
                     "step": line.step,
                     "plan_id": line.plan_id,
-                    "loss": line.loss,
+                    "loss": _number(line.loss),
                     "seconds": line.seconds,
                     "optimizer_seconds": line.update_seconds,
-                    "gradient_norm": line.updated.gradient_norm,
+                    "gradient_norm": _number(line.updated.gradient_norm),
                     "skipped": line.updated.is_skipped,
                     "actions": actions_json(records.get(line.step, ())),
                 }
                 for line in self.lines
             ],
             "events": list(self.events),
-            "evaluations": [{"step": step, "loss": loss} for step, loss in self.evaluations.items()],
+            "evaluations": [{"step": step, "loss": _number(loss)} for step, loss in self.evaluations.items()],
         }
+
+
+def _number(value: float | None) -> float | str | None:
+    """A number as JSON can say it."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def actions_json(records: Sequence[Record]) -> list[list[Any]]:
@@ -170,7 +177,8 @@ def summarise(documents: Sequence[dict[str, Any]]) -> RunSummary:
         step_seconds=tuple(max(entry["seconds"] for entry in entries) for entries in per_step),
         busy_seconds=tuple(sum(map(_busy, entries)) for entries in per_step),
         losses=tuple(
-            next(entry["loss"] for entry in entries if entry["loss"] is not None) for entries in per_step
+            next(float(entry["loss"]) for entry in entries if entry["loss"] is not None)
+            for entries in per_step
         ),
     )
 

@@ -193,19 +193,19 @@ class Checkpoints:
     def _load(self, folder: Path) -> None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-        reader = Reader(folder)
         state = self._trained()
         model, optimizer = state["model"], state["optimizer"]
-        absent = [name for name in model if f"model.{name}" not in reader]
-        if absent:
-            raise self._other_model(folder, f"it has no {absent[0]}")
-        absent = [name for name in optimizer if f"optimizer.{name}" not in reader]
-        if absent:
-            raise self._other_model(folder, f"it has no {absent[0]} of the optimizer")
-        if reader.value("progress.model") != self._model:
-            raise self._other_model(folder, "the factory, its arguments or the seed differ")
-        tensors = _named_tensors(state)
         with self._naming_files(folder):
+            reader = Reader(folder)
+            absent = [name for name in model if f"model.{name}" not in reader]
+            if absent:
+                raise self._other_model(folder, f"it has no {absent[0]}")
+            absent = [name for name in optimizer if f"optimizer.{name}" not in reader]
+            if absent:
+                raise self._other_model(folder, f"it has no {absent[0]} of the optimizer")
+            if reader.value("progress.model") != self._model:
+                raise self._other_model(folder, "the factory, its arguments or the seed differ")
+            tensors = _named_tensors(state)
             reader.read_into(tensors)
             for name in optimizer:
                 if f"optimizer.{name}" not in tensors:
@@ -257,8 +257,7 @@ class Checkpoints:
 
     def _go_on(self, reader: Reader) -> None:
         rank = self._transport.rank
-        for name, value in asdict(LossScale(**reader.value("progress.loss_scale"))).items():
-            setattr(self._update.loss_scale, name, value)
+        self._update.loss_scale.go_on_from(LossScale(**reader.value("progress.loss_scale")))
         if self._update.schedule is not None:
             self._update.schedule.load_state_dict(reader.value("progress.schedule"))
         # Another number of ranks has others; a run then goes on with fresh ones.

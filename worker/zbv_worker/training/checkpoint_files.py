@@ -140,7 +140,9 @@ class Reader:
         return name in self._index.tensors or name in self._index.values
 
     def value(self, name: str) -> Any:
-        """What was saved as a value under this name; KeyError without one."""
+        """What was saved as a value under this name."""
+        if name not in self._index.values:
+            raise self._broken(f"it has no value {name!r}")
         return _decoded(self._index.values[name], self._tensor)
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:

@@ -34,7 +34,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from zbv_worker.errors import InvalidRun, Superseded
 from zbv_worker.state_files import read_json, write_json
@@ -44,6 +45,8 @@ _CLAIM = "claim.json"
 _INHERITED = "inherited.json"
 _CHECKPOINT = re.compile(r"step-(\d{8})(?:\.g(\d+))?")
 """A complete checkpoint; without a generation, one from before there were generations."""
+_LATEST = 253_402_300_799.0
+"""The last second of the year 9999."""
 _LEFT_BEHIND = re.compile(r"step-\d{8}\.g(\d+)(?:\.partial|\.pruned)?")
 
 
@@ -197,7 +200,7 @@ def _owner(directory: Path) -> tuple[int, list[str]]:
 def _numbers(directory: Path) -> Iterator[int]:
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in (directory / _GENERATIONS).iterdir():
-            if path.name.isdigit():
+            if path.name.isdecimal() and path.name.isascii():
                 yield int(path.name)
 
 
@@ -211,18 +214,17 @@ def _require_right(
     """Refuse another model, and an attempt that its service has given up."""
     if newest == 0:
         return
-    about = _claim_of(directory, newest)
-    if about.get("model", claimant.model) != claimant.model and checkpoints(directory, is_complete):
+    model = _claim_of(directory, newest).model
+    if model not in (None, claimant.model) and checkpoints(directory, is_complete):
         raise InvalidRun(
             f"--checkpoint-dir: {directory} is of another model (the factory, its arguments or the seed "
             f"differ). Give each model a directory of its own, or the same --model, --model-args and --seed."
         )
     for number in _numbers(directory):
         other = _claim_of(directory, number)
-        is_same_run = claimant.run is not None and other.get("run") == claimant.run
-        if is_same_run and int(other.get("attempt", 0)) > claimant.attempt:
+        if claimant.run is not None and other.run == claimant.run and other.attempt > claimant.attempt:
             raise Superseded(
-                f"--checkpoint-dir {directory}: generation {other['attempt']} of run {claimant.run} is at "
+                f"--checkpoint-dir {directory}: generation {other.attempt} of run {claimant.run} is at "
                 f"work there ({_about(directory, number)}), and this is generation {claimant.attempt}, which "
                 f"the service has given up. It ends here and has written nothing."
             )
@@ -236,24 +238,38 @@ def _take_name(prepared: Path, name: Path, token: str) -> bool:
         if not name.is_dir():
             raise
         # NFS may repeat a rename of which the answer was lost: then the name is taken by this very claim.
-        return _claim(name).get("token") == token
+        return _claim(name).token == token
     return True
 
 
-def _claim_of(directory: Path, number: int) -> dict[str, Any]:
+class _Claim(BaseModel):
+    """What ``claim.json`` says; whoever may write to the directory may have changed it."""
+
+    model: str | None = None
+    run: str | None = None
+    attempt: int = 0
+    host: str = "unknown"
+    at: float = Field(default=0.0, ge=0.0, le=_LATEST)
+    token: str = ""
+
+
+def _claim_of(directory: Path, number: int) -> _Claim:
     return _claim(directory / _GENERATIONS / str(number))
 
 
-def _claim(folder: Path) -> dict[str, Any]:
-    found = read_json(folder / _CLAIM)
-    return found if isinstance(found, dict) else {}
+def _claim(folder: Path) -> _Claim:
+    """A claim; one that cannot be read says nothing, and its number counts all the same."""
+    try:
+        return _Claim.model_validate(read_json(folder / _CLAIM))
+    except ValidationError:
+        return _Claim()
 
 
 def _about(directory: Path, number: int) -> str:
     claim = _claim_of(directory, number)
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(claim.get("at", 0)))
-    run = "a run without a service" if claim.get("run") is None else f"run {claim['run']}"
-    return f"{run}, host {claim.get('host', 'unknown')}, since {since}"
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(claim.at))
+    run = "a run without a service" if claim.run is None else f"run {claim.run}"
+    return f"{run}, host {claim.host}, since {since}"
 
 
 def _name(step: int, generation: int) -> str:

@@ -50,6 +50,21 @@ class LossScale:
         """Whether gradients that overflow may be finite with a smaller factor."""
         return self.is_dynamic and self.value > 1.0
 
+    def go_on_from(self, saved: LossScale) -> None:
+        """Take over the factor of a checkpoint, unless that run had another precision.
+
+        Raises
+        ------
+        ValueError
+            When it is no factor.
+        """
+        if not (isinstance(saved.value, float) and 1.0 <= saved.value <= _LARGEST):
+            raise ValueError(f"the loss scale is {saved.value!r}")
+        if not (isinstance(saved.good_steps, int) and 0 <= saved.good_steps < _GOOD_STEPS):
+            raise ValueError(f"the loss scale has lasted for {saved.good_steps!r} steps")
+        if self.is_dynamic and saved.is_dynamic:
+            self.value, self.good_steps = saved.value, saved.good_steps
+
     def update(self, *, is_finite: bool) -> None:
         """Take note of a step's gradients."""
         if not self.is_dynamic:

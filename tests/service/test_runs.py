@@ -166,15 +166,33 @@ async def test_a_wrong_run_is_refused_where_it_is_wrong(
         assert (await service.http.get("/v1/runs")).json() == {"runs": [], "next": None, "previous": None}
 
 
-async def test_arguments_that_are_no_json_are_refused(serving: Serving) -> None:
+@pytest.mark.parametrize(
+    "argument",
+    ["1e999", '"\\ud800"', '"\\u0000"', '{"\\udfff": 1}', '{"\\\\\\u0000": 1}', "[" * 32 + "]" * 32],
+)
+async def test_arguments_that_answers_cannot_hold_are_refused(serving: Serving, argument: str) -> None:
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
-        text = f'{{"plan_id": "{plan_id}", "model": {{"factory": "a:b", "arguments": {{"x": 1e999}}}},'
+        text = f'{{"plan_id": "{plan_id}", "model": {{"factory": "a:b", "arguments": {{"x": {argument}}}}},'
         answer = await service.http.post(
             "/v1/runs", content=text + '"nodes": 1, "steps": 1}', headers={"content-type": "application/json"}
         )
         assert answer.status_code == 422
         assert answer.json()["errors"][0]["pointer"] == "/model/arguments"
+
+
+async def test_a_run_whose_arguments_are_at_every_limit_is_answered_everywhere(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        plan_id = await import_plan(service)
+        nested: Any = "\\u0000 é 😀 " + "x" * 16_000
+        for _ in range(32):
+            nested = {"a": nested}
+        model = {"factory": "a.b:c", "arguments": nested}
+        body = {"plan_id": plan_id, "model": model, "nodes": 1, "steps": 1}
+        answer = await service.http.post("/v1/runs", json=body)
+        assert answer.status_code == 202, answer.text
+        for path in ("/v1/runs", "/runs", f"/runs/{answer.json()['id']}"):
+            assert (await service.http.get(path)).status_code == 200, path
 
 
 @pytest.mark.parametrize("address", ["/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"])

@@ -37,7 +37,7 @@ class AgentTable:
                 now = await self._database.now(session)
                 row = AgentRow(**asdict(new), state="live", run_id=None, created_at=now, seen_at=now)
                 session.add(row)
-        except IntegrityError:  # the same request came twice at once; agents are never deleted
+        except IntegrityError:  # the same request came twice at once
             async with self._database.reading() as session:
                 return _record(await session.get_one(AgentRow, new.id)), False
         return _record(row), True

@@ -36,7 +36,7 @@ SMALL = 64 * 1024
 """Bodies up to this many bytes are decoded and checked at once: agents' reports wait for no computation."""
 MEDIUM = 1024**2
 MEDIUM_VALUES = 100_000
-"""Bytes and values of the body of a run or an agent. Only problems, plans and traces are larger."""
+"""Bytes of the body of a run or an agent, and values of an agent's; other bodies may be larger."""
 IN_MEMORY, IN_MEMORY_EACH = 192 * 1024**2, 96 * 1024**2
 """Bytes of bodies in memory at the same time: of all requests, and of those of one caller."""
 FREE = 64 * 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -26,7 +27,10 @@ from zbv_service.searches.searches import Searches, new_search
 from zbv_service.settings import Settings
 
 MAX_ARGUMENTS = 16 * 1024
-"""Characters of a model's arguments as JSON."""
+"""Bytes of a model's arguments as JSON."""
+MAX_LEVELS = 32
+"""Levels of lists and objects in them: pydantic writes no document with more than some 250."""
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 @dataclass(frozen=True)
@@ -297,20 +301,43 @@ def _of_run(issue: Issue) -> Issue:
 def _require_json(arguments: dict[str, Any]) -> None:
     """Numbers such as 1e999 are read as infinities, which JSON cannot say to the agents.
 
-    Every list of runs and every agent's work has the arguments, so they must not be large.
+    Every list of runs and every agent's work has the arguments, so they must not be large, nor nested more
+    deeply than answers are written.
     """
-    try:
-        size = len(json.dumps(arguments, allow_nan=False))
-    except (ValueError, RecursionError):
+    if _is_deep(arguments):
         raise InvalidInput.at(
-            "/model/arguments", "holds a number too large or too many levels; agents must get it as JSON."
+            "/model/arguments", f"found more than {MAX_LEVELS} levels of lists and objects; send fewer."
+        )
+    try:
+        text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidInput.at(
+            "/model/arguments", "holds half of a surrogate pair (\\ud800 to \\udfff), which is no character."
         ) from None
+    except ValueError:
+        raise InvalidInput.at(
+            "/model/arguments", "holds a number too large; agents must get it as JSON."
+        ) from None
+    if _NUL.search(text):
+        raise InvalidInput.at("/model/arguments", "holds the character \\u0000; databases do not take it.")
     if size > MAX_ARGUMENTS:
         raise InvalidInput.at(
             "/model/arguments",
-            f"found {size} characters of JSON; must be at most {MAX_ARGUMENTS}. Have the factory read "
+            f"found {size} bytes of JSON; must be at most {MAX_ARGUMENTS}. Have the factory read "
             f"the rest from a file.",
         )
+
+
+def _is_deep(document: Any) -> bool:
+    """Whether a decoded document has more than ``MAX_LEVELS`` levels of lists and objects."""
+    level = [document]
+    for _ in range(MAX_LEVELS):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _found(record: RunRecord | None, run_id: str) -> RunRecord:

@@ -211,3 +211,22 @@ class Once:
 
     def stat(self) -> os.stat_result:
         return os.stat_result((0, 1, *([0] * 8)))
+
+
+def test_a_file_that_cannot_be_read_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = problem_of()
+    orders = random_orders(problem, Random(0))
+    (tmp_path / "next.json").mkdir()
+    watched = PlanFile(tmp_path / "next.json", RankPlan.of("0" * 64, problem, orders, 0))
+    for _ in range(3):
+        watched.look()
+    watched.close()
+    assert capsys.readouterr().err.count("the plan stays as it is") == 1
+    (tmp_path / "next.json").rmdir()
+    plan_id = write_plan(tmp_path / "next.json", problem, orders)
+    watched.look()
+    found = watched.take()
+    assert found is not None
+    assert found.plan_id == plan_id

@@ -319,10 +319,6 @@ def _offer(agent: AgentRow) -> Offer:
     )
 
 
-def _is_of(node: NodeRow, run: RunRow) -> bool:
-    return node.run_id == run.id and node.generation == run.generation
-
-
 def _node(row: NodeRow) -> NodeRecord:
     return NodeRecord(**{field.name: getattr(row, field.name) for field in fields(NodeRecord)})
 

@@ -49,6 +49,7 @@ class PlanFile:
         self._path = path
         self._current = current
         self._seen: tuple[int, int, int] | None = None
+        self._obstacle = ""
         # One thread finds, another takes: what was found, and what was taken last, belong together.
         self._lock = threading.Lock()
         self._found: NextPlan | None = None
@@ -87,7 +88,9 @@ class PlanFile:
         try:
             found = self._read()
         except OSError as error:  # a file system that is busy: the next look may succeed
-            _say(f"{self._path}: the plan stays as it is: {error}")
+            if str(error) != self._obstacle:  # looks come twice a second
+                _say(f"{self._path}: the plan stays as it is: {error}")
+            self._obstacle = str(error)
             return
         except (ValueError, InvalidInput, InvalidPlan) as error:
             _say(f"{self._path}: the plan stays as it is: {error}")

@@ -247,7 +247,10 @@ class _Stages(_Examination):
 
     def _scale(self, problem: Problem, plan: Plan) -> None:
         """Costs times a power of two: the same orders, and all figures exactly as many times as large."""
-        factor = 2.0 ** self.chance.choice((-40, -20, -3, 1, 7, 20))
+        largest = max(map(float, problem.arrays.duration.ravel()), default=1.0)
+        # Costs are at most 1e15, also those of a rank's stages together.
+        exponents = [it for it in (-40, -20, -3, 1, 7, 20) if largest * 2.0**it < 1e14]
+        factor = 2.0 ** self.chance.choice(exponents)
         document = scaled(self.document, factor)
         other = parse_question(document)
         seed = plan.provenance.seed

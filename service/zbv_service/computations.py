@@ -39,6 +39,8 @@ SECONDS = 120.0
 MEMORY = 1024**3
 """Bytes that a computation may allocate."""
 RETRY_SECONDS = 5
+SHORT_LIST = 50
+"""Rows that are read at once, whoever else reads some."""
 LIGHT_BYTES = 8192
 LIGHT_STAGES = 128
 """A body up to this size, with no more stages than this, is read faster than it is handed to a process."""
@@ -54,6 +56,7 @@ class Computations:
         self._processes = IsolatedProcesses(memory=MEMORY)
         self._turns = Turns(AT_A_TIME, AT_A_TIME_EACH, WAITING, WAITING_EACH)
         self._writing = Turns(1, 1, WAITING, WAITING_EACH)
+        self._listing = Turns(1, 1, WAITING, WAITING_EACH)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="zbv-writer")
         # Threads that start processes and read and write files; those of the event loop start searches.
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="zbv-computations")
@@ -123,6 +126,21 @@ class Computations:
         """
         async with self._turn(self._writing):
             return await asyncio.get_running_loop().run_in_executor(self._writer, function, *arguments)
+
+    @asynccontextmanager
+    async def listing(self, limit: int) -> AsyncIterator[None]:
+        """Take turns at reading lists: the event loop makes their rows, a millisecond for every forty.
+
+        Raises
+        ------
+        ProblemError
+            503 when too many wait already, of all callers or of this one.
+        """
+        if limit <= SHORT_LIST:
+            yield
+            return
+        async with self._turn(self._listing):
+            yield
 
     def stop(self) -> None:
         """End the processes, whatever they do."""

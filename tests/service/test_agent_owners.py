@@ -114,3 +114,16 @@ def test_an_agent_whose_token_was_replaced_registers_again() -> None:
     transport = httpx.MockTransport(lambda _request: httpx.Response(403, json=told))
     with RunClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
         client.heartbeat("a", {})
+
+
+async def test_an_agent_that_is_gone_may_be_registered_by_another_token(service: Service) -> None:
+    """Retention removes agents that left; their ids are free then."""
+    first, second = [await add(service, "agent", name=name) for name in ("first", "second")]
+    assert (await register(service, "c", first)).status_code == 201
+    agent = f"/v1/agents/{'c' * 32}"
+    assert (await service.http.get(agent, headers=first)).status_code == 200
+    async with service.app.state.rooms.database.writing() as session:
+        await session.execute(text("DELETE FROM agents"))
+    assert (await register(service, "c", second)).status_code == 201
+    assert (await service.http.get(agent, headers=second)).status_code == 200
+    assert kind_of(await service.http.get(agent, headers=first)) == "agent-of-others"

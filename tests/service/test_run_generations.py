@@ -273,3 +273,11 @@ def test_a_relative_checkpoint_directory_is_refused_in_words() -> None:
     with pytest.raises(InvalidInput, match=r"must be an absolute path, .* such as /shared/ck") as found:
         parse_body(RunRequest, body)
     assert "pattern" not in str(found.value)
+
+
+@pytest.mark.parametrize("directory", ["/shared/../etc", "/shared/run/.."])
+def test_a_checkpoint_directory_that_no_node_can_allow_is_refused(directory: str) -> None:
+    options = {"checkpoint": {"directory": directory, "every": 1}}
+    body = {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5, "options": options}
+    with pytest.raises(InvalidInput, match=r"must not contain '\.\.'"):
+        parse_body(RunRequest, body)

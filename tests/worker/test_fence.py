@@ -230,3 +230,15 @@ def test_claims_that_somebody_made_up_count_as_numbers_alone(claimed: object, tm
     (tmp_path / "generations" / "9" / "claim.json").write_text(json.dumps(claimed))
     with pytest.raises(Superseded, match="generation 9 has taken over"):
         second.check()
+
+
+def test_a_new_checkpoint_is_on_disk_before_an_older_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[int]] = []
+    monkeypatch.setattr("zbv_worker.training.fence._sync", lambda folder: seen.append(set(made_by(folder))))
+    fence = claim(tmp_path)
+    save(fence, 10, kept=1)
+    save(fence, 20, kept=1)
+    assert seen == [{10}, {10, 20}]
+    assert set(made_by(tmp_path)) == {20}

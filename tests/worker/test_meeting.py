@@ -109,3 +109,21 @@ def test_ranks_share_cores_and_the_time_of_their_container(
         file.write_text(quota)
     monkeypatch.setattr(launch, "_CPU_QUOTA", file)
     assert launch.threads_per_rank(ranks, local) == threads
+
+
+def test_the_last_rank_may_come_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it is there before it is counted: whoever looks in between has met everybody."""
+
+    class Late:
+        def add(self, key: str, amount: int) -> int:
+            return 1
+
+        def set(self, key: str, value: str) -> None:
+            assert key != "meeting/refusal", value
+
+        def check(self, keys: list[str]) -> bool:
+            return keys != ["meeting/refusal"]
+
+    store = Late()
+    monkeypatch.setattr("zbv_worker.transport.meeting._connect", lambda *_: store)
+    assert meet(0, 2, -1.0) is store  # type: ignore[comparison-overlap]

@@ -110,8 +110,8 @@ def _begin_run(served: Served, plan_id: str) -> str:
     """The address for the trace of a rank of a run that goes on."""
     headers = {"Authorization": f"Bearer {served.token}"} if served.token else {}
     with httpx.Client(base_url=served.address, headers=headers, timeout=ANSWER_SECONDS) as http:
-        http.post("/v1/agents", json={**AGENT, "slots": 1024, "devices": []}).raise_for_status()
-        run = {**RUN, "id": None, "plan_id": plan_id, "nodes": 1, "steps": 1000}
+        http.post("/v1/agents", json={**AGENT, "slots": 256, "devices": []}).raise_for_status()
+        run = {**RUN, "plan_id": plan_id, "nodes": 1, "steps": 1000}
         http.post("/v1/runs", json=run).raise_for_status()
         work = http.get(f"/v1/agents/{ID}/work", params={"wait": 10}).raise_for_status().json()
     return f"/v1/agents/{ID}/runs/{work['run_id']}/generations/{work['generation']}/ranks/0/trace"

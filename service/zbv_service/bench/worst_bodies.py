@@ -103,7 +103,7 @@ def worst(plan_id: str, trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Wor
             yield Worst(name, "POST", path, make)
     for name, make in _problem_bodies(min(MIB, sizes.body)):
         yield Worst(f"run of {name}", "POST", "/v1/runs", partial(_run_of, make, sizes.body))
-    arguments = {**RUN, "id": None, "model": {**RUN["model"], "arguments": {"a": [[]] * 200_000}}}
+    arguments = {**RUN, "model": {**RUN["model"], "arguments": {"a": [[]] * 200_000}}}
     yield Worst("arguments of a run", "POST", "/v1/runs", partial(_json, arguments))
     unknown = partial(_unknown, min(MIB, sizes.body))
     for path in (
@@ -132,7 +132,7 @@ def _agent_bodies(trace_path: str, sizes: Sizes) -> Iterator[Worst]:
         "/v1/agents",
         partial(filled, '{"devices":[', "{},", "]}", min(MIB, sizes.body)),
     )
-    beat = {"run_id": ID, "ranks": [{"rank": rank, "step": 1, "action": "0F0"} for rank in range(1024)]}
+    beat = {"run_id": ID, "ranks": [{"rank": rank, "step": 1, "action": "0F0"} for rank in range(256)]}
     yield Worst("heartbeat", "POST", f"/v1/agents/{ID}/heartbeat", partial(_json, beat))
     failure = {"kind": "error", "detail": "x," * 400, "rank": 0}
     end = {"run_id": ID, "generation": 10203040, "outcome": "failed", "failures": [failure] * 1024}
@@ -220,7 +220,7 @@ def _written_out(size: int) -> bytes:
 
 def _run_of(make: Callable[[], bytes], size: int) -> bytes:
     body = make()
-    rest = _json({**RUN, "id": None, "plan_id": None})
+    rest = _json({**RUN, "plan_id": None})
     if not body.startswith(b'{"problem"') or len(body) + len(rest) > size:
         return body
     return body.removesuffix(b"}") + b"," + rest.removeprefix(b"{")

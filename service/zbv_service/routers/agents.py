@@ -99,15 +99,18 @@ async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()
     """Those that are there, unless ``state`` asks for others; by pages, as the other lists."""
     if wants_page(request):
         return page_at(request, "/agents")
-    page = await rooms(request).agents.page(query.filter, query.limit, position_of(query.cursor))
+    found = rooms(request)
+    async with found.computations.listing(query.limit):
+        page = await found.agents.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
-    listed = AgentList(
-        agents=[AgentDocument.of(record) for record in page.items],
-        next=around.next,
-        previous=around.previous,
-    )
+
+    def write() -> str:
+        agents = [AgentDocument.of(record) for record in page.items]
+        return AgentList(agents=agents, next=around.next, previous=around.previous).model_dump_json()
+
     headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
-    return Response(listed.model_dump_json(), headers=headers, media_type="application/json")
+    text = await found.computations.write(write)
+    return Response(text, headers=headers, media_type="application/json")
 
 
 @router.get(

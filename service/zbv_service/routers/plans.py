@@ -72,14 +72,16 @@ async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()])
     """By pages: ``next`` leads to older ones, ``previous`` to newer ones. New ones shift nothing."""
     if wants_page(request):
         return page_at(request, "/plans")
-    page = await rooms(request).plans.page(query.filter, query.limit, position_of(query.cursor))
+    found = rooms(request)
+    async with found.computations.listing(query.limit):
+        page = await found.plans.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
 
     def write() -> str:
         plans = [PlanSummaryDocument.of(summary) for summary in page.items]
         return PlanList(plans=plans, next=around.next, previous=around.previous).model_dump_json()
 
-    text = await rooms(request).computations.write(write)
+    text = await found.computations.write(write)
     headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
     return Response(text, headers=headers, media_type="application/json")
 

@@ -101,11 +101,18 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
     """By pages: ``next`` leads to older ones, ``previous`` to newer ones."""
     if wants_page(request):
         return page_at(request, "/runs")
-    page = await rooms(request).runs.page(query.filter, query.limit, position_of(query.cursor))
+    found = rooms(request)
+    async with found.computations.listing(query.limit):
+        page = await found.runs.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
-    listed = {"runs": [*map(_json, page.items)], "next": around.next, "previous": around.previous}
+
+    def write() -> str:
+        runs = [*map(_json, page.items)]
+        return json.dumps({"runs": runs, "next": around.next, "previous": around.previous})
+
     headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
-    return Response(json.dumps(listed), headers=headers, media_type="application/json")
+    text = await found.computations.write(write)
+    return Response(text, headers=headers, media_type="application/json")
 
 
 @router.get(

@@ -83,14 +83,16 @@ async def list_searches(request: Request, query: Annotated[SearchListQuery, Quer
     """By pages: ``next`` leads to older ones, ``previous`` to newer ones. New ones shift nothing."""
     if wants_page(request):
         return page_at(request, "/searches")
-    page = await rooms(request).searches.page(query.filter, query.limit, position_of(query.cursor))
+    found = rooms(request)
+    async with found.computations.listing(query.limit):
+        page = await found.searches.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
 
     def write() -> bytes:
         searches = [SearchDocument.of(record) for record in page.items]
         return SearchList(searches=searches, next=around.next, previous=around.previous).json_bytes()
 
-    text = await rooms(request).computations.write(write)
+    text = await found.computations.write(write)
     headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
     return Response(text, headers=headers, media_type="application/json")
 

@@ -27,7 +27,8 @@ Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
 Identifier = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
-_MAX_SLOTS = 1024
+_MAX_SLOTS = 256
+"""Of one node. A heartbeat names every rank of it, and is read while everybody else waits."""
 MAX_RANK_EVENTS = 100
 
 

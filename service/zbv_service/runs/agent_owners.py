@@ -12,7 +12,8 @@ REMEMBERED = 16_384
 
 
 class AgentOwners:
-    """The owners of agents. An owner never changes, so those seen last are remembered."""
+    """The owners of agents. An owner changes only when an agent that is gone registers again under its id, so
+    those seen last are remembered."""
 
     def __init__(self, agents: AgentTable):
         self._agents = agents
@@ -43,6 +44,10 @@ class AgentOwners:
                 f"agent {agent_id} was registered with another token; only that token, or one with the scope "
                 f"admin, may act for it. Register this node under a new id.",
             )
+
+    def forget(self, agent_id: str) -> None:
+        """Look an agent's owner up again: it has registered."""
+        self._known.pop(agent_id, None)
 
     def _remember(self, agent_id: str, owner: str) -> None:
         self._known[agent_id] = owner

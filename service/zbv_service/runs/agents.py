@@ -49,7 +49,9 @@ class Agents:
             403 when another token has registered this agent.
         """
         record, is_new = await self._agents.add(replace(request.new_agent, owner=grant.owner))
-        if not is_new:
+        if is_new:
+            self.owners.forget(record.id)
+        else:
             await self.owners.require(grant, record.id)
         self._dispatcher.wake()
         _require_present(record.id, record.name, record.state)

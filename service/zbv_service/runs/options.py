@@ -27,6 +27,8 @@ def _require_absolute(directory: str) -> str:
             f"must be an absolute path, without control characters, that all nodes share, such as "
             f"/shared/{name}"
         )
+    if ".." in directory.split("/"):
+        raise ValueError("must not contain '..': no node allows a directory that it does not name plainly")
     return directory
 
 

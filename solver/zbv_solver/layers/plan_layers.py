@@ -269,13 +269,15 @@ class _LayersSearch:
     def _finish(self, entrants: list[_Entrant]) -> Plan:
         if self.best is None:
             raise RuntimeError("no cut was searched; this is a fault of ours, please report it.")
-        beside = tuple(self._beside(entrants))
+        is_cancelled = self.cancelled is not None and self.cancelled()
+        # Whoever interrupts a search waits for its plan: the baselines would take some searches more.
+        beside = () if is_cancelled else tuple(self._beside(entrants))
         best = self.best
         certificate = certify(self.problem, best.objective, min(self.floors.values()), "cuts")
         extra = {**best.provenance.extra, "effort": self.options.effort}
         if not self.options.without:
             extra.pop("without", None)
-        if self.cancelled is not None and self.cancelled():
+        if is_cancelled:
             extra["cut"] = "cancelled"
         provenance = replace(best.provenance, seconds=time.monotonic() - self.began, extra=extra)
         return replace(

@@ -25,6 +25,7 @@ not empty. Local file systems and NFS guarantee that; no lock is needed that cou
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -156,6 +157,7 @@ class Fence:
             self.check()  # a successor may have removed it
             if not self._is_complete(final):  # NFS may repeat a rename of which the answer was lost
                 raise
+        _sync(self.directory)  # the new name is on disk before an older checkpoint is removed
         # Listed before the check: what a successor lists that claims in between is not for this one to prune.
         found = checkpoints(self.directory, self._is_complete)
         for old in sorted(found)[: -max(kept, 1)]:
@@ -169,6 +171,15 @@ class Fence:
             found = _LEFT_BEHIND.fullmatch(path.name)
             if found and int(found[1]) < self.generation and path.name not in inherited:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """Have the file system store the names in a directory."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def checkpoints(directory: Path, is_complete: Callable[[Path], bool]) -> dict[int, Path]:

@@ -58,6 +58,8 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
                 raise ConnectionError(store.get("meeting/refusal").decode())
             if time.monotonic() > deadline:
                 absent = [other for other in range(world_size) if not store.check([_here(other)])]
+                if not absent:  # the last one came just now, and is not counted yet
+                    break
                 reason = (
                     f"{named(absent)} of {world_size} did not come within {timeout:g} s. Start every rank "
                     f"within that time, or raise --timeout; their logs say why one did not start"

@@ -41,7 +41,7 @@ router = APIRouter(include_in_schema=False)
 async def get_searches(request: Request) -> HTMLResponse:
     """The searches."""
     query, table = _query(request, SearchListQuery), rooms(request).searches
-    found = await _page(query, lambda limit, after: table.page(query.filter, limit, after))
+    found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
     return await _listed(request, found, search_row, searches_page)
 
 
@@ -49,7 +49,7 @@ async def get_searches(request: Request) -> HTMLResponse:
 async def get_plans(request: Request) -> HTMLResponse:
     """The plans."""
     query, table = _query(request, PlanListQuery), rooms(request).plans
-    found = await _page(query, lambda limit, after: table.page(query.filter, limit, after))
+    found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
     return await _listed(request, found, plan_row, plans_page)
 
 
@@ -57,7 +57,7 @@ async def get_plans(request: Request) -> HTMLResponse:
 async def get_runs(request: Request) -> HTMLResponse:
     """The runs."""
     query, table = _query(request, RunListQuery), rooms(request).runs
-    found = await _page(query, lambda limit, after: table.page(query.filter, limit, after))
+    found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
     return await _listed(request, found, run_row, runs_page)
 
 
@@ -65,7 +65,7 @@ async def get_runs(request: Request) -> HTMLResponse:
 async def get_agents(request: Request) -> HTMLResponse:
     """The agents."""
     query, table = _query(request, AgentListQuery), rooms(request).agents
-    found = await _page(query, lambda limit, after: table.page(query.filter, limit, after))
+    found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
     return await _listed(request, found, agent_row, agents_page)
 
 
@@ -98,13 +98,16 @@ def _query(request: Request, model: type[Q]) -> Q:
         raise RequestValidationError(places) from None
 
 
-async def _page(query: PageQuery, load: Callable[[int, Position | None], Awaitable[Page[T]]]) -> Page[T]:
+async def _page(
+    request: Request, query: PageQuery, load: Callable[[int, Position | None], Awaitable[Page[T]]]
+) -> Page[T]:
     """A page of a list. Going back to newer ones, the first page is a full one."""
     after = position_of(query.cursor)
-    found = await load(query.limit, after)
-    if after is not None and after.is_newer and found.previous is None:
-        return await load(query.limit, None)
-    return found
+    async with rooms(request).computations.listing(query.limit):
+        found = await load(query.limit, after)
+        if after is not None and after.is_newer and found.previous is None:
+            return await load(query.limit, None)
+        return found
 
 
 def _asked(request: Request, found: Page[Any]) -> Asked:

@@ -17,11 +17,13 @@ router = APIRouter(include_in_schema=False)
 @router.get("/plans/{plan_id}", dependencies=[READ])
 async def get_plan_page(request: Request, plan_id: str) -> HTMLResponse:
     """One plan."""
+    found = rooms(request)
     try:
-        view = await rooms(request).pictures.view(plan_id)
+        view = await found.pictures.view(plan_id)
+        text = await found.computations.write(plan_page, view, shell_of(request))
     except ProblemError as error:
         return problem_answer(error, request)
-    return page(plan_page(view, shell_of(request)), has_chart=True)
+    return page(text, has_chart=True)
 
 
 @router.get("/plans/{plan_id}/chart", dependencies=[READ])

@@ -40,7 +40,7 @@ MEMORY = 1024**3
 """Bytes that a computation may allocate."""
 RETRY_SECONDS = 5
 SHORT_LIST = 50
-"""Rows that are read at once, whoever else reads some."""
+"""Lists of up to this many rows are read without waiting for a turn."""
 LIGHT_BYTES = 8192
 LIGHT_STAGES = 128
 """A body up to this size, with no more stages than this, is read faster than it is handed to a process."""

@@ -27,7 +27,7 @@ class FailedCheck:
 
 
 class Readiness:
-    """Answers whoever asks, however often; the log hears of changes alone.
+    """Answers any number of requests; only changes are logged.
 
     Nobody needs a token to ask, so asking must not take connections to the database from those who work: one
     look answers all who ask within ``FRESH_SECONDS``.

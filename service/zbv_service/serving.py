@@ -43,7 +43,7 @@ def serve(settings: Settings) -> bool:
     """
     _allow_files()
     with ExitStack() as stack:
-        # First of all: whoever has the port has its token.
+        # Bind first: the service that holds the port owns its token.
         listener = stack.enter_context(_listen(settings.host, settings.port))
         _require_loopback_if_local(listener, settings)
         if (warning := exposure(listener.getsockname()[0], settings)) is not None:

@@ -91,7 +91,7 @@ class Turns:
             turn = self._queues[caller][0]
             self._forget(caller, turn)
             if turn.cancelled():
-                continue  # whoever waited has left, and has not run since; the next call gives the place away
+                continue  # its task was cancelled and has not run yet; its next call releases the place
             if caller in self._queues:
                 self._queues.move_to_end(caller)
             self._take(caller)

@@ -241,7 +241,7 @@ def _open_once(path: str) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Take a database file, and the files that SQLite keeps beside it, away from other users.
+    """Make a database file and its ``-wal`` and ``-shm`` files private to this user.
 
     New ones are private from the start: SQLite gives the others the permissions of the first. This is for
     files that an earlier version created, as the umask said.

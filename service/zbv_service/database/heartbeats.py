@@ -1,7 +1,7 @@
 """Storing agents' heartbeats: many at once, at a cost for each that does not grow with its run.
 
 Agents and nodes are written in two transactions, each in the order of the agents' ids, so that services that
-store heartbeats at the same time, and whoever ends a node meanwhile, never wait for each other in a circle.
+store heartbeats at the same time, and transactions that end a node meanwhile, cannot deadlock.
 """
 
 from __future__ import annotations

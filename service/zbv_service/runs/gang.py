@@ -75,7 +75,7 @@ def choose(waiting: Sequence[Wanted], agents: Sequence[Offer]) -> dict[str, list
 
 
 def lack(run: Wanted, agents: Sequence[Offer]) -> str:
-    """What a run waits for and why the agents that are there do not do, for people."""
+    """What a run waits for, and why the present agents do not suffice, as a sentence."""
     suitable = _suitable(run, agents)
     busy = sum(not agent.is_idle for agent in suitable)
     found = f"{len(suitable)} of {_count(len(agents), 'agent')} can take it"

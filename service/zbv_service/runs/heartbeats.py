@@ -55,5 +55,5 @@ class Heartbeats:
             return
         found = dict(zip(last, answers, strict=True))
         for beat, future in taken:
-            if not future.done():  # whoever waited may have gone away
+            if not future.done():  # the request may have been cancelled
                 future.set_result(found[beat.agent_id, beat.run_id])

@@ -16,7 +16,7 @@ _moment = sa.DateTime(timezone=True)
 
 
 def upgrade() -> None:
-    """Add them. Who asked for the searches that are there is not known, so nobody's run takes them away."""
+    """Add the columns. Existing searches do not say who asked for them, so cancelling a run keeps them."""
     op.create_table(
         "listeners",
         sa.Column("id", sa.String(32), primary_key=True),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import zbv_solver.estimate.presets
 from pydantic import BaseModel
+from support.paths import ROOT
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.command import FLAGS
 from zbv_solver.estimate.config import (
@@ -201,7 +202,7 @@ def test_every_key_is_a_flag_and_is_documented() -> None:
         "device": DeviceConfig,
     }
     assert set(sections) == set(EstimateConfig.model_fields)
-    text = (Path(__file__).parents[2] / "docs" / "estimates.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/estimates.md").read_text(encoding="utf-8")
     for name, section in sections.items():
         assert list(FLAGS[name]) == list(section.model_fields)
         for key, kind in FLAGS[name].items():

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import TESTS
 from zbv_solver.jit import drop_stale_code
-
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("code_is_older", "remains"), [(True, False), (False, True)])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered, layered_problems
+from support.paths import ROOT
 from zbv_solver.errors import InvalidInput
 from zbv_solver.layers.cut import Cut
 from zbv_solver.layers.layered_problem import LayeredProblem
@@ -194,7 +194,7 @@ def test_auto_leaves_out_placements_that_have_not_layers_enough() -> None:
 
 
 def test_the_example_of_the_documentation_is_one() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     example = text.partition("## Layers")[2].partition("```json")[2].partition("```")[0]
     problem = parse_question(json.loads(example))
     assert isinstance(problem, LayeredProblem)

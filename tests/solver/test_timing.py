@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.orders import random_orders
+from support.paths import ROOT
 from support.problems import problems, uniform
 from support.reference import largest_cycle_mean, makespan, peak_memory, reach, simulate, steady_period
 from zbv_solver import sweeps
@@ -31,7 +31,7 @@ from zbv_solver.timing import (
     span_start_times,
 )
 
-VECTORS = json.loads((Path(__file__).parent / "data" / "vectors.json").read_text())["vectors"]
+VECTORS = json.loads((ROOT / "tests/solver/data/vectors.json").read_text())["vectors"]
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=range(len(VECTORS)))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.orders import random_orders
+from support.paths import TESTS
 from support.problems import limited, problems, uniform
 from support.reference import Impossible, largest_cycle_mean, peak_memory, reach, simulate
 from zbv_solver.construct.list_scheduling import priority_schedules
@@ -347,7 +347,7 @@ for check in (
         text=True,
         timeout=120,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
     )
     assert "too large" in made.stdout
     assert "deadlocks" in made.stdout

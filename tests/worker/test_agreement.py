@@ -68,5 +68,5 @@ def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
 
 def test_an_absent_rank_is_named_after_the_timeout() -> None:
     hub = ThreadHub(2)
-    with pytest.raises(ChannelTimeout, match=r"rank 0 waited 0\.1 s .*ranks \[1\] did not arrive"):
+    with pytest.raises(ChannelTimeout, match=r"rank 0 waited 0\.1 s .*ranks \[1\] did not take part"):
         agree(hub.transport(0), statement(0, ranks=2), timeout=0.1)

@@ -49,11 +49,11 @@ def test_ranks_that_do_not_come_are_named_on_every_rank() -> None:
     raised = in_threads(lambda: meet(0, 4, 1.0), lambda: meet(2, 4, 1.0))
     for error in raised:
         assert isinstance(error, TimeoutError | ConnectionError), error
-        assert "ranks 1, 3 of 4 did not come within 1 s" in str(error)
+        assert "ranks 1, 3 of 4 did not start within 1 s" in str(error)
 
 
 def test_where_rank_0_does_not_come_it_is_named() -> None:
-    with pytest.raises(TimeoutError, match=r"rank 0 did not come: nobody answered at 127\.0\.0\.1"):
+    with pytest.raises(TimeoutError, match=r"rank 0 did not start: no answer at 127\.0\.0\.1"):
         meet(1, 2, 1.0)
 
 
@@ -64,7 +64,7 @@ def test_a_rank_that_cannot_take_part_ends_the_wait_of_the_others_with_its_reaso
     assert raised[2] is None
     for error in raised[:2]:
         assert isinstance(error, ConnectionError), error
-        assert str(error) == "rank 2 cannot take part: no such model"
+        assert str(error) == "rank 2 cannot start: no such model"
 
 
 def test_an_environment_without_a_place_to_meet_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_a_pickled_message_runs_no_code_and_is_refused_with_the_ranks_name(tmp_p
 
 @pytest.mark.parametrize("announced", [0, -1, messages.MAX_BYTES + 1, 2**62])
 def test_a_length_beyond_the_limit_is_refused_before_anything_is_allocated(announced: int) -> None:
-    with pytest.raises(ValueError, match="rank 1 has a message of"):
+    with pytest.raises(ValueError, match="rank 1 sent a message of"):
         gather_json({}, with_peer(b"1", announced))
 
 

@@ -140,7 +140,7 @@ def test_a_rank_that_cannot_take_part_ends_the_others_with_its_reason(
         with pytest.raises(LaunchError, match="the plan has 1 ranks"):
             started.wait(timeout=240)
         until_said(started, "zbv-worker:")
-        said = "rank 0, meeting the other ranks: rank 1 cannot take part: found rank 1; the plan has 1 ranks"
+        said = "rank 0, meeting the other ranks: rank 1 cannot start: found rank 1; the plan has 1 ranks"
         assert said in started.log(0)
         assert "Traceback" not in started.log(0) + started.log(1)
 
@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(plan_file: Path, 
     absent = [sys.executable, "-c", "import time; time.sleep(600)"]
     with (
         LocalRanks([there, absent], tmp_path / "logs") as started,
-        pytest.raises(LaunchError, match=r"meeting the other ranks: rank 1 of 2 did not come within 2 s"),
+        pytest.raises(LaunchError, match=r"meeting the other ranks: rank 1 of 2 did not start within 2 s"),
     ):
         started.wait(timeout=240)
 

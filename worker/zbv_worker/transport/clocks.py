@@ -1,12 +1,12 @@
-"""How far the ranks' clocks are apart, found by exchanging pings with rank 0.
+"""Offsets between the ranks' clocks, measured by pings with rank 0.
 
-Rank 0 notes its time, a peer answers with its own, rank 0 notes the time again. If the message took as long
-there as back, the peer answered in the middle. It did not, quite; but it did answer between the two, so the
-offset is wrong by at most half of the round trip, and of several exchanges the shortest says most (Cristian,
-"Probabilistic clock synchronization", 1989).
+Rank 0 reads its clock, a peer answers with its own, rank 0 reads its clock again. The peer's answer is
+assumed to lie in the middle of the round trip; the offset is wrong by at most half of it. Of several
+exchanges, the one with the shortest round trip is the most precise (Cristian, "Probabilistic clock
+synchronization", 1989).
 
-Clocks of different hosts also run at slightly different speeds. So offsets are found before and after what
-is to be compared, and change evenly in between.
+Clocks of different hosts also run at slightly different speeds. So offsets are measured before and after the
+interval of interest and interpolated linearly in between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from zbv_worker.transport.channels import Transport
 
 Clock = Callable[[], int]
-"""A rank's clock, in nanoseconds: monotonic, from any origin."""
+"""A rank's clock in nanoseconds: monotonic, with any origin."""
 
 DEFAULT_CLOCK: Clock = time.perf_counter_ns
 DEFAULT_EXCHANGES = 20
@@ -30,16 +30,16 @@ DEFAULT_EXCHANGES = 20
 
 @dataclass(frozen=True)
 class Offset:
-    """A rank's clock against rank 0's, in nanoseconds.
+    """The offset of a rank's clock from rank 0's, in nanoseconds.
 
     Attributes
     ----------
     at
-        When it was found, by the rank's own clock.
+        The rank's own clock when the offset was measured.
     ahead
-        What the rank's clock shows more than rank 0's.
+        The rank's clock minus rank 0's.
     uncertainty
-        ``ahead`` is wrong by at most this: half of the shortest round trip.
+        The largest error of ``ahead``: half of the shortest round trip.
     """
 
     at: int = 0
@@ -52,22 +52,22 @@ _OFFSETS = TypeAdapter(tuple[Offset, ...])
 
 @dataclass(frozen=True)
 class Alignment:
-    """Translates every rank's times to rank 0's clock.
+    """Converts every rank's times to rank 0's clock.
 
     Attributes
     ----------
     before, after
-        Offsets by rank, as they were found at two times.
+        Offsets by rank, measured at two times.
     """
 
     before: tuple[Offset, ...]
     after: tuple[Offset, ...]
 
     def to_rank_0(self, rank: int, times: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Times of a rank's clock, in nanoseconds and of any shape, as rank 0's clock showed them."""
+        """Convert times of a rank's clock (nanoseconds, any shape) to rank 0's clock."""
         first, last = self.before[rank], self.after[rank]
         elapsed = last.at - first.at
-        # Whole numbers until the last step: a float has no room for nanoseconds since the host's start.
+        # Integers until the last step: a float cannot hold nanoseconds since the host's start exactly.
         drift = (last.ahead - first.ahead) / elapsed if elapsed > 0 else 0.0
         moved = np.rint((times - first.at) * drift).astype(np.int64)
         aligned: NDArray[np.int64] = times - first.ahead - moved
@@ -75,7 +75,7 @@ class Alignment:
 
     @property
     def uncertainty(self) -> int:
-        """Nanoseconds by which an aligned time may be wrong, at worst."""
+        """The largest error of an aligned time, in nanoseconds."""
         return max(offset.uncertainty for offset in (*self.before, *self.after))
 
 
@@ -85,7 +85,7 @@ def find_offsets(
     clock: Clock = DEFAULT_CLOCK,
     exchanges: int = DEFAULT_EXCHANGES,
 ) -> tuple[Offset, ...]:
-    """Every rank's offset, by rank; the same answer on all ranks. Collective.
+    """Measure every rank's offset; returns them by rank, identical on all ranks. Collective.
 
     Parameters
     ----------
@@ -95,9 +95,9 @@ def find_offsets(
     Raises
     ------
     TimeoutError, ConnectionError
-        When a rank does not take part.
+        If a rank does not take part.
     """
-    transport.barrier(timeout)  # a peer that is busy elsewhere would seem to be far away
+    transport.barrier(timeout)  # without it, a busy peer's answer would be late
     found = None
     if transport.rank == 0:
         peers = range(1, transport.world_size)
@@ -111,7 +111,7 @@ def find_offsets(
 
 
 def _ask(transport: Transport, peer: int, timeout: float, clock: Clock, exchanges: int) -> Offset:
-    """The offset of one peer, from the shortest of several exchanges."""
+    """Measure the offset of one peer, from the shortest of several exchanges."""
     best: tuple[int, Offset] | None = None
     for _ in range(exchanges):
         asked = clock()
@@ -122,5 +122,5 @@ def _ask(transport: Transport, peer: int, timeout: float, clock: Clock, exchange
             ahead = answer - asked - round_trip // 2
             best = round_trip, Offset(at=answer, ahead=ahead, uncertainty=-(-round_trip // 2))
     if best is None:
-        raise ValueError(f"found {exchanges} exchanges; there must be at least one.")
+        raise ValueError(f"found {exchanges} exchanges; must be at least one.")
     return best[1]

@@ -1,7 +1,7 @@
-"""How the ranks of a run meet: each says in their common store that it is there, or why it cannot take part.
+"""The rendezvous of a run's ranks: each announces in a common store that it is there, or why it cannot start.
 
-A rank that finds before the meeting that it cannot run (no such model, another plan) would leave its peers
-waiting, so it says so, and they end at once. Who has not come in time is named.
+A rank that cannot run (no such model, another plan) would leave its peers waiting, so it publishes the reason
+and all ranks end at once. A timeout names the ranks that did not arrive.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.torch_errors import first_line
 
 _POLL_SECONDS = 0.05
-_FAREWELL_SECONDS = 5.0
-"""How long a rank that cannot take part tries to tell the others."""
+_REFUSE_SECONDS = 5.0
+"""How long a rank that cannot start tries to reach the others."""
 _LINGER_SECONDS = 1.0
 _HOST = "meeting/host/{}"
 _NAMED = 16
-"""Ranks that a message names at most."""
+"""The most ranks that a message names."""
 
 
 def meet(rank: int, world_size: int, timeout: float) -> Store:
-    """Wait until every rank is there; returns the ranks' common store.
+    """Wait until every rank has arrived; returns the ranks' common store.
 
     Parameters
     ----------
@@ -40,11 +40,11 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
     Raises
     ------
     TimeoutError
-        Naming the ranks that did not come.
+        Names the ranks that did not arrive.
     ConnectionError
-        When a rank cannot take part, with its reason, or the store is gone.
+        If a rank cannot start (with its reason), or the store is gone.
     InvalidRun
-        When the environment does not say where the store is.
+        If the environment does not contain the store's address.
     """
     deadline = time.monotonic() + timeout
     store = _connect(rank, world_size, timeout)
@@ -58,11 +58,11 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
                 raise ConnectionError(store.get("meeting/refusal").decode())
             if time.monotonic() > deadline:
                 absent = [other for other in range(world_size) if not store.check([_here(other)])]
-                if not absent:  # the last one came just now, and is not counted yet
+                if not absent:  # the last one arrived just now and is not counted yet
                     break
                 reason = (
-                    f"{named(absent)} of {world_size} did not come within {timeout:g} s. Start every rank "
-                    f"within that time, or raise --timeout; their logs say why one did not start"
+                    f"{named(absent)} of {world_size} did not start within {timeout:g} s. Start every rank "
+                    f"within that time, or raise --timeout; the logs of missing ranks may say why"
                 )
                 store.set("meeting/refusal", reason)
                 _linger(rank)
@@ -70,33 +70,33 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
             time.sleep(_POLL_SECONDS)
             count = store.add("meeting/count", 0)
     except RuntimeError as error:
-        raise ConnectionError(f"{_place()}, which joins the ranks, is gone: {first_line(error)}") from error
+        raise ConnectionError(f"the ranks' store at {_place()} is gone: {first_line(error)}") from error
     return store
 
 
 def ranks_on_this_host(store: Store) -> int:
-    """How many of the ranks that met run on this host, in containers too."""
+    """The number of ranks on this host that met, in all containers."""
     return int(store.add(_HOST.format(host_identity()), 0))
 
 
 def host_identity() -> str:
-    """The same for all processes of a running kernel."""
+    """A text that all processes of one running kernel share."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def refuse(rank: int, world_size: int, reason: str) -> None:
-    """Tell the others, as far as they can be reached, why this rank does not take part."""
+    """Tell the other ranks, if they can be reached, why this rank cannot start."""
     if _hosts(rank):
-        return  # nobody can be told: the store would end with this process
+        return  # the store would end with this process, before others could read it
     with suppress(TimeoutError, ConnectionError, InvalidRun, RuntimeError):
-        store = _connect(rank, world_size, _FAREWELL_SECONDS)
-        store.set("meeting/refusal", f"rank {rank} cannot take part: {reason.rstrip('.')}")
+        store = _connect(rank, world_size, _REFUSE_SECONDS)
+        store.set("meeting/refusal", f"rank {rank} cannot start: {reason.rstrip('.')}")
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Some ranks in words."""
+    """Ranks in words, at most 16 by number."""
     shown = ", ".join(map(str, ranks[:_NAMED]))
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
@@ -106,8 +106,8 @@ def _connect(rank: int, world_size: int, timeout: float) -> Store:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise InvalidRun(
-            f"environment variables MASTER_ADDR and MASTER_PORT: found {host!r} and {port!r}; must be where "
-            f"rank 0 can be reached. Start the ranks with torchrun, or set both."
+            f"environment variables MASTER_ADDR and MASTER_PORT: found {host!r} and {port!r}; must be the "
+            f"address of rank 0. Start the ranks with torchrun, or set both."
         )
     try:
         store = TCPStore(
@@ -116,27 +116,27 @@ def _connect(rank: int, world_size: int, timeout: float) -> Store:
             world_size=world_size,
             is_master=_hosts(rank),
             timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,  # they are waited for by name
+            wait_for_workers=False,  # `meet` waits, and can name the absent ones
             multi_tenant=True,
         )
     except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error):
-            raise ConnectionError(f"{_place()} is in use by another program") from error
+            raise ConnectionError(f"{_place()} is used by another program") from error
         raise TimeoutError(
-            f"rank 0 did not come: nobody answered at {_place()} within {timeout:g} s. Start every rank "
-            f"within that time, or raise --timeout; its log says why it did not start"
+            f"rank 0 did not start: no answer at {_place()} within {timeout:g} s. Start every rank "
+            f"within that time, or raise --timeout; its log may say why it did not start"
         ) from error
-    # Under torchrun one store may serve several attempts.
+    # Under torchrun, one store may serve several attempts.
     return PrefixStore(f"zbv/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _hosts(rank: int) -> bool:
-    """Whether this process is the one that the store lives in; under torchrun, its agent is."""
+    """Whether the store lives in this process; under torchrun it lives in torchrun's agent."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _linger(rank: int) -> None:
-    """Keep the store for a moment, if it lives in this process, so that the others read why the run ends."""
+    """Keep a store in this process for a moment, so that the other ranks can read why the run ends."""
     if _hosts(rank):
         time.sleep(_LINGER_SECONDS)
 

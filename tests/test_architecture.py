@@ -89,12 +89,12 @@ def test_of_the_service_the_worker_knows_only_the_client() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("zbv_solver.search", ("torch", "fastapi", "ortools", "bokeh")),
-        ("zbv_solver.plan", ("numba", "torch", "fastapi")),
-        ("zbv_service.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),
+        ("zbv_solver.search.search", ("torch", "fastapi", "ortools", "bokeh")),
+        ("zbv_solver.plans.plan", ("numba", "torch", "fastapi")),
+        ("zbv_service.commands.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),
         ("zbv_service.commands.run", ("fastapi", "sqlalchemy", "torch")),
         ("zbv_service.client", ("fastapi", "sqlalchemy", "numba", "torch")),
-        ("zbv_worker.cli", ("torch", "numba", "fastapi")),
+        ("zbv_worker.commands.cli", ("torch", "numba", "fastapi")),
     ],
 )
 def test_importing_stays_light(module: str, absent: tuple[str, ...]) -> None:

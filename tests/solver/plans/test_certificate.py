@@ -16,8 +16,7 @@ from zbv_solver.bounds import Bound
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import ContradictedBound
-from zbv_solver.frontiers import by_layers as frontier_layers
-from zbv_solver.frontiers import by_stages as frontier_search
+from zbv_solver.frontiers.frontier import frontier_points
 from zbv_solver.improve.exact import refine
 from zbv_solver.improve.exact_grid import Grid
 from zbv_solver.plans.certificate import certify, gap_of, verdict
@@ -141,9 +140,9 @@ def answered(wrong_at: int) -> Callable[[Any], Plan]:
 
 def test_a_wrong_bound_of_a_larger_limit_contradicts_the_plans_of_smaller_ones() -> None:
     with pytest.raises(ContradictedBound, match="larger limit"):
-        frontier_search.frontier_points(uniform(2, 3), answered(3))
+        frontier_points(uniform(2, 3), answered(3))
     with pytest.raises(ContradictedBound, match="larger limit"):
-        frontier_layers.layered_points(layered(microbatches=4), answered(2))
+        frontier_points(layered(microbatches=4), answered(2))
 
 
 @pytest.mark.parametrize("command", ["plan", "compare", "frontier", "bench"])

@@ -16,7 +16,9 @@ from zbv_worker.agent.daemon import Agent, AgentOptions
 from zbv_worker.cli import _parser
 
 REPOSITORY = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/security.md", "docs/clusters.md", "docs/training.md", "docker/README.md")
+DOCUMENTS = tuple(
+    f"docs/{page}.md" for page in ("run-the-service", "security", "clusters", "training", "containers")
+)
 
 
 def work(directory: str | None, factory: str = "a.models:build") -> NodeWork:

@@ -23,7 +23,7 @@ from support.refusals import refusal
 from support.serving import DEADLINE, PROBLEM
 from zbv_service import client_token
 from zbv_service.client import Client, Search
-from zbv_solver.plans.plan import parse_plan
+from zbv_solver.plans.reading import parse_plan
 from zbv_solver.verify.verifier import verify
 
 COMMAND = [sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())"]

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from zbv_solver.commands.searching import spinner, useful_workers
-from zbv_solver.documents.files import output, read_json, shown
+from zbv_solver.documents.files import file_label, output, read_json
 
 if TYPE_CHECKING:
     from zbv_solver.search.options import SearchOptions
@@ -83,7 +83,7 @@ def _planner(parsed: argparse.Namespace) -> int:
     from benchmarks.planner.suite import parse_suite, select
 
     options = _options(parsed, workers=parsed.workers, without=tuple(parsed.without))
-    suites = [parse_suite(read_json(path), shown(path)) for path in parsed.files]
+    suites = [parse_suite(read_json(path), file_label(path)) for path in parsed.files]
     instances = select(suites, parsed.only)
     table = sys.stderr if parsed.json == "-" else sys.stdout
     with nullcontext(lambda text: None) if parsed.json is None else output(parsed.json) as write:

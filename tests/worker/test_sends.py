@@ -101,7 +101,7 @@ def test_memory_worth_it_is_given_back_at_once_and_a_flush_does_not_wait_for_the
     monkeypatch.setattr(sends, "_LOOK_SECONDS", 3600.0)
     wire = FakeWire()
     sender = ThreadSender(3, wire, SendFailures())
-    large = torch.zeros(sends._WORTH_A_WAKE_BYTES // 4)
+    large = torch.zeros(sends._WAKE_BYTES // 4)
     alive = weakref.ref(large)
     sender.send(large, "0F0")
     del large

@@ -223,7 +223,7 @@ def test_the_checkpoint_of_another_model_is_refused(runs: Runs, plan: Path, tmp_
             with pytest.raises(LaunchError):
                 started.wait(timeout=DEADLINE)
             # The other one may have lost it before it had looked itself.
-            until(lambda: any("is of another model" in started.log(rank) for rank in range(2)))
+            until(lambda: any("belongs to another model" in started.log(rank) for rank in range(2)))
         assert "Traceback" not in started.log(0)
 
 

@@ -203,5 +203,5 @@ def test_stages_without_a_model_are_not_evaluated() -> None:
         index: SleepingStage(dict.fromkeys("FIWB", 0), None, None, SleepingDevice()) for index in plan.stages
     }
     executor = Executor(plan, stages, NoBatches(), ThreadHub(1).transport(0), device=CPU, timeout=1)
-    with pytest.raises(InvalidRun, match="a SleepingStage cannot be evaluated"):
+    with pytest.raises(InvalidRun, match="a SleepingStage has no model and cannot be evaluated"):
         executor.evaluate(0)

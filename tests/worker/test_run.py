@@ -198,7 +198,7 @@ def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "x"], "found no plan"),
+        (["--model", "x"], "no plan given"),
         (["--plan-file", "absent.json", "--model", "x"], "No such file"),
         (["--plan-file", "PLAN", "--model", "gpt"], "must be package.module:factory"),
         (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "there is no module 'nowhere'"),

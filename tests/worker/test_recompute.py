@@ -343,7 +343,7 @@ def test_a_layer_that_writes_to_its_input_is_refused_as_that_is_what_is_kept(ind
     """Without a graph torch does not notice, and its activations would be those of another input."""
     layers = (nn.Tanh(), nn.Dropout(0.5, inplace=True))
     stage = Stage(index, 3, nn.Sequential(*layers), 1, layers=layers, is_recomputed=True)
-    with pytest.raises(ModelError, match=rf"stage {index}: a Dropout wrote to its input"):
+    with pytest.raises(ModelError, match=rf"stage {index}: a Dropout modified its input"):
         stage.forward(0, torch.ones(2), split=False)
 
 

@@ -1,24 +1,26 @@
 """Splits the backward of any module tree into I (input gradients) and W (weight gradients).
 
-The method is the weight-grad store of DualPipe and of the zero-bubble schedules (Qi et al. 2023, §2): in
-the backward pass a Linear computes the gradient of its input at once, and *queues* what the gradient of
-its weight needs, which is its input and the gradient of its output. Running the queue later is W.
+The method is the weight-grad store of DualPipe and of zero-bubble schedules (Qi et al. 2023, §2): in the
+backward pass a Linear computes the gradient of its input at once, and *queues* the operands of its weight
+gradient: its input and the gradient of its output. Running the queue later is W.
 
 :func:`defer_weight_gradients` prepares a module tree: every plain ``nn.Linear`` and ``nn.Embedding`` changes
-its class to a subclass that can queue. Parameters, buffers and the names in the state dict stay as they
-are, and outside of :meth:`Recorder.into` the modules do exactly what they did before: a fused backward (B),
-an evaluation or a reference run takes PyTorch's own path.
+its class to a subclass that can queue. Parameters, buffers and state-dict names stay the same, and outside of
+:meth:`Recorder.into` the modules behave as before: a fused backward (B), an evaluation or a reference run
+takes PyTorch's own path.
 
-Autograd computes every other gradient during I, once: those of LayerNorm and RMSNorm (their weight gradients
-fall out of the input gradient's own pass; queueing them would cost a second pass, and hold two more
-activations until W), convolutions, parameters that a module owns itself, subclasses of Linear with a forward
-of their own, reparametrised weights, sparse or renormalising embeddings, and parameters with hooks. A hook
-may want the whole gradient of a backward at once (masks), or use it up (an optimizer in the backward). Only
-autograd's own accumulation calls it as its author expects, so a parameter with hooks is never queued.
+Autograd computes all other gradients during I. These are the gradients of
 
-Only a backward that accumulates into parameters fills the queue. A model that calls ``torch.autograd.grad``
-in its forward gets what it asks for, and nothing is queued. It cannot ask for the gradient of a queued
-weight, nor for gradients of gradients through a queueing module (``create_graph=True``): both raise.
+- LayerNorm and RMSNorm, whose weight gradients are a by-product of the input gradient (queueing them would
+  cost a second pass and keep two more activations until W),
+- convolutions, parameters that a module owns directly, and subclasses of Linear with their own forward,
+- reparametrised weights, and sparse or renormalising embeddings,
+- parameters with hooks. A hook may need the whole gradient of a backward (masks) or consume it (an optimizer
+  in the backward). Only autograd's own accumulation calls hooks as their authors expect.
+
+Only a backward that accumulates into parameters fills the queue. A model may call ``torch.autograd.grad`` in
+its forward; nothing is queued then. It must not request the gradient of a queued weight, nor gradients of
+gradients through a queueing module (``create_graph=True``): both raise an error.
 """
 
 from __future__ import annotations
@@ -39,22 +41,22 @@ from zbv_worker.execution.main_gradients import OwnHook, add_gradient, gradient_
 
 
 class _Deferred(Protocol):
-    """One queued weight gradient."""
+    """A queued weight gradient."""
 
     def accumulate(self) -> None:
-        """Add the gradient into ``.grad``; runs under ``no_grad``."""
+        """Add the gradient to ``.grad``; runs under ``no_grad``."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held in memory until then."""
+        """The tensors kept in memory until then."""
 
     def parameters(self) -> tuple[Tensor, ...]:
-        """Whose gradients it adds to."""
+        """The parameters whose gradients it adds to."""
 
 
 class WeightGrads:
     """The queued weight gradients of one stage and microbatch.
 
-    Its life follows the plan: F records into it, I fills it, W runs it. It holds tensors only from I to W.
+    F registers the queue, I fills it, W runs it. It holds tensors only between I and W.
     """
 
     def __init__(self) -> None:
@@ -70,8 +72,8 @@ class WeightGrads:
     def run(self) -> None:
         """Compute every queued gradient and accumulate it into its parameter's ``.grad``.
 
-        Each one's tensors are released as soon as it is done. Without ``no_grad`` the results would carry a
-        graph that keeps every output gradient alive.
+        Releases each gradient's operands as soon as it is computed. Without ``no_grad`` the results would
+        have a graph that keeps all output gradients alive.
         """
         with torch.no_grad():
             while self._queue:
@@ -87,10 +89,10 @@ class WeightGrads:
 
 
 class Recorder:
-    """Tells the modules of one tree where to queue.
+    """Selects the queue for the modules of one tree.
 
-    The modules refer to it themselves, rather than to something per thread: with activation checkpointing
-    the forward runs again inside I, which on CUDA happens on a thread of autograd's.
+    The modules refer to the recorder directly, not through thread-local state: activation checkpointing runs
+    the forward again inside I, which on CUDA happens on a thread of autograd.
     """
 
     def __init__(self) -> None:
@@ -98,11 +100,11 @@ class Recorder:
         self._nodes: dict[int, _Node] = {}
 
     def __reduce__(self) -> tuple[type[Recorder], tuple[()]]:
-        """A copied or saved module gets a recorder of its own; the nodes of autograd cannot be copied."""
+        """Copied or saved modules get a new recorder, because nodes of autograd cannot be copied."""
         return Recorder, ()
 
     def defers(self, parameter: Tensor) -> bool:
-        """Whether the gradient of a leaf may be queued: nobody's hooks wait for it."""
+        """Whether the gradient of a leaf may be queued, i.e. the leaf has no hooks."""
         if not parameter.requires_grad:
             return True
         node = self._nodes.get(id(parameter))
@@ -111,12 +113,12 @@ class Recorder:
         return node.references == _REFERENCES and not has_hooks(parameter)
 
     def into(self, queue: WeightGrads | None) -> _Into:
-        """Within it, forwards of the tree queue into ``queue`` when their backward comes."""
+        """A context in which forwards of the tree will queue their weight gradients into ``queue``."""
         return _Into(self, queue)
 
 
 class _Into:
-    """Not a generator's context: every F and I passes here, and that costs three times as much."""
+    """Not a generator-based context, which would take three times as long; every F and I enters one."""
 
     __slots__ = ("_before", "_queue", "_recorder")
 
@@ -133,27 +135,27 @@ class _Into:
 
 
 def defer_weight_gradients(module: nn.Module) -> Recorder:
-    """Prepare a module tree, in place; returns its recorder. Safe to call twice.
+    """Prepare a module tree in place; returns its recorder. Idempotent.
 
-    Only the exact classes ``nn.Linear`` and ``nn.Embedding`` are changed: a subclass may mean something else
-    by its weight. Trees that share modules share a recorder; a rank runs one action at a time.
+    Changes only the exact classes ``nn.Linear`` and ``nn.Embedding``, because a subclass may use its weight
+    differently. Trees that share modules share a recorder; a rank runs one action at a time.
 
     Raises
     ------
     ModelError
-        When the tree has a DistributedDataParallel: its hooks cannot be seen from here.
+        If the tree has a DistributedDataParallel, whose hooks are invisible to Python.
     """
     if any(isinstance(child, nn.parallel.DistributedDataParallel) for child in module.modules()):
         raise ModelError(
             "found a DistributedDataParallel in a stage; it sums gradients before W has computed them. Build "
-            "the stage without it, and give --data-parallel."
+            "the stage without it, and pass --data-parallel."
         )
     children = [child for child in module.modules() if isinstance(child, (nn.Linear, nn.Embedding))]
     known = [child.recorder for child in children if isinstance(child, _QUEUEING)]
     recorder = known[0] if known else Recorder()
     for child in children:
         if type(child) in _SUBCLASS:
-            # Swapping the class is what keeps parameters, hooks and state-dict names as they are.
+            # Changing the class preserves parameters, hooks and state-dict names.
             child.__class__ = _SUBCLASS[type(child)]  # type: ignore[assignment]  # a subclass of its own class
         if isinstance(child, _QUEUEING):
             child.recorder = recorder
@@ -162,14 +164,14 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
 
 @dataclass(frozen=True)
 class SplitShare:
-    """How much of a stage's weight gradients W computes.
+    """The share of a stage's weight gradients that W computes.
 
     Attributes
     ----------
     share
-        Of the elements of all trainable parameters, 0 to 1.
+        The share of the elements of all trainable parameters, 0 to 1.
     unsplit
-        The modules whose gradients I computes instead, as ``name (Class)``, those with most parameters first.
+        The modules whose gradients I computes, as ``name (Class)``, those with the most parameters first.
     """
 
     share: float
@@ -177,7 +179,7 @@ class SplitShare:
 
     @classmethod
     def of(cls, module: nn.Module, queued: Collection[Tensor]) -> SplitShare | None:
-        """The share of a module of which these parameters were queued; None without trainable parameters."""
+        """The share of a module with these queued parameters; None without trainable parameters."""
         trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}
         elements = sum(parameter.numel() for parameter in trainable)
         if not elements:
@@ -193,7 +195,7 @@ class SplitShare:
 
     @property
     def is_small(self) -> bool:
-        """Whether a plan that fills bubbles with this stage's W has little to fill them with."""
+        """Whether W is too small to fill many bubbles."""
         return self.share < 0.5
 
     def __str__(self) -> str:
@@ -203,10 +205,10 @@ class SplitShare:
 
 
 def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
-    """Where to queue a weight's gradient, or None when autograd must compute it.
+    """The queue for a weight's gradient, or None if autograd must compute it.
 
-    A weight that is not a leaf is itself the result of something (weight norm, a functional call); its
-    gradient has further to go, so it cannot be deferred.
+    A weight that is not a leaf is computed from other tensors (weight norm, a functional call). Its gradient
+    must propagate further, so it cannot be deferred.
     """
     if recorder.queue is None or not torch.is_grad_enabled() or not weight.is_leaf:
         return None
@@ -216,7 +218,7 @@ def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether somebody registered hooks on a parameter; those on its node are not seen (:class:`_Node`)."""
+    """Whether a parameter has hooks of the user; hooks on its autograd node need :class:`_Node`."""
     if parameter._backward_hooks:
         return True
     after = parameter._post_accumulate_grad_hooks
@@ -224,12 +226,12 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 class _Node:
-    """A parameter's AccumulateGrad node, to see whether anybody else keeps it.
+    """A parameter's AccumulateGrad node, to detect whether anyone else refers to it.
 
     Megatron-LM's distributed optimizer and torch's optimizers in the backward register hooks on the node.
-    They cannot be listed, but they vanish with the node. So whoever registers one keeps the node, and Python
-    counts the references to it. All graphs through the node together count as one reference, or as none in
-    some versions of torch; a graph of our own makes that the same at all times.
+    They cannot be listed, but they vanish with the node. So their owner must keep a reference to the node,
+    and Python counts those. All graphs through the node together count as one reference, or as none in some
+    versions of torch; a permanent graph here makes that constant.
     """
 
     __slots__ = ("_graph", "_node", "parameter")
@@ -246,7 +248,7 @@ class _Node:
 
 
 _REFERENCES = _Node(torch.zeros(1, requires_grad=True)).references
-"""Those to a node that nobody else keeps."""
+"""The reference count of a node that nobody else refers to."""
 
 
 class _QueueingLinear(nn.Linear):
@@ -274,7 +276,8 @@ class _QueueingEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """``nn.Embedding.forward``: integers (...) to (..., embedding_dim)."""
         queue = _queue_for(self.recorder, self.weight)
-        # Renormalisation writes to the weight in forward, and a sparse gradient has no dense .grad to add to.
+        # Renormalisation writes to the weight in the forward; a sparse gradient cannot be added to a dense
+        # one.
         if queue is None or not self.weight.requires_grad or self.max_norm is not None or self.sparse:
             return super().forward(input)
         output: Tensor = _EmbeddingFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
@@ -291,10 +294,10 @@ _QUEUEING = (_QueueingLinear, _QueueingEmbedding)
 
 
 class _LinearFunction(torch.autograd.Function):
-    """y = x Wᵀ + b; its backward gives the gradient of x and queues those of W and b.
+    """y = x Wᵀ + b; its backward returns the gradient of x and queues those of W and b.
 
-    W and b are inputs, so that the output requires a gradient even where x does not (the first layer of the
-    first stage): there, too, I must reach this node, or W would find an empty queue.
+    W and b are inputs, so that the output requires a gradient even if x does not, as in the first layer of
+    the first stage: I must reach this node there too, or W would find an empty queue.
     """
 
     @staticmethod
@@ -305,20 +308,20 @@ class _LinearFunction(torch.autograd.Function):
         if dtype is not None:
             x = _autocast(x, dtype)
         ctx.save_for_backward(x, weight)
-        # What comes out of saved_tensors may be another tensor than went in (checkpointing, offloading); the
-        # gradient must reach the parameter itself.
+        # saved_tensors may return other tensors than were saved (checkpointing, offloading), but the gradient
+        # must reach the parameter itself.
         ctx.weight, ctx.bias = weight, bias
         ctx.queue = queue
         if dtype is None:
             output = nnf.linear(x, weight, bias)
         else:
-            # Cast here: autocast caches its own casts of parameters, and one that is made within a Function
-            # has no graph. Some versions of torch give that one to the next use of the parameter, whose
-            # gradient is then lost.
+            # Cast here: autocast caches its casts of parameters, and a cast made within a Function has no
+            # graph. Some versions of torch reuse that cast for the parameter's next use, whose gradient is
+            # then lost.
             cast_bias = None if bias is None else _autocast(bias, dtype)
             output = nnf.linear(x, _autocast(weight, dtype), cast_bias)
-        # Of more than two dimensions it is a view, which autograd lets nobody write to behind a Function:
-        # nn.ReLU(inplace=True) would be refused. What it is a view of, nobody else has.
+        # With more than two dimensions, the output is a view. Autograd forbids in-place writes to views that
+        # a Function returns, so nn.ReLU(inplace=True) would fail. The base has no other user, so it is safe.
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
@@ -326,7 +329,7 @@ class _LinearFunction(torch.autograd.Function):
         (grad_output,) = grad_outputs
         x, weight = ctx.saved_tensors
         if _is_accumulating(ctx, (1, 2)):
-            # Detached: the queue must not keep the graph above x alive.
+            # Detached: the queue must not keep the graph of x alive.
             ctx.queue.push(_LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
@@ -334,13 +337,13 @@ class _LinearFunction(torch.autograd.Function):
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 grad_input = grad_output.matmul(weight)
-        else:  # as nearly always; the context costs more than a small product
+        else:  # the usual case; the context takes longer than a small product
             grad_input = grad_output.matmul(weight)
         return grad_input.to(ctx.input_dtype), None, None, None
 
 
 class _EmbeddingFunction(torch.autograd.Function):
-    """Rows of W by index; its backward queues the gradient of W. Indices have none."""
+    """Rows of W by index; its backward queues the gradient of W. Indices have no gradient."""
 
     @staticmethod
     def forward(
@@ -372,34 +375,34 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 def _is_accumulating(ctx: Any, parameters: tuple[int, ...]) -> bool:
-    """Whether the backward that is under way accumulates into parameters, and not ``torch.autograd.grad``.
+    """Whether the current backward accumulates into parameters, rather than being ``torch.autograd.grad``.
 
-    ``ctx.needs_input_grad`` does not tell: it says what the forward needed.
+    ``ctx.needs_input_grad`` cannot tell: it reflects the forward.
 
     Raises
     ------
     ModelError
-        When the backward asks for what is not known before W.
+        If the backward needs a gradient that only W will compute.
     """
     if torch.is_grad_enabled():
         raise ModelError(
-            "found a backward with create_graph=True through a module whose weight gradient is split off as "
-            "W; gradients of gradients would miss it. Use a plan with B in place of I and W, or a subclass "
+            "found a backward with create_graph=True through a module whose weight gradient W computes, "
+            "so gradients of gradients would miss it. Use a plan with B instead of I and W, or use a subclass "
             "of nn.Linear or nn.Embedding there: subclasses are not split."
         )
     node = next(ctx.next_functions[at][0] for at in parameters if ctx.needs_input_grad[at])
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError as error:  # torch does not answer for a leaf that autograd.grad was asked for
+    except RuntimeError as error:  # torch cannot answer for a leaf that autograd.grad was asked for
         raise ModelError(
-            "found torch.autograd.grad of a weight whose gradient is split off as W, which has not been "
-            "computed yet. Use a subclass of nn.Linear or nn.Embedding there: subclasses are not split."
+            "found torch.autograd.grad of a weight whose gradient is deferred to W and not computed yet. Use "
+            "a subclass of nn.Linear or nn.Embedding there: subclasses are not split."
         ) from error
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _LinearGrad:
-    """Weight gradient of a Linear: gᵀx, and the sum of g for the bias."""
+    """The weight gradient of a Linear, gᵀx, and the sum of g for the bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -413,7 +416,7 @@ class _LinearGrad:
             total = gradient_of(self.weight)
             is_dense = total is not None and total.dtype == grad.dtype and not total.is_sparse
             if total is not None and is_dense and not has_hooks(self.weight):
-                total.addmm_(grad.t(), x)  # adds while multiplying: no temporary of the weight's size
+                total.addmm_(grad.t(), x)  # accumulates without a temporary of the weight's size
             else:
                 _add(self.weight, grad.t().mm(x))
         if self.bias is not None and self.bias.requires_grad:
@@ -429,7 +432,7 @@ class _LinearGrad:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _EmbeddingGrad:
-    """Weight gradient of an Embedding: rows of g summed by index."""
+    """The weight gradient of an Embedding: rows of g summed by index."""
 
     weight: Tensor
     indices: Tensor
@@ -452,7 +455,7 @@ class _EmbeddingGrad:
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
     if has_hooks(parameter):
-        # They came after F. Autograd's own node for the parameter calls them.
+        # The hooks were added after F. Autograd's own node of the parameter calls them.
         edge = GradientEdge(get_gradient_edge(parameter).node, 0)
         torch.autograd.backward((edge,), (grad.to(parameter.dtype),))
     else:
@@ -460,5 +463,5 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """What autocast does to an operand: floating point is cast, but never double precision."""
+    """Cast as autocast does: floating point, but not double precision."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor

@@ -1,7 +1,7 @@
-"""Mixed precision: in which type stages compute, and the factor that keeps small gradients from vanishing.
+"""Mixed precision: the dtype in which stages compute, and the factor that protects small gradients.
 
-Parameters, their gradients and the optimizer stay in the type that the model gives them; autocast picks the
-operators that compute in the smaller one (Micikevicius et al. 2018, "Mixed Precision Training").
+Parameters, gradients and optimizer state keep the model's dtype; autocast selects the operators that compute
+in the smaller dtype (Micikevicius et al. 2018, "Mixed Precision Training").
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AUTOCAST: dict[Precision, torch.dtype | None] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""What autocast computes in; None: no autocast."""
+"""The dtype of autocast; None for no autocast."""
 
 _FIRST_SCALE = 2.0**16
 _GROWTH, _BACK_OFF = 2.0, 0.5
@@ -28,12 +28,11 @@ _LARGEST = 2.0**24
 
 @dataclass
 class LossScale:
-    """The factor by which losses, and so all gradients, are multiplied; the same on every rank.
+    """The factor of losses, and thus of all gradients; equal on every rank.
 
-    float16 has no numbers below 6e-8, where many gradients lie. The factor is halved by a step whose
-    gradients overflow, which is then left out, and doubled after many that do not (Micikevicius et al. 2018,
-    §3.2).
-    Other types have the range of float32 and need none.
+    float16 cannot represent numbers below 6e-8, where many gradients lie. A step whose gradients overflow is
+    skipped and halves the factor; many good steps in a row double it (Micikevicius et al. 2018, §3.2). Other
+    dtypes have the range of float32 and need no factor.
     """
 
     value: float = 1.0
@@ -42,31 +41,31 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: Precision) -> LossScale:
-        """What a precision needs."""
+        """The loss scale for a precision."""
         return cls(_FIRST_SCALE, True) if precision == "float16" else cls()
 
     @property
     def may_shrink(self) -> bool:
-        """Whether gradients that overflow may be finite with a smaller factor."""
+        """Whether a smaller factor may avoid an overflow."""
         return self.is_dynamic and self.value > 1.0
 
     def go_on_from(self, saved: LossScale) -> None:
-        """Take over the factor of a checkpoint, unless that run had another precision.
+        """Take over a checkpoint's factor, unless its run had another precision.
 
         Raises
         ------
         ValueError
-            When it is no factor.
+            If the saved values are invalid.
         """
         if not (isinstance(saved.value, float) and 1.0 <= saved.value <= _LARGEST):
             raise ValueError(f"the loss scale is {saved.value!r}")
         if not (isinstance(saved.good_steps, int) and 0 <= saved.good_steps < _GOOD_STEPS):
-            raise ValueError(f"the loss scale has lasted for {saved.good_steps!r} steps")
+            raise ValueError(f"the loss scale has been good for {saved.good_steps!r} steps")
         if self.is_dynamic and saved.is_dynamic:
             self.value, self.good_steps = saved.value, saved.good_steps
 
     def update(self, *, is_finite: bool) -> None:
-        """Take note of a step's gradients."""
+        """Adjust the factor after a step."""
         if not self.is_dynamic:
             return
         if not is_finite:

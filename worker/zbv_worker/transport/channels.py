@@ -1,7 +1,7 @@
 """Point-to-point transfers of a rank: the :class:`Transport` interface, and the order of each channel.
 
 A *channel* carries all tensors of one kind (activation or gradient) from one rank to another, in the order
-in which the sender's list produces them (:mod:`zbv_solver.channels`). Both ends know that order, so tags are
+in which the sender's list produces them (:mod:`zbv_solver.plans.channels`). Both ends know that order, so tags are
 not needed. A :class:`Transport` moves tensors; :class:`Inbox` and :class:`Outbox` add what a channel needs:
 order, receives posted ahead, and agreement on shapes.
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from zbv_solver.channels import Channel, ChannelKind, Transfer
+from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
 
 from zbv_worker.errors import ModelError
 from zbv_worker.transport.layout import Layout

@@ -36,9 +36,9 @@ from zbv_worker.transport.channels import (
     Transport,
 )
 from zbv_worker.transport.layout import Layout
-from zbv_worker.transport.meeting import meet, named, ranks_on_this_host
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
+from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
 from zbv_worker.transport.torch_errors import classified, first_line

@@ -1,0 +1,125 @@
+"""A whole plan with its costs, for comparing measurements with it.
+
+Training needs only the rank's own list; a rehearsal and PyTorch's runtime need the whole plan.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import identity, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.verify.verifier import verify, verify_orders
+
+from zbv_worker.errors import InvalidRun, PeerLost
+from zbv_worker.execution.rank_plan import RankPlan
+
+SECONDS: dict[str, float] = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+"""Seconds per time unit of a problem, for the units with a fixed length."""
+
+
+def seconds_per_attempt(timeout: float) -> float:
+    """The time limit of one request, so that all attempts of a client end within ``timeout`` seconds."""
+    from zbv_service.client.retries import DEFAULT_RETRIES
+
+    return timeout / (1 + DEFAULT_RETRIES)
+
+
+@dataclass(frozen=True, eq=False)
+class WholePlan:
+    """A verified plan, with times in its own unit.
+
+    Attributes
+    ----------
+    objective_value
+        The plan's span, or its makespan if that is the objective.
+    """
+
+    plan_id: str
+    problem: Problem
+    orders: Orders
+    objective_value: float
+
+    @classmethod
+    def of_document(cls, document: object) -> WholePlan:
+        """Read a decoded plan document.
+
+        Raises
+        ------
+        InvalidInput, InvalidPlan
+            If the document is not a plan, or the plan cannot be executed.
+        InvalidRun
+            If the document has no metrics, and the package that computes them is not installed.
+        """
+        parsed = parse_plan_document(document)
+        problem, orders = parse_orders(parsed)
+        if parsed.metrics is None:
+            verify_orders(problem, orders)
+            value = _objective_value(problem, orders)
+        else:
+            plan = parse_plan(document)
+            verify(plan)  # recomputes the stated metrics, because measurements are compared with them
+            value = plan.objective
+        return cls(identity(problem_json(problem), orders.all_text()), problem, orders, value)
+
+    @classmethod
+    def of_file(cls, path: Path) -> WholePlan:
+        """Read a plan file; raises :class:`InvalidRun`."""
+        try:
+            return cls.of_document(json.loads(path.read_text()))
+        except OSError as error:
+            raise InvalidRun(f"--plan-file {path}: {error.strerror}.") from error
+        except ValueError as error:  # JSON, or bytes that are no text
+            raise InvalidRun(f"--plan-file {path}: not JSON ({error}).") from error
+        except (InvalidInput, InvalidPlan) as error:
+            raise InvalidRun(f"--plan-file {path}: {error}") from error
+
+    @classmethod
+    def of_service(cls, server: str, plan_id: str, timeout: float) -> WholePlan:
+        """Fetch a plan; raises :class:`InvalidRun`, or :class:`PeerLost` without an answer."""
+        from zbv_service.client import Client, ClientError, ServiceUnreachable
+
+        try:
+            with Client(server, timeout=seconds_per_attempt(timeout)) as client:
+                plan = cls.of_document(client.plan_document(plan_id))
+        except ServiceUnreachable as error:
+            raise PeerLost(f"no plan {plan_id} from {server}: {error}") from error
+        except ClientError as error:
+            raise InvalidRun(f"no plan {plan_id} from {server}: {error}") from error
+        except (InvalidInput, InvalidPlan) as error:
+            raise InvalidRun(f"the plan {plan_id} from {server}: {error}") from error
+        if plan.plan_id != plan_id:
+            raise InvalidRun(f"requested plan {plan_id} from {server}, but received plan {plan.plan_id}.")
+        return plan
+
+    def of_rank(self, rank: int) -> RankPlan:
+        """A rank's part of the plan; raises :class:`InvalidRun` if there is no such rank."""
+        if rank >= self.problem.pp_degree:
+            raise InvalidRun(
+                f"found rank {rank}; the plan has {self.problem.pp_degree} ranks. Start as many processes, "
+                f"or plan for more ranks."
+            )
+        return RankPlan.of(self.plan_id, self.problem, self.orders, rank)
+
+    def busy(self, rank: int) -> float:
+        """A rank's total time in actions, in the plan's unit."""
+        part = self.orders.slice_of(rank)
+        duration = self.problem.arrays.duration
+        return float(duration[self.orders.letter[part], self.orders.stage[part]].sum())
+
+
+def _objective_value(problem: Problem, orders: Orders) -> float:
+    try:
+        from zbv_solver.timing.start_times import evaluate
+    except ModuleNotFoundError as error:
+        raise InvalidRun(
+            f"the plan has no metrics, and computing them needs {error.name}, which is not installed. "
+            f"Install zbv[solver], or rehearse a plan that `zbv plan` wrote."
+        ) from error
+    timing = evaluate(problem, orders)
+    return timing.span if problem.objective == "span" else timing.makespan

@@ -189,8 +189,8 @@ def zbv_pipeline(
     """A plan on our executor; collective."""
     import torch
     from zbv_solver.plans.channels import channels
+    from zbv_worker.execution.build_stages import build_stages
     from zbv_worker.execution.executor import Executor
-    from zbv_worker.execution.stages import build_stages
     from zbv_worker.transport.channels import key_of
 
     device = torch.device("cpu")

@@ -27,7 +27,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.executor import Executor, StepResult
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_modules, build_stages
+from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.training.run import Runtime

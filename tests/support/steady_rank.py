@@ -12,7 +12,7 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.distributed import DistributedTransport, World
 

@@ -19,8 +19,8 @@ from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import Batches, Executor
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 

@@ -15,11 +15,11 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, StepResult
 from zbv_worker.execution.progress import CurrentPlace
 from zbv_worker.execution.rank_plan import RankPlan, lower
-from zbv_worker.execution.stage import Stage
-from zbv_worker.execution.stages import build_stages
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 

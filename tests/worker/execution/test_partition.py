@@ -30,10 +30,10 @@ from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stage_document import problem_json
 from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned_cut import PlannedCut, require_layers
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_modules, build_stages
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model.protocol import Layered, ModelSpec, build_layers
 from zbv_worker.models.gpt import GPT as Gpt

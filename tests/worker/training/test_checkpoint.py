@@ -28,8 +28,8 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.problem.stage_document import problem_json
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.precision import LossScale, Precision
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.stage.precision import LossScale, Precision
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
 from zbv_worker.training.convert_checkpoint import convert
 from zbv_worker.training.fence import checkpoints

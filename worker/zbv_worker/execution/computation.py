@@ -26,7 +26,7 @@ class EvaluationBatches(Protocol):
 
 
 class Computation(Protocol):
-    """The actions of a stage in a step; see :class:`zbv_worker.execution.stage.Stage`."""
+    """The actions of a stage in a step; see :class:`zbv_worker.stage.stage.Stage`."""
 
     def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
         """Run F; returns the output, or the last stage's loss."""

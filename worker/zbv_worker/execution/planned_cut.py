@@ -82,13 +82,8 @@ def require_layered(model: PipelineModel, why: str = "layers were requested") ->
     if isinstance(model, Layered):
         return model
     raise InvalidRun(
-<<<<<<< HEAD:worker/zbv_worker/execution/cut.py
         f"{why}, but --model gives a {type(model).__name__} without layer_names and build_layers; see "
         f"zbv_worker.model.Layered. Add these methods, or plan without layers."
-=======
-        f"{why}, but --model gives a {type(model).__name__}, which has no layer_names and build_layers; see "
-        f"zbv_worker.model.protocol.Layered. Add them, or plan without layers."
->>>>>>> main:worker/zbv_worker/execution/planned_cut.py
     )
 
 

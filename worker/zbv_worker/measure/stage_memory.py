@@ -16,11 +16,11 @@ from torch import Tensor
 from zbv_solver.problem.placement import Placement
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
-from zbv_worker.execution.main_gradients import gradient_of, round_main_gradients
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.live_bytes import HeldMemory, watching
 from zbv_worker.measure.profile.profile import StaticBytes
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.stage.main_gradients import gradient_of, round_main_gradients
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, ModelError, raised
-from zbv_worker.model.search_path import searched
+from zbv_worker.host.search_path import searched
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.execution.main_gradients import (
+from zbv_worker.stage.main_gradients import (
     gradient_of,
     has_main_gradient,
     round_main_gradients,

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.main_gradients import is_half
+from zbv_worker.stage.main_gradients import is_half
 from zbv_worker.training.gradients import Gradients, squares
 
 
@@ -32,7 +32,7 @@ class ShardedGradients(Gradients):
     ----------
     modules
         By stage; sharded in place. Their Linear layers must already defer weight gradients
-        (:class:`zbv_worker.execution.stage.Stage` does that), because FSDP2 changes classes too.
+        (:class:`zbv_worker.stage.stage.Stage` does that), because FSDP2 changes classes too.
 
     Raises
     ------

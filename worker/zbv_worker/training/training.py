@@ -16,15 +16,15 @@ from torch import nn
 
 from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
+from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
-from zbv_worker.execution.precision import LossScale, Precision
 from zbv_worker.execution.progress import CurrentPlace
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
-from zbv_worker.execution.stages import build_modules, build_stages
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
 from zbv_worker.model.protocol import ModelSpec, PipelineModel, Weighted
+from zbv_worker.stage.precision import LossScale, Precision
+from zbv_worker.stage.stage import Stage
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
 from zbv_worker.training.gradients import Gradients, OwnGradients, SummedGradients
 from zbv_worker.training.plan_change import Swaps

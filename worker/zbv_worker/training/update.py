@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from zbv_worker.execution.precision import LossScale
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.stage.precision import LossScale
 from zbv_worker.training.gradients import Gradients
 from zbv_worker.transport.channels import Transport
 

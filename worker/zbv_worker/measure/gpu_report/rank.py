@@ -21,9 +21,9 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, StepResult
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_stages
 from zbv_worker.host.local_ranks import keep_freed_memory, pin_to_core
 from zbv_worker.measure.gpu_report.gpu_report import Device, ReportOptions, Timed
 from zbv_worker.measure.profile.profile import ProfileOptions, rank_json

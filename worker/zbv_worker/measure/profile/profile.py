@@ -18,9 +18,9 @@ from pydantic import TypeAdapter
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem, Units
 
-from zbv_worker.execution.split_backward import SplitShare
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.stage.split_backward import SplitShare
 from zbv_worker.transport.distributed import Backend
 
 PROGRESS_MARK = "measured"

@@ -4,7 +4,7 @@
 after    held of that microbatch
 =======  ===========================================================================================
 F        the stage's input and autograd graph (its saved activations), but not the output. A recomputed
-         stage holds only its layers' inputs (:mod:`zbv_worker.execution.recomputation`)
+         stage holds only its layers' inputs (:mod:`zbv_worker.stage.recomputation`)
 I        the queued weight gradients: inputs and output gradients of the layers that queue
 W, B     nothing
 =======  ===========================================================================================
@@ -23,10 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-
 from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.execution.recomputation import Recomputed, Segment
-from zbv_worker.execution.split_backward import SplitShare, WeightGrads, defer_weight_gradients, has_hooks
+from zbv_worker.stage.recomputation import Recomputed, Segment
+from zbv_worker.stage.split_backward import SplitShare, WeightGrads, defer_weight_gradients, has_hooks
 
 Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """Takes output and target; returns the mean over a microbatch, or the sum over it and its weight."""

@@ -24,15 +24,15 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_question
 from zbv_solver.search.search import make_plan
 from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
-from zbv_worker.execution.stages import build_stages
 from zbv_worker.measure.estimate.document import Scale, estimated_document
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import GPT, gpt
+from zbv_worker.stage.stage import Stage
 from zbv_worker.training.sharding import ShardedGradients
 from zbv_worker.training.training import _require_kept_activations
 from zbv_worker.transport.threads import ThreadHub

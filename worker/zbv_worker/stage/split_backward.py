@@ -35,9 +35,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-
 from zbv_worker.errors import ModelError
-from zbv_worker.execution.main_gradients import OwnHook, add_gradient, gradient_of
+from zbv_worker.stage.main_gradients import OwnHook, add_gradient, gradient_of
 
 
 class _Deferred(Protocol):

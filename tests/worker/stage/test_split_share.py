@@ -13,7 +13,6 @@ from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_worker.execution.split_backward import SplitShare, WeightGrads, defer_weight_gradients
 from zbv_worker.measure.profile.profile import (
     RankProfile,
     Spread,
@@ -23,6 +22,7 @@ from zbv_worker.measure.profile.profile import (
     read_rank,
 )
 from zbv_worker.measure.profile.report import print_report
+from zbv_worker.stage.split_backward import SplitShare, WeightGrads, defer_weight_gradients
 from zbv_worker.training.training import TrainingOptions
 
 

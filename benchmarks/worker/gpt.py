@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import ConfigDict
 from zbv_worker.errors import WorkerError
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 
 from benchmarks.worker.findings import Finding, Target
 from benchmarks.worker.paired_ratios import paired_ratio
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zbv_worker.execution.executor import Batches, Executor
     from zbv_worker.execution.whole_plan import WholePlan
     from zbv_worker.transport.channels import Transport
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
     from benchmarks.worker.torch_schedules import StepData
 

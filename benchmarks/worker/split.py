@@ -16,7 +16,7 @@ from benchmarks.worker.workload import parse_workload, workload_json
 
 if TYPE_CHECKING:
     from zbv_worker.stage.stage import Stage
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
 MOST = 1.03
 

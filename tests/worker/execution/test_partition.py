@@ -35,14 +35,16 @@ from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned_cut import PlannedCut, require_layers
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.model.protocol import Layered, ModelSpec, build_layers
+from zbv_worker.model.checks import build_layers
+from zbv_worker.model.protocol import Layered
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import GPT as Gpt
 from zbv_worker.models.gpt import gpt
 from zbv_worker.models.tiny import tiny
 from zbv_worker.training.checkpoint_files import Reader
+from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.plan_change import PlanFile
 from zbv_worker.training.report import read_reports, summarise
-from zbv_worker.training.training import TrainingOptions
 
 CPU = torch.device("cpu")
 GPT = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}

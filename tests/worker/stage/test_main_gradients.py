@@ -21,7 +21,7 @@ from zbv_worker.measure.stage_memory import static_bytes
 from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.gradients import OwnGradients, SummedGradients
-from zbv_worker.training.training import TrainingOptions
+from zbv_worker.training.options import TrainingOptions
 from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")

@@ -33,8 +33,8 @@ from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.stage.stage import Stage
+from zbv_worker.training.options import _require_kept_activations
 from zbv_worker.training.sharding import ShardedGradients
-from zbv_worker.training.training import _require_kept_activations
 from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")

@@ -29,11 +29,12 @@ from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.problem.stage_document import problem_json
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
-from zbv_worker.stage.precision import LossScale, Precision
+from zbv_worker.stage.precision import Precision
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
 from zbv_worker.training.convert_checkpoint import convert
 from zbv_worker.training.fence import checkpoints
 from zbv_worker.training.gradients import OwnGradients
+from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.update import Update
 from zbv_worker.transport.threads import ThreadHub
 

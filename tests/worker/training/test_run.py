@@ -24,7 +24,8 @@ from zbv_solver.problem.stage_document import problem_json
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command, usable_cores
+from zbv_worker.host.cores import usable_cores
+from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 from zbv_worker.training.report import read_reports, summarise
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}

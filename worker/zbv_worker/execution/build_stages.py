@@ -10,7 +10,8 @@ from torch import nn
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted, build_layers, build_stage
+from zbv_worker.model.checks import build_layers, build_stage
+from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.stage.precision import AUTOCAST, Precision
 from zbv_worker.stage.stage import Stage
 

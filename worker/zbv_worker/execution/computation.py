@@ -17,14 +17,6 @@ class Batches(Protocol):
         """Input and target, on the CPU."""
 
 
-@runtime_checkable
-class EvaluationBatches(Protocol):
-    """Optional addition to :class:`Batches`: data for evaluation."""
-
-    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """Input and target, on the CPU, with the shapes of training data."""
-
-
 class Computation(Protocol):
     """The actions of a stage in a step; see :class:`zbv_worker.stage.stage.Stage`."""
 

@@ -19,26 +19,14 @@ from zbv_worker.execution.binding import Binding, Bound, WalkState
 from zbv_worker.execution.computation import (
     Batches,
     Computation,
-    Evaluation,
-    EvaluationBatches,
     evaluation_of,
 )
 from zbv_worker.execution.progress import CurrentPlace, Place, mark_error
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, forwards, lower
 from zbv_worker.execution.timeline import Clock, Overdue, Queued, Record, Timeline, timeline_of
 from zbv_worker.execution.wait_errors import overdue, send_failed
+from zbv_worker.model.protocol import Evaluated
 from zbv_worker.transport.channels import Inbox, Outbox, TensorSpec, Transport, key_of
-
-__all__ = [
-    "DEFAULT_LOOK_AHEAD",
-    "Batches",
-    "Computation",
-    "Evaluation",
-    "EvaluationBatches",
-    "Executor",
-    "Record",
-    "StepResult",
-]
 
 DEFAULT_LOOK_AHEAD = 3
 
@@ -240,4 +228,4 @@ class Executor:
 
 
 def _evaluation_data(batches: Batches) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    return batches.evaluation_microbatch if isinstance(batches, EvaluationBatches) else batches.microbatch
+    return batches.evaluation_microbatch if isinstance(batches, Evaluated) else batches.microbatch

@@ -9,7 +9,8 @@ from itertools import pairwise
 from zbv_solver.problem.problem import Problem
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model.protocol import Layered, PipelineModel, layer_names
+from zbv_worker.model.checks import layer_names
+from zbv_worker.model.protocol import Layered, PipelineModel
 
 Partition = tuple[tuple[str, ...], ...]
 

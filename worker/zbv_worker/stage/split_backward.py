@@ -26,65 +26,15 @@ gradients through a queueing module (``create_graph=True``): both raise an error
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
+
 from zbv_worker.errors import ModelError
-from zbv_worker.stage.main_gradients import OwnHook, add_gradient, gradient_of
-
-
-class _Deferred(Protocol):
-    """A queued weight gradient."""
-
-    def accumulate(self) -> None:
-        """Add the gradient to ``.grad``; runs under ``no_grad``."""
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors kept in memory until then."""
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters whose gradients it adds to."""
-
-
-class WeightGrads:
-    """The queued weight gradients of one stage and microbatch.
-
-    F registers the queue, I fills it, W runs it. It holds tensors only between I and W.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[_Deferred] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def push(self, deferred: _Deferred) -> None:
-        """Queue a weight gradient."""
-        self._queue.append(deferred)
-
-    def run(self) -> None:
-        """Compute every queued gradient and accumulate it into its parameter's ``.grad``.
-
-        Releases each gradient's operands as soon as it is computed. Without ``no_grad`` the results would
-        have a graph that keeps all output gradients alive.
-        """
-        with torch.no_grad():
-            while self._queue:
-                self._queue.popleft().accumulate()
-
-    def held_tensors(self) -> list[Tensor]:
-        """The tensors kept alive until :meth:`run`."""
-        return [tensor for deferred in self._queue for tensor in deferred.tensors()]
-
-    def parameters(self) -> set[Tensor]:
-        """The parameters that :meth:`run` will add to."""
-        return {parameter for deferred in self._queue for parameter in deferred.parameters()}
+from zbv_worker.stage.weight_grads import EmbeddingGrad, LinearGrad, WeightGrads, has_hooks
 
 
 class Recorder:
@@ -150,57 +100,15 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
             "the stage without it, and pass --data-parallel."
         )
     children = [child for child in module.modules() if isinstance(child, (nn.Linear, nn.Embedding))]
-    known = [child.recorder for child in children if isinstance(child, _QUEUEING)]
+    known = [child.recorder for child in children if isinstance(child, QUEUEING)]
     recorder = known[0] if known else Recorder()
     for child in children:
         if type(child) in _SUBCLASS:
             # Changing the class preserves parameters, hooks and state-dict names.
             child.__class__ = _SUBCLASS[type(child)]  # type: ignore[assignment]  # a subclass of its own class
-        if isinstance(child, _QUEUEING):
+        if isinstance(child, QUEUEING):
             child.recorder = recorder
     return recorder
-
-
-@dataclass(frozen=True)
-class SplitShare:
-    """The share of a stage's weight gradients that W computes.
-
-    Attributes
-    ----------
-    share
-        The share of the elements of all trainable parameters, 0 to 1.
-    unsplit
-        The modules whose gradients I computes, as ``name (Class)``, those with the most parameters first.
-    """
-
-    share: float
-    unsplit: tuple[str, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module, queued: Collection[Tensor]) -> SplitShare | None:
-        """The share of a module with these queued parameters; None without trainable parameters."""
-        trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}
-        elements = sum(parameter.numel() for parameter in trainable)
-        if not elements:
-            return None
-        left: dict[str, int] = {}
-        for name, child in module.named_modules():
-            own = [p for p in child.parameters(recurse=False) if p in trainable and p not in queued]
-            if own:
-                kind = type(child).__mro__[1 if isinstance(child, _QUEUEING) else 0]
-                left[f"{name or 'the stage'} ({kind.__name__})"] = sum(p.numel() for p in own)
-        split = sum(parameter.numel() for parameter in trainable if parameter in queued)
-        return cls(split / elements, tuple(sorted(left, key=lambda each: -left[each])))
-
-    @property
-    def is_small(self) -> bool:
-        """Whether W is too small to fill many bubbles."""
-        return self.share < 0.5
-
-    def __str__(self) -> str:
-        some, more = ", ".join(self.unsplit[:3]), len(self.unsplit) - 3
-        others = f" and {more} more" if more > 0 else ""
-        return f"W computes {self.share:.0%} of the weight gradients; I computes those of {some}{others}"
 
 
 def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
@@ -214,14 +122,6 @@ def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
     if not isinstance(weight, nn.Parameter) or torch._C._are_functorch_transforms_active():
         return None
     return recorder.queue if recorder.defers(weight) else None
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """Whether a parameter has hooks of the user; hooks on its autograd node need :class:`_Node`."""
-    if parameter._backward_hooks:
-        return True
-    after = parameter._post_accumulate_grad_hooks
-    return bool(after) and not all(isinstance(hook, OwnHook) for hook in after.values())
 
 
 class _Node:
@@ -289,7 +189,7 @@ _SUBCLASS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _QueueingLinear,
     nn.Embedding: _QueueingEmbedding,
 }
-_QUEUEING = (_QueueingLinear, _QueueingEmbedding)
+QUEUEING = (_QueueingLinear, _QueueingEmbedding)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -329,7 +229,7 @@ class _LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if _is_accumulating(ctx, (1, 2)):
             # Detached: the queue must not keep the graph of x alive.
-            ctx.queue.push(_LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
+            ctx.queue.push(LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         weight = weight.to(grad_output.dtype)
@@ -366,7 +266,7 @@ class _EmbeddingFunction(torch.autograd.Function):
         (indices,) = ctx.saved_tensors
         if _is_accumulating(ctx, (1,)):
             ctx.queue.push(
-                _EmbeddingGrad(
+                EmbeddingGrad(
                     ctx.parameter, indices, grad_output.detach(), ctx.padding_idx, ctx.scale_by_frequency
                 )
             )
@@ -397,68 +297,6 @@ def _is_accumulating(ctx: Any, parameters: tuple[int, ...]) -> bool:
             "found torch.autograd.grad of a weight whose gradient is deferred to W and not computed yet. Use "
             "a subclass of nn.Linear or nn.Embedding there: subclasses are not split."
         ) from error
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _LinearGrad:
-    """The weight gradient of a Linear, gᵀx, and the sum of g for the bias."""
-
-    weight: Tensor
-    bias: Tensor | None
-    x: Tensor
-    grad_output: Tensor
-
-    def accumulate(self) -> None:
-        grad = self.grad_output.reshape(-1, self.grad_output.shape[-1])
-        x = self.x.reshape(-1, self.x.shape[-1])
-        if self.weight.requires_grad:
-            total = gradient_of(self.weight)
-            is_dense = total is not None and total.dtype == grad.dtype and not total.is_sparse
-            if total is not None and is_dense and not has_hooks(self.weight):
-                total.addmm_(grad.t(), x)  # accumulates without a temporary of the weight's size
-            else:
-                _add(self.weight, grad.t().mm(x))
-        if self.bias is not None and self.bias.requires_grad:
-            _add(self.bias, grad.sum(0))
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.x, self.grad_output
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        both = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        return tuple(parameter for parameter in both if parameter.requires_grad)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _EmbeddingGrad:
-    """The weight gradient of an Embedding: rows of g summed by index."""
-
-    weight: Tensor
-    indices: Tensor
-    grad_output: Tensor
-    padding_idx: int
-    scale_by_frequency: bool
-
-    def accumulate(self) -> None:
-        grad = torch.ops.aten.embedding_dense_backward(
-            self.grad_output, self.indices, self.weight.shape[0], self.padding_idx, self.scale_by_frequency
-        )
-        _add(self.weight, grad)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.indices, self.grad_output
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        return (self.weight,)
-
-
-def _add(parameter: Tensor, grad: Tensor) -> None:
-    if has_hooks(parameter):
-        # The hooks were added after F. Autograd's own node of the parameter calls them.
-        edge = GradientEdge(get_gradient_edge(parameter).node, 0)
-        torch.autograd.backward((edge,), (grad.to(parameter.dtype),))
-    else:
-        add_gradient(parameter, grad)
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

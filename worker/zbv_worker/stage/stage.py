@@ -23,9 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.stage.recomputation import Recomputed, Segment
-from zbv_worker.stage.split_backward import SplitShare, WeightGrads, defer_weight_gradients, has_hooks
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.weight_grads import WeightGrads, has_hooks
 
 Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """Takes output and target; returns the mean over a microbatch, or the sum over it and its weight."""

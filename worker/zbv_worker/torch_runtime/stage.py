@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from zbv_worker.stage.split_backward import WeightGrads, defer_weight_gradients
+from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.stage import checked_output
+from zbv_worker.stage.weight_grads import WeightGrads
 
 OnStart = Callable[[int], None]
 

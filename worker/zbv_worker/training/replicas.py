@@ -20,7 +20,7 @@ class DataOfReplica:
         self._first = replica * microbatches
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`zbv_worker.model.protocol.PipelineModel.microbatch`."""
+        """See :meth:`zbv_worker.model.PipelineModel.microbatch`."""
         return self._model.microbatch(step, self._first + index)
 
     def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:

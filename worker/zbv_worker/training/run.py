@@ -21,15 +21,18 @@ from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.progress import CurrentPlace
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
-from zbv_worker.host.local_ranks import keep_freed_memory, threads_per_rank, usable_cores
-from zbv_worker.model.protocol import ModelSpec, PipelineModel
+from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
+from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
+from zbv_worker.training.options import Setting, TrainingOptions
 from zbv_worker.training.report import RankReport
-from zbv_worker.training.training import Setting, Training, TrainingOptions
+from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.distributed import Backend, DistributedTransport, World, select_device
+from zbv_worker.transport.distributed import DistributedTransport
 from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.rendezvous import refuse
+from zbv_worker.transport.world import Backend, World, select_device
 
 Runtime = Literal["zbv", "torch"]
 

@@ -7,8 +7,6 @@ import math
 import random
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,86 +15,23 @@ from torch import nn
 from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.build_stages import build_modules, build_stages
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
-from zbv_worker.execution.progress import CurrentPlace
+from zbv_worker.execution.executor import Executor, StepResult
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
-from zbv_worker.model.protocol import ModelSpec, PipelineModel, Weighted
-from zbv_worker.stage.precision import LossScale, Precision
+from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.stage.stage import Stage
-from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
+from zbv_worker.training.checkpoint import Checkpoints
 from zbv_worker.training.gradients import Gradients, OwnGradients, SummedGradients
+from zbv_worker.training.loss_scale import LossScale
+from zbv_worker.training.options import Setting, TrainingOptions, require_kept_activations, require_plain
 from zbv_worker.training.plan_change import Swaps
 from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
 from zbv_worker.training.report import RankReport, StepLine
 from zbv_worker.training.trace_file import TraceFile
-from zbv_worker.training.update import NonFinite, Update, Updated
+from zbv_worker.training.update import Update, Updated
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.distributed import Backend, DistributedTransport
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How to train; equal on every rank.
-
-    Attributes
-    ----------
-    replicas
-        The number of pipelines that train the same model on different microbatches.
-    is_sharded
-        Whether the replicas divide each stage's parameters among them, instead of each holding all.
-    clip_norm
-        The longest allowed gradient of the whole model; None for no limit.
-    non_finite
-        What to do if a step's loss or gradients are infinite or NaN: end the run with an error, skip the
-        update on all ranks, or update the parameters anyway.
-    evaluate_every
-        Steps between evaluations (forward only); None for none.
-    next_plan
-        A file in which rank 0 looks for a plan to change to. Set on all ranks, or on none.
-    trace_dir
-        Where every rank writes its newest steps during the run; None for nowhere.
-    """
-
-    replicas: int = 1
-    is_sharded: bool = False
-    precision: Precision = "float32"
-    clip_norm: float | None = None
-    non_finite: NonFinite = "fail"
-    evaluate_every: int | None = None
-    checkpoint: CheckpointOptions | None = None
-    next_plan: Path | None = None
-    trace_dir: Path | None = None
-
-    @property
-    def common(self) -> tuple[tuple[str, str], ...]:
-        """Names and values of everything that must be equal on all ranks."""
-        return (
-            ("sharding", str(self.is_sharded)),
-            ("precision", self.precision),
-            ("clip norm", str(self.clip_norm)),
-            ("non-finite steps", self.non_finite),
-            ("evaluation", str(self.evaluate_every)),
-            ("checkpoints", str(self.checkpoint)),
-            ("watching for a next plan", str(self.next_plan is not None)),
-            ("writing traces", str(self.trace_dir is not None)),
-        )
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The environment of a run's trainings: model, device, transport and limits."""
-
-    model: ModelSpec
-    backend: Backend
-    device: torch.device
-    transport: Transport
-    steps: int
-    timeout: float
-    look_ahead: int = DEFAULT_LOOK_AHEAD
-    is_traced: bool = False
-    place: CurrentPlace | None = None
+from zbv_worker.transport.distributed import DistributedTransport
 
 
 class StepExecutor(Protocol):
@@ -318,8 +253,8 @@ class Training:
         """Build this rank's stages; returns their modules."""
         options, device = self._options, self._setting.device
         if self._whole is not None:
-            _require_plain(options, self._model)
-            _require_kept_activations(self._plan)
+            require_plain(options, self._model)
+            require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
         # FSDP2 itself averages over the replicas.
         replicas = 1 if options.is_sharded else options.replicas
@@ -400,33 +335,6 @@ def _sharded(modules: dict[int, nn.Module], transport: Transport, device: torch.
             "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
         )
     return ShardedGradients(modules, transport.replica_group, device)
-
-
-def _require_plain(options: TrainingOptions, model: PipelineModel) -> None:
-    """Refuse options that PyTorch's runtime does not support."""
-    if isinstance(model, Weighted):
-        raise InvalidRun(
-            "--runtime torch averages over microbatches, but the model weights them with loss_sum. "
-            "Use --runtime zbv."
-        )
-    asked = {
-        "--data-parallel": options.replicas > 1,
-        "--shard": options.is_sharded,
-        "--precision": options.precision != "float32",
-        "--evaluate-every": options.evaluate_every is not None,
-        "--next-plan": options.next_plan is not None,
-    }
-    found = [flag for flag, is_asked in asked.items() if is_asked]
-    if found:
-        raise InvalidRun(f"--runtime torch does not support {', '.join(found)}; use --runtime zbv.")
-
-
-def _require_kept_activations(plan: RankPlan) -> None:
-    if plan.cut.recomputed:
-        raise InvalidRun(
-            f"--runtime torch keeps the activations of all stages, but the plan recomputes stages "
-            f"{', '.join(map(str, plan.cut.recomputed))}. Use --runtime zbv, or plan without recomputation."
-        )
 
 
 def _say(text: str) -> None:

@@ -9,23 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 
-from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.stage.precision import LossScale
+from zbv_worker.model.protocol import PipelineModel, Scheduled
 from zbv_worker.training.gradients import Gradients
+from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.transport.channels import Transport
-
-
-@runtime_checkable
-class Scheduled(Protocol):
-    """A model that changes the learning rate from step to step."""
-
-    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """The schedule of one rank's optimizer; equal on every rank."""
-
 
 NonFinite = Literal["fail", "skip", "continue"]
 """What to do if a step's loss or gradients are infinite or NaN."""

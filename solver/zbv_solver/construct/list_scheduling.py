@@ -18,9 +18,9 @@ from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import BACK, CLOCK, FIRST, FRONT, HELD, IDLE, Board, replay
 from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.tables import FloatArray, IntArray, Tables, make_tables
-from zbv_solver.jit import compiled
-from zbv_solver.numeric import MEMORY_TOLERANCE
-from zbv_solver.problem import B, F, I, Problem, W
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 NOTHING = -1
 PHASES = 3

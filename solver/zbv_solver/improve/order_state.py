@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.tables import FloatArray, IntArray, Tables
-from zbv_solver.jit import compiled_leaf
-from zbv_solver.numeric import OPTIMAL_GAP
-from zbv_solver.problem import I, W
+from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.problem.problem import I, W
 
 
 class State(NamedTuple):

@@ -268,7 +268,7 @@ def _place_weight(tables: Tables, board: Board, rank: int) -> None:  # pragma: n
 def _fill_and_place(
     tables: Tables, board: Board, rank: int, action: int, slack: float, fill: bool
 ) -> bool:  # pragma: no cover - compiled
-    """Fill the hole before an F or I with W's, free memory for it with more W's, then place it if possible."""
+    """Fill the hole before an F or I with W's, free memory with more W's, then place it if possible."""
     ready = arrival(tables, board, rank, action)
     if ready == np.inf:
         return False

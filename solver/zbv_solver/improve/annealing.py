@@ -125,7 +125,7 @@ class Move(NamedTuple):
     ----------
     bounds
         (2,) index of the first and last action on the rank; equal where nothing can move.
-    code, index
+    code, microbatch
         (REACH + 1,) codes and microbatches after the move.
     old_code
         (REACH + 1,) codes before it.
@@ -139,7 +139,7 @@ class Move(NamedTuple):
 
     bounds: IntArray
     code: IntArray
-    index: IntArray
+    microbatch: IntArray
     old_code: IntArray
     way: FloatArray
     cursor: IntArray
@@ -213,7 +213,7 @@ def _round(
             continue
         value = changed
         for step in range(high - low + 1):
-            state.index[rank, low + step] = move.index[step]
+            state.microbatch[rank, low + step] = move.microbatch[step]
         sum_memory(tables, state, rank, low)
         if high + 1 < length[rank]:
             way = tail[rank, high + 1] + tables.duration[rank, code[rank, high + 1]]
@@ -238,7 +238,7 @@ def _rotate(state: State, rank: int, earlier: bool, move: Move) -> None:  # prag
     for step in range(n):
         source = low + (step + n - 1) % n if earlier else low + (step + 1) % n
         move.code[step] = state.code[rank, source]
-        move.index[step] = state.index[rank, source]
+        move.microbatch[step] = state.microbatch[rank, source]
 
 
 @compiled_leaf
@@ -247,14 +247,14 @@ def _delimit(
 ) -> None:  # pragma: no cover - compiled
     """Write first and last index of the stretch that the action at ``at`` may cross.
 
-    ``reach`` is the number of places to move, positive towards the beginning. The action passes no action that
-    it needs or that needs it, nor one of its own kind; memory fits everywhere; and it does not pass an action
-    that ends before the moved one's input arrives. So no cycle can arise: a path from the passed action to
-    the input would make the input arrive later.
+    ``reach`` is the number of places to move, positive towards the beginning. The action passes no action
+    that it needs or that needs it, and none of its own kind. Memory fits everywhere. It does not pass an
+    action that ends before the moved one's input arrives, so no cycle can arise: a path from the passed
+    action to the input would make the input arrive later.
     """
     position, limit, static = tables.position, tables.limit[rank], tables.static[rank]
-    code, index, end, held = state.code, state.index, state.end, state.held
-    action, k = code[rank, at], index[rank, at]
+    code, microbatch, end, held = state.code, state.microbatch, state.end, state.held
+    action, k = code[rank, at], microbatch[rank, at]
     change = tables.delta[rank, action]
     here = at
     if reach > 0:
@@ -262,7 +262,7 @@ def _delimit(
         while here > 0 and at - here < reach:
             other = code[rank, here - 1]
             if (
-                _needs(position, rank, action, k, other, index[rank, here - 1])
+                _needs(position, rank, action, k, other, microbatch[rank, here - 1])
                 or end[rank, here - 1] <= arrives
             ):
                 break
@@ -279,9 +279,9 @@ def _delimit(
         return
     while here + 1 < state.length[rank] and here - at < -reach:
         other = code[rank, here + 1]
-        if _needs(position, rank, other, index[rank, here + 1], action, k):
+        if _needs(position, rank, other, microbatch[rank, here + 1], action, k):
             break
-        if _arrives(tables, state, rank, other, index[rank, here + 1]) >= end[rank, at]:
+        if _arrives(tables, state, rank, other, microbatch[rank, here + 1]) >= end[rank, at]:
             break
         if change < 0 and max(held[rank, here], held[rank, here + 1]) - change > limit:
             break
@@ -327,7 +327,7 @@ def _judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pra
         action = move.code[step]
         position = tables.position[rank, action]
         if 0 <= position < positions - 1:
-            other, there = tables.host[position + 1], state.place[position + 1, move.index[step]]
+            other, there = tables.host[position + 1], state.place[position + 1, move.microbatch[step]]
             onward = tail[other, there] + duration[other, code[other, there]] + latency[position + 1]
             after = max(after, onward)
         way[step] = after
@@ -336,7 +336,7 @@ def _judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pra
     longest = -np.inf
     for step in range(n):
         action = move.code[step]
-        clock = max(clock, _arrives(tables, state, rank, action, move.index[step]))
+        clock = max(clock, _arrives(tables, state, rank, action, move.microbatch[step]))
         clock += duration[rank, action]
         longest = max(longest, clock + way[step])
     return longest

@@ -5,9 +5,9 @@ largest end + tail is the objective, and an action that attains it is critical (
 job-shop scheduling, Roy and Sussmann 1964).
 
 A change on one rank can only move the ends of actions that end later, and the tails of actions that end
-earlier. A sweep therefore begins at *cursors*, one per rank: everything before them (for ends) or from them on
-(for tails) is known to be right. Ranks take turns, and each one goes on until it needs a number that another
-rank has not computed yet.
+earlier. A sweep therefore begins at *cursors*, one per rank: everything before them (for ends) or from them
+on (for tails) is known to be right. Ranks take turns, and each one goes on until it needs a number that
+another rank has not computed yet.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class State(NamedTuple):
 
     Attributes
     ----------
-    code, index
-        (p, L) int8 and int64: code of an action (:mod:`zbv_solver.construct.tables`), and its microbatch.
+    code, microbatch
+        (p, L) int8 and int64, of an action; see :mod:`zbv_solver.construct.tables` for codes.
     length
         (p,) number of actions of a rank.
     end, tail, held
@@ -42,7 +42,7 @@ class State(NamedTuple):
     """
 
     code: IntArray
-    index: IntArray
+    microbatch: IntArray
     length: IntArray
     end: FloatArray
     tail: FloatArray
@@ -59,7 +59,7 @@ class State(NamedTuple):
         shape, chain = code.shape, (len(tables.latency), tables.microbatches)
         return cls(
             code=code,
-            index=np.zeros(shape, np.int64),
+            microbatch=np.zeros(shape, np.int64),
             length=length,
             end=np.zeros(shape),
             tail=np.zeros(shape),
@@ -88,8 +88,8 @@ def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - com
 
 @compiled_leaf
 def number_weights(tables: Tables, state: State, rank: int) -> None:  # pragma: no cover - compiled
-    """Write ``index`` of the W's of a rank: the microbatch of the oldest I without one."""
-    code, index = state.code[rank], state.index[rank]
+    """Write ``microbatch`` of the W's of a rank: the microbatch of the oldest I without one."""
+    code, microbatch = state.code[rank], state.microbatch[rank]
     for chunk in range(tables.position.shape[1] // 4):
         split = -1
         for at in range(state.length[rank]):
@@ -97,12 +97,12 @@ def number_weights(tables: Tables, state: State, rank: int) -> None:  # pragma: 
                 split += 1
                 while code[split] != 4 * chunk + I:
                     split += 1
-                index[at] = index[split]
+                microbatch[at] = microbatch[split]
 
 
 @compiled_leaf
 def sum_memory(tables: Tables, state: State, rank: int, begin: int) -> None:  # pragma: no cover - compiled
-    """Write ``held`` of a rank from ``begin`` on: memory is a sum over the order and does not depend on times."""
+    """Write ``held`` of a rank from ``begin`` on; memory depends on the order, not on times."""
     now = state.held[rank, begin - 1] if begin > 0 else tables.static[rank]
     for at in range(begin, state.length[rank]):
         now += tables.delta[rank, state.code[rank, at]]
@@ -161,17 +161,17 @@ def sweep_ends(tables: Tables, state: State) -> bool:  # pragma: no cover - comp
                     clock += tables.duration[rank, action]
                     passed_on[position, k] = clock
                     state.place[position, k] = at
-                    state.index[rank, at] = k
+                    state.microbatch[rank, at] = k
                     counted[position] = k + 1
                 end[rank, at] = clock
                 at += 1
             if at > begin:
                 progress = True
                 cursor[rank] = at
+    unfinished = 0
     for rank in range(p):
-        if cursor[rank] < length[rank]:
-            return False
-    return True
+        unfinished += length[rank] - cursor[rank]
+    return bool(unfinished == 0)
 
 
 @compiled_leaf
@@ -194,7 +194,7 @@ def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - com
                 else:
                     way = tail[rank, at] + duration[rank, code[rank, at]]
                 if position >= 0:
-                    k = state.index[rank, at - 1]
+                    k = state.microbatch[rank, at - 1]
                     after = position + 1
                     if after < positions:
                         if k < counted[after]:
@@ -228,7 +228,7 @@ def cursors_for_ends(state: State, time: float, rank: int, at: int) -> None:  # 
 
 @compiled_leaf
 def cursors_for_tails(state: State, way: float, rank: int, at: int) -> None:  # pragma: no cover - compiled
-    """Cursors after the last action of every rank whose tail is at least ``way``; on ``rank`` after ``at``."""
+    """Cursors after every rank's last action with a tail of at least ``way``; on ``rank`` after ``at``."""
     tail = state.tail
     for other in range(len(state.length)):
         low, high = 0, state.length[other]
@@ -267,7 +267,7 @@ def critical_path(tables: Tables, state: State, path: IntArray) -> int:  # pragm
         size += 1
         action = code[rank, at]
         position, begin = tables.position[rank, action], end[rank, at] - tables.duration[rank, action]
-        before, k = position - 1, state.index[rank, at]
+        before, k = position - 1, state.microbatch[rank, at]
         if at > 0 and end[rank, at - 1] >= begin - rounding:
             at -= 1
         elif before >= 0 and state.passed_on[before, k] + tables.latency[position] >= begin - rounding:

@@ -9,7 +9,7 @@ MINUTES ?= 10
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test soak suite lint style types format browser postgres picture pictures openapi freeze clean install
+.PHONY: help run test soak suite lint style types format browser postgres picture pictures openapi client freeze clean install
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -82,6 +82,9 @@ pictures: install browser ## Take the README's pictures of the pages again
 
 openapi: install ## Write the service's OpenAPI document again
 	$(BIN)/zbv-service openapi > service/openapi.json
+
+client: install ## Generate the blocking client from the one for asyncio again
+	$(BIN)/python service/make_synchronous_client.py
 
 freeze: ## Write constraints.txt again from what is installed
 	@{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,11 +11,10 @@ from typing import Any
 
 import httpx
 
-from zbv_service.client import Client, InvalidRequest
+from zbv_service.client import AgentGone, Client, InvalidRequest, Run, RunTimeout  # noqa: F401
 from zbv_service.client.answers import member, read_object
 from zbv_service.client.calls import Call, as_json, below, decoded
 
-_POLL_SECONDS = 0.2
 _COMPRESSION = 3
 """Most of what gzip can do, at a fraction of its time: the ranks use the cores too."""
 
@@ -108,127 +105,8 @@ class Orders:
     plan_id: str | None = None
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run as the service describes it; ``document`` is all of that. Its plan may still be searched."""
-
-    id: str
-    state: str
-    plan_id: str | None
-    error: dict[str, Any] | None
-    document: dict[str, Any]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether its state is final."""
-        return self.state in ("succeeded", "failed", "cancelled")
-
-    @property
-    def failures(self) -> list[dict[str, Any]]:
-        """Causes before consequences: ``agent``, ``rank``, ``action``, ``peer`` and ``detail`` of each."""
-        return list((self.error or {}).get("failures") or [])
-
-
-class AgentGone(InvalidRequest):
-    """The service does not know the agent, has declared it lost, or says that it belongs to another token.
-
-    The agent's part of a run is over; register again under a new id.
-    """
-
-
-class RunTimeout(Exception):
-    """A run did not end in the caller's time; it goes on."""
-
-
 class RunClient(Client):
-    """A :class:`Client` that also runs plans, and works as an agent."""
-
-    def submit_run(
-        self,
-        plan_id: str | None,
-        model: Mapping[str, Any],
-        *,
-        nodes: int,
-        steps: int,
-        options: Mapping[str, Any] | None = None,
-        problem: Any = None,
-        search_options: Mapping[str, Any] | None = None,
-        key: str | None = None,
-    ) -> Run:
-        """Have a plan run, once, however often the request is repeated.
-
-        Parameters
-        ----------
-        plan_id, problem
-            One of them: a plan, or a problem document whose plan is searched first.
-        model
-            ``factory``, and perhaps ``arguments`` and ``seed``.
-        key
-            The request's Idempotency-Key, for callers that repeat the request themselves; a random one unless
-            given. The client repeats a request whose answer was lost with the same key.
-
-        Raises
-        ------
-        InvalidRequest
-            When there is no such plan, or something breaks a rule.
-        """
-        what = {"plan_id": plan_id} if problem is None else {"plan_id": plan_id, "problem": problem}
-        body = {
-            **what,
-            "search_options": None if search_options is None else dict(search_options),
-            "model": dict(model),
-            "nodes": nodes,
-            "steps": steps,
-            "options": dict(options or {}),
-        }
-        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-        return self._call(Call("POST", "/v1/runs", _RUN, json=body, headers=headers))
-
-    def run(self, run_id: str) -> Run:
-        """The state of a run."""
-        return self._call(Call("GET", below("runs", run_id), _RUN))
-
-    def runs(self, limit: int = 100) -> list[Run]:
-        """The newest runs first."""
-        read = as_json(lambda answer: [_run(entry) for entry in member(answer, "runs")])
-        return self._call(Call("GET", "/v1/runs", read, params={"limit": limit}))
-
-    def run_events(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
-        """What happened to a run after an event."""
-        read = as_json(lambda answer: list(member(answer, "events")))
-        return self._call(Call("GET", below("runs", run_id, "events"), read, params={"after": after}))
-
-    def cancel_run(self, run_id: str) -> Run:
-        """Stop a run on all of its nodes."""
-        return self._call(Call("POST", below("runs", run_id, "cancel"), _RUN))
-
-    def change_plan(self, run_id: str, plan_id: str) -> Run:
-        """Have a run change over to another plan of its shape; raises :class:`InvalidRequest`."""
-        return self._call(Call("POST", below("runs", run_id, "plan"), _RUN, json={"plan_id": plan_id}))
-
-    def run_trace(self, run_id: str, generation: int | None = None) -> dict[str, Any]:
-        """The newest common step of all ranks, in the Trace Event Format; raises :class:`NotFound`."""
-        wanted = {"generation": generation}
-        return self._call(Call("GET", below("runs", run_id, "trace"), as_json(read_object), params=wanted))
-
-    def rank_log(self, run_id: str, rank: int, generation: int | None = None) -> str:
-        """The end of a rank's log; raises :class:`NotFound`."""
-        path, wanted = below("runs", run_id, "ranks", str(rank), "log"), {"generation": generation}
-        return self._call(Call("GET", path, lambda response: response.text, params=wanted))
-
-    def wait_run(self, run_id: str, timeout: float) -> Run:
-        """Wait for a run to end; raises :class:`RunTimeout` when it does not within ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        while not (found := self.run(run_id)).is_finished:
-            if time.monotonic() > deadline:
-                raise RunTimeout(f"run {run_id} is still {found.state} after {timeout:g} s; it goes on.")
-            time.sleep(_POLL_SECONDS)
-        return found
-
-    def agents(self) -> list[dict[str, Any]]:
-        """The agents that are there."""
-        read = as_json(lambda answer: list(member(answer, "agents")))
-        return self._call(Call("GET", "/v1/agents", read))
+    """A :class:`Client` that also makes the calls of an agent."""
 
     def register_agent(self, agent: Mapping[str, Any]) -> Registration:
         """Offer a node; ``agent`` is as the API documents AgentRequest."""
@@ -296,14 +174,6 @@ _OF_OTHERS = "/problems/agent-of-others"
 
 def _answer_or_none(response: httpx.Response) -> Any:
     return None if response.status_code == 204 else decoded(response)
-
-
-def _run(answer: Any) -> Run:
-    fields = {name: member(answer, name) for name in ("id", "state", "plan_id", "error")}
-    return Run(**fields, document=dict(answer))
-
-
-_RUN = as_json(_run)
 
 
 def _work(answer: Any) -> NodeWork:

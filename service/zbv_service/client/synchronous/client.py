@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 from zbv_service.client.answers import (
     Check,

@@ -1,7 +1,8 @@
 """A thin client of the service. It needs httpx and the plan format, no web framework and no database.
 
-:class:`Client` blocks and :class:`AsyncClient` is for asyncio. :mod:`zbv_service.client.errors` lists the
-errors. Names are loaded on first use, so that commands can add their flags without loading httpx.
+:class:`Client` blocks, :class:`AsyncClient` is for asyncio, and :class:`AgentClient` makes the calls of an
+agent. :mod:`zbv_service.client.errors` lists the errors. Names are loaded on first use, so that commands can
+add their flags without loading httpx.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zbv_service.client.agent import AgentClient, HeartbeatReply, NodeWork, Registration
     from zbv_service.client.answers import Check, Estimate, Event, RankPlan, Run, Search
     from zbv_service.client.asynchronous.client import AsyncClient
     from zbv_service.client.errors import (
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from zbv_service.client.synchronous.client import Client
 
 _MODULES = {
+    "AgentClient": "agent",
+    "HeartbeatReply": "agent",
+    "NodeWork": "agent",
+    "Registration": "agent",
     "Check": "answers",
     "Estimate": "answers",
     "Event": "answers",
@@ -42,6 +48,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "AgentClient",
     "AgentGone",
     "AsyncClient",
     "Check",
@@ -49,11 +56,14 @@ __all__ = [
     "ClientError",
     "Estimate",
     "Event",
+    "HeartbeatReply",
     "InvalidAnswer",
     "InvalidRequest",
+    "NodeWork",
     "NotFound",
     "Overloaded",
     "RankPlan",
+    "Registration",
     "Retries",
     "Run",
     "RunTimeout",

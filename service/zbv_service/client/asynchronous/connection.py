@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from httpx_sse import EventSource
 
-from zbv_service import client_tls
+from zbv_service.client import tls
 from zbv_service.client.answers import Event
 from zbv_service.client.cache import AnswerCache
 from zbv_service.client.calls import HEADERS, Call, checked
@@ -30,7 +30,7 @@ class AsyncConnection:
     base_url
         The service's address, such as ``http://127.0.0.1:8000``.
     token
-        The bearer token of every request. None uses the token that :func:`zbv_service.client_token.find`
+        The bearer token of every request. None uses the token that :func:`zbv_service.client.tokens.find`
         finds; an empty string sends no token.
     timeout
         Seconds for one request.
@@ -39,7 +39,7 @@ class AsyncConnection:
         request may be repeated, because those that create something carry a key or an id.
     verify
         How to check the service's certificate, as in httpx; a context can also hold a client certificate.
-        True uses what :func:`zbv_service.client_tls.find` finds in the environment.
+        True uses what :func:`zbv_service.client.tls.find` finds in the environment.
     transport
         Replaces the network, for tests.
     """
@@ -62,7 +62,7 @@ class AsyncConnection:
             timeout=timeout,
             auth=Bearer(token, base_url),
             headers=HEADERS,
-            verify=client_tls.find() if verify is True else verify,
+            verify=tls.find() if verify is True else verify,
             transport=transport,
         )
 

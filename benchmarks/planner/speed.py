@@ -13,7 +13,7 @@ from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.order_state import evaluate_codes
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 REPEATS = 5
 

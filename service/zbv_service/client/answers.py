@@ -9,7 +9,8 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
 from zbv_solver.plans.orders import Action
-from zbv_solver.plans.plan import Plan, parse_plan
+from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.reading import parse_plan
 
 from zbv_service.client.errors import InvalidAnswer
 

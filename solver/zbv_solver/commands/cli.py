@@ -16,13 +16,13 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from zbv_solver import __version__
+from zbv_solver._version import __version__
 from zbv_solver.commands import contradiction
 from zbv_solver.commands.cut_summary import cut_summary
 from zbv_solver.commands.estimate import add_arguments as add_estimate_arguments
 from zbv_solver.commands.searching import spinner, useful_workers, watched_search
 from zbv_solver.commands.tables import print_claims, print_comparison, print_frontier, print_layered_frontier
-from zbv_solver.documents.files import output, read_json, read_question, shown, write
+from zbv_solver.documents.files import file_label, output, read_json, write
 from zbv_solver.errors import (
     ContradictedBound,
     InfeasibleMemory,
@@ -30,6 +30,7 @@ from zbv_solver.errors import (
     InvalidPlan,
     MissingDependency,
 )
+from zbv_solver.problem.reading import load_problem
 
 if TYPE_CHECKING:
     from zbv_solver.plans.plan import Plan
@@ -183,7 +184,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from zbv_solver.commands.interrupt import terminated_like_interrupted
     from zbv_solver.plans.plan import plan_json
 
-    problem = read_question(arguments.problem)
+    problem = load_problem(arguments.problem)
     with output(arguments.output) as write_plan, terminated_like_interrupted():
         plan = watched_search(
             problem,
@@ -203,14 +204,14 @@ def _check(arguments: argparse.Namespace) -> None:
     from zbv_solver.commands.interrupt import interruptible
     from zbv_solver.search.claims import check_plan
 
-    asked = read_question(arguments.problem)
+    asked = load_problem(arguments.problem)
     document = read_json(arguments.plan)
     try:
         checked = interruptible(
             lambda stop: check_plan(document, asked, prove=arguments.prove, cancelled=stop)
         )
     except InvalidInput as error:
-        raise error.below(shown(arguments.plan)) from None
+        raise error.below(file_label(arguments.plan)) from None
     if arguments.json:
         document = {"is_valid": True, "claims": [asdict(claim) for claim in checked.claims]}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
@@ -221,7 +222,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     from zbv_solver.plans.plan import baseline_json, plan_json
 
-    plan = watched_search(read_question(arguments.problem), arguments.effort, None)
+    plan = watched_search(load_problem(arguments.problem), arguments.effort, None)
     if arguments.json:
         document = {
             "plan_id": plan.plan_id,
@@ -237,7 +238,7 @@ def _frontier(arguments: argparse.Namespace) -> None:
     from zbv_solver.frontiers.by_stages import baseline_points, frontier_points, point_json
     from zbv_solver.problem.layered_problem import LayeredProblem
 
-    problem = read_question(arguments.problem)
+    problem = load_problem(arguments.problem)
     if isinstance(problem, LayeredProblem):
         _frontier_of_layers(problem, arguments)
         return
@@ -268,7 +269,7 @@ def _frontier_of_layers(problem: LayeredProblem, arguments: argparse.Namespace) 
 
 def _export(arguments: argparse.Namespace) -> None:
     from zbv_solver.export import export
-    from zbv_solver.plans.plan import parse_orders, parse_plan, parse_plan_document
+    from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
     from zbv_solver.search.search import make_plan
     from zbv_solver.verify.verifier import verify
 
@@ -285,8 +286,9 @@ def _export(arguments: argparse.Namespace) -> None:
 def _refit(arguments: argparse.Namespace) -> None:
     from zbv_solver.measure.rank_trace import parse_rank_trace
     from zbv_solver.measure.refit import largest_change, refit
-    from zbv_solver.plans.plan import identity, parse_orders, parse_plan_document
-    from zbv_solver.problem.stage_document import problem_json
+    from zbv_solver.plans.plan import identity
+    from zbv_solver.plans.reading import parse_orders, parse_plan_document
+    from zbv_solver.problem.writing import problem_json
 
     problem, orders = parse_orders(parse_plan_document(read_json(arguments.plan)))
     plan_id = identity(problem_json(problem), orders.all_text())
@@ -295,10 +297,10 @@ def _refit(arguments: argparse.Namespace) -> None:
         try:
             trace = parse_rank_trace(read_json(path))
         except InvalidInput as error:
-            raise error.below(shown(path)) from None
+            raise error.below(file_label(path)) from None
         if trace.plan_id != plan_id:
             raise InvalidInput.at(
-                shown(path), f"was measured with plan {trace.plan_id[:12]}, not with {plan_id[:12]}."
+                file_label(path), f"was measured with plan {trace.plan_id[:12]}, not with {plan_id[:12]}."
             )
         traces.append(trace)
     measured = refit(problem, traces)
@@ -343,7 +345,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         workers=arguments.workers,
         without=tuple(arguments.without),
     )
-    suites = [parse_suite(read_json(path), shown(path)) for path in arguments.instances]
+    suites = [parse_suite(read_json(path), file_label(path)) for path in arguments.instances]
     instances = select(suites, arguments.only)
     # With the document on standard output, the table is what accompanies it.
     out = sys.stderr if arguments.json == "-" else sys.stdout

@@ -423,5 +423,5 @@ def test_a_file_without_a_token_is_an_error_that_names_the_flag(
     with pytest.raises(CredentialsUnusable, match=r"--token-file .*told (contains|is not)"):
         tokens.find("http://127.0.0.1:8123")
     monkeypatch.setenv("ZBV_TOKEN_FILE", str(runtime / "absent"))
-    with pytest.raises(CredentialsUnusable, match="--token-file .* cannot read"):
+    with pytest.raises(CredentialsUnusable, match=r"--token-file .* cannot read"):
         tokens.find("http://planner")

@@ -152,7 +152,7 @@ def test_an_unusable_tls_file_is_an_error_that_names_it(
 ) -> None:
     assert tls.find() is True
     monkeypatch.setenv(tls.KEY_VARIABLE, str(certificates.client[1]))
-    with pytest.raises(CredentialsUnusable, match="found --tls-key .* without --tls-cert"):
+    with pytest.raises(CredentialsUnusable, match=r"found --tls-key .* without --tls-cert"):
         tls.find()
     monkeypatch.setenv(tls.CERT_VARIABLE, str(certificates.server[0]))
     with pytest.raises(CredentialsUnusable, match="must be PEM files, and the key must belong"):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zbv_service.client import AgentClient, AgentGone, ClientError, NodeWork, ServiceUnreachable
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plans.plan import parse_orders, parse_plan_document
+from zbv_solver.plans.reading import parse_orders, parse_plan_document
 
 from zbv_worker.host.state_files import NEXT_PLAN, events_file, log_files, trace_file, write_json
 

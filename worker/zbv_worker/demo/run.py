@@ -114,7 +114,7 @@ class Demo:
     def outcomes(self) -> list[Outcome]:
         """Profile, plan and run: the planner's schedule first, then the baselines."""
         from zbv_solver.plans.plan import plan_json
-        from zbv_solver.problem.stage_document import problem_json
+        from zbv_solver.problem.writing import problem_json
         from zbv_solver.search.search import baseline_plan
 
         problem = self._profile()
@@ -134,7 +134,7 @@ class Demo:
         return problem
 
     def _plan(self, problem: Problem) -> str:
-        from zbv_solver.problem.stage_document import problem_json
+        from zbv_solver.problem.writing import problem_json
 
         task = self._progress.add_task("searching a plan", total=1)
         search = self._client.submit(problem_json(problem), {"effort": self._effort})

@@ -226,7 +226,7 @@ def rank_count() -> int:
 def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None:
     """Run everything, print the summary, and keep serving unless told to exit."""
     from zbv_service.client import Client
-    from zbv_service.client_token import FILE_VARIABLE, TOKEN_VARIABLE
+    from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
 
     ranks, folder = rank_count(), options.folder.absolute()
     port = port_or_free(options.port)

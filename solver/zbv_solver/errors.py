@@ -55,8 +55,8 @@ class InvalidInput(ZbvError):
     Attributes
     ----------
     issues
-        The first broken rules, at most ``MOST_ISSUES``: the report of a document with millions of mistakes must
-        stay small.
+        The first broken rules, at most ``MOST_ISSUES``, so that the report of a document with millions of
+        mistakes stays small.
     more
         Number of broken rules that are not listed.
     is_partial

@@ -116,7 +116,7 @@ def _largest_limit(problem: AnyProblem) -> float:
 
 
 def baseline_points(plan: Plan) -> Iterator[Known]:
-    """The classical schedules of a plan's problem: the fraction of 1F1B's memory they need, their objective."""
+    """The classical schedules of a plan's problem; `needs` is a fraction of 1F1B's memory."""
     for baseline in plan.baselines:
         needs = memory_fraction.needed(plan.problem, baseline.peak_memory)
         yield Known(baseline.name, needs, objective_value(plan.problem.objective, baseline))

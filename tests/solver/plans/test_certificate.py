@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from support.cuts import layered
 from support.problems import uniform, uniform_document
-from support.suites import entry, suite
 from zbv_solver.bounds import Bound
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.list_scheduling import serial
@@ -145,15 +144,14 @@ def test_a_wrong_bound_of_a_larger_limit_contradicts_the_plans_of_smaller_ones()
         frontier_points(layered(microbatches=4), answered(2))
 
 
-@pytest.mark.parametrize("command", ["plan", "compare", "frontier", "bench"])
+@pytest.mark.parametrize("command", ["plan", "compare", "frontier"])
 def test_every_command_that_searches_keeps_the_problem_and_ends_with_70(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     too_high(monkeypatch)
     monkeypatch.chdir(tmp_path)
     given = Path("given.json")
-    problem = uniform_document(2, 4)
-    given.write_text(json.dumps(suite(entry()) if command == "bench" else problem))
+    given.write_text(json.dumps(uniform_document(2, 4)))
     assert main([command, str(given), "--effort", "quick"]) == 70
     message = capsys.readouterr().err
     (kept,) = tmp_path.glob("zbv-contradiction-*.json")

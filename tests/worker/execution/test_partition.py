@@ -377,8 +377,8 @@ class Kept(Gpt):
 
 def test_a_change_of_the_cut_by_a_checkpoint_changes_no_bit_of_what_is_trained(folder: Path) -> None:
     """Two ranks that exchange layers after three of six steps, and two that keep them."""
-    settings = vars(gpt(**GPT)).values()  # type: ignore[arg-type]  # JSON
-    train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(*settings))
+    config = gpt(**GPT).config  # type: ignore[arg-type]  # JSON
+    train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(config, seed=0))
     changed = Reader(folder / "checkpoints" / "step-00000006.g2")
     states = {p: state for optimizer in Kept.optimizers for p, state in optimizer.state.items()}
     named = [(n, p) for module in Kept.modules for n, p in module.named_parameters()]

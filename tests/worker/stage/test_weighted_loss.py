@@ -14,7 +14,7 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun, ModelError, NotFinite
 from zbv_worker.stage import precision
-from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.stage import Stage, WeightedLoss
 from zbv_worker.training.options import TrainingOptions, _require_plain
 
 MICROBATCHES, STEPS = 3, 3
@@ -112,7 +112,7 @@ def test_a_weight_counts_once_where_the_loss_is_computed_again() -> None:
     weights = []
     for is_recomputed in (False, True):
         module = model.build_stage(0, 1, CPU)
-        stage = Stage(0, 1, module, 1, model.loss_sum, is_recomputed=is_recomputed, is_weighted=True)
+        stage = Stage(0, 1, module, 1, WeightedLoss(model.loss_sum), is_recomputed=is_recomputed)
         for microbatch, split in enumerate((True, False)):
             stage.forward(microbatch, x, target, split=split)
         stage.backward_input(0, None)
@@ -143,6 +143,6 @@ def test_pytorchs_runtime_refuses_weights() -> None:
     ],
 )
 def test_what_is_no_loss_is_refused(loss, is_weighted: bool, message: str) -> None:  # type: ignore[no-untyped-def]
-    stage = Stage(0, 1, torch.nn.Linear(3, 3), 1, loss, is_weighted=is_weighted)
+    stage = Stage(0, 1, torch.nn.Linear(3, 3), 1, WeightedLoss(loss) if is_weighted else loss)
     with pytest.raises(ModelError, match=message):
         stage.forward(0, torch.ones(4, 3), torch.ones(4, 3), split=True)

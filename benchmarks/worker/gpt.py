@@ -18,7 +18,7 @@ from zbv_worker.errors import WorkerError
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
 from zbv_worker.model.spec import ModelSpec
 
-from benchmarks.worker.findings import Finding, Target
+from benchmarks.findings import Finding, Target
 from benchmarks.worker.paired_ratios import paired_ratio
 from benchmarks.worker.ranks import MEETING_SECONDS, meeting, on_ranks
 from benchmarks.worker.workload import parse_workload, workload_json

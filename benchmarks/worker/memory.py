@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 from zbv_worker.measure.profile.profile import ProfileOptions, RankProfile, measure_ranks, to_problem
 from zbv_worker.model.spec import ModelSpec
 
-from benchmarks.worker.findings import Finding, Target
+from benchmarks.findings import Finding, Target
 from benchmarks.worker.ranks import meeting, on_ranks
 from benchmarks.worker.workload import parse_workload, workload_json
 

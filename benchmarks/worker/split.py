@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
-from benchmarks.worker.findings import Finding, Target
+from benchmarks.findings import Finding, Target
 from benchmarks.worker.paired_ratios import paired_ratio
 from benchmarks.worker.ranks import on_ranks
 from benchmarks.worker.workload import parse_workload, workload_json
@@ -52,7 +52,7 @@ def measure(workload: SplitWorkload) -> list[Finding]:
         times = answer[str(width)]
         ratio, interval = paired_ratio(times["split"], times["fused"])
         what = f"hidden {width}, {workload.tokens} tokens: (I + W) / B"
-        found.append(Finding(what, ratio, "", interval, Target(MOST)))
+        found.append(Finding(what, ratio, "", Target(MOST), interval))
     return found
 
 

@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from zbv_solver.documents.text import canonical_json
 from zbv_solver.errors import (
     MOST_ISSUES,
     ContradictedBound,
@@ -25,7 +26,6 @@ from zbv_solver.errors import (
     InvalidPlan,
     MissingDependency,
 )
-from zbv_solver.problem.stage_document import canonical_json
 
 from zbv_service.observability.context import REQUEST_ID
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.training.options import TrainingOptions

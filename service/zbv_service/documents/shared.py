@@ -8,9 +8,10 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from zbv_solver.plans.plan import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
+from zbv_solver.documents.fields import Number
+from zbv_solver.documents.validation import refusal
+from zbv_solver.plans.reading import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
 from zbv_solver.problem.problem import Objective
-from zbv_solver.problem.stage_document import Number, refusal
 from zbv_solver.search.claims import Claim
 
 from zbv_service.documents.problems import QuestionDocument

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from zbv_solver import __version__
+from zbv_solver.documents.text import canonical_json
 from zbv_solver.plans.channels import Channel, channels
-from zbv_solver.plans.plan import Plan, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import canonical_json
 from zbv_solver.search.claims import Claim
 
 from zbv_service.api.bodies import parse_json

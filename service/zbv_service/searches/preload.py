@@ -5,7 +5,7 @@ Importing the planner and what draws, and loading their machine code, takes seco
 
 from __future__ import annotations
 
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
 
 from zbv_service.plans import pictures as plan_pictures

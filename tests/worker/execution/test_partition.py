@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.measure.profile.profile import (
     ProfileOptions,

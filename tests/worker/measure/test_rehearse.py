@@ -21,7 +21,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Objective, Problem, Units
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import make_plan
 from zbv_worker.commands.cli import main
 from zbv_worker.demo.local_service import LocalService

@@ -21,7 +21,7 @@ from support.selfcheck import (
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import make_plan
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.build_stages import build_stages
@@ -154,7 +154,7 @@ def estimated_problem(model: GPT, is_recomputed: bool) -> Problem:
     names = list(model.layer_names())
     document["partition"] = [names[:3], names[3:]]
     document |= {"placement": "v", "recompute": [is_recomputed] * 2}
-    problem = parse_question(document)
+    problem = parse_any_problem(document)
     assert isinstance(problem, Problem)
     return problem
 

@@ -35,7 +35,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import SearchOptions, make_plan, search
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.whole_plan import WholePlan

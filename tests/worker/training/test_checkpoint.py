@@ -26,7 +26,7 @@ from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 from zbv_worker.stage.precision import Precision

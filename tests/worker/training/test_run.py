@@ -20,7 +20,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.plan_source import PlanSource

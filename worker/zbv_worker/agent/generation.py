@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbv_service.client_runs import NodeWork
+from zbv_service.client import NodeWork
 
 from zbv_worker.agent.heartbeat import Pulse
 from zbv_worker.agent.orphans import PARENT_VARIABLE

@@ -131,7 +131,7 @@ def _require_scale(parsed: argparse.Namespace) -> None:
 def _problem(
     parsed: argparse.Namespace, layers: list[Estimate], stages: list[Estimate], *, is_tied: bool
 ) -> dict[str, Any]:
-    from zbv_solver.problem.stage_document import problem_json
+    from zbv_solver.problem.writing import problem_json
 
     from zbv_worker.measure.estimate.document import Scale, estimated_document, stage_problem
 

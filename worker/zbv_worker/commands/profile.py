@@ -70,7 +70,7 @@ def execute(parsed: argparse.Namespace) -> int:
 
 def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report: WriteJson) -> None:
     from rich.console import Console
-    from zbv_solver.problem.stage_document import problem_json
+    from zbv_solver.problem.writing import problem_json
 
     from zbv_worker.execution.planned_cut import require_layered
     from zbv_worker.measure.profile.layers import to_layered_document

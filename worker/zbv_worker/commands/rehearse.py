@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from zbv_service.client_flags import add_credentials
+from zbv_service.client.flags import add_credentials
 
 from zbv_worker.commands.arguments import json_output, positive, positive_number
 

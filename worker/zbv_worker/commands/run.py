@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbv_service.client_flags import add_credentials
+from zbv_service.client.flags import add_credentials
 
 from zbv_worker.commands.arguments import add_model, positive, positive_number
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.plans.plan import identity, parse_orders, parse_plan_document
+from zbv_solver.plans.plan import identity
+from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.placement import Placement, PlacementKind
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify_orders
 
 from zbv_worker.errors import InvalidRun, PeerLost

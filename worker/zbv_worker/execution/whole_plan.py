@@ -11,9 +11,10 @@ from pathlib import Path
 
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import identity, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.plans.plan import identity
+from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify, verify_orders
 
 from zbv_worker.errors import InvalidRun, PeerLost

@@ -115,9 +115,9 @@ class ModelSpec:
 
 def require_named(factory: str, patterns: Sequence[str]) -> None:
     """Check a factory's name before its module is imported; raises :class:`InvalidRun`."""
-    from zbv_service.client_runs import is_allowed  # and with it httpx, which other runs do not need
+    from zbv_service.client.admission import is_model_allowed
 
-    if not is_allowed(factory, patterns):
+    if not is_model_allowed(factory, patterns):
         raise InvalidRun(
             f"--model {factory}: this agent allows {', '.join(patterns) or 'none'}. Start it with "
             f"--allow-model '{factory.partition(':')[0]}' if the module's code may run on this node."

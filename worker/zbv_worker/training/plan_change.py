@@ -19,9 +19,10 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.channels import Channel, Transfer
 from zbv_solver.plans.orders import Action
-from zbv_solver.plans.plan import identity, parse_orders, parse_plan_document
+from zbv_solver.plans.plan import identity
+from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify_orders
 
 from zbv_worker.execution.planned_cut import PlannedCut

@@ -146,7 +146,7 @@ class _RefuseUnknownMemory(TorchDispatchMode):  # type: ignore[no-untyped-call] 
         """Run the operator, or refuse it."""
         if func._overloadpacket in _UNKNOWN_MEMORY:
             raise InvalidRun(
-                f"{self._what} uses {func}, which does not report the memory that its backward needs. {_INSTEAD}"
+                f"{self._what} uses {func}, which keeps memory of unknown size for its backward. {_INSTEAD}"
             )
         return func(*args, **(kwargs or {}))
 

@@ -1,6 +1,6 @@
 """The database: tables, migrations, and the only code that speaks SQL.
 
-Nothing outside sees a table or a session. What leaves are the frozen records of
+Tables and sessions stay inside this package. Callers pass and receive the frozen records of
 :mod:`zbv_service.records` and :mod:`zbv_service.runs.records`.
 """
 

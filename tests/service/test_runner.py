@@ -185,7 +185,7 @@ async def test_a_search_that_neither_ends_in_time_nor_stops_is_ended(
     async with serving("deaf", stop_seconds=0.2, max_crashes=2) as service:
         ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
         assert (ended["state"], ended["attempts"], ended["objective"]) == ("failed", 2, 9)
-        assert "did not stop when it was told to" in ended["error"]["detail"]
+        assert "did not stop on request" in ended["error"]["detail"]
     await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
 
 
@@ -201,7 +201,7 @@ async def test_a_search_that_hangs_without_a_time_limit_is_ended(serving: Servin
     async with serving("deaf", max_time_limit=0.3, stop_seconds=0.2, max_crashes=1) as service:
         ended = await service.ended((await service.submit()).json()["id"])
         assert (ended["state"], ended["error"]["type"]) == ("failed", "/problems/search-crashed")
-        assert "did not stop when it was told to" in ended["error"]["detail"]
+        assert "did not stop on request" in ended["error"]["detail"]
     await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
 
 

@@ -1,1 +1,1 @@
-"""Searches: what is asked, and the processes that answer it."""
+"""Searches: accepted, queued, leased and computed."""

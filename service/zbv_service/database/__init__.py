@@ -1,7 +1,7 @@
 """The database: tables, migrations, and the only code that speaks SQL.
 
 Tables and sessions stay inside this package. Callers pass and receive the frozen records of
-:mod:`zbv_service.records` and :mod:`zbv_service.runs.records`.
+:mod:`zbv_service.records`.
 """
 
 from __future__ import annotations

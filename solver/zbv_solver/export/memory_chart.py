@@ -13,7 +13,7 @@ from bokeh.models.annotations import BoxAnnotation, Legend, LegendItem, Span
 from zbv_solver.export import palette, quantities
 from zbv_solver.export.bokeh_parts import FONT, Colours, layer, navigation, time_figure, tooltip
 from zbv_solver.export.dimensions import MEMORY_HEIGHT
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 MAX_LINES = 16
 """Above this many ranks the memory lines are drawn as one band."""

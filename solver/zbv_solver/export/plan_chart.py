@@ -18,7 +18,7 @@ from zbv_solver.export.gantt import gantt_figure, overview_figure, time_range
 from zbv_solver.export.memory_chart import memory_figure
 from zbv_solver.export.per_rank import accounts_for_memory, idle_shares
 from zbv_solver.export.timeline import Timeline
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,140 @@
+"""JSON documents of checks and estimates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from zbv_solver.plans.plan import BaselineDocument
+from zbv_solver.problem.stage_document import Number
+
+from zbv_service.documents.problems import QuestionDocument
+from zbv_service.documents.shared import ClaimDocument, ProblemSummary
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+Fraction = Annotated[Number, Field(gt=0, le=1000, allow_inf_nan=False)]
+
+
+class CheckRequest(_Request):
+    """A body for ``POST /v1/searches``, valid or not."""
+
+    problem: Any = Field(description="A problem document.")
+    options: Any = Field({}, description="Options of a search.")
+    limit_fraction: Fraction | None = Field(
+        None,
+        description="Instead of memory.limit: a fraction of the memory of 1F1B's activations on the same "
+        "model, in addition to static memory.",
+    )
+    plan: Any = Field(
+        None, description="A plan document to check against the problem, together with its claims."
+    )
+
+
+class IssueDocument(BaseModel):
+    """A broken rule."""
+
+    pointer: str = Field(description="RFC 6901 JSON pointer into the body that was sent.")
+    detail: str = Field(description="What was found, what the rule is, and what to do.")
+
+
+class PlanCheck(BaseModel):
+    """Whether a plan solves a problem, and which of its claims were verified."""
+
+    is_valid: bool
+    issues: list[IssueDocument]
+    claims: list[ClaimDocument] = Field(
+        description="Lower bounds are not verified here: `zbv check --prove` proves them."
+    )
+
+
+class ProblemFacts(BaseModel):
+    """Facts that follow from a problem without a search."""
+
+    stages: int
+    actions: int = Field(description="Number of actions on all ranks, with every backward split.")
+    limit: list[float] | None = Field(description="Per rank, in the memory unit; null is unlimited.")
+    limit_fraction: float | None = Field(
+        description="The limit of the tightest rank as a fraction of 1F1B's memory."
+    )
+    smallest_limit: list[float] = Field(description="Per rank, the smallest limit that some plan fits.")
+    smallest_fraction: float | None = Field(description="The smallest fraction that some plan fits.")
+    fits: bool = Field(description="Whether the limit is at least the smallest one.")
+    one_f_one_b_memory: float = Field(
+        description="Memory of 1F1B's activations on the rank that holds most; the fraction 1."
+    )
+    busy: list[float] = Field(description="Minimal work per rank; no iteration is shorter.")
+
+
+class PlacementFacts(BaseModel):
+    """A placement that a search considers."""
+
+    placement: str
+    chunks: int = Field(description="Stages per rank.")
+    stages: int
+
+
+class LayersFacts(BaseModel):
+    """Facts about layers that are not cut into stages yet."""
+
+    layers: int = Field(description="Copies counted.")
+    parts: int = Field(description="Number of layers that a cut can separate; a group of `together` is one.")
+    placements: list[PlacementFacts]
+    work: float = Field(description="Least work of a microbatch on all layers.")
+    least_busy: float = Field(
+        description="Minimal work of the busiest rank over all cuts that fit; no iteration is shorter."
+    )
+    static: float = Field(description="Static memory of all layers, in the memory unit.")
+    held: float = Field(description="Activation memory of one microbatch without recomputation.")
+    limit: list[float] | None = Field(description="Per rank, in the memory unit; null is unlimited.")
+    can_recompute: bool = Field(description="Whether any layer has an alternative.")
+
+
+class ProblemCheck(BaseModel):
+    """Whether a search would be accepted."""
+
+    is_valid: bool
+    issues: list[IssueDocument]
+    problem_summary: ProblemSummary | None = Field(description="Null unless the problem is valid.")
+    facts: ProblemFacts | None = Field(
+        description="Null unless the problem is valid and its stages are known."
+    )
+    layers: LayersFacts | None = Field(
+        None, description="Instead of facts, for a valid problem with layers that are not cut yet."
+    )
+    plan: PlanCheck | None = Field(None, description="Null unless a plan was sent and the problem is valid.")
+
+
+class EstimateRequest(_Request):
+    """A problem to estimate."""
+
+    problem: QuestionDocument
+
+
+class EstimatedPlan(BaseModel):
+    """A verified plan without its actions."""
+
+    span: float
+    makespan: float
+    bubble_rate: float
+    peak_memory: list[float]
+    gap: float | None = Field(description="Its objective / lower bound - 1.")
+    status: Literal["optimal", "feasible"]
+    method: str
+
+
+class Estimate(BaseModel):
+    """The result of a very short search. Nothing is stored."""
+
+    problem_summary: ProblemSummary
+    lower_bound: float = Field(description="No plan of the problem has a smaller objective.")
+    plan: EstimatedPlan | None = Field(
+        description="A verified plan found in about half a second; a search may find a better one. Null for "
+        "problems that are too large."
+    )
+    baselines: list[BaselineDocument] = Field(
+        description="As in a plan; `fits` says whether the memory limit is met."
+    )

@@ -1,0 +1,99 @@
+"""A quick plan of layers: one placement, and the best of the cuts that need no search.
+
+A full search compares cuts, moves their bounds and plans every placement. A form needs an approximate result
+while its user is typing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from zbv_solver.construct.baselines import without_limit
+from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.judge import Judge
+from zbv_solver.partition.roomy_cuts import roomy_cuts
+from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.partition.starts import EVEN, HISTOGRAM, Start, fitting_starts
+from zbv_solver.plans.plan import Baseline, Plan
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.search import search
+
+BESIDE_SHARE = 0.5
+"""The share of the plan's time for each of the simple cuts that it is compared with."""
+
+
+def sketch(problem: LayeredProblem, seconds: float) -> Plan:
+    """A plan on the first placement with a cut that fits; its baselines include simple cuts.
+
+    Parameters
+    ----------
+    seconds
+        Time limit of comparing cuts, and again of the plan's search. It only matters for large problems: a
+        hundred layers on sixteen ranks take some tenths of a second.
+
+    Raises
+    ------
+    InfeasibleMemory
+        No cut fits.
+    """
+    tables = CutTables.of(problem)
+    for placement in problem.placements:
+        space = CutSpace(problem, placement, tables)
+        starts, _ = fitting_starts(space, level_cut(space))
+        if starts:
+            return _planned(space, starts, seconds)
+    # No cut fits: the search raises the error, which says what the smallest cut needs.
+    return search(problem, SearchOptions("quick", time_limit=seconds))
+
+
+def _planned(space: CutSpace, starts: dict[str, Start], seconds: float) -> Plan:
+    best = _best(space, starts, seconds)
+    plan = _plan(space, best, seconds)
+    beside = tuple(
+        _baseline(
+            space,
+            name,
+            plan if starts.get(name) == best else None,
+            bounds,
+            BESIDE_SHARE * seconds,
+        )
+        for name, bounds in _simple(space).items()
+    )
+    return replace(plan, baselines=(*plan.baselines, *beside))
+
+
+def _best(space: CutSpace, starts: dict[str, Start], seconds: float) -> Start:
+    """The most promising start. While there is time, cuts with some memory to spare are considered too."""
+    judge, until = Judge(space), time.monotonic() + seconds
+    known = {start: judge.value(*start) for start in starts.values()}
+    for start in roomy_cuts(space, next(iter(known))[0]):
+        known.setdefault(start, judge.value(*start))
+        if time.monotonic() > until:
+            break
+    return min(known, key=known.__getitem__)
+
+
+def _baseline(space: CutSpace, name: str, plan: Plan | None, bounds: Bounds, seconds: float) -> Baseline:
+    """The plan of a simple cut, without the memory limit if the cut does not fit."""
+    recompute = space.fitting(bounds)
+    if plan is None:
+        plan = _plan(space, (bounds, recompute or (False,) * space.n_stages), seconds, recompute is not None)
+    found = plan.metrics
+    return Baseline(
+        name, found.span, found.makespan, found.bubble_rate, found.peak_memory, recompute is not None
+    )
+
+
+def _plan(space: CutSpace, start: Start, seconds: float, is_limited: bool = True) -> Plan:
+    problem = space.problem.cut_into(space.placement, space.cut(*start))
+    return search(
+        problem if is_limited else without_limit(problem), SearchOptions("quick", time_limit=seconds)
+    )
+
+
+def _simple(space: CutSpace) -> dict[str, Bounds]:
+    """The simple cuts for comparison, by name."""
+    return {EVEN: even_cut(space), HISTOGRAM: histogram_cut(space)}

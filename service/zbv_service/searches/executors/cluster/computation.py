@@ -1,0 +1,109 @@
+"""The service's view of one search on a Dask cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+
+from distributed.scheduler import KilledWorker
+
+from zbv_service.records.searches import NewPlan, Update
+from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
+from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
+from zbv_service.searches.executors.task import SearchFunction, SearchTask
+
+
+class DaskComputation:
+    """One search on a cluster.
+
+    Parameters
+    ----------
+    look_now
+        Polls the cluster at once.
+    compute
+        Computes the search, and waits for ``outcome``.
+
+    Attributes
+    ----------
+    place
+        Identity of the worker that computes it, once the worker has said so.
+    allowed
+        Identities of the workers that may compute it, once it is submitted.
+    """
+
+    def __init__(
+        self,
+        task: SearchTask,
+        search: SearchFunction,
+        on_update: Callable[[Update], None],
+        look_now: Callable[[], None],
+        compute: Callable[[DaskComputation], Awaitable[NewPlan]],
+    ):
+        self._look_now = look_now
+        self._compute = compute
+        self._on_update = on_update
+        self._is_stopped = False
+        self._seen = 0
+        self.task = task
+        self.search = search
+        self.token = secrets.token_hex(16)
+        self.place: str | None = None
+        self.allowed: frozenset[str] = frozenset()
+        self.outcome: asyncio.Future[NewPlan] = asyncio.get_running_loop().create_future()
+
+    def stop(self) -> None:
+        """Ask the search to return its best plan, now or as soon as it begins."""
+        self._is_stopped = True
+        self._look_now()
+
+    def kill(self) -> None:
+        """Give the search up, because its thread cannot be killed. It occupies the thread until it stops."""
+        self.fail(SearchCrashed("it did not stop on request and was given up"))
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a worker has said that it computes the search."""
+        return self.place is not None
+
+    async def plan(self) -> NewPlan:
+        """Compute the plan; raises :class:`SearchCrashed`, :class:`SearchLost`, or the search's own error."""
+        return await self._compute(self)
+
+    @property
+    def wanted(self) -> Wanted:
+        """The request to its worker."""
+        return Wanted(self._is_stopped, self._seen)
+
+    def found(self, place: str, found: Found) -> None:
+        """Take the answer of its worker."""
+        self.place = place
+        # Dask may have moved the search to another process, which numbers its reports from the beginning.
+        if found.update is not None and found.number != self._seen:
+            self._seen = found.number
+            self._on_update(found.update)
+
+    def fail(self, error: Exception) -> None:
+        """End the search with an error, unless it has ended already."""
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+    def take_outcome(self, submitted: asyncio.Future[NewPlan]) -> None:
+        """Take the outcome that Dask reports."""
+        if submitted.cancelled():
+            self.fail(SearchLost("the Dask scheduler lost it."))
+            return
+        error = submitted.exception()
+        if error is None:
+            if not self.outcome.done():
+                self.outcome.set_result(submitted.result())
+        elif isinstance(error, KilledWorker):
+            self.fail(SearchCrashed("each worker that computed it died"))
+        elif isinstance(error, OutOfMemory):
+            self.fail(SearchCrashed("its worker ran out of memory"))
+        elif isinstance(error, Evicted):
+            self.fail(SearchEvicted(str(error)))
+        elif isinstance(error, Abandoned):
+            self.fail(SearchLost(str(error)))
+        else:
+            self.fail(error if isinstance(error, Exception) else SearchLost(repr(error)))

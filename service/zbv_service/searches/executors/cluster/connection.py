@@ -1,0 +1,227 @@
+"""A connection to a Dask scheduler, and the state of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Executor
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from distributed import Client
+
+from zbv_service.records.searches import NewPlan
+from zbv_service.searches.executors.cluster.computation import DaskComputation
+from zbv_service.searches.executors.cluster.worker import describe, exchange, run_on_worker, welcome
+from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.25
+"""Seconds between polls of a cluster …"""
+LOOKED_AT_PER_LOOK = 25
+"""… with this many workers. Larger clusters are polled less often, to limit the load on their scheduler."""
+CONNECT_SECONDS, CALL_SECONDS, CLOSE_SECONDS = 5.0, 10.0, 0.25
+
+_CLOSING = ("closing", "closing_gracefully")
+
+logger = logging.getLogger(__name__)
+
+
+class Cluster:
+    """A connection to a scheduler, and the state of its workers."""
+
+    def __init__(self, client: Client):
+        self._client = client
+        self._loop: asyncio.AbstractEventLoop = cast("Any", client.loop).asyncio_loop
+        self._name = secrets.token_hex(16)
+        self._mine = describe()
+        self._differences: dict[str, str | None] = {}
+        self._threads: dict[str, int] = {}
+        self._addresses: dict[str, str] = {}
+        self._others: dict[str, int] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    @classmethod
+    async def connect(cls, address: str) -> Cluster:
+        """Connect to a scheduler; raises OSError or TimeoutError."""
+
+        def connect() -> Client:
+            return Client(  # type: ignore[no-untyped-call]
+                address,
+                timeout=CONNECT_SECONDS,
+                set_as_default=False,
+                name="zbv-service",
+                direct_to_workers=False,
+            )
+
+        return cls(await asyncio.to_thread(connect))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        for asking in self._asking.values():
+            asking.cancel()
+        with suppress(OSError, TimeoutError, RuntimeError):
+            await asyncio.to_thread(self._client.close, timeout=CLOSE_SECONDS)
+
+    @property
+    def room(self) -> int:
+        """The number of searches that the usable workers have threads for."""
+        usable = sum(self._threads[place] for place in self._usable)
+        return max(0, usable - sum(self._others.values()))
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no search can be computed now; None if one can."""
+        if self._usable:
+            return None
+        differing = [found for found in self._differences.values() if found is not None]
+        if not differing:
+            return "The Dask cluster has no workers."
+        return f"No worker of the Dask cluster can be used; of the first, {differing[0]}."
+
+    @property
+    def look_seconds(self) -> float:
+        """Seconds between polls."""
+        return LOOK_SECONDS * max(1.0, len(self._threads) / LOOKED_AT_PER_LOOK)
+
+    @property
+    def _usable(self) -> list[str]:
+        return [place for place in self._threads if self._differences.get(place, "") is None]
+
+    async def submit(self, computation: DaskComputation, patience: float) -> NewPlan:
+        """Submit a search to the usable workers, and return its plan."""
+        computation.allowed = frozenset(self._usable)
+        workers = [self._addresses[place] for place in computation.allowed]
+        if not workers:
+            raise SearchLost("no worker can be used.")
+        executor: Executor = self._client.get_executor(  # type: ignore[no-untyped-call]
+            pure=False, retries=0, workers=workers, allow_other_workers=False
+        )
+        run = partial(run_on_worker, computation.task, computation.search, computation.token)
+        future = await asyncio.to_thread(lambda: executor.submit(run, self._name, patience))
+        return await asyncio.wrap_future(future)
+
+    async def look(self, computations: Mapping[str, DaskComputation]) -> None:
+        """Poll the workers, and exchange requests and reports with them.
+
+        Raises
+        ------
+        OSError, TimeoutError, RuntimeError
+            The scheduler does not answer.
+        """
+        if self._client.status != "running":
+            raise OSError(f"the connection is {self._client.status}")
+        info = await self._call(lambda: self._scheduler.identity(n_workers=-1))
+        workers = {_place(address, worker): (address, worker) for address, worker in info["workers"].items()}
+        gone = self._threads.keys() - workers.keys()
+        self._threads = {place: int(worker["nthreads"]) for place, (_, worker) in workers.items()}
+        former, self._addresses = self._addresses, {place: address for place, (address, _) in workers.items()}
+        self._others = {place: count for place, count in self._others.items() if place in workers}
+        for computation in computations.values():
+            if computation.place is None and computation.allowed and not computation.allowed & workers.keys():
+                computation.fail(SearchLost("the workers that could compute it are gone."))
+        for place in gone:
+            self._differences.pop(place, None)
+            await self._mourn(former[place], [c for c in computations.values() if c.place == place])
+        await self._exchange(computations)
+
+    async def _difference(self, address: str) -> str | None:
+        """Why a worker cannot be used: its versions differ from this service's. None if they match."""
+        try:
+            found = await self._on_worker(address, welcome)
+        except (OSError, TimeoutError, RuntimeError):
+            raise
+        except Exception as error:  # most often an import fails; any error is logged once
+            difference = f"it cannot load zbv: {error}"
+        else:
+            different = [name for name, value in self._mine.items() if found.get(name) != value]
+            if not different:
+                return None
+            told = (f"{name} is {found.get(name)} and must be {self._mine[name]}" for name in different)
+            difference = ", ".join(told)
+        logger.warning("the Dask worker %s is not used: %s", address, difference)
+        return difference
+
+    async def _mourn(self, address: str, computations: list[DaskComputation]) -> None:
+        """End the searches of a worker that is gone.
+
+        If Dask closed the worker, the worker has said so before. Otherwise a search may have been the reason.
+        """
+        if not computations:
+            return
+        events = await self._call(lambda: self._scheduler.events(topic=address))
+        logger.warning("the Dask worker %s is gone, with %d searches", address, len(computations))
+        was_closed = any(event.get("status") in _CLOSING for _, event in events or ())
+        for computation in computations:
+            if was_closed:
+                computation.fail(SearchEvicted(f"its worker {address} was closed."))
+            else:
+                computation.fail(SearchCrashed("its worker died"))
+
+    @property
+    def _scheduler(self) -> Any:
+        if self._client.scheduler is None:
+            raise OSError("the connection was closed")
+        return self._client.scheduler
+
+    async def _exchange(self, computations: Mapping[str, DaskComputation]) -> None:
+        for place, address in self._addresses.items():
+            if place not in self._asking and self._differences.get(place) is None:
+                self._asking[place] = asyncio.create_task(self._ask(place, address, computations))
+        if self._asking:
+            # A worker that hangs must not delay the others.
+            await asyncio.wait(self._asking.values(), timeout=LOOK_SECONDS)
+
+    async def _ask(self, place: str, address: str, computations: Mapping[str, DaskComputation]) -> None:
+        try:
+            if place not in self._differences:
+                self._differences[place] = await self._difference(address)
+            if self._differences[place] is not None:
+                return
+            concerned = {token: c for token, c in computations.items() if c.place in (None, place)}
+            wanted = {token: computation.wanted for token, computation in concerned.items()}
+            held = await self._on_worker(address, exchange, self._name, wanted)
+            self._others[place] = held.others
+            if held.is_leaving:
+                self._differences[place] = "it was told to end"
+            for token, found in held.searches.items():
+                concerned[token].found(place, found)
+        except (OSError, TimeoutError, RuntimeError) as error:
+            logger.info("the Dask worker %s does not answer: %s", address, error or "not in time")
+        finally:
+            del self._asking[place]
+
+    async def _on_worker(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in a worker while its tasks run; raises the function's errors."""
+        answers = await self._call(
+            lambda: self._client.run(function, *arguments, workers=[address], on_error="return")
+        )
+        answer = answers.get(address, OSError("the worker is gone"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def _call(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine of Dask in Dask's event loop, which belongs to another thread."""
+
+        async def call() -> T:
+            return await asyncio.wait_for(begin(), CALL_SECONDS)
+
+        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        try:
+            # The time limit here is needed too, because a stopped loop never runs the coroutine.
+            return await asyncio.wait_for(asyncio.wrap_future(future), 2 * CALL_SECONDS)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise OSError("the connection was closed") from None
+
+
+def _place(address: str, worker: Mapping[str, Any]) -> str:
+    """Identifies a process: a successor with the same name and address has another scratch folder."""
+    return f"{address} {worker['local_directory']}"

@@ -1,0 +1,114 @@
+"""Computes searches in processes on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, Future
+from functools import partial
+
+from zbv_service.compute.processes import IsolatedProcesses
+from zbv_service.records.searches import NewPlan, Update
+from zbv_service.searches.executors.connection import run_connected
+from zbv_service.searches.executors.executor import SearchCrashed
+from zbv_service.searches.executors.progress import ProgressServer
+from zbv_service.searches.executors.task import SearchFunction, SearchTask
+
+
+class LocalExecutor:
+    """Computes searches in processes on this machine, one process per search.
+
+    Parameters
+    ----------
+    slots
+        Most searches at the same time.
+    preload
+        Whether to load the planner into the fork server at the start instead of at the first search.
+    """
+
+    def __init__(self, slots: int, *, preload: bool = True):
+        self._slots = slots
+        self._preload = preload
+        self._processes = IsolatedProcesses()
+        self._progress = ProgressServer()
+
+    async def start(self) -> None:
+        """Listen for reports of searches, and prepare the fork server."""
+        await self._progress.start()
+        if self._preload:
+            await asyncio.to_thread(self._processes.prepare)
+
+    async def stop(self) -> None:
+        """Close the connections, and end each process after its task."""
+        await self._progress.close()
+        self._processes.shutdown(wait=False, cancel_futures=True)
+
+    def kill(self) -> None:
+        """Kill every process now."""
+        self._processes.kill()
+
+    @property
+    def slots(self) -> int:
+        """The number of searches that can run at the same time."""
+        return self._slots
+
+    @property
+    def trouble(self) -> str | None:
+        """None: a process can always be started."""
+        return None
+
+    def expect(
+        self, task: SearchTask, search: SearchFunction, on_update: Callable[[Update], None]
+    ) -> LocalComputation:
+        """Prepare a search for a separate process."""
+        return LocalComputation(self._processes, self._progress, task, search, on_update)
+
+
+class LocalComputation:
+    """One search in a separate process."""
+
+    def __init__(
+        self,
+        processes: IsolatedProcesses,
+        progress: ProgressServer,
+        task: SearchTask,
+        search: SearchFunction,
+        on_update: Callable[[Update], None],
+    ):
+        self._processes = processes
+        self._progress = progress
+        self._task = task
+        self._search = search
+        self._line = progress.expect(on_update)
+        self._future: Future[NewPlan] | None = None
+        self._was_killed = False
+
+    def stop(self) -> None:
+        """Ask the search to return its best plan, now or as soon as it begins."""
+        self._line.stop()
+
+    def kill(self) -> None:
+        """Kill its process."""
+        if self._future is not None:
+            self._was_killed = True
+            self._processes.kill_process_of(self._future)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its process has connected."""
+        return self._line.writer is not None
+
+    async def plan(self) -> NewPlan:
+        """Compute the plan; raises :class:`SearchCrashed`, or the search's own error."""
+        run = partial(run_connected, self._task, self._search, self._progress.address, self._line.token)
+        try:
+            # Starting a process takes some milliseconds, so another thread does it.
+            self._future = await asyncio.to_thread(lambda: self._processes.submit(run))
+            return await asyncio.wrap_future(self._future)
+        except BrokenExecutor as error:
+            how = "did not stop on request and was killed" if self._was_killed else "died"
+            raise SearchCrashed(f"it {how}") from error
+        except OSError as error:
+            raise SearchCrashed(f"it was refused something by its machine ({error})") from error
+        finally:
+            self._progress.forget(self._line)

@@ -23,7 +23,6 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PRELOADED = "zbv_service.searches.preload"
 NICENESS = 10
 """Niceness: computations use the CPU time that the service leaves, so requests stay fast."""
 KEPT_BYTES = 384 * 1024**2
@@ -32,6 +31,14 @@ ORPHANED = 70
 """Exit status of a process that lost its service."""
 
 logger = logging.getLogger(__name__)
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import these modules, so that forked processes start with them.
+
+    The fork server is shared by all executors of this process, and imports modules only when it starts.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
 
 
 class IsolatedProcesses(Executor):
@@ -57,7 +64,6 @@ class IsolatedProcesses(Executor):
         # Processes are forked from a fork server that has loaded the planner and has no threads, which takes
         # milliseconds. Forking this process would be unsafe, because it has threads.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([PRELOADED])
 
     def prepare(self) -> None:
         """Start the fork server without waiting until it has loaded everything."""

@@ -17,8 +17,8 @@ from sqlalchemy import CursorResult, select, update
 from sqlalchemy import Update as UpdateStatement
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service import errors as problems
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
+from zbv_service.errors import RUN_FAILED, problem_document
 from zbv_service.records.runs import (
     DEFAULT_RETRIES,
     FAILURE_KINDS,
@@ -211,4 +211,4 @@ def _causes_first(failures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def _error_of(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The run's problem document. Failures are sorted, causes first; the first one gives the detail."""
     detail = str(failures[0]["detail"]) if failures else "The nodes were stopped; no failure was reported."
-    return problems.document(problems.RUN_FAILED, detail, failures=list(failures))
+    return problem_document(RUN_FAILED, detail, failures=list(failures))

@@ -13,11 +13,11 @@ from typing import Any
 
 from sqlalchemy import select
 
-from zbv_service import errors as problems
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.database.run_end import add_event, end_run, lock_run
 from zbv_service.database.run_models import RunRow
+from zbv_service.errors import RUN_FAILED, problem_document
 from zbv_service.records.runs import RUN_ENDED, Replanning
 from zbv_service.records.searches import FINISHED
 
@@ -121,4 +121,4 @@ def _error_of(search: SearchRow | None) -> dict[str, Any]:
     if search is not None and search.error is not None:
         return search.error
     detail = "The search for its plan was cancelled before it found one. Submit the run again."
-    return problems.document(problems.RUN_FAILED, detail)
+    return problem_document(RUN_FAILED, detail)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from typing import Protocol
 
 from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -21,16 +22,17 @@ from zbv_service.database.run_end import add_event, changed, end_node, end_run, 
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.records.runs import (
     RUN_ENDED,
+    AvailableAgent,
     EventRecord,
     NewRun,
     NodeRecord,
     NodeReport,
     RunFilter,
     RunRecord,
+    WaitingRun,
     Work,
 )
 from zbv_service.records.searches import NamedRequest, Page, Position
-from zbv_service.runs.scheduler import Offer, Wanted, choose, lack
 
 _CONSIDERED = 200
 """Waiting runs per pass."""
@@ -46,6 +48,16 @@ class SearchGone(Exception):
 
 class RunRemoved(Exception):
     """The run that a request with this Idempotency-Key created was removed."""
+
+
+class Scheduler(Protocol):
+    """Decides which waiting run gets which agents: :mod:`zbv_service.runs.scheduler`."""
+
+    def choose(self, waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> dict[str, list[str]]:
+        """Agent ids for the runs that can start now, by run id."""
+
+    def lack(self, run: WaitingRun, agents: Sequence[AvailableAgent]) -> str:
+        """Why a run cannot start."""
 
 
 class RunTable:
@@ -166,7 +178,7 @@ class RunTable:
                     end_run(session, run, "cancelled")
         return await self.get(run_id)
 
-    async def assign(self) -> list[str]:
+    async def assign(self, scheduler: Scheduler) -> list[str]:
         """Assign agents to every waiting run that can start, and return the ids of these runs.
 
         Raises
@@ -182,25 +194,28 @@ class RunTable:
             runs = {row.id: row for row in await session.scalars(waiting.limit(_CONSIDERED))}
             live = select(AgentRow).where(AgentRow.state == "live")
             agents = {a.id: a for a in await session.scalars(live.order_by(AgentRow.created_at, AgentRow.id))}
-            wanted, offers = [*map(_wanted, runs.values())], [*map(_offer, agents.values())]
-            placed = choose(wanted, offers)
+            waiting_runs = [_waiting_run(row) for row in runs.values()]
+            available = [_available_agent(row) for row in agents.values()]
+            placed = scheduler.choose(waiting_runs, available)
             await _lock(session, placed)
             for run_id, agent_ids in placed.items():
                 await _take(session, runs[run_id], [agents[agent_id] for agent_id in agent_ids])
-        said = {run.run_id: lack(run, offers) for run in wanted if run.run_id not in placed}
-        await self._say_lack(
-            {run_id: text for run_id, text in said.items() if runs[run_id].waits_for != text}
+        lacking = {
+            run.run_id: scheduler.lack(run, available) for run in waiting_runs if run.run_id not in placed
+        }
+        await self._store_lack(
+            {run_id: text for run_id, text in lacking.items() if runs[run_id].waits_for != text}
         )
         return list(placed)
 
-    async def _say_lack(self, said: Mapping[str, str]) -> None:
+    async def _store_lack(self, lacking: Mapping[str, str]) -> None:
         """Store what waiting runs lack."""
-        if not said:
+        if not lacking:
             return
         async with self._database.writing() as session:
-            for run_id in sorted(said):
+            for run_id in sorted(lacking):
                 waits = update(RunRow).where(RunRow.id == run_id, RunRow.state == "waiting")
-                await session.execute(waits.values(waits_for=said[run_id]))
+                await session.execute(waits.values(waits_for=lacking[run_id]))
 
     async def work_of(self, agent_id: str) -> Work | None:
         """The node that an agent has to run; repeated calls return the same."""
@@ -294,9 +309,9 @@ def _rendezvous(first: AgentRow) -> str:
     return f"{host}:{first.port}"
 
 
-def _wanted(run: RunRow) -> Wanted:
+def _waiting_run(run: RunRow) -> WaitingRun:
     checkpoint = run.options.get("checkpoint")
-    return Wanted(
+    return WaitingRun(
         run.id,
         run.nodes,
         run.ranks_per_node,
@@ -306,9 +321,9 @@ def _wanted(run: RunRow) -> Wanted:
     )
 
 
-def _offer(agent: AgentRow) -> Offer:
+def _available_agent(agent: AgentRow) -> AvailableAgent:
     directories = agent.checkpoint_directories
-    return Offer(
+    return AvailableAgent(
         agent.id,
         agent.slots,
         agent.run_id is None,

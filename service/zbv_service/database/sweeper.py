@@ -7,7 +7,6 @@ import logging
 
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, Keep, Retention
-from zbv_service.settings import Settings
 
 SWEEP_SECONDS = 600.0
 STOP_SECONDS = 5.0
@@ -60,15 +59,3 @@ class Sweeper:
             except Exception:
                 logger.exception("could not remove old rows; trying again in %g s", SWEEP_SECONDS)
             await happened(self._stopped, SWEEP_SECONDS)
-
-
-def keep_of(settings: Settings) -> Keep:
-    """The retention times of the settings."""
-    return Keep(
-        ended=settings.keep_days,
-        failed=settings.keep_failed_days,
-        plans=settings.keep_plan_days,
-        runs=settings.keep_run_days,
-        agents=settings.keep_agent_days,
-        tokens=settings.keep_token_days,
-    )

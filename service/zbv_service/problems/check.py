@@ -10,8 +10,9 @@ from zbv_solver.plans.plan import parse_orders, parse_plan_document
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, exceeds
 
+from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import Question, require_size, summary_of
-from zbv_service.documents.shared import ClaimDocument, ProblemSummary, parse_body
+from zbv_service.documents.shared import ClaimDocument, ProblemSummary
 from zbv_service.problems.documents import (
     CheckRequest,
     IssueDocument,

@@ -16,8 +16,8 @@ from zbv_solver.search.options import SearchOptions
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
 from zbv_service.documents.packing import PackedQuestion, finite, unpack
+from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import read_question, require_stages
-from zbv_service.documents.shared import parse_body
 from zbv_service.errors import INFEASIBLE_MEMORY, ProblemError, infeasible
 from zbv_service.problems.documents import Estimate, EstimateRequest
 from zbv_service.problems.layer_facts import estimate_of_layers

@@ -1,1 +1,4 @@
-"""Training runs: what is asked, who takes part, what becomes of it."""
+"""Training runs: accepting them, scheduling agents, following nodes, replanning, and traces and logs of ranks.
+
+The agents themselves are part of ``zbv_worker``.
+"""

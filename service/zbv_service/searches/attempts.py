@@ -16,10 +16,10 @@ from typing import Protocol
 
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, ZbvError
 
-from zbv_service import errors as problems
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.documents.packing import incumbent_of
+from zbv_service.errors import INTERNAL, SEARCH_CRASHED, contradicted, infeasible, problem_document
 from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
 from zbv_service.searches.executors.executor import Computation, SearchCrashed, SearchEvicted, SearchLost
 
@@ -169,7 +169,7 @@ class Endings:
         except ContradictedBound as error:
             return partial(self._fail_contradicted, attempt, error)
         except InfeasibleMemory as error:
-            return partial(table.ended, claim.id, claim.fence, "infeasible", problems.infeasible(error))
+            return partial(table.ended, claim.id, claim.fence, "infeasible", infeasible(error))
         except (SearchCrashed, SearchLost) as error:
             logger.warning("search %s lost its process: %s", claim.id, error)
             return partial(self._requeue, attempt, error)
@@ -177,7 +177,7 @@ class Endings:
             logger.exception("search %s failed", claim.id)
             # The planner's own errors are written for users; others belong in the log.
             detail = str(error) if isinstance(error, ZbvError) else "The search failed; see the log."
-            document = problems.document(problems.INTERNAL, detail)
+            document = problem_document(INTERNAL, detail)
             return partial(table.ended, claim.id, claim.fence, "failed", document)
         self.note_refusal(attempt, plan.refusal)
         return partial(self._keep, attempt, plan)
@@ -198,7 +198,7 @@ class Endings:
     async def _fail_contradicted(self, attempt: Attempt, error: ContradictedBound) -> bool:
         """Fail a search whose plan undercuts a bound. It does not run again, which would hide the bug."""
         claim = attempt.claim
-        document = problems.contradicted(error, f"/v1/searches/{claim.id}/problem")
+        document = contradicted(error, f"/v1/searches/{claim.id}/problem")
         is_ours = await self._table.contradicted(claim.id, claim.fence, document)
         if is_ours:
             logger.error("search %s failed: %s", claim.id, error)
@@ -228,14 +228,14 @@ class Endings:
                 f"The process of this search died {most} times, so it was not started again. The last time "
                 f"{error}. Most often memory ran out: try fewer microbatches or less effort."
             )
-            document = problems.document(problems.SEARCH_CRASHED, detail)
+            document = problem_document(SEARCH_CRASHED, detail)
             return await self._table.crashed(claim.id, claim.fence, found, most, document)
         if isinstance(error, SearchEvicted):
             detail = (
                 f"{MOST_EVICTIONS} workers in a row were told to end before this search made progress, so it "
                 f"was not started again. Most often memory ran out: try fewer microbatches or less effort."
             )
-            document = problems.document(problems.SEARCH_CRASHED, detail)
+            document = problem_document(SEARCH_CRASHED, detail)
             return await self._table.evicted(claim.id, claim.fence, found, MOST_EVICTIONS, document)
         return await self._table.release(claim.id, claim.fence, found, "process-lost")
 

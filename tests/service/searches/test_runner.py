@@ -174,7 +174,7 @@ async def test_a_search_that_is_taken_away_and_comes_back_is_run_once(
         (directory / "release").touch()
         ended = [await service.ended(each) for each in (search_id, other)]
         assert [(found["state"], found["attempts"]) for found in ended] == [("done", 2), ("done", 1)]
-        runner = service.app.state.rooms.runner
+        runner = service.app.state.application.runner
         await until(lambda: not runner._attempts, "the end of every attempt")
     await table._database.close()
 
@@ -293,6 +293,6 @@ async def test_readiness_follows_the_runner(serving: Serving) -> None:
     async with serving("immediate") as service:
         assert (await service.http.get("/healthz")).json() == {"status": "ok"}
         assert (await service.http.get("/readyz")).json() == {"status": "ok"}
-        await service.app.state.rooms.runner.stop()
+        await service.app.state.application.runner.stop()
         answer = await service.http.get("/readyz")
         assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")

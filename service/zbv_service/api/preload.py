@@ -5,7 +5,7 @@ Importing the planner and the drawing code, and loading their machine code, take
 
 from __future__ import annotations
 
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
 
 from zbv_service.frontier import frontier

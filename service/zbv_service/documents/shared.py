@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from zbv_solver.plans.plan import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
+from zbv_solver.documents.fields import Number
+from zbv_solver.plans.reading import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
 from zbv_solver.problem.problem import Objective
-from zbv_solver.problem.stage_document import Number
 from zbv_solver.search.claims import Claim
 
 from zbv_service.documents.problems import QuestionDocument

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from zbv_solver import __version__
+from zbv_solver.documents.text import canonical_json
 from zbv_solver.plans.channels import Channel, channels
-from zbv_solver.plans.plan import Plan, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import canonical_json
 from zbv_solver.search.claims import Claim
 
 from zbv_service.compute.cache import Cache
@@ -82,7 +83,7 @@ class Plans:
         return text
 
     async def compute(self, function: Callable[[bytes], T], plan_id: str) -> T:
-        """What a function of :meth:`zbv_service.compute.computations.Computations.run` makes of a packed plan.
+        """Apply a function to a packed plan in another process: see :class:`.Computations`.
 
         Raises
         ------

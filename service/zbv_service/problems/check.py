@@ -6,9 +6,10 @@ from typing import Any
 
 from zbv_solver.errors import InvalidInput, InvalidPlan, Issue
 from zbv_solver.frontiers import memory_fraction
-from zbv_solver.plans.plan import parse_orders, parse_plan_document
+from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Problem, exceeds
+from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.problem import Problem
 
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import Question, require_size, summary_of

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from zbv_solver.plans.plan import baseline_json
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations

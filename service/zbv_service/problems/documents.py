@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from zbv_solver.plans.plan import BaselineDocument
-from zbv_solver.problem.stage_document import Number
+from zbv_solver.documents.fields import Number
+from zbv_solver.plans.reading import BaselineDocument
 
 from zbv_service.documents.problems import QuestionDocument
 from zbv_service.documents.shared import ClaimDocument, ProblemSummary

@@ -10,7 +10,7 @@ from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan, baseline_json
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.options import SearchOptions
 
 from zbv_service.compute.cache import Cache

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from zbv_solver.documents.validation import validated
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.layered_document import parse_layered
+from zbv_solver.problem.layered_document import LayeredProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import to_layered
 
@@ -49,7 +50,7 @@ def estimate_of_layers(seconds: float, document: dict[str, Any]) -> tuple[float,
     ContradictedBound
         When the plan undercuts the bound.
     """
-    problem = to_layered(parse_layered(document))
+    problem = to_layered(validated(LayeredProblemDocument, document))
     stages = largest_stages(problem)
     if stages > MAX_STAGES or stages * problem.microbatches > MAX_CELLS:
         return problem.microbatches * least_worst_load(problem, CutTables.of(problem)), None

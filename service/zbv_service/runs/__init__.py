@@ -1,4 +1,4 @@
-"""Training runs: accepting them, scheduling agents, following nodes, replanning, and traces and logs of ranks.
+"""Training runs: accepted, scheduled on agents, followed, replanned; and the traces and logs of ranks.
 
 The agents themselves are part of ``zbv_worker``.
 """

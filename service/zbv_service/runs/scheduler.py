@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbv_service.client_runs import is_allowed, is_directory_allowed, is_run_allowed
+from zbv_service.client.admission import is_directory_allowed, is_model_allowed, is_run_allowed
 from zbv_service.records.runs import AvailableAgent, WaitingRun
 
 
@@ -47,7 +47,7 @@ def lack(run: WaitingRun, agents: Sequence[AvailableAgent]) -> str:
         for count, reason in (
             (sum(agent.slots < run.ranks_per_node for agent in agents), "with too few slots"),
             (
-                sum(not is_allowed(run.factory, a.allowed_models) for a in agents),
+                sum(not is_model_allowed(run.factory, a.allowed_models) for a in agents),
                 "not allowing the model",
             ),
             (

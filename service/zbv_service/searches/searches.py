@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from zbv_solver import __version__
+from zbv_solver.documents.text import canonical_json
 from zbv_solver.errors import InvalidInput
-from zbv_solver.problem.stage_document import canonical_json
 from zbv_solver.search.options import EFFORTS
 
 from zbv_service.compute.computations import Computations

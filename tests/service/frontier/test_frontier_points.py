@@ -13,7 +13,8 @@ from zbv_service.frontier.points import Point
 from zbv_service.pages.views.frontier import frontier_view
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 pytestmark = pytest.mark.anyio
 

@@ -27,7 +27,7 @@ from zbv_service.pages.shell import Shell
 from zbv_service.pages.views.run import run_view
 from zbv_service.runs.measurements import most_shared
 from zbv_solver.measure.rank_trace import parse_rank_trace
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 pytestmark = pytest.mark.anyio
 

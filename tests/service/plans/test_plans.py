@@ -11,8 +11,9 @@ from zbv_service import app
 from zbv_service.pages import shell
 from zbv_service.plans import plans
 from zbv_solver.plans.channels import Channel, Transfer, channels
-from zbv_solver.plans.plan import baseline_json, parse_plan, plan_json
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.plans.plan import baseline_json, plan_json
+from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan, compare
 from zbv_solver.verify.verifier import verify
 

@@ -12,7 +12,7 @@ from support.serving import PROBLEM, Service, Serving
 from zbv_service.runs.replanner import _is_enough, _patience, measure, objective_of
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import make_plan
 
 pytestmark = pytest.mark.anyio

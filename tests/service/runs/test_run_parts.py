@@ -13,7 +13,7 @@ from support.rank_traces import trace_documents
 from support.runs_over_http import end, started, work
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.runs.parts import MAX_LOG_BYTES
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 pytestmark = pytest.mark.anyio
 

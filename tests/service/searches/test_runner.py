@@ -19,7 +19,8 @@ from zbv_service.documents.packing import pack
 from zbv_service.records.searches import NewSearch, Update
 from zbv_service.searches.owners import new_owner
 from zbv_service.settings import Settings
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 pytestmark = pytest.mark.anyio
 

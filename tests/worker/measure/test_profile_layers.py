@@ -11,10 +11,9 @@ import pytest
 import torch
 from support.selfcheck import hard_model
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.execution.planned_cut import even_partition
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.profile.captured import Given, layers_of
 from zbv_worker.measure.profile.layers import as_kinds, to_layered_document
@@ -26,12 +25,13 @@ from zbv_worker.measure.profile.profile import (
     RankProfile,
     Spread,
     StageProfile,
-    StaticBytes,
     rank_json,
     read_rank,
 )
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.measure.stage_memory import StaticBytes
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import gpt
+from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
 MODEL = {"layers": 3, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
@@ -54,7 +54,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def problem(written: Path) -> LayeredProblem:
-    problem = parse_question(json.loads((written / "problem.json").read_text()))
+    problem = parse_any_problem(json.loads((written / "problem.json").read_text()))
     assert isinstance(problem, LayeredProblem)
     return problem
 
@@ -226,7 +226,7 @@ def test_a_run_of_equal_layers_ends_where_one_differs_and_keeps_all_names() -> N
     document = to_layered_document(options(), [RankProfile(0, (), StaticBytes(), {}, (), layers)])
     written = [(each["name"], each.get("repeat")) for each in document["layers"]]
     assert written == [("block", 2), ("block.2", None), ("block.3", None)]
-    problem = parse_question(document)
+    problem = parse_any_problem(document)
     assert isinstance(problem, LayeredProblem)
     assert list(problem.model.names) == [each.name for each in layers]
 

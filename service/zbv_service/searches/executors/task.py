@@ -15,7 +15,8 @@ from zbv_solver.errors import ContradictedBound, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 from zbv_service.documents.packing import finite, pack_incumbent, pack_plan, unpack
 from zbv_service.documents.problems import Question, answers, parse_question

@@ -29,6 +29,10 @@ LINES = {
         "errors host model models transport stage execution tracing measure torch_runtime training agent commands "
         "demo __init__ __main__"
     ),
+    "service/zbv_service": (
+        "__init__ client observability errors records documents compute database settings security plans "
+        "searches problems frontier runs api pages app commands"
+    ),
 }
 """The folders of a part, and the modules of its root, from the ground up: each imports only earlier ones."""
 

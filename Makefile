@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help run test suite lint style types format docs prose bench soak browser postgres picture pictures openapi \
-  freeze clean install
+  client freeze clean install
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -93,6 +93,9 @@ pictures: install browser ## Take the documentation's screenshots again
 
 openapi: install ## Regenerate the service's OpenAPI document
 	$(BIN)/zbv-service openapi > service/openapi.json
+
+client: install ## Regenerate the blocking client from the asynchronous one
+	$(BIN)/python service/make_synchronous_client.py
 
 freeze: ## Regenerate constraints.txt from the installed versions
 	@{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new

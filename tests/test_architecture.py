@@ -93,7 +93,7 @@ def test_of_the_service_the_worker_knows_only_the_client() -> None:
         ("zbv_solver.plans.plan", ("numba", "torch", "fastapi")),
         ("zbv_service.commands.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),
         ("zbv_service.commands.run", ("fastapi", "sqlalchemy", "torch")),
-        ("zbv_service.client", ("fastapi", "sqlalchemy", "numba", "torch")),
+        ("zbv_service.client.agent", ("fastapi", "sqlalchemy", "numba", "torch")),
         ("zbv_worker.commands.cli", ("torch", "numba", "fastapi")),
     ],
 )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zbv_service import client_token
+from zbv_service.client import tokens
 
 from benchmarks.errors import BenchmarkError
 
@@ -64,7 +64,7 @@ class Served:
     @property
     def token(self) -> str | None:
         """The token for it, as commands find it."""
-        return client_token.find(self.address)
+        return tokens.find(self.address)
 
     def kill(self) -> None:
         """SIGKILL, as a machine that loses power."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 
 from benchmarks.findings import Finding, Target
 from benchmarks.worker.paired_ratios import median_interval
@@ -30,7 +30,7 @@ from benchmarks.worker.workload import parse_workload, workload_json
 
 if TYPE_CHECKING:
     from zbv_solver.plans.plan import Plan
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
 OURS, STORE, STOCK = "zbv", "torch with our split", "torch as shipped"
 PLAIN, BARE = "plain loop", "plain loop with bare transfers"
@@ -139,7 +139,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
 
     import torch
     from zbv_worker.execution.whole_plan import WholePlan
-    from zbv_worker.model.protocol import build_stage
+    from zbv_worker.model.checks import build_stage
     from zbv_worker.torch_runtime.executor import TorchExecutor
 
     from benchmarks.worker.gpt import zbv_pipeline

@@ -15,8 +15,8 @@ from benchmarks.worker.ranks import on_ranks
 from benchmarks.worker.workload import parse_workload, workload_json
 
 if TYPE_CHECKING:
-    from zbv_worker.execution.stage import Stage
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.stage.stage import Stage
+    from zbv_worker.transport.world import World
 
 MOST = 1.03
 
@@ -66,8 +66,8 @@ def _times(workload: SplitWorkload, width: int) -> dict[str, list[float]]:
     import gc
 
     import torch
-    from zbv_worker.execution.stage import Stage
     from zbv_worker.models.gpt import Block
+    from zbv_worker.stage.stage import Stage
 
     torch.manual_seed(0)
     shape = (workload.sequences, workload.tokens // workload.sequences, width)

@@ -22,7 +22,7 @@ from support.containers import DOCKER, Container, Dockerfile, compose, container
 from support.paths import ROOT
 from zbv_service import errors as problems
 from zbv_service.api.routers.agents import MAX_WAIT
-from zbv_service.client_token import FILE_VARIABLE
+from zbv_service.client.tokens import FILE_VARIABLE
 from zbv_service.commands.cli import _parser as service_parser
 from zbv_service.commands.settings import settings_of
 from zbv_service.searches.events import KEEP_ALIVE_SECONDS

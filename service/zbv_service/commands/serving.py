@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from zbv_service.api.connections import ConnectionLimits, limited
 from zbv_service.app import create_app
-from zbv_service.client_token import is_loopback
+from zbv_service.client.tokens import is_loopback
 from zbv_service.security.local_token import kept_token, left_behind
 from zbv_service.security.token_text import TokenText
 from zbv_service.settings import Settings

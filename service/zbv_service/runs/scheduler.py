@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbv_service.client_runs import is_allowed, is_directory_allowed, is_run_allowed
+from zbv_service.client.admission import is_directory_allowed, is_model_allowed, is_run_allowed
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Offer:
     owner
         The token that registered it.
     checkpoint_directories
-        As :func:`zbv_service.client_runs.is_run_allowed` takes them; None of an agent that did not say.
+        As :func:`zbv_service.client.admission.is_run_allowed` takes them; None of an agent that did not say.
     """
 
     agent_id: str
@@ -85,7 +85,7 @@ def lack(run: Wanted, agents: Sequence[Offer]) -> str:
         for count, reason in (
             (sum(agent.slots < run.ranks_per_node for agent in agents), "with too few slots"),
             (
-                sum(not is_allowed(run.factory, a.allowed_models) for a in agents),
+                sum(not is_model_allowed(run.factory, a.allowed_models) for a in agents),
                 "not allowing the model",
             ),
             (

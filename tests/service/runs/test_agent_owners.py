@@ -11,7 +11,7 @@ from sqlalchemy import text
 from support.runs_over_http import MODEL, ONCE, import_plan
 from support.serving import Service, Serving
 from support.tokens import add, kind_of
-from zbv_service.client_runs import AgentGone, RunClient
+from zbv_service.client import AgentClient, AgentGone
 from zbv_service.security.scheme import scopes_of
 
 pytestmark = pytest.mark.anyio
@@ -112,7 +112,7 @@ def test_an_agent_whose_token_was_replaced_registers_again() -> None:
     """Its file of the token holds another one by then."""
     told = {"type": "/problems/agent-of-others", "title": "T", "status": 403, "detail": "D"}
     transport = httpx.MockTransport(lambda _request: httpx.Response(403, json=told))
-    with RunClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
+    with AgentClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
         client.heartbeat("a", {})
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zbv_service.client_runs import is_allowed, is_directory_allowed, is_run_allowed
+from zbv_service.client.admission import is_directory_allowed, is_model_allowed, is_run_allowed
 from zbv_service.runs.scheduler import Offer, Wanted, choose, lack
 
 runs = st.lists(
@@ -39,7 +39,7 @@ def takes(agent: Offer, run: Wanted) -> bool:
     """Whether an agent may be given a run, busy or not."""
     return (
         agent.slots >= run.ranks_per_node
-        and is_allowed(run.factory, agent.allowed_models)
+        and is_model_allowed(run.factory, agent.allowed_models)
         and is_directory_allowed(run.checkpoint_directory, agent.checkpoint_directories)
     )
 
@@ -157,4 +157,4 @@ def test_a_directory_is_allowed_with_all_that_is_below_it(
 def test_patterns_are_held_against_the_module_or_the_whole_name(
     factory: str, patterns: tuple[str, ...], expected: bool
 ) -> None:
-    assert is_allowed(factory, patterns) == expected
+    assert is_model_allowed(factory, patterns) == expected

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from support.agents import DEADLINE, FACTORY, MODEL, AgentProcess, Cluster, a_plan, cluster, is_alive, until
-from zbv_service.client import NotFound
-from zbv_service.client_runs import Run
+from zbv_service.client import NotFound, Run
 from zbv_solver.plans.plan import plan_json
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.training.checkpoint import newest_checkpoint

@@ -15,11 +15,11 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, StepResult
 from zbv_worker.execution.progress import CurrentPlace
 from zbv_worker.execution.rank_plan import RankPlan, lower
-from zbv_worker.execution.stage import Stage
-from zbv_worker.execution.stages import build_stages
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
@@ -76,7 +76,7 @@ def test_a_rank_whose_peer_is_gone_says_so_at_once() -> None:
     hub = ThreadHub(2)
     executor = executor_of(0, hub.transport(0), timeout=30)
     hub.transport(1).close()
-    with pytest.raises(PeerLost, match=r"rank 0 waited at 3F0 .* Look at why rank 1 ended"):
+    with pytest.raises(PeerLost, match=r"rank 0 waited at 3F0 .* Check why rank 1 ended"):
         executor.step(0)
 
 
@@ -185,11 +185,11 @@ def test_only_the_last_w_or_b_of_a_stage_completes_it() -> None:
     [
         (["0F0", "0I0", "0W0"], "does not finish stage·microbatch 1·0"),
         (["0F0", "1F0", "1B0", "0I0"], "does not finish stage·microbatch 0·0"),
-        (["0F0", "1F0", "1W0"], "action 1W0 comes after F"),
-        (["0F0", "0F0"], "action 0F0 comes after F"),
-        (["0F0", "1F0", "1B0", "1W0"], "action 1W0 comes after B"),
-        (["2F0"], "action 2F0 is not this rank's"),
-        (["0F1"], "action 0F1 is not this rank's"),
+        (["0F0", "1F0", "1W0"], "action 1W0 follows F"),
+        (["0F0", "0F0"], "action 0F0 follows F"),
+        (["0F0", "1F0", "1B0", "1W0"], "action 1W0 follows B"),
+        (["2F0"], "action 2F0 is on another rank"),
+        (["0F1"], "action 0F1 is on another rank"),
     ],
 )
 def test_incomplete_lists_are_refused(actions: list[str], message: str) -> None:

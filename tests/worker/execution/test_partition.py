@@ -30,19 +30,21 @@ from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned_cut import PlannedCut, require_layers
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_modules, build_stages
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.model.protocol import Layered, ModelSpec, build_layers
+from zbv_worker.model.checks import build_layers
+from zbv_worker.model.protocol import Layered
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import GPT as Gpt
 from zbv_worker.models.gpt import gpt
 from zbv_worker.models.tiny import tiny
 from zbv_worker.training.checkpoint_files import Reader
+from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.plan_change import PlanFile
 from zbv_worker.training.report import read_reports, summarise
-from zbv_worker.training.training import TrainingOptions
 
 CPU = torch.device("cpu")
 GPT = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
@@ -171,21 +173,21 @@ class Misnamed:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ([*NAMES, "layer.8"], r"as layer 8 it has nothing more, the model 'layer\.8'"),
-        (NAMES[:-1], r"as layer 7 it has 'layer\.7', the model nothing more"),
-        ([NAMES[1], NAMES[0], *NAMES[2:]], r"as layer 0 it has 'layer\.0', the model 'layer\.1'"),
+        ([*NAMES, "layer.8"], r"at layer 8 it has nothing, the model 'layer\.8'"),
+        (NAMES[:-1], r"at layer 7 it has 'layer\.7', the model nothing"),
+        ([NAMES[1], NAMES[0], *NAMES[2:]], r"at layer 0 it has 'layer\.0', the model 'layer\.1'"),
     ],
 )
 def test_a_plan_of_other_layers_is_refused(own: list[str], message: str) -> None:
     problem = cut_problem(NAMES, (2, 2, 2, 2))
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 0)
-    with pytest.raises(InvalidRun, match=f"partition is of another model: {message}"):
+    with pytest.raises(InvalidRun, match=f"partition belongs to another model: {message}"):
         build_stages(Misnamed(own), plan, CPU)
 
 
 def test_a_model_without_layers_is_refused_and_told_what_it_needs() -> None:
     problem = cut_problem(NAMES, (2, 2, 2, 2))
-    with pytest.raises(InvalidRun, match=r"Tiny, which has no layer_names and build_layers; see .*Layered"):
+    with pytest.raises(InvalidRun, match=r"Tiny without layer_names and build_layers; see .*Layered"):
         require_layers(tiny(), PlannedCut.of(problem))
     require_layers(tiny(), PlannedCut())
 
@@ -207,8 +209,8 @@ def test_layers_that_were_not_asked_for_are_refused(module: nn.Module, found: st
 @pytest.mark.parametrize(
     ("cut", "what"),
     [
-        (PlannedCut(partition=(("a",),)), "partition is of 1 stages; the plan has 4"),
-        (PlannedCut(recompute=(True,) * 5), "recompute is of 5 stages; the plan has 4"),
+        (PlannedCut(partition=(("a",),)), "partition has 1 stages, but the plan has 4"),
+        (PlannedCut(recompute=(True,) * 5), "recompute has 5 stages, but the plan has 4"),
     ],
 )
 def test_a_cut_of_another_number_of_stages_is_refused(cut: PlannedCut, what: str) -> None:

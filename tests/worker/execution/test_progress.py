@@ -13,10 +13,10 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.progress import CurrentPlace, Place, PlaceWriter, mark_error, place_of_error
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_stages
 from zbv_worker.host.state_files import read_json
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.threads import ThreadHub

@@ -167,7 +167,7 @@ def test_a_step_ends_when_the_gpu_has_come_to_its_end_or_by_the_timeout() -> Non
 def test_a_kernel_that_hangs_is_no_peers_fault() -> None:
     cuda = FakeCuda()
     executor = executor_of(cuda, arrival=1.0, timeout=0.1, last_stage=Hanging)
-    with pytest.raises(WorkerError, match=r"rank 0: its GPU was not done with 3F0 after 0\.1 s") as e:
+    with pytest.raises(WorkerError, match=r"rank 0: its GPU did not complete 3F0 within 0\.1 s") as e:
         executor.step(0)
     assert not isinstance(e.value, ChannelTimeout | PeerLost)
     assert place_of_error(e.value) == Place(0, "3F0", 1)

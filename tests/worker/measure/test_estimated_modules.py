@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from worker.measure.test_estimate import Pieces
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.precision import AUTOCAST, Precision
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import Block
+from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
 SEQUENCES, LENGTH, WIDTH, HEADS = 2, 16, 32, 4

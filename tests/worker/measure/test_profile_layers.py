@@ -14,7 +14,6 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.execution.planned_cut import even_partition
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.profile.captured import Given, layers_of
 from zbv_worker.measure.profile.layers import as_kinds, to_layered_document
@@ -26,12 +25,13 @@ from zbv_worker.measure.profile.profile import (
     RankProfile,
     Spread,
     StageProfile,
-    StaticBytes,
     rank_json,
     read_rank,
 )
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.measure.stage_memory import StaticBytes
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import gpt
+from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
 MODEL = {"layers": 3, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from zbv_solver.problem.placement import Placement
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.stage_memory import received_bytes, stage_memory
+from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 16, 32

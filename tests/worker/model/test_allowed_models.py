@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 
 SOURCE = """
 import os

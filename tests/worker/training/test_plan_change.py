@@ -20,8 +20,8 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.plan_change import NextPlan, PlanFile
-from zbv_worker.training.training import TrainingOptions
 
 STEPS = 40
 

@@ -30,7 +30,7 @@ def main(folder: Path) -> int:
     from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
     from zbv_worker.execution.progress import CurrentPlace, PlaceWriter
     from zbv_worker.training.run import run
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
     world, place = World.from_environment(), CurrentPlace()
     try:
@@ -51,7 +51,7 @@ def main(folder: Path) -> int:
 
 def _options(spec: Any, folder: Path) -> Any:
     from zbv_worker.execution.plan_source import PlanSource
-    from zbv_worker.model.protocol import ModelSpec
+    from zbv_worker.model.spec import ModelSpec
     from zbv_worker.training.run import RunOptions
 
     work, options = spec["work"], spec["work"]["options"]
@@ -72,7 +72,7 @@ def _options(spec: Any, folder: Path) -> Any:
 
 def _training(work: dict[str, Any], folder: Path) -> Any:
     from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.training import TrainingOptions
+    from zbv_worker.training.options import TrainingOptions
 
     options = work["options"]
     checkpoint = options["checkpoint"]

@@ -32,7 +32,7 @@ def add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     estimate.add_argument(
-        "model", metavar="MODULE:FACTORY", help="see zbv_worker.model.protocol for what it must offer"
+        "model", metavar="MODULE:FACTORY", help="see zbv_worker.model for what it must offer"
     )
     estimate.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
     estimate.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
@@ -84,14 +84,16 @@ def execute(parsed: argparse.Namespace) -> int:
     from zbv_worker.errors import InvalidRun
     from zbv_worker.measure.estimate.estimate import estimate_layers, estimate_stages
     from zbv_worker.measure.estimate.report import flops_table, held_table, report_json
-    from zbv_worker.model.protocol import Layered, ModelSpec, has_ties
+    from zbv_worker.model.checks import has_ties
+    from zbv_worker.model.protocol import Layered
+    from zbv_worker.model.spec import ModelSpec
 
     _require_scale(parsed)
     model = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed).build()
     n_stages = 2 * parsed.pp_degree if parsed.pp_degree else parsed.stages
     if n_stages is None and not isinstance(model, Layered):
         raise InvalidRun(
-            f"found a {type(model).__name__} without layers (zbv_worker.model.protocol.Layered): its stages are what "
+            f"found a {type(model).__name__} without layers (zbv_worker.model.Layered): its stages are what "
             f"can be estimated. Give --pp-degree or --stages."
         )
     layers = list(estimate_layers(model, parsed.precision)) if isinstance(model, Layered) else []

@@ -25,9 +25,10 @@ from rich.table import Table
 
 from zbv_worker.demo.local_service import LocalService, port_or_free
 from zbv_worker.errors import WorkerError
-from zbv_worker.host.local_ranks import LocalRanks, python_command, usable_cores
+from zbv_worker.host.cores import usable_cores
+from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.training.report import RunSummary, read_reports, summarise
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def rank_count() -> int:
 def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None:
     """Run everything, print the summary, and keep serving unless told to exit."""
     from zbv_service.client import Client
-    from zbv_service.client_token import FILE_VARIABLE, TOKEN_VARIABLE
+    from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
 
     ranks, folder = rank_count(), options.folder.absolute()
     port = port_or_free(options.port)

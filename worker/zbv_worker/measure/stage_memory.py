@@ -8,7 +8,7 @@ dropped within it, is workspace; a rank runs one action at a time and needs the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor
 from zbv_solver.problem.placement import Placement
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
-from zbv_worker.execution.main_gradients import gradient_of, round_main_gradients
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.live_bytes import HeldMemory, watching
-from zbv_worker.measure.profile.profile import StaticBytes
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.stage.main_gradients import gradient_of, round_main_gradients
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey
 
 
@@ -132,3 +131,30 @@ def _incoming(placement: Placement, rank: int, stage: int, kind: str) -> Channel
 def tensor_bytes(tensors: Iterable[object]) -> int:
     """Bytes of those that are tensors."""
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """What a rank holds all the time, in bytes.
+
+    Attributes
+    ----------
+    buffers
+        Of the modules (running statistics).
+    receives
+        Buffers of receives that are posted ahead.
+    workspace
+        What an action needs only while it runs; one runs at a time, so the largest.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    receives: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        """Their sum, the problem's ``static``."""
+        return sum(asdict(self).values())

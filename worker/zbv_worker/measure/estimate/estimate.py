@@ -1,6 +1,6 @@
 """Walks a model's stages, and its layers one by one, through F, I and W without memory and without values.
 
-What is walked is the worker's own :class:`zbv_worker.execution.stage.Stage`, and what it holds is counted as
+What is walked is the worker's own :class:`zbv_worker.stage.stage.Stage`, and what it holds is counted as
 ``zbv-worker profile`` counts it (:func:`zbv_worker.measure.stage_memory.stage_memory`), storage by storage.
 So an estimate is what a profile on a CPU would find. Allocators that round sizes up, as CUDA's does to 512
 bytes, hold a little more.
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.main_gradients import use_main_gradients
-from zbv_worker.execution.precision import AUTOCAST, Precision
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.estimate.flops import CountedFlops
 from zbv_worker.measure.estimate.likeness import Likeness, likeness
 from zbv_worker.measure.estimate.without_memory import CPU, NumbersAreOne, built, without_values
-from zbv_worker.measure.profile.profile import StaticBytes
-from zbv_worker.measure.stage_memory import StageMemory, stage_memory, static_bytes, tensor_bytes
-from zbv_worker.model.protocol import Layered, PipelineModel, build_layers, build_stage, layer_names
+from zbv_worker.measure.stage_memory import StageMemory, StaticBytes, stage_memory, static_bytes, tensor_bytes
+from zbv_worker.model.checks import build_layers, build_stage, layer_names
+from zbv_worker.model.protocol import Layered, PipelineModel
+from zbv_worker.stage.main_gradients import use_main_gradients
+from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ def estimate_layers(model: Layered, precision: Precision = "float32") -> Iterato
     A tensor that two neighbours hold both is counted with each, as it is where the model is cut between them.
     """
     if not isinstance(model, PipelineModel):
-        raise InvalidRun(
-            f"found a {type(model).__name__}; it must be a zbv_worker.model.protocol.PipelineModel, too."
-        )
+        raise InvalidRun(f"found a {type(model).__name__}; it must be a zbv_worker.model.PipelineModel, too.")
     names = layer_names(model)
     walk = _Walk(model, len(names), precision, are_layers=True)
     for name in names:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.stage import Stage
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.stage.stage import Stage
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,11 @@ from pydantic import TypeAdapter
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem, Units
 
-from zbv_worker.execution.split_backward import SplitShare
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.model.protocol import ModelSpec
-from zbv_worker.transport.distributed import Backend
+from zbv_worker.measure.stage_memory import StaticBytes
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.transport.world import Backend
 
 PROGRESS_MARK = "measured"
 """A rank prints a line that begins so after every round."""
@@ -97,33 +98,6 @@ class StageProfile:
     held_after_weight: int = 0
     workspace: int = 0
     split: SplitShare | None = None
-
-
-@dataclass(frozen=True)
-class StaticBytes:
-    """What a rank holds all the time, in bytes.
-
-    Attributes
-    ----------
-    buffers
-        Of the modules (running statistics).
-    receives
-        Buffers of receives that are posted ahead.
-    workspace
-        What an action needs only while it runs; one runs at a time, so the largest.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    buffers: int = 0
-    receives: int = 0
-    workspace: int = 0
-
-    @property
-    def total(self) -> int:
-        """Their sum, the problem's ``static``."""
-        return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)

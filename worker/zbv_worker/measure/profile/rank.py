@@ -24,12 +24,11 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 
 from zbv_worker.errors import InvalidRun, WorkerError, said
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
-from zbv_worker.execution.main_gradients import use_main_gradients
 from zbv_worker.execution.planned_cut import PlannedCut, even_partition, require_layered
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_stages
-from zbv_worker.host.local_ranks import keep_freed_memory, pin_to_core
+from zbv_worker.host.cores import keep_freed_memory, pin_to_core
 from zbv_worker.measure.profile.captured import Given, Seen, layers_of
 from zbv_worker.measure.profile.links import LinkProfiler
 from zbv_worker.measure.profile.profile import (
@@ -44,9 +43,13 @@ from zbv_worker.measure.profile.profile import (
 )
 from zbv_worker.measure.profile.stopwatch import Seconds, stopwatch
 from zbv_worker.measure.stage_memory import received_bytes, stage_memory, static_bytes, tensor_bytes
-from zbv_worker.model.protocol import ModelSpec, PipelineModel, layer_names
+from zbv_worker.model.checks import layer_names
+from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.transport.channels import Transport, key_of
-from zbv_worker.transport.distributed import DistributedTransport, World, select_device
+from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.world import World, select_device
 
 _Times = tuple[Spread, Spread, Spread, Spread]
 

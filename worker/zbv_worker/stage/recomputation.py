@@ -1,15 +1,14 @@
-"""Activation checkpointing that keeps the split of the backward (Chen et al. 2016, "Training Deep Nets with
+"""Activation checkpointing that keeps the backward split (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost").
 
-F runs every segment of a stage without a graph and keeps the segment's input. The backward takes the segments
-from the last to the first: it runs one again, with a graph, and propagates through it at once, so that the
-activations of one segment exist at a time. Weight gradients go where the stage's recorder sends them: in I to
-the queue, for W.
+F runs every segment of a stage without a graph and keeps the segment's input. The backward visits the
+segments from last to first: it runs a segment again, with a graph, and propagates through it at once, so that
+only one segment's activations exist at a time. I adds weight gradients to the queue, for W.
 
-torch.utils.checkpoint would do for I and W, too. It keeps a graph and a random state per segment between F
-and I, though, and it cannot take the loss of the last stage into the last segment without the stage's help.
+torch.utils.checkpoint would work with I and W too. But it keeps a graph and a random state per segment
+between F and I, and it cannot make the loss part of the last segment without the stage's help.
 
-What is done twice then: whatever a module does in forward beside its output, as running statistics.
+Side effects of a module's forward, such as running statistics, happen twice.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 Segment = Callable[[Tensor], Tensor]
-"""A layer, a whole stage, or the last of either with the loss: one tensor to one."""
+"""A layer, a whole stage, or the last of either with the loss: maps one tensor to one."""
 
 Computing = Callable[[Tensor], AbstractContextManager[object]]
-"""The context that a forward of an input runs in (autocast)."""
+"""The context of an input's forward (autocast)."""
 
 Seed = Callable[[Tensor], Tensor]
-"""The gradient that the backward of an output begins with, where none is received."""
+"""The initial gradient of an output, if the backward receives none."""
 
 
 class _Kept(NamedTuple):
-    """What F leaves of a segment; ``random`` is None where it drew no random number."""
+    """The state that F keeps of a segment; ``random`` is None if it drew no random numbers."""
 
     segment: Segment
     input: Tensor
@@ -42,14 +41,14 @@ class _Kept(NamedTuple):
 
 
 class Recomputed:
-    """The segments of a stage and microbatch between F and its backward.
+    """The segments of one stage and microbatch between F and the backward.
 
     Parameters
     ----------
     computing
-        Of every forward, now and again.
+        The context of every forward, first or repeated.
     seed
-        Where the last segment ends in the loss.
+        Given if the last segment ends in the loss.
     """
 
     def __init__(self, computing: Computing, seed: Seed | None):
@@ -58,7 +57,7 @@ class Recomputed:
         self._kept: list[_Kept] = []
 
     def forward(self, segments: Sequence[Segment], x: Tensor) -> Tensor:
-        """F: the last segment's output, of which nothing refers to a graph."""
+        """Run F; returns the last segment's output, without a graph."""
         generators = _generators(x.device)
         with torch.no_grad(), self._computing(x):
             for segment in segments:
@@ -70,18 +69,18 @@ class Recomputed:
         return x
 
     def backward(self, gradient: Tensor | None, *, needs_input_grad: bool) -> Tensor | None:
-        """I or B: run every segment again and propagate; the gradient of the first one's input.
+        """Run I or B: repeat every segment and propagate; returns the gradient of the first segment's input.
 
         Parameters
         ----------
         gradient
-            Of the output; None where that is the loss.
+            The gradient of the output; None if the output is the loss.
         needs_input_grad
-            Whether anybody asks for the result; else it is None.
+            Whether the result is needed; otherwise it is None.
         """
         while self._kept:
             kept = self._kept.pop()
-            # Any input but the first was computed by a segment that may have parameters.
+            # All inputs but the first come from a segment that may have parameters.
             needs_grad = kept.input.is_floating_point() and (bool(self._kept) or needs_input_grad)
             gradient = self._through(kept, gradient, needs_grad=needs_grad)
         return gradient
@@ -95,7 +94,7 @@ class Recomputed:
             gradient = self._seed(output)
         if output.requires_grad:
             edge = get_gradient_edge(output)
-        # Its values are needed no more, unless the graph saved them.
+        # The output's values are not needed, unless the graph saved them.
         del output
         if edge is not None:
             torch.autograd.backward(edge, gradient)
@@ -106,7 +105,7 @@ class Recomputed:
 
 
 def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """Those that modules draw from by default."""
+    """The generators that modules draw from by default."""
     if device.type != "cuda":
         return (torch.default_generator,)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -122,13 +121,13 @@ def _differ(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
 
 
 def _bytes(state: Tensor) -> bytes:
-    # Not by an operator: whoever watches operators, or has them compute nothing, would come between.
+    # Not by an operator, which dispatch modes would intercept (FLOP counters, fake tensors).
     return string_at(state.data_ptr(), state.nbytes)
 
 
 @contextmanager
 def _drawing_again(random: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Within it the random numbers of F come again; afterwards those that would have come."""
+    """A context that repeats the random numbers of F; restores the generators afterwards."""
     if random is None:
         yield
         return

@@ -1,16 +1,16 @@
-"""One stage of the model on its rank: runs F, I, W and B, and holds exactly what the plan says it holds.
+"""One stage of the model on its rank: runs F, I, W and B, and holds exactly the memory that the plan states.
 
 =======  ===========================================================================================
 after    held of that microbatch
 =======  ===========================================================================================
-F        the stage's input and autograd graph (its saved activations); not the output. Of a stage that
-         is recomputed, only its layers' inputs (:mod:`zbv_worker.execution.recomputation`)
+F        the stage's input and autograd graph (its saved activations), but not the output. A recomputed
+         stage holds only its layers' inputs (:mod:`zbv_worker.stage.recomputation`)
 I        the queued weight gradients: inputs and output gradients of the layers that queue
 W, B     nothing
 =======  ===========================================================================================
 
-Between stages there is one tensor per microbatch. It is detached on both sides, so that the graphs of two
-stages never join, not even at the turn of the V where both live on one rank.
+One tensor per microbatch passes between stages. It is detached on both sides, so that the graphs of two
+stages never join, not even at the turn of the V where one rank hosts both.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.execution.recomputation import Recomputed, Segment
-from zbv_worker.execution.split_backward import SplitShare, WeightGrads, defer_weight_gradients, has_hooks
+from zbv_worker.stage.recomputation import Recomputed, Segment
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.weight_grads import WeightGrads, has_hooks
 
 Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
-"""Of output and target: the mean over a microbatch, or the sum over it and its weight."""
+"""Takes output and target; returns the mean over a microbatch, or the sum over it and its weight."""
 
 
 class _Forward(NamedTuple):
-    """What F leaves behind.
+    """The state that F leaves behind.
 
-    The output is held as its edge into the graph, not as a tensor: its values are needed no more once they
-    were sent, unless the graph itself saved them.
+    The output is held as its edge in the graph, not as a tensor: its values are not needed after they were
+    sent, unless the graph itself saved them.
     """
 
     input: Tensor
@@ -51,24 +53,25 @@ class Stage:
     Parameters
     ----------
     loss
-        The model's loss, for the last stage only: F then includes it, and returns it.
+        The model's loss, for the last stage only: F then includes and returns it.
     is_weighted
         Whether the loss returns a sum and its weight. Gradients are then those of the sum divided by
         ``microbatches``; the caller divides by the weights (:meth:`take_weight`).
     microbatches
-        Over which the loss is a mean: m, times the replicas of the pipeline. Gradients are divided by it.
+        The number of microbatches that the loss is averaged over: m times the replicas of the pipeline.
+        Gradients are divided by it.
     autocast
-        The smaller type that operators may compute in; None for none.
+        The smaller dtype that operators may compute in; None for none.
     layers
-        What the module runs one after the other, to recompute them one by one; None where only the module
-        itself knows, which is then recomputed as a whole.
+        The layers that the module runs in sequence, to recompute them one by one; None if only the module
+        knows them. The module is then recomputed as a whole.
 
     Attributes
     ----------
     is_recomputed
-        Whether F keeps no activations, and I or B compute them again. Holds from the next F on.
+        Whether F keeps no activations, and I or B recompute them. A change takes effect from the next F on.
     loss_scale
-        What gradients are multiplied by; a step's microbatches must all have the same.
+        The factor of all gradients; must not change during a step.
     """
 
     def __init__(
@@ -106,12 +109,12 @@ class Stage:
         self._weight_grads: dict[int, WeightGrads] = {}
 
     def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
-        """F: the stage's output, detached; for the last stage the loss, a scalar.
+        """Run F; returns the stage's output, detached. The last stage returns the loss, a scalar.
 
         Parameters
         ----------
         split
-            Whether the backward will come as I and W, or as B.
+            Whether the backward will be I and W, or B.
         """
         x = input.detach()
         weight_grads = WeightGrads() if split else None
@@ -120,7 +123,7 @@ class Stage:
         if not self._is_first:
             x.requires_grad_()
         with self._recorder.into(weight_grads):
-            if self._autocast is None:  # a context that does nothing would cost more than asking
+            if self._autocast is None:  # the check is cheaper than a context that does nothing
                 output = self._computed(x, target)
             else:
                 with torch.autocast(x.device.type, self._autocast):
@@ -132,7 +135,7 @@ class Stage:
         return output.detach()
 
     def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        """B: all gradients. Returns the input's, None for the first stage.
+        """Run B, computing all gradients; returns the input's gradient, None for the first stage.
 
         Parameters
         ----------
@@ -146,9 +149,9 @@ class Stage:
         return grad_input
 
     def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        """I: the input's gradient, None for the first stage; queues the weights' for W."""
+        """Run I: compute the input's gradient, None for the first stage, and queue the weights' for W."""
         held = self._forwards.pop(microbatch)
-        # Not `or`: at this point the queue is empty, and an empty one is false.
+        # Not `or`: the queue is empty at this point, and an empty queue is falsy.
         queue = held.weight_grads if held.weight_grads is not None else WeightGrads()
         self._weight_grads[microbatch] = queue
         grad_input = self._backpropagate(held, grad_output)
@@ -157,19 +160,20 @@ class Stage:
         return grad_input
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: the queued weight gradients, accumulated into ``.grad``."""
+        """Run W: compute the queued weight gradients and accumulate them into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
 
     @property
     def split_share(self) -> SplitShare | None:
-        """How much W computes, as the first I left it; None before that, and without trainable parameters."""
+        """The share of gradients in W, known after the first I; None without trainable parameters."""
         return None if self._queued is None else SplitShare.of(self.module, self._queued)
 
     def _forward_to_recompute(
         self, microbatch: int, x: Tensor, target: Tensor | None, weight_grads: WeightGrads | None
     ) -> Tensor:
         if any(has_hooks(parameter) for parameter in self._shared):
-            # Its backward is run layer by layer: a hook would be called once per layer, with a part each.
+            # The backward runs layer by layer, so a hook would be called once per layer with a partial
+            # gradient.
             raise ModelError(
                 f"stage {self.index}: a parameter that several layers share has hooks, and the plan "
                 f"recomputes the stage. Remove the hooks, or plan without recomputing the stage."
@@ -181,11 +185,12 @@ class Stage:
         return output.detach()
 
     def _segments(self, target: Tensor | None) -> list[Segment]:
-        """What is recomputed one after the other; the loss together with the layer before it."""
+        """The segments to recompute in sequence; the loss belongs to the segment of the last layer."""
         segments: list[Segment] = [self._checked(layer) for layer in self._layers]
         if self._loss is None:
             return segments
-        # Else the layer's output would be kept from F on: with a large vocabulary, the most of all.
+        # Otherwise the last layer's output would be kept from F on: with a large vocabulary, the largest
+        # tensor.
         last = segments.pop()
         return [*segments, lambda x: self._with_loss(last(x), target)]
 
@@ -193,24 +198,24 @@ class Stage:
         def run(x: Tensor) -> Tensor:
             version = x._version
             output = checked_output(self.index, layer(x))
-            # Without a graph autograd would not notice, and what is computed again would be something else.
+            # Without a graph autograd does not notice a changed input, and the recomputation would differ.
             if x._version != version:
                 raise ModelError(
-                    f"stage {self.index}: a {type(layer).__name__} wrote to its input, from which a "
-                    f"recomputed layer is computed again. Let it write elsewhere (no inplace=True on a "
-                    f"layer's input), or plan without recomputing it."
+                    f"stage {self.index}: a {type(layer).__name__} modified its input, from which the layer "
+                    f"is recomputed. Do not write to a layer's input (no inplace=True), or plan without "
+                    f"recomputing the stage."
                 )
             return output
 
         return run
 
     def _computing(self, x: Tensor) -> AbstractContextManager[object]:
-        """The context of a forward."""
+        """The context in which a forward runs."""
         return nullcontext() if self._autocast is None else torch.autocast(x.device.type, self._autocast)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within it the modules are in evaluation mode; afterwards each is in the mode that it was in."""
+        """A context in which all modules are in evaluation mode; restores each module's mode afterwards."""
         before = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
@@ -220,19 +225,19 @@ class Stage:
                 module.training = mode
 
     def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
-        """F that leaves nothing behind: the output, of the last stage the loss."""
+        """Run F without keeping anything for a backward; returns the output, for the last stage the loss."""
         with torch.no_grad(), torch.autocast(input.device.type, self._autocast, self._autocast is not None):
             output = self._computed(input.detach(), target).detach()
         self._weigh()
         return output
 
     def take_weight(self) -> float:
-        """The weights of all microbatches whose F was run since the last call, added up; waits for a GPU."""
+        """The sum of the weights of all microbatches since the last call; waits for a GPU."""
         weight, self._weight = float(self._weight), 0.0
         return weight
 
     def _weigh(self) -> None:
-        """Add the weight of the F that has just been run; an F that is computed again does not count."""
+        """Add the weight of the F that has just run; recomputations do not count."""
         if self._is_weighted:
             self._weight = self._weight + self._last_weight
 
@@ -242,7 +247,7 @@ class Stage:
         return set(self._forwards), set(self._weight_grads)
 
     def _loss_seed(self, loss: Tensor) -> Tensor:
-        """The gradient that the loss is given; autograd only reads it, so microbatches share it."""
+        """The gradient of the loss; autograd only reads it, so microbatches share one tensor."""
         value = self.loss_scale * self._share
         known = self._seed
         if known is None or known[0] != value or known[1].dtype is not loss.dtype:
@@ -250,14 +255,14 @@ class Stage:
         return known[1]
 
     def _computed(self, x: Tensor, target: Tensor | None) -> Tensor:
-        """The module's output, of the last stage the loss."""
+        """The module's output, for the last stage the loss."""
         if not self._layers:
             self._require_float(x)
         output = checked_output(self.index, self.module(x))
         return output if self._loss is None else self._with_loss(output, target)
 
     def _require_float(self, x: Tensor) -> None:
-        """Data of another type, as an empty first stage would pass it on, has no gradient to come back."""
+        """Refuse data that is not floating-point in an empty first stage: no gradient could come back."""
         if not x.is_floating_point():
             raise InvalidRun(
                 f"stage {self.index} has no layers and would pass on a {x.dtype} tensor; between stages it "
@@ -276,20 +281,20 @@ class Stage:
         if not isinstance(weight, Tensor | int | float) or (
             isinstance(weight, Tensor) and weight.numel() != 1
         ):
-            raise ModelError(f"loss_sum returned {_shown(weight)} as a weight; it must return (sum, weight).")
-        # In float64: float32 counts to 16 million only.
+            raise ModelError(f"loss_sum returned {_shown(weight)} as the weight; must return (sum, weight).")
+        # float64, because float32 counts exactly only to 16 million.
         self._last_weight = weight.detach().double() if isinstance(weight, Tensor) else float(weight)
         return checked_loss(total)
 
     def _backpropagate(self, held: _Forward, grad_output: Tensor | None) -> Tensor | None:
         gradient = held.loss_seed if grad_output is None else grad_output
-        # A stage without trainable parameters before its first use of the input has nothing to propagate.
+        # A stage may have nothing to propagate: no trainable parameter before its first use of the input.
         if isinstance(held.output, Recomputed):
             with self._recorder.into(held.weight_grads):
                 grad_input = held.output.backward(gradient, needs_input_grad=not self._is_first)
         else:
             if held.output is not None:
-                with self._recorder.into(held.weight_grads):  # for forwards that checkpointing runs again
+                with self._recorder.into(held.weight_grads):  # checkpointing may run forwards again
                     torch.autograd.backward(held.output, gradient)
             grad_input, held.input.grad = held.input.grad, None
         if self._is_first:
@@ -298,28 +303,28 @@ class Stage:
 
 
 def _parameters_of_several(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The trainable parameters that more than one of these layers have."""
+    """The trainable parameters that several of these layers share."""
     users = Counter(parameter for layer in layers for parameter in layer.parameters())
     return [parameter for parameter, count in users.items() if count > 1 and parameter.requires_grad]
 
 
 def checked_output(index: int, output: object) -> Tensor:
-    """What a stage's module returned, if it is what it must be; raises :class:`ModelError`."""
+    """Return a stage's output if it is valid; raises :class:`ModelError` otherwise."""
     if not isinstance(output, Tensor) or not output.is_floating_point():
         raise ModelError(
-            f"stage {index} returned {_shown(output)}; a stage must return one floating-point tensor. Pack "
-            f"several into one, or compute them again in the next stage."
+            f"stage {index} returned {_shown(output)}; must be one floating-point tensor. Pack several "
+            f"tensors into one, or recompute them in the next stage."
         )
     return output
 
 
 def checked_loss(loss: object) -> Tensor:
-    """What a loss returned, if it is what it must be; raises :class:`ModelError`."""
+    """Return a loss if it is valid; raises :class:`ModelError` otherwise."""
     if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
         of_several = f" of {loss.numel()} numbers" if isinstance(loss, Tensor) else ""
         raise ModelError(
-            f"the loss returned {_shown(loss)}{of_several}; it must be one floating-point number, the mean "
-            f"over a microbatch. Where microbatches count differently, give the model a loss_sum."
+            f"the loss returned {_shown(loss)}{of_several}; must be one floating-point number, the mean "
+            f"over a microbatch. If microbatches have different weights, define loss_sum."
         )
     return loss
 

@@ -24,17 +24,17 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import make_plan
 from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
-from zbv_worker.execution.stages import build_stages
 from zbv_worker.measure.estimate.document import Scale, estimated_document
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import GPT, gpt
+from zbv_worker.stage.stage import Stage
+from zbv_worker.training.options import _require_kept_activations
 from zbv_worker.training.sharding import ShardedGradients
-from zbv_worker.training.training import _require_kept_activations
 from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")
@@ -343,7 +343,7 @@ def test_a_layer_that_writes_to_its_input_is_refused_as_that_is_what_is_kept(ind
     """Without a graph torch does not notice, and its activations would be those of another input."""
     layers = (nn.Tanh(), nn.Dropout(0.5, inplace=True))
     stage = Stage(index, 3, nn.Sequential(*layers), 1, layers=layers, is_recomputed=True)
-    with pytest.raises(ModelError, match=rf"stage {index}: a Dropout wrote to its input"):
+    with pytest.raises(ModelError, match=rf"stage {index}: a Dropout modified its input"):
         stage.forward(0, torch.ones(2), split=False)
 
 

@@ -1,4 +1,4 @@
-"""Builds a rank's stages from the model: those that the plan places on it, and no others."""
+"""Builds the stages that the plan places on a rank, and no others."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import nn
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.planned_cut import require_layers
-from zbv_worker.execution.precision import AUTOCAST, Precision
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
-from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted, build_layers, build_stage
+from zbv_worker.model.checks import build_layers, build_stage
+from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
+from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.stage import Stage
 
 
 def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, nn.Module]:
-    """The modules of the stages that a rank hosts, cut as the plan says, tied where the model says so.
+    """Build the modules of a rank's stages, cut as the plan requires, with tied parameters shared.
 
     Raises
     ------
     InvalidRun
-        When tied parameters lie on different ranks, or the plan's layers are not the model's.
+        If tied parameters lie on different ranks, or the plan's layers are not the model's.
     """
     require_layers(model, plan.cut)
     modules = {index: _module(model, index, plan, device) for index in plan.stages}
@@ -39,7 +40,7 @@ def build_stages(
     replicas: int = 1,
     precision: Precision = "float32",
 ) -> dict[int, Stage]:
-    """A rank's stages, by index; raises as :func:`build_modules`."""
+    """Build a rank's stages, by index; raises like :func:`build_modules`."""
     n_stages = plan.placement.n_stages
     return {
         index: Stage(
@@ -65,12 +66,12 @@ def _module(model: PipelineModel, index: int, plan: RankPlan, device: torch.devi
 
 
 def _layers(module: nn.Module, plan: RankPlan) -> tuple[nn.Module, ...] | None:
-    """A stage's layers, None where only the model knows them."""
+    """A stage's layers; None if only the model knows them."""
     return tuple(module) if plan.cut.partition is not None and isinstance(module, nn.Sequential) else None
 
 
 def _tie(modules: Mapping[int, nn.Module], first: str, last: str, plan: RankPlan) -> None:
-    """Make two parameters one. In a V the first stage and the last are on one rank, so this is all."""
+    """Share one parameter between two stages of this rank, such as the first and the last stage of a V."""
     owners = {name: _owner(modules, name) for name in (first, last)}
     if all(owner is None for owner in owners.values()):
         return
@@ -78,8 +79,7 @@ def _tie(modules: Mapping[int, nn.Module], first: str, last: str, plan: RankPlan
         if owner is None:
             raise InvalidRun(
                 f"rank {plan.rank}: {first} and {last} are tied, but {name} is on another rank. Tied "
-                f"parameters need a placement that has both on one rank; for the first and the last stage "
-                f"that is placement v."
+                f"parameters must be on one rank; for the first and the last stage, use placement v."
             )
     source, target = owners[first], owners[last]
     if source is not None and target is not None:

@@ -27,9 +27,10 @@ from zbv_solver.plans.orders import first_in_first_out
 from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ModelError
-from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.live_bytes import LiveBytes
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import WeightGrads
 
 WIDTH = 6
 CPU = torch.device("cpu")

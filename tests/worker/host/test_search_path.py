@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model.protocol import ModelSpec
-from zbv_worker.model.search_path import environment_of_ranks, searched
+from zbv_worker.host.search_path import environment_of_ranks, searched
+from zbv_worker.model.spec import ModelSpec
 
 REPOSITORY = ROOT
 SCRIPT = "import sys; from zbv_worker.commands.cli import main; sys.exit(main())"

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.execution.main_gradients import gradient_of, use_main_gradients
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.stage_memory import static_bytes
+from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
+from zbv_worker.stage.stage import Stage
 from zbv_worker.training.gradients import OwnGradients, SummedGradients
-from zbv_worker.training.training import TrainingOptions
+from zbv_worker.training.options import TrainingOptions
 from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")

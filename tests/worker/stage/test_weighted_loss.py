@@ -13,9 +13,9 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun, ModelError, NotFinite
-from zbv_worker.execution import precision
-from zbv_worker.execution.stage import Stage
-from zbv_worker.training.training import TrainingOptions, _require_plain
+from zbv_worker.stage import precision
+from zbv_worker.stage.stage import Stage
+from zbv_worker.training.options import TrainingOptions, _require_plain
 
 MICROBATCHES, STEPS = 3, 3
 

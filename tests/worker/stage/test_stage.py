@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.live_bytes import LiveBytes
+from zbv_worker.stage.stage import Stage
 
 WIDTH, ROWS = 32, 16
 TENSOR = WIDTH * ROWS * 4

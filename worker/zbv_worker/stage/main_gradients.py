@@ -1,10 +1,10 @@
-"""Main gradients: what parameters in half precision add their microbatches' gradients to, in float32.
+"""Main gradients: float32 sums of the microbatches' gradients of parameters in half precision.
 
-bfloat16 has 8 significant bits. Added up in it, the gradients of many microbatches lose whatever is smaller
-than 1/256 of the sum so far. As in Megatron-LM (``accumulate_allreduce_grads_in_fp32``), such a parameter
-therefore has a ``main_grad`` in float32, and ``.grad`` is made from it once, before the optimizer's step.
+bfloat16 has 8 significant bits. A sum in bfloat16 loses everything smaller than 1/256 of the sum so far. As
+in Megatron-LM (``accumulate_allreduce_grads_in_fp32``), such a parameter therefore has a ``main_grad`` in
+float32, which is rounded to ``.grad`` once, before the optimizer's step.
 
-A parameter with post-accumulate hooks of somebody else keeps torch's own accumulation, as those hooks expect.
+A parameter with post-accumulate hooks of the user keeps torch's own accumulation, which those hooks expect.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NAME = "main_grad"  # as in Megatron-LM and TransformerEngine
 
 
 class OwnHook:
-    """A post-accumulate hook of the worker's. It does not keep a parameter from being queued for W."""
+    """A post-accumulate hook of the worker. A parameter with such hooks may still be queued for W."""
 
 
 class _Move(OwnHook):
-    """Adds what autograd has just accumulated to the main gradient."""
+    """Moves the gradient that autograd has just accumulated to the main gradient."""
 
     def __call__(self, parameter: Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
@@ -40,7 +40,7 @@ def is_half(parameter: Tensor) -> bool:
 
 
 def use_main_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give trainable parameters in half precision a main gradient, still None. May be called again."""
+    """Give trainable parameters in half precision a main gradient, initially None. Idempotent."""
     for parameter in parameters:
         if not (is_half(parameter) and parameter.requires_grad):
             continue
@@ -56,18 +56,18 @@ def use_main_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def has_main_gradient(parameter: Tensor) -> bool:
-    """Whether a parameter adds up in a main gradient, also while that is None."""
+    """Whether a parameter has a main gradient, even if it is still None."""
     return _NAME in parameter.__dict__
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """What a parameter's gradients are added to: the main gradient, or ``.grad``."""
+    """The tensor that a parameter's gradients are added to: the main gradient, or ``.grad``."""
     found: Tensor | None = getattr(parameter, _NAME) if has_main_gradient(parameter) else parameter.grad
     return found
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Have a parameter's gradients added to this tensor from now on; None: the first one makes it."""
+    """Make this tensor the sum of a parameter's gradients; None: the first gradient creates it."""
     if has_main_gradient(parameter):
         setattr(parameter, _NAME, gradient)
         parameter.grad = None
@@ -76,7 +76,7 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a gradient, which may be of a smaller type: without a copy of it in the larger one."""
+    """Add a gradient, possibly of a smaller dtype, without converting a copy of it first."""
     total = gradient_of(parameter)
     if total is not None:
         total.add_(gradient)
@@ -87,12 +87,12 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def round_main_gradients(parameters: Iterable[Tensor], *, keep: bool = False) -> None:
-    """Make ``.grad`` of every main gradient, for the optimizer.
+    """Set ``.grad`` from every main gradient, for the optimizer.
 
     Parameters
     ----------
     keep
-        Whether the main gradients stay; else each is freed as soon as it is rounded.
+        Whether to keep the main gradients; otherwise each is freed as soon as it is rounded.
     """
     for parameter in parameters:
         if has_main_gradient(parameter):

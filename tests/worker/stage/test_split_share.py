@@ -13,17 +13,13 @@ from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_worker.execution.split_backward import SplitShare, WeightGrads, defer_weight_gradients
-from zbv_worker.measure.profile.profile import (
-    RankProfile,
-    Spread,
-    StageProfile,
-    StaticBytes,
-    rank_json,
-    read_rank,
-)
+from zbv_worker.measure.profile.profile import RankProfile, Spread, StageProfile, rank_json, read_rank
 from zbv_worker.measure.profile.report import print_report
-from zbv_worker.training.training import TrainingOptions
+from zbv_worker.measure.stage_memory import StaticBytes
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.weight_grads import WeightGrads
+from zbv_worker.training.options import TrainingOptions
 
 
 class TELinear(nn.Linear):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.weight_grads import WeightGrads
 
 WIDTH = 6
 

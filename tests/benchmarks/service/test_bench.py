@@ -85,12 +85,12 @@ def test_a_service_that_does_not_start_is_said_with_its_log(
     assert "the service did not start; its log:\nno reason" in capsys.readouterr().err
 
 
-def test_heartbeats_of_a_run_are_measured_and_nobody_is_lost(tmp_path: Path) -> None:
+def test_heartbeats_of_a_run_are_measured_and_no_agent_is_lost(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     database = f"sqlite:///{tmp_path}/beats.db"
     size = ["--agents", "8", "--seconds", "1"]
     main(["service", "heartbeats", *size, "--database", database, "-o", str(output)])
     found = {row["what"]: row for row in json.loads(output.read_text())["heartbeats"]["findings"]}
     assert found["8 agents: heartbeats"]["value"] == 4
-    for name in ("answered otherwise than 200", "agents lost", "the run went on undisturbed"):
+    for name in ("responses other than 200", "agents lost", "the run continued undisturbed"):
         assert found[name]["verdict"] == "met", name

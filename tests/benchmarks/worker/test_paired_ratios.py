@@ -28,5 +28,5 @@ def test_the_interval_holds_the_median_and_narrows_with_more_rounds() -> None:
 
 @pytest.mark.parametrize(("mine", "other"), [([1.0], [1.0, 2.0]), ([], [])])
 def test_unpaired_measurements_are_refused(mine: list[float], other: list[float]) -> None:
-    with pytest.raises(ValueError, match="must be as many"):
+    with pytest.raises(ValueError, match="same number"):
         paired_ratio(mine, other)

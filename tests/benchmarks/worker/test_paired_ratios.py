@@ -1,4 +1,4 @@
-"""Ratios of what was measured in turns."""
+"""Ratios of measurements that took turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from benchmarks.worker.paired_ratios import median_interval, paired_ratio
 
 
-def test_what_disturbs_a_round_falls_out_of_its_ratio() -> None:
+def test_a_disturbance_of_a_round_cancels_in_its_ratio() -> None:
     disturbed = np.random.default_rng(1).uniform(1, 10, size=40)
     ratio, (low, high) = paired_ratio((0.8 * disturbed).tolist(), disturbed.tolist())
     assert ratio == pytest.approx(0.8)

@@ -51,13 +51,13 @@ soak: install ## Compare bounds and plans of random problems with exact optima; 
 	$(BIN)/python -m benchmarks soak --minutes $(MINUTES) $(ARGS)
 
 # Each round draws other examples. To repeat a failure: HYPOTHESIS_PROFILE=explore, and pytest with the printed seed.
-explore: install ## Run the property tests with random seeds until a test fails or the time is up; MINUTES=10
+explore: install ## Run property tests with random seeds until one fails or the time is up; MINUTES=10, ARGS=tests/solver
 	@end=$$(( $$(date +%s) + 60 * $(MINUTES) )); \
 	while [ $$(date +%s) -lt $$end ]; do \
 	  seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
 	  echo "--hypothesis-seed=$$seed"; \
 	  HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -q --exitfirst --numprocesses 2 -m hypothesis \
-	    --hypothesis-seed=$$seed $(ARGS) || exit 1; \
+	    --hypothesis-seed=$$seed $(or $(ARGS),tests/solver) || exit 1; \
 	done
 
 lint: style types ## Check only style and types

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
     from zbv_solver.plans.plan import Plan
     from zbv_solver.problem.problem import Problem
-    from zbv_worker.execution.executor import Batches, Executor
+    from zbv_worker.execution.computation import Batches
+    from zbv_worker.execution.executor import Executor
     from zbv_worker.execution.whole_plan import WholePlan
     from zbv_worker.transport.channels import Transport
     from zbv_worker.transport.world import World

@@ -1,4 +1,4 @@
-"""Write the generated benchmark files again: ``python benchmarks/generate.py``.
+"""Regenerate the benchmark files: ``python -m benchmarks.planner.generate``.
 
 All costs are whole numbers drawn from plain seeds, so the files are the same everywhere, and a change of
 one instance is a change of one line. ``public.json`` is not generated: its peers were measured.
@@ -14,7 +14,7 @@ from typing import Any
 
 Document = dict[str, Any]
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 BASE = {"forward": 20, "backward_input": 21, "backward_weight": 14}
 """Mean costs of a transformer stage, relative to each other about as measured ones are."""
 HEAD = 1.35

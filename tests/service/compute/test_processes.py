@@ -21,14 +21,8 @@ import httpx
 import pytest
 from support.refusals import refusal
 from support.serving import DEADLINE, PROBLEM
-<<<<<<< HEAD
 from zbv_service.client import Client, Search, tokens
-from zbv_solver.plans.plan import parse_plan
-=======
-from zbv_service import client_token
-from zbv_service.client import Client, Search
 from zbv_solver.plans.reading import parse_plan
->>>>>>> main
 from zbv_solver.verify.verifier import verify
 
 COMMAND = [sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())"]

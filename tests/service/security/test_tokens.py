@@ -281,7 +281,7 @@ def test_the_command_makes_lists_and_revokes(capsys: pytest.CaptureFixture[str],
     assert run(capsys, "revoke", "ci") == (
         2,
         "",
-        "zbv-service: found no token ci that works. zbv-service token list shows them.\n",
+        "zbv-service: found no valid token ci. To list all tokens: zbv-service token list\n",
     )
 
 

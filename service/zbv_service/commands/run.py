@@ -172,11 +172,12 @@ def execute(parsed: argparse.Namespace) -> int:
         raise WrongInput(f"found {found} of a file and --plan; give exactly one.")
     document = None if parsed.file is None else read_json(parsed.file)
     with connected(parsed.server) as client:
-        is_plan = isinstance(document, dict) and "ranks" in document
-        try:
-            plan_id = client.import_plan(document) if is_plan else parsed.plan
-        except InvalidRequest as error:
-            raise refused(error, {"": parsed.file}) from None
+        plan_id, is_plan = parsed.plan, isinstance(document, dict) and "ranks" in document
+        if document is not None and is_plan:
+            try:
+                plan_id = client.import_plan(document)
+            except InvalidRequest as error:
+                raise refused(error, {"": parsed.file}) from None
         try:
             run = client.submit_run(plan_id, **body, problem=None if is_plan else document)
         except InvalidRequest as error:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -172,10 +172,7 @@ def test_a_run_that_does_not_succeed_exits_with_1(service: Service, last: str) -
         (["--plan", "e", "--checkpoint-dir", "ck"], "found 'ck'; must be an absolute path that all nodes"),
         (["--plan", "e", "--model-args", "{"], "--model-args: found '{', which is not JSON"),
         (["--plan", "e", "--model-args", "[]"], "--model-args: found '[]'; must be a JSON object"),
-        (
-            ["--plan", "e", "--model-args", '{"a": 1e999}'],
-            "--model-args: found '{\"a\": 1e999}', which is not",
-        ),
+        (["--plan", "e", "--model-args", "[1e999]"], "--model-args: found '[1e999]', which is not JSON"),
         (["--plan", "e", "--timeout", "nan"], "--timeout: found 'nan'; must be a finite number"),
     ],
 )
@@ -192,8 +189,7 @@ def exit_status(*arguments: str) -> int:
     try:
         return main(arguments)
     except SystemExit as ended:
-        assert isinstance(ended.code, int)
-        return ended.code
+        return cast("int", ended.code)
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])

@@ -14,7 +14,7 @@ from sqlalchemy import Engine, create_engine, text
 from zbv_service.client import AgentClient
 from zbv_service.database.url import async_url
 
-from benchmarks.service.findings import Finding, quantile
+from benchmarks.findings import Finding, at_least, at_most, quantile
 from benchmarks.service.load import Load, offer, post
 from benchmarks.service.postgres import a_server
 from benchmarks.service.served import Served, serving
@@ -104,15 +104,15 @@ async def _measure(served: Served, url: str, size: int, seconds: float, *, is_la
     transactions, rows = after.transactions - before.transactions, after.rows - before.rows
     return [
         Finding(f"{size} agents: heartbeats", count, ""),
-        Finding("  answered otherwise than 200", _refused(load), "", 0),
-        Finding("  CPU of the service", 100 * cpu / took, "%", MOST_CPU if is_largest else None),
+        Finding("  answered otherwise than 200", _refused(load), "", at_most(0)),
+        Finding("  CPU of the service", 100 * cpu / took, "%", at_most(MOST_CPU if is_largest else None)),
         Finding("  CPU for one heartbeat", 1e3 * cpu / count, "ms"),
         Finding("  median", 1e3 * quantile(load.latencies, 0.5), "ms"),
         Finding("  p99", 1e3 * quantile(load.latencies, 0.99), "ms"),
         Finding("  transactions for one", transactions / count, ""),
         Finding("  rows read for one", rows / count, ""),
-        Finding("  agents lost", lost, "", 0),
-        Finding("  the run went on undisturbed", float(is_undisturbed), "", 1, at_most=False),
+        Finding("  agents lost", lost, "", at_most(0)),
+        Finding("  the run went on undisturbed", float(is_undisturbed), "", at_least(1)),
     ]
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 
 from zbv_service.client import tokens
 
+from benchmarks.errors import BenchmarkError
+
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 COMMAND = (sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())")
 
 
-class NotStarted(Exception):
+class NotStarted(BenchmarkError):
     """The service did not start; the message has its log."""
 
 

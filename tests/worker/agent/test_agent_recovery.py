@@ -116,7 +116,7 @@ def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(thre
     assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
     until(lambda: not busy(three), three.story)
     log = three.client.rank_log(run.id, 0)
-    assert f"plan {str(run.plan_id)[:12]} gives way to" in log
+    assert f"changing from plan {str(run.plan_id)[:12]}" in log
     assert str(found.plan_id)[:12] in log
 
 

@@ -17,7 +17,9 @@ from zbv_worker.agent.policy import allowed, refusal_of
 from zbv_worker.commands.cli import _parser
 
 REPOSITORY = ROOT
-DOCUMENTS = ("README.md", "docs/security.md", "docs/clusters.md", "docs/training.md", "docker/README.md")
+DOCUMENTS = tuple(
+    f"docs/{page}.md" for page in ("run-the-service", "security", "clusters", "training", "containers")
+)
 
 
 def work(directory: str | None, factory: str = "a.models:build") -> NodeWork:

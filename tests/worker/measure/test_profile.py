@@ -13,12 +13,12 @@ from zbv_worker.measure.profile.profile import (
     RankProfile,
     Spread,
     StageProfile,
-    StaticBytes,
     rank_json,
     read_rank,
     to_problem,
 )
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.measure.stage_memory import StaticBytes
+from zbv_worker.model.spec import ModelSpec
 
 MODEL = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
 TENSOR = 2 * 32 * 32 * 4  # what crosses a boundary, in bytes

@@ -22,7 +22,7 @@ from zbv_worker.commands.rehearse import add_rehearse
 from zbv_worker.commands.rehearse import execute as rehearse
 from zbv_worker.commands.run import add_run
 from zbv_worker.commands.run import execute as run
-from zbv_worker.model.search_path import add_working_directory
+from zbv_worker.host.search_path import add_working_directory
 
 _COMMANDS = {
     "run": run,

@@ -76,7 +76,9 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
     from zbv_worker.measure.profile.layers import to_layered_document
     from zbv_worker.measure.profile.profile import ProfileOptions, measure_ranks, to_problem
     from zbv_worker.measure.profile.report import print_report, report_json
-    from zbv_worker.model.protocol import Layered, ModelSpec, has_ties
+    from zbv_worker.model.checks import has_ties
+    from zbv_worker.model.protocol import Layered
+    from zbv_worker.model.spec import ModelSpec
 
     spec = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed)
     model = spec.build()

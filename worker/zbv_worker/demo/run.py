@@ -25,9 +25,10 @@ from rich.table import Table
 
 from zbv_worker.demo.local_service import LocalService, port_or_free
 from zbv_worker.errors import WorkerError
-from zbv_worker.host.local_ranks import LocalRanks, python_command, usable_cores
+from zbv_worker.host.cores import usable_cores
+from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.training.report import RunSummary, read_reports, summarise
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A command's connection to a service, and what it says when the service refuses a request."""
+"""A command's connection to a service, and its message when the service refuses a request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connected(server: str) -> Iterator[Client]:
 
 
 def refused(error: InvalidRequest, sources: Mapping[str, str]) -> Stop:
-    """How a command ends whose request was refused.
+    """How a command ends after its request was refused.
 
     Parameters
     ----------

@@ -226,7 +226,7 @@ def _show_local(parsed: argparse.Namespace) -> int:
     if found is None:
         raise WrongInput(
             f"found no token for {parsed.server}: neither ZBV_TOKEN nor --token-file (ZBV_TOKEN_FILE) is "
-            f"set, and no service of yours runs there on this machine."
+            f"set, and no service of this user runs there on this machine."
         )
     print(found)
     return DONE

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.build_stages import build_modules, build_stages
-from zbv_worker.execution.executor import Executor, StepResult
+from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
@@ -175,7 +175,15 @@ def run_rank(
     The transport's channels must be open.
     """
     stages = build_stages(model, plan, _CPU)
-    executor = Executor(plan, stages, model, transport, device=_CPU, timeout=timeout, look_ahead=look_ahead)
+    executor = Executor(
+        plan,
+        stages,
+        model,
+        transport,
+        device=_CPU,
+        timeout=timeout,
+        options=ExecutorOptions(look_ahead=look_ahead),
+    )
     result = executor.step(0)
     kept = {index: stage.held for index, stage in stages.items() if any(stage.held)}
     if kept:

@@ -223,7 +223,7 @@ def test_a_hook_that_replaces_a_gradient_which_replicas_sum_is_refused() -> None
     module.get_parameter("0.weight").register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     gradients.begin()
     module(torch.randn(2, 4)).sum().backward()
-    with pytest.raises(ModelError, match=r"shape \[4, 4\] was replaced while the step ran"):
+    with pytest.raises(ModelError, match=r"shape \[4, 4\] was replaced during the step"):
         gradients.stage_done(0)
 
 

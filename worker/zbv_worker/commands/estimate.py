@@ -83,7 +83,7 @@ def execute(parsed: argparse.Namespace) -> int:
 
     from zbv_worker.errors import InvalidRun
     from zbv_worker.measure.estimate.estimate import estimate_layers, estimate_stages
-    from zbv_worker.measure.estimate.report import flops_table, held_table, report_json
+    from zbv_worker.measure.estimate.report import estimate_json, flops_table, held_table
     from zbv_worker.model.checks import has_ties
     from zbv_worker.model.protocol import Layered
     from zbv_worker.model.spec import ModelSpec
@@ -107,7 +107,7 @@ def execute(parsed: argparse.Namespace) -> int:
         title = "Stages as the model cuts them"
         out.print(flops_table(title, stages), held_table(title, stages))
     with json_output("--report", parsed.report) as write:
-        write(report_json(layers, stages))
+        write(estimate_json(layers, stages))
     with json_output("--output", parsed.output) as write:
         if parsed.output is not None:
             write(_problem(parsed, layers, stages, is_tied=has_ties(model)))

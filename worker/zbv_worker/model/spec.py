@@ -70,7 +70,7 @@ class ModelSpec:
         except (TypeError, ValueError) as error:
             raise InvalidRun(
                 f"--model {self.factory}: the factory rejects seed={self.seed} and --model-args "
-                f"{json.dumps(dict(self.arguments))}: {raised(error)}. It must accept these keyword arguments."
+                f"{json.dumps(dict(self.arguments))}: {raised(error)}. It must accept these keywords."
             ) from error
         if not isinstance(model, PipelineModel):
             raise InvalidRun(

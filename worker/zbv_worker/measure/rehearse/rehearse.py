@@ -18,7 +18,7 @@ from zbv_solver.documents.files import write
 
 from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import SECONDS, WholePlan
@@ -165,8 +165,7 @@ class Rehearsal:
             transport,
             device=_CPU,
             timeout=options.timeout,
-            look_ahead=options.look_ahead,
-            clock=self._clock,
+            options=ExecutorOptions(look_ahead=options.look_ahead, clock=self._clock),
         )
         steps = []
         spent = CpuUse()

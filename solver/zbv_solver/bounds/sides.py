@@ -95,7 +95,7 @@ def sides(problem: Problem) -> tuple[Side, Side]:
     held = arrays.delta[F]
     by_input = np.clip(-arrays.delta[I], 0.0, held)
     zeros = np.zeros(problem.n_stages)
-    gap = np.append(arrays.transfer, 0.0)
+    gap = np.append(arrays.latency, 0.0)
     room = _room(problem) * (1 + AMOUNT_ROUNDING)
     reach = _reach(room, held[stages])
     own = np.where(fusable, 0, 1)[stages]

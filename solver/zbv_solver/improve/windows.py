@@ -184,7 +184,7 @@ def _successors(problem: Problem, orders: Orders) -> tuple[list[list[int]], list
     rows = list(zip(orders.letter.tolist(), orders.stage.tolist(), orders.microbatch.tolist(), strict=True))
     for at, (letter, stage, j) in enumerate(rows):
         index[I if letter == B else letter, stage, j] = at
-    transfer = [int(lag) for lag in problem.arrays.transfer]
+    transfer = [int(lag) for lag in problem.arrays.latency]
     after: list[list[int]] = [[] for _ in rows]
     delays: list[list[int]] = [[] for _ in rows]
     for at, (letter, stage, j) in enumerate(rows):

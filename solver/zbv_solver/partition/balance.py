@@ -4,8 +4,8 @@ Under V a rank hosts one piece from either end of the parts that its outer neigh
 are served from the outside in. State (i, j) means that the parts before i and from j on are assigned. For a
 load limit T, a sweep marks the states that the first ranks can reach with no load above T. T is found by
 bisection. For every state that cannot be left without exceeding T, the sweep notes the load that it would
-take; the least of these loads is a lower bound, so the bisection ends at an exact value. The proof is Lemma 34
-of bounds/PROOFS.md.
+take; the least of these loads is a lower bound, so the bisection ends at an exact value. The proof is Lemma
+34 of bounds/PROOFS.md.
 """
 
 from __future__ import annotations

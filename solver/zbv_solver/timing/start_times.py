@@ -1,8 +1,8 @@
-"""When every action starts and ends under an order, and what the order achieves.
+"""Start and end times of actions, and the metrics of an order; docs/formats.md defines them.
 
-One pass executes the order, or finds it deadlocked: it yields earliest times, and the *runs* in which it
-executed, stretches of consecutive actions of one rank. Each further longest-path question is then a linear
-sweep along the runs (kernels: :mod:`zbv_solver.timing.sweeps`). Definitions: docs/formats.md.
+One pass executes the order, or finds a deadlock. It yields earliest times, and the *runs* of the execution:
+consecutive actions of one rank that execute without waiting for another rank's progress. Every further
+longest-path problem is then a linear sweep over the runs (kernels: :mod:`zbv_solver.timing.sweeps`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IntArray = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """An order's earliest-start times and metrics.
+    """Earliest times and metrics of an order.
 
     Attributes
     ----------
@@ -51,21 +51,21 @@ class Timing:
 
 @dataclass(frozen=True, eq=False)
 class _Executed:
-    """An order as it executes at earliest start; the arrays of :mod:`zbv_solver.timing.sweeps`."""
+    """An order executed at earliest times; :mod:`zbv_solver.timing.sweeps` describes the arrays."""
 
     row: IntArray
     source: IntArray
     offset: IntArray
     duration: FloatArray
-    lag: FloatArray
+    latency: FloatArray
     runs: IntArray
     start: FloatArray
     end: FloatArray
 
     @property
     def graph(self) -> tuple[IntArray, IntArray, IntArray, FloatArray, FloatArray, IntArray]:
-        """What sweeps take, in their order."""
-        return self.row, self.source, self.offset, self.duration, self.lag, self.runs
+        """The arguments that all sweeps share, in their order."""
+        return self.row, self.source, self.offset, self.duration, self.latency, self.runs
 
 
 def evaluate(problem: Problem, orders: Orders) -> Timing:
@@ -74,7 +74,7 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
     Raises
     ------
     InvalidPlan
-        When the order deadlocks, or an action's input is produced nowhere before it.
+        When the order deadlocks, or the input of an action is not produced before it.
     """
     executed = _execute_orders(problem, orders)
     span = _exact_span(executed, orders)[0]
@@ -105,7 +105,7 @@ def objective_of(problem: Problem, orders: Orders) -> float:
 
 
 def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
-    """Earliest start and end of every action, each (n,): what drawing needs, without the exact span.
+    """Earliest start and end of every action, each (n,), without the exact span.
 
     Raises
     ------
@@ -117,9 +117,9 @@ def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 
 
 def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, float]:
-    """Makespan, and the largest (last end - first start) over the ranks at earliest start.
+    """Makespan, and the largest (last end - first start) of any rank at earliest times.
 
-    The latter is an upper bound of the span. Costs a fraction of :func:`evaluate`.
+    The latter is an upper bound on the span. This is much cheaper than :func:`evaluate`.
 
     Raises
     ------
@@ -133,15 +133,15 @@ def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, floa
 
 
 def earliest_start_span(problem: Problem, orders: Orders) -> float:
-    """Largest (last end - first start) over the ranks at earliest start: an upper bound of the span."""
+    """Largest (last end - first start) of any rank at earliest times: an upper bound on the span."""
     return earliest_start_values(problem, orders)[1]
 
 
 def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
-    """Start times (n,) under which every rank's window fits the exact span.
+    """Start times (n,) with which every rank finishes within the exact span.
 
-    The first starts x solve x[q] >= x[r] + D[r][q] - span, a system without positive cycles; every other
-    action then starts as early as its rank's first start allows.
+    The first starts x solve x[q] >= x[r] + D[r][q] - span, a system without positive cycles. All other
+    actions then start as early as possible.
     """
     executed = _execute_orders(problem, orders)
     _, release = _exact_span(executed, orders)
@@ -152,9 +152,9 @@ def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
 
 
 def memory_profile(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
-    """Memory held by an action's rank while the action runs and after it has ended, each (n,).
+    """Memory of an action's rank while the action runs and after it has ended, each (n,).
 
-    Independent of time: for a fixed order it is a prefix sum per rank.
+    For a given order this does not depend on times: it is a prefix sum per rank.
     """
     arrays = problem.arrays
     delta = arrays.delta[orders.letter, orders.stage]
@@ -167,7 +167,7 @@ def memory_profile(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 
 
 def _ends_of_ranks(orders: Orders) -> tuple[IntArray, IntArray]:
-    """First and last action of every rank that has any."""
+    """First and last action of every rank that has actions."""
     filled = np.diff(orders.offset) > 0
     return orders.offset[:-1][filled], orders.offset[1:][filled] - 1
 
@@ -188,16 +188,16 @@ def _execute_orders(problem: Problem, orders: Orders) -> _Executed:
                 f"found {orders.text_at(at)}; the problem has {n_stages} stages and {m} microbatches."
             )
     arrays = problem.arrays
-    duration, lag = arrays.duration.ravel(), np.full((4, n_stages), -1.0)
-    lag[F, 1:] = lag[I, :-1] = lag[B, :-1] = arrays.transfer
+    duration, latency = arrays.duration.ravel(), np.full((4, n_stages), -1.0)
+    latency[F, 1:] = latency[I, :-1] = latency[B, :-1] = arrays.latency
     row = orders.letter * np.int32(n_stages) + orders.stage
     cell = orders.stage * np.int32(m) + orders.microbatch
     start, end, source, runs, reached = sweeps.execute(
-        row, cell, orders.offset, duration, lag.ravel(), n_stages, m
+        row, cell, orders.offset, duration, latency.ravel(), n_stages, m
     )
     if (reached < orders.offset[1:]).any():
         raise InvalidPlan(_deadlock_message(orders, reached))
-    return _Executed(row, source, orders.offset, duration, lag.ravel(), runs, start, end)
+    return _Executed(row, source, orders.offset, duration, latency.ravel(), runs, start, end)
 
 
 def _deadlock_message(orders: Orders, reached: IntArray) -> str:
@@ -211,10 +211,10 @@ def _deadlock_message(orders: Orders, reached: IntArray) -> str:
 
 
 def _exact_span(executed: _Executed, orders: Orders) -> tuple[float, FloatArray]:
-    """The span, and first starts of the ranks (p,) under which every window fits it."""
+    """The span, and first starts of the ranks (p,) with which every rank finishes within it."""
     release = np.zeros(orders.pp_degree)
     filled = np.diff(orders.offset) > 0
-    # Where nothing can be gained by starting later, earliest starts are the answer already.
+    # If no rank gains from starting later, the earliest starts are the solution.
     release[filled] = executed.start[orders.offset[:-1][filled]]
     span = sweeps.policy_iteration(*executed.graph, release, ROUNDING)
     return float(span), release

@@ -1,14 +1,14 @@
-"""Kernels of :mod:`zbv_solver.timing.start_times`: executing an order, and longest paths along its runs.
+"""Kernels of :mod:`zbv_solver.timing.start_times`: execution of an order, and longest paths over its runs.
 
-Arrays that several take, for n actions on p ranks of S stages:
+Arrays for n actions on p ranks of S stages:
 
-row            (n,) letter code * S + stage: the index of an action's costs in ``duration`` and ``lag``
-duration, lag  (4 S,) how long an action takes, and its remote input is underway; lag is -1 where an action
-               has no remote input
-source         (n,) the action that makes the remote input, or -1
-offset         (p + 1,) rank r's actions are ``offset[r]:offset[r + 1]``
-runs           (k, 2) stretches of consecutive actions: a rank, and where they stop. Every input of a run
-               lies in an earlier one, or earlier in it
+row       (n,) letter code * S + stage: the index of an action's costs in ``duration`` and ``latency``
+duration  (4 S,) duration of an action
+latency   (4 S,) latency of its input from another rank or stage; -1 for actions without such an input
+source    (n,) the action that produces this input, or -1
+offset    (p + 1,) rank r's actions are ``offset[r]:offset[r + 1]``
+runs      (k, 2) rank and end of every run of consecutive actions. Every input of a run comes from an earlier
+          run, or from earlier in the same run
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def execute(
     cell: IntArray,
     offset: IntArray,
     duration: FloatArray,
-    lag: FloatArray,
+    latency: FloatArray,
     n_stages: int,
     m: int,
 ) -> tuple[FloatArray, FloatArray, IntArray, IntArray, IntArray]:  # pragma: no cover - compiled
-    """Start, end, source and runs of an order, and where every rank came to a halt.
+    """Start, end, source and runs of an order, and the first action of every rank that was not executed.
 
-    Ranks take turns, each running as far as its inputs are there.
+    Ranks take turns. Each executes actions as long as their inputs are available.
     """
     n, p = len(row), len(offset) - 1
     forward_at = np.full(n_stages * m, -1, np.int32)
@@ -56,12 +56,12 @@ def execute(
                 if kind >= n_stages and (backward_at if is_weight else forward_at)[where] < 0:
                     break
                 begin = free
-                if lag[kind] >= 0:
+                if latency[kind] >= 0:
                     feed = forward_at[where - m] if kind < n_stages else backward_at[where + m]
                     if feed < 0:
                         break
                     source[at] = feed
-                    begin = max(begin, end[feed] + lag[kind])
+                    begin = max(begin, end[feed] + latency[kind])
                 if kind < n_stages:
                     forward_at[where] = at
                 elif not is_weight:
@@ -83,16 +83,17 @@ def sweep(
     source: IntArray,
     offset: IntArray,
     duration: FloatArray,
-    lag: FloatArray,
+    latency: FloatArray,
     runs: IntArray,
     release: FloatArray,
     origin: IntArray,
     length: FloatArray,
 ) -> None:  # pragma: no cover - compiled
-    """Critical paths when rank r may not start before ``release[r]``.
+    """Critical paths if rank r may not start before ``release[r]``.
 
-    An action ends at ``release[origin] + length``: ``origin`` is the rank with whose first start its
-    critical path begins, ``length`` the path's own, so sums of whole costs stay whole.
+    An action ends at ``release[origin] + length``, where ``origin`` is the rank where its critical path
+    begins and ``length`` is the length of that path. The two are kept apart so that sums of integers stay
+    exact.
     """
     reached = offset[:-1].copy()
     for run in range(len(runs)):
@@ -104,7 +105,7 @@ def sweep(
         while at < stop:
             feed, kind = source[at], row[at]
             if feed >= 0:
-                arrival = length[feed] + lag[kind]
+                arrival = length[feed] + latency[kind]
                 if release[origin[feed]] + arrival > release[begun] + path:
                     begun, path = origin[feed], arrival
             path += duration[kind]
@@ -119,24 +120,25 @@ def policy_iteration(
     source: IntArray,
     offset: IntArray,
     duration: FloatArray,
-    lag: FloatArray,
+    latency: FloatArray,
     runs: IntArray,
     release: FloatArray,
     tolerance: float,
 ) -> float:  # pragma: no cover - compiled
     """Largest mean weight of a cycle of D (Howard's policy iteration), D known only through sweeps.
 
-    ``release`` is a first guess of first starts and becomes one under which every window fits. Every sweep
-    tells, of each rank, the critical path to its last end: an arc of D. Arcs that break a window of the
-    span so far form cycles, whose largest mean is the next span, or lengthen a forest, whose values are the
-    next releases. Both only grow, and once every window fits, the releases prove the span.
+    ``release`` is a first guess of the ranks' first starts, and becomes a solution in which every rank
+    finishes within the span. Every sweep yields, for each rank, the critical path to its last end, which is
+    an arc of D. Arcs that violate the current span either form cycles, whose largest mean is the next span,
+    or extend a forest, whose values are the next releases. Both only grow. When no arc violates the span, the
+    releases prove it.
     """
     n, p = len(row), len(offset) - 1
     origin, length = np.empty(n, np.int32), np.empty(n)
     parent, weight = np.full(p, -1, np.int32), np.zeros(p)
     span, is_first = 0.0, True
-    for _ in range(4 * p + 64):  # a handful in practice; only rounding could ask for more than this
-        sweep(row, source, offset, duration, lag, runs, release, origin, length)
+    for _ in range(4 * p + 64):  # a handful in practice; only rounding could exceed this
+        sweep(row, source, offset, duration, latency, runs, release, origin, length)
         widest, latest = 0.0, 0.0
         for rank in range(p):
             if offset[rank] < offset[rank + 1]:
@@ -155,7 +157,7 @@ def policy_iteration(
 
 @compiled
 def _cut_cycles(parent: IntArray, weight: FloatArray) -> float:  # pragma: no cover - compiled
-    """Largest mean weight of a cycle of parents, or 0; one node of every cycle becomes a root."""
+    """Largest mean weight of a cycle of parents, or 0; makes one node of every cycle a root."""
     seen, best = np.zeros(len(parent), np.int32), 0.0
     for node in range(len(parent)):
         at = node
@@ -178,7 +180,7 @@ def _cut_cycles(parent: IntArray, weight: FloatArray) -> float:  # pragma: no co
 def _settle(
     parent: IntArray, weight: FloatArray, span: float, release: FloatArray
 ) -> None:  # pragma: no cover - compiled
-    """release[q] = release[parent] + weight - span all over the forest, from its roots."""
+    """Set release[q] = release[parent] + weight - span in the whole forest, from its roots."""
     p = len(parent)
     settled, path = np.zeros(p, np.bool_), np.empty(p, np.int32)
     for node in range(p):

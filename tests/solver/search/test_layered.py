@@ -167,7 +167,7 @@ def test_however_short_the_time_no_baseline_that_fits_is_better(seconds: float) 
 def test_an_incumbent_is_where_the_search_starts(plan: Plan) -> None:
     resumed = search(layered(placement="auto"), SearchOptions(), cancelled=lambda: True, incumbent=plan)
     assert resumed.objective <= plan.objective * (1 + 1e-9)
-    with pytest.raises(TypeError, match="an incumbent of layers is a Plan"):
+    with pytest.raises(TypeError, match="the incumbent must be a Plan"):
         search(layered(), incumbent=plan.orders)
 
 

@@ -59,13 +59,13 @@ class ModelError(WorkerError):
     """A model violated the protocol of :mod:`zbv_worker.model`."""
 
 
-def said(error: WorkerError) -> int:
+def print_error(error: WorkerError) -> int:
     """Print an error; returns the exit status: 2 if a retry with the same input is pointless, else 1."""
     print(f"zbv-worker: {error}", file=sys.stderr, flush=True)  # noqa: T201 - output of a command
     return 2 if isinstance(error, InvalidRun | Disagreement) else 1
 
 
-def raised(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Summarise an error of a model's code in one line: class, message and location."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not _NOT_USER_CODE.search(frame.filename)]

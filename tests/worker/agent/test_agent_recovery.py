@@ -143,7 +143,7 @@ def test_an_agent_that_is_stopped_takes_its_ranks_along_and_harms_no_successor_w
     three.client.cancel_run(run.id)
     assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
     until(lambda: not busy(three), three.story)
-    assert re.search("ended its ranks|ended itself: its agent has given no sign of life", stopped.log)
+    assert re.search("ended its ranks|ended because its agent has been silent", stopped.log)
 
 
 def test_a_killed_agent_is_lost_by_name_and_the_run_goes_on_elsewhere_as_if_undisturbed(

@@ -56,7 +56,7 @@ def test_success_needs_no_words(launching: Any) -> None:
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_place(launching: Any) -> None:
-    end = ended(launching(outcome_of(**{"3": -9}), place_3={"rank": 3, "step": 5, "action": "2I1"}))
+    end = ended(launching(outcome_of(**{"3": -9}), progress_3={"rank": 3, "step": 5, "action": "2I1"}))
     (failure,) = end.failures
     assert (end.outcome, failure["kind"], failure["rank"]) == ("failed", "killed", 3)
     assert (failure["step"], failure["action"]) == (5, "2I1")
@@ -110,7 +110,7 @@ def test_an_agent_that_was_silent_for_too_long_ends_its_ranks_and_says_why(launc
     (failure,) = end.failures
     assert (end.outcome, failure["kind"]) == ("failed", "agent-lost")
     assert "was stopped, or its host hung, for" in failure["detail"]
-    assert "the service gives a run to others after 5 s" in failure["detail"]
+    assert "the service gives a run to other agents after 5 s" in failure["detail"]
     generation.kill()
 
 

@@ -24,18 +24,18 @@ def given(folder: Path, *, answered: bool) -> float:
 def test_an_agent_is_well_while_it_goes_round(tmp_path: Path) -> None:
     at = given(tmp_path / "state", answered=True)
     said = check(tmp_path / "state", at + 3)
-    assert said == f"agent node-1 is at work; {SERVER} answered 3 s ago"
+    assert said == f"agent node-1 is running; {SERVER} answered 3 s ago"
 
 
 def test_an_agent_whose_service_is_away_is_well_too_as_its_ranks_may_be_training(tmp_path: Path) -> None:
     at = given(tmp_path, answered=False)
-    assert check(tmp_path, at) == f"agent node-1 is at work; {SERVER} has not answered yet"
+    assert check(tmp_path, at) == f"agent node-1 is running; {SERVER} has not answered yet"
 
 
 def test_one_that_stands_still_is_not(tmp_path: Path) -> None:
     at = given(tmp_path, answered=True)
     check(tmp_path, at + STALE_SECONDS)
-    with pytest.raises(AgentNotRunning, match="agent node-1 has given no sign of life for 61 s"):
+    with pytest.raises(AgentNotRunning, match="agent node-1 has been silent for 61 s"):
         check(tmp_path, at + STALE_SECONDS + 1)
 
 
@@ -56,7 +56,7 @@ def test_a_folder_without_an_agent_is_said_to_be_one(
     if text is not None:
         (tmp_path / FILE).write_text(text)
     assert main(["agent", "--check", "--state-dir", str(tmp_path)]) == 1
-    assert f"found no sign of an agent in {tmp_path / FILE}" in capsys.readouterr().err
+    assert f"found no trace of an agent in {tmp_path / FILE}" in capsys.readouterr().err
 
 
 def test_the_command_says_how_the_agent_is_and_needs_no_service(
@@ -64,7 +64,7 @@ def test_the_command_says_how_the_agent_is_and_needs_no_service(
 ) -> None:
     given(tmp_path, answered=True)
     assert main(["agent", "--check", "--state-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("agent node-1 is at work")
+    assert capsys.readouterr().out.startswith("agent node-1 is running")
 
 
 def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

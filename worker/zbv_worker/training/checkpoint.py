@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbv_worker.errors import InvalidRun, Superseded, WorkerError, naming_errors, raised
+from zbv_worker.errors import InvalidRun, Superseded, WorkerError, describe_error, naming_errors
 from zbv_worker.model.protocol import StatefulData
 from zbv_worker.training.checkpoint_files import INDEX, Reader, State, write_index, write_part
 from zbv_worker.training.fence import Claimant, Fence, checkpoints
@@ -308,7 +308,7 @@ class Checkpoints:
         except OSError as error:
             raise InvalidRun(f"--checkpoint-dir {folder}: {error.strerror or error}.") from error
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise self._other_model(folder, f"its state does not fit: {raised(error)}") from error
+            raise self._other_model(folder, f"its state does not fit: {describe_error(error)}") from error
 
     def _other_model(self, folder: Path, why: str) -> InvalidRun:
         return InvalidRun(

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zbv_worker.errors import InvalidRun, said
+from zbv_worker.errors import InvalidRun, print_error
 from zbv_worker.training.checkpoint import OLD_INDEX
 from zbv_worker.training.checkpoint_files import INDEX, State, write_index, write_part
 
@@ -71,4 +71,4 @@ if __name__ == "__main__":
     try:
         convert(Path(sys.argv[1]))
     except InvalidRun as error:
-        sys.exit(said(error))
+        sys.exit(print_error(error))

@@ -29,6 +29,10 @@ LINES = {
         "errors host model models transport stage execution tracing measure torch_runtime training agent commands "
         "demo __init__ __main__"
     ),
+    "service/zbv_service": (
+        "__init__ client observability errors records documents compute database settings security plans "
+        "searches problems frontier runs api pages app commands"
+    ),
 }
 """The folders of a part, and the modules of its root, from the ground up: each imports only earlier ones."""
 
@@ -78,6 +82,18 @@ def test_every_folder_has_its_place_in_the_line(package: str) -> None:
     files = [path.relative_to(ROOT / package) for path in (ROOT / package).rglob("*.py")]
     found = {file.parts[0].removesuffix(".py") for file in files}
     assert sorted(found) == sorted(LINES[package].split())
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_class_name_is_used_twice(package: str) -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if "synchronous" in path.parts:
+            continue  # generated from the asynchronous client, with the same private names
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 def test_of_the_service_the_worker_knows_only_the_client() -> None:

@@ -20,11 +20,11 @@ from distributed.cli.dask_scheduler import main as dask_scheduler
 from distributed.cli.dask_worker import main as dask_worker
 from support.containers import DOCKER, Container, Dockerfile, compose, containers
 from support.paths import ROOT
-from zbv_service import errors as problems
 from zbv_service.api.routers.agents import MAX_WAIT
 from zbv_service.client.tokens import FILE_VARIABLE
 from zbv_service.commands.cli import _parser as service_parser
 from zbv_service.commands.settings import settings_of
+from zbv_service.errors import NOT_READY, problem_document
 from zbv_service.searches.events import KEEP_ALIVE_SECONDS
 from zbv_service.settings import Settings
 from zbv_worker.commands.cli import _parser as worker_parser
@@ -375,8 +375,8 @@ def test_the_balancer_passes_on_nothing_that_clients_say_of_where_they_come_from
 
 def test_the_balancer_says_that_no_service_is_alive_as_a_service_would() -> None:
     (text,) = re.findall(r"http-error status 503 .* string '(.*)'", (DOCKER / "haproxy.cfg").read_text())
-    body, kind = json.loads(text), problems.NOT_READY
-    expected = problems.document(kind, body["detail"])
+    body, kind = json.loads(text), NOT_READY
+    expected = problem_document(kind, body["detail"])
     assert body == expected
 
 

@@ -1,4 +1,4 @@
-"""What can be said of layers before they are cut: facts at once, and an estimate of a moment's search."""
+"""Facts and a quick estimate of layers that are not cut into stages yet."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zbv_service.problems.documents import LayersFacts, PlacementFacts
 
 MAX_STAGES = 512
 MAX_CELLS = 16_384
-"""Most stages, and most of them times microbatches, of which a plan is made: more take more than a moment."""
+"""Largest number of stages, and of stages times microbatches, for which an estimate makes a plan."""
 
 
 def facts_of_layers(problem: LayeredProblem) -> LayersFacts:
-    """What can be said of layers at once, wherever they are cut."""
+    """Facts about layers that hold for every cut."""
     each, tables = problem.model.each, CutTables.of(problem)
     return LayersFacts(
         layers=problem.model.n_layers,
@@ -41,7 +41,7 @@ def facts_of_layers(problem: LayeredProblem) -> LayersFacts:
 
 
 def estimate_of_layers(seconds: float, document: dict[str, Any]) -> tuple[float, Plan | None]:
-    """A bound on every cut of a normalised layered document, and a plan unless it is too large for one.
+    """A bound on every cut of a normalised layered document, and a plan unless the problem is too large.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def estimate_of_layers(seconds: float, document: dict[str, Any]) -> tuple[float,
     stages = largest_stages(problem)
     if stages > MAX_STAGES or stages * problem.microbatches > MAX_CELLS:
         return problem.microbatches * least_worst_load(problem, CutTables.of(problem)), None
-    # Imported here: the solver's kernels take a second that the service should not spend.
+    # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.frontiers.by_layers import floor
 
     from zbv_service.problems.sketch import sketch

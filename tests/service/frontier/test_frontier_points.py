@@ -136,7 +136,7 @@ async def test_rubbish_is_refused_and_a_problem_without_memory_told_what_to_do(s
 
 async def test_schedules_at_one_place_share_a_mark(serving: Serving) -> None:
     async with serving("honest") as service:
-        plan = await service.app.state.rooms.plans.plan(await planned(service, at(1.0)))
+        plan = await service.app.state.application.plans.plan(await planned(service, at(1.0)))
         found = await frontier(service, plan.plan_id)
         twins = tuple(Known(name, 1.0, found.own.value) for name in ("one", "other"))
         apart = Known("apart", 1.5, found.own.value)

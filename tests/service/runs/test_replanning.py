@@ -46,7 +46,7 @@ async def measured(
 
 async def looked(service: Service) -> None:
     """Have the service look, as it does by itself every second."""
-    await service.app.state.rooms.dispatcher.look()
+    await service.app.state.application.dispatcher.look()
 
 
 async def searches(service: Service) -> int:
@@ -118,7 +118,7 @@ async def test_few_steps_or_costs_as_planned_start_no_search(serving: Serving) -
 
 async def memory(service: Service, run_id: str) -> Any:
     """What is remembered of looks at a run."""
-    record = await service.app.state.rooms.runs.get(run_id)
+    record = await service.app.state.application.runs.get(run_id)
     return record.replanning
 
 

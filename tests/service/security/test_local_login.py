@@ -165,7 +165,7 @@ async def test_a_session_creates_no_credentials(service: Service, behind: str) -
     assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
     assert "session cannot create" in refused.text
     assert (await service.http.get("/sign-in", params={"token": session})).status_code == 401
-    async with service.app.state.rooms.database.reading() as stored:
+    async with service.app.state.application.database.reading() as stored:
         kinds = await stored.scalars(select(TokenRow.kind).where(TokenRow.kind != "token"))
         assert sorted(kinds) == ["link", "session"], "none but those that this test began with"
 
@@ -175,7 +175,7 @@ async def test_a_session_does_not_outlive_the_token_that_began_it(service: Servi
     await service.http.get(await link(service, fields))
     assert (await service.http.get("/v1/searches")).is_success
     await asyncio.sleep(0.6)
-    service.app.state.rooms.access.tokens._known.clear()
+    service.app.state.application.access.tokens._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
 
 
@@ -249,9 +249,9 @@ async def test_a_session_ends_with_its_token(service: Service) -> None:
     url = await link(service, fields)
     await service.http.get(await link(service, fields))
     assert (await service.http.get("/v1/searches")).is_success
-    rooms = service.app.state.rooms
-    await TokenTable(rooms.database).revoke("carol")
-    rooms.access.tokens._known.clear()
+    application = service.app.state.application
+    await TokenTable(application.database).revoke("carol")
+    application.access.tokens._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
     assert "was revoked" in (await service.http.get(url)).text
 

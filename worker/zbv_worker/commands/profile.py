@@ -84,7 +84,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
     from zbv_worker.execution.planned_cut import require_layered
     from zbv_worker.measure.profile.layers import to_layered_document
     from zbv_worker.measure.profile.profile import ProfileOptions, measure_ranks, to_problem
-    from zbv_worker.measure.profile.report import print_report, report_json
+    from zbv_worker.measure.profile.report import print_report, profile_json
     from zbv_worker.model.checks import has_ties
     from zbv_worker.model.protocol import Layered
     from zbv_worker.model.spec import ModelSpec
@@ -111,7 +111,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
         if by_layer
         else problem_json(to_problem(options, ranks))
     )
-    write_report(report_json(ranks))
+    write_report(profile_json(ranks))
     if parsed.report is not None:
         print_report(ranks, Console(stderr=True))
 

@@ -151,7 +151,7 @@ def _add_database(command: argparse.ArgumentParser) -> None:
 
 
 def _create(parsed: argparse.Namespace) -> int:
-    from zbv_service.database.tokens import NameTaken
+    from zbv_service.database.tokens import TokenNameTaken
     from zbv_service.records.tokens import NewToken
     from zbv_service.security.token_text import TokenText
 
@@ -170,7 +170,7 @@ def _create(parsed: argparse.Namespace) -> int:
     with output("-" if parsed.output is None else parsed.output, private=True) as write:
         try:
             _with_table(parsed, lambda table: table.add(new), creates=True)
-        except NameTaken:
+        except TokenNameTaken:
             if parsed.if_missing:
                 print(f"zbv-service: token {name} exists; nothing to do", file=sys.stderr)
                 return DONE

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.improve.exact import make_solver, objective_of, stopped_when
+from zbv_solver.improve.exact import make_solver, stopped_when
 from zbv_solver.improve.exact_grid import Grid, make_grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
-from zbv_solver.timing.start_times import earliest_times, span_start_times
+from zbv_solver.timing.start_times import earliest_times, objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
 IntArray = NDArray[np.int64]

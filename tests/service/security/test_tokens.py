@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, text
 from support.tokens import add_token
 from zbv_service.commands.cli import main
 from zbv_service.database import Database, DatabaseAway, TokenTable
-from zbv_service.database.tokens import NameTaken
+from zbv_service.database.tokens import TokenNameTaken
 from zbv_service.security import attempts
 from zbv_service.security import tokens as tokens_module
 from zbv_service.security.attempts import Attempts
@@ -182,7 +182,7 @@ async def test_that_a_token_is_in_use_is_noted_sparingly(database: Database) -> 
 async def test_two_tokens_that_work_never_share_a_name(database: Database) -> None:
     table = TokenTable(database)
     await add_token(database, "read", name="ci")
-    with pytest.raises(NameTaken):
+    with pytest.raises(TokenNameTaken):
         await add_token(database, "read", name="ci")
     await table.revoke("ci")
     await add_token(database, "read", name="ci")

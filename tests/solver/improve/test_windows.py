@@ -7,11 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.problems import limited_problems, uniform
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
-from zbv_solver.improve.exact import objective_of, refine
+from zbv_solver.improve.exact import refine
 from zbv_solver.improve.windows import refine_window, sweep_windows
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, Problem
-from zbv_solver.timing.start_times import earliest_times, span_start_times
+from zbv_solver.timing.start_times import earliest_times, objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
 

@@ -52,7 +52,7 @@ NAMES = list(hard_model().layer_names())
 
 
 def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
-    document = {"problem": problem_json(problem), "ranks": orders.all_text()}
+    document: dict[str, Any] = {"problem": problem_json(problem), "ranks": orders.all_text()}
     document["plan_id"] = identity(document["problem"], document["ranks"])
     path.write_text(json.dumps(document))
     return path

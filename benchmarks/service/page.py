@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.service.findings import Finding, quantile
-from benchmarks.service.served import NotStarted, Served, serving
+from benchmarks.errors import BenchmarkError
+from benchmarks.findings import Finding, at_most, quantile
+from benchmarks.service.served import Served, serving
 from benchmarks.service.workload import plan_to_see
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ _CHOOSE = """() => {
 }"""
 
 
-class NotSeen(NotStarted):
+class NotSeen(BenchmarkError):
     """There is no browser, or it could not show a page; the message says why."""
 
 
@@ -154,15 +155,17 @@ def _look(browser: Browser, served: Served, size: Size, plan_id: str) -> list[Fi
     data_bytes, data_seconds = _fetch(f"{address}/actions")
     name = f"{size.pp_degree} × {size.microbatches}:"
     return [
-        Finding(f"{name} first picture, the plan not in memory", seen.firsts[0], "s", size.first),
-        Finding("  again, worst", max(seen.firsts[1:]), "s", size.first),
-        Finding("  it answers to the pointer, the plan not in memory", seen.answers[0], "s", size.first),
-        Finding("  it answers to the pointer, worst", max(seen.answers[1:]), "s", size.first),
-        Finding("  the chart zooms, the plan not in memory", seen.drawn[0], "s", size.first),
-        Finding("  the chart zooms, worst", max(seen.drawn[1:]), "s", size.first),
-        Finding("  zoom or pan redrawn, median", quantile(seen.redraws, 0.5), "s", size.redraw),
-        Finding("  worst", max(seen.redraws), "s", size.redraw),
-        Finding("  memory of the page's process", seen.resident / MEGABYTE, "MB", size.memory),
+        Finding(f"{name} first picture, the plan not in memory", seen.firsts[0], "s", at_most(size.first)),
+        Finding("  again, worst", max(seen.firsts[1:]), "s", at_most(size.first)),
+        Finding(
+            "  it answers to the pointer, the plan not in memory", seen.answers[0], "s", at_most(size.first)
+        ),
+        Finding("  it answers to the pointer, worst", max(seen.answers[1:]), "s", at_most(size.first)),
+        Finding("  the chart zooms, the plan not in memory", seen.drawn[0], "s", at_most(size.first)),
+        Finding("  the chart zooms, worst", max(seen.drawn[1:]), "s", at_most(size.first)),
+        Finding("  zoom or pan redrawn, median", quantile(seen.redraws, 0.5), "s", at_most(size.redraw)),
+        Finding("  worst", max(seen.redraws), "s", at_most(size.redraw)),
+        Finding("  memory of the page's process", seen.resident / MEGABYTE, "MB", at_most(size.memory)),
         Finding("  of that scripts' heap", seen.heap / MEGABYTE, "MB"),
         Finding("  the page's text", page_bytes / MEGABYTE, "MB"),
         Finding("  and its actions", data_bytes / MEGABYTE, "MB"),

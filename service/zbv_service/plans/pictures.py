@@ -72,7 +72,7 @@ def actions_of(packed: bytes) -> bytes:
 def load() -> None:
     """Load Bokeh, its models' definitions, and the machine code of the timing, all by drawing once."""
     from zbv_solver.export.report import chart_document, plan_view
-    from zbv_solver.problem.stage_document import parse_problem
+    from zbv_solver.problem.reading import parse_problem
     from zbv_solver.search.search import baseline_plan
 
     from zbv_service.plans.thumbnail import thumbnail

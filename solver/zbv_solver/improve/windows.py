@@ -21,13 +21,13 @@ from ortools.sat.python import cp_model
 from zbv_solver.construct.attempt import from_orders
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.improve.exact import make_solver, objective_of, stopped_when
+from zbv_solver.improve.exact import make_solver, stopped_when
 from zbv_solver.improve.exact_grid import Grid, make_grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
 from zbv_solver.improve.order_state import State, compute_all
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
-from zbv_solver.timing.start_times import span_start_times
+from zbv_solver.timing.start_times import objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
 IntArray = NDArray[np.int64]
@@ -113,11 +113,11 @@ class WindowSearch:
         time.
         """
         unit = self.grid.steps * self.grid.parts
-        frame = Frame.of(self.paths, self.orders.offset, begin * unit, end * unit)
+        boundary = Boundary.of(self.paths, self.orders.offset, begin * unit, end * unit)
         most = self.grid.strictly_below(self.value)
-        if frame.floor > most or not len(frame.free):
+        if boundary.floor > most or not len(boundary.free):
             return False
-        window = _Window(self.grid, self.problem, self.orders, self.paths, frame, most)
+        window = _WindowModel(self.grid, self.problem, self.orders, self.paths, boundary, most)
         left = None if self.until is None else self.until - time.monotonic()
         solver = make_solver(effort, left, self.seed)
         with stopped_when(self.cancelled, solver):
@@ -197,7 +197,7 @@ def _needs(problem: Problem, orders: Orders) -> tuple[IntArray, IntArray]:
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
+class Boundary:
     """What the fixed part of an order imposes on a window.
 
     Attributes
@@ -216,8 +216,8 @@ class Frame:
     floor: int
 
     @classmethod
-    def of(cls, paths: Paths, offset: IntArray, begin: float, end: float) -> Frame:
-        """The frame of what starts from ``begin`` until before ``end``."""
+    def of(cls, paths: Paths, offset: IntArray, begin: float, end: float) -> Boundary:
+        """The boundary of what starts from ``begin`` until before ``end``."""
         n, start = len(paths.start), paths.start
         place = np.where(start < begin, BEFORE, np.where(start < end, INSIDE, AFTER))
         place = np.append(place, NOWHERE)  # of action -1
@@ -248,24 +248,29 @@ class Frame:
         return cls(free, head[free], tail[free], floor)
 
 
-class _Window:
+class _WindowModel:
     """The CP-SAT model of a window: one start per free action."""
 
-    def __init__(self, grid: Grid, problem: Problem, orders: Orders, paths: Paths, frame: Frame, most: int):
+    def __init__(
+        self, grid: Grid, problem: Problem, orders: Orders, paths: Paths, boundary: Boundary, most: int
+    ):
         self.problem, self.incumbent = problem, orders
         self.model = cp_model.CpModel()
         self.duration: list[list[int]] = grid.problem.arrays.duration.astype(np.int64).tolist()
         rows = zip(
-            orders.letter[frame.free], orders.stage[frame.free], orders.microbatch[frame.free], strict=True
+            orders.letter[boundary.free],
+            orders.stage[boundary.free],
+            orders.microbatch[boundary.free],
+            strict=True,
         )
         self.action: dict[int, Action] = {
             at: (int(letter), int(stage), int(j))
-            for at, (letter, stage, j) in zip(frame.free.tolist(), rows, strict=True)
+            for at, (letter, stage, j) in zip(boundary.free.tolist(), rows, strict=True)
         }
         self.begin: dict[Action, cp_model.IntVar] = {}
-        objective = self.model.new_int_var(frame.floor, most, "objective")
+        objective = self.model.new_int_var(boundary.floor, most, "objective")
         for (at, action), head, tail in zip(
-            self.action.items(), frame.head.tolist(), frame.tail.tolist(), strict=True
+            self.action.items(), boundary.head.tolist(), boundary.tail.tolist(), strict=True
         ):
             latest = most - tail - self.duration[action[0]][action[1]]
             self.begin[action] = self.model.new_int_var(head, max(head, latest), str(action))

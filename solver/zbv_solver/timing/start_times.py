@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
-from zbv_solver.problem.problem import B, F, I, Problem
+from zbv_solver.problem.problem import B, F, I, Problem, objective_value
 from zbv_solver.timing import sweeps
 from zbv_solver.timing.sweeps import Graph
 
@@ -82,6 +82,17 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
             sweeps.peaks(executed.graph.row, orders.offset, arrays.delta.ravel(), arrays.static).tolist()
         ),
     )
+
+
+def objective_of(problem: Problem, orders: Orders) -> float:
+    """The objective of an order: its exact span, or its makespan.
+
+    Raises
+    ------
+    InvalidPlan
+        When the orders deadlock.
+    """
+    return objective_value(problem.objective, evaluate(problem, orders))
 
 
 def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:

@@ -9,11 +9,11 @@ from support.problems import limited, limited_problems, uniform
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.improve import windows
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.improve.exact import objective_of, refine
+from zbv_solver.improve.exact import refine
 from zbv_solver.improve.windows import WindowSearch, sweep_windows
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, Problem
-from zbv_solver.timing.start_times import earliest_times, span_start_times
+from zbv_solver.timing.start_times import earliest_times, objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
 

@@ -52,8 +52,8 @@ NAMES = list(hard_model().layer_names())
 
 
 def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
-    document = {"problem": problem_json(problem), "ranks": orders.all_text()}
-    document["plan_id"] = identity(document["problem"], document["ranks"])  # type: ignore[arg-type]  # JSON
+    document: dict[str, Any] = {"problem": problem_json(problem), "ranks": orders.all_text()}
+    document["plan_id"] = identity(document["problem"], document["ranks"])
     path.write_text(json.dumps(document))
     return path
 
@@ -129,7 +129,7 @@ def test_an_empty_stage_passes_on_what_it_gets_and_holds_nothing_new() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 3, 2, 0)])
 def test_the_gpt_is_the_same_model_in_any_cut(sizes: tuple[int, ...]) -> None:
-    model = gpt(**GPT)  # type: ignore[arg-type]  # JSON
+    model = gpt(**GPT)
     assert list(model.layer_names()) == ["embedding", "block.0", "block.1", "block.2", "block.3", "head"]
     whole = model.build_stage(0, 1, CPU).state_dict()
     found: dict[str, Tensor] = {}
@@ -305,8 +305,8 @@ def test_a_running_plan_is_not_changed_for_one_that_cuts_elsewhere(
     assert watched.take() is None
 
 
-UNEVEN = cut_problem(gpt(**GPT).layer_names(), (1, 3, 0, 2), (False, True, False, True))  # type: ignore[arg-type]  # JSON
-OTHER = cut_problem(gpt(**GPT).layer_names(), (2, 1, 2, 1), (True, False, False, False))  # type: ignore[arg-type]  # JSON
+UNEVEN = cut_problem(gpt(**GPT).layer_names(), (1, 3, 0, 2), (False, True, False, True))
+OTHER = cut_problem(gpt(**GPT).layer_names(), (2, 1, 2, 1), (True, False, False, False))
 
 
 def ascending_orders(problem: Problem) -> Orders:
@@ -333,7 +333,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
     """The losses of six steps of the whole model in this process."""
-    model = gpt(**GPT)  # type: ignore[arg-type]  # JSON
+    model = gpt(**GPT)
     module = model.build_stage(0, 1, CPU)
     optimizer, found = model.optimizer(module.parameters()), []
     for step in range(6):
@@ -377,7 +377,7 @@ class Kept(Gpt):
 
 def test_a_change_of_the_cut_by_a_checkpoint_changes_no_bit_of_what_is_trained(folder: Path) -> None:
     """Two ranks that exchange layers after three of six steps, and two that keep them."""
-    config = gpt(**GPT).config  # type: ignore[arg-type]  # JSON
+    config = gpt(**GPT).config
     train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(config, seed=0))
     changed = Reader(folder / "checkpoints" / "step-00000006.g2")
     states = {p: state for optimizer in Kept.optimizers for p, state in optimizer.state.items()}

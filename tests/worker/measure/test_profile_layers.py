@@ -79,7 +79,7 @@ def test_every_layer_was_measured_with_and_without_its_activations(problem: Laye
 
 
 def test_memory_is_to_the_byte_what_is_estimated(problem: LayeredProblem) -> None:
-    for layer, estimate in zip(problem.model.each, estimate_layers(gpt(**MODEL)), strict=True):  # type: ignore[arg-type]  # JSON
+    for layer, estimate in zip(problem.model.each, estimate_layers(gpt(**MODEL)), strict=True):
         assert layer.parameters_bytes == estimate.static.parameters
         assert layer.output_bytes == estimate.output_bytes
         assert layer.recompute is not None

@@ -35,8 +35,6 @@ from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 CHAINS = 2
-WINDOW_ACTIONS, WINDOW_TIME = 120, 0.015
-"""Actions per window of CP-SAT, and its deterministic time per window."""
 REST_SHARE = 0.5
 """Share of the tuning budget that is spent on suffix search."""
 TUNE_SHARE, ANNEAL_SHARE = 0.8, 0.8
@@ -267,8 +265,6 @@ class Pipeline:
             self.problem,
             self.found.orders,
             effort=self.budget.window_time,
-            window_effort=WINDOW_TIME,
-            actions=WINDOW_ACTIONS,
             seed=self.options.seed,
             time_limit=self._seconds_left(),
             cancelled=self.halt.check,

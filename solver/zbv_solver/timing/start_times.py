@@ -18,6 +18,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, objective_value
 from zbv_solver.timing import sweeps
+from zbv_solver.timing.sweeps import Graph
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
@@ -51,21 +52,11 @@ class Timing:
 
 @dataclass(frozen=True, eq=False)
 class _Executed:
-    """An order executed at earliest times; :mod:`zbv_solver.timing.sweeps` describes the arrays."""
+    """An order as it executes at earliest start; ``start`` and ``end`` are (n,)."""
 
-    row: IntArray
-    source: IntArray
-    offset: IntArray
-    duration: FloatArray
-    latency: FloatArray
-    runs: IntArray
+    graph: Graph
     start: FloatArray
     end: FloatArray
-
-    @property
-    def graph(self) -> tuple[IntArray, IntArray, IntArray, FloatArray, FloatArray, IntArray]:
-        """The arguments that all sweeps share, in their order."""
-        return self.row, self.source, self.offset, self.duration, self.latency, self.runs
 
 
 def evaluate(problem: Problem, orders: Orders) -> Timing:
@@ -78,8 +69,8 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
     """
     executed = _execute_orders(problem, orders)
     span = _exact_span(executed, orders)[0]
-    count = np.bincount(executed.row, minlength=len(executed.duration))
-    busy = float(count @ executed.duration)
+    count = np.bincount(executed.graph.row, minlength=len(executed.graph.duration))
+    busy = float(count @ executed.graph.duration)
     arrays = problem.arrays
     return Timing(
         start=executed.start,
@@ -88,7 +79,7 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
         span=span,
         bubble_rate=1 - busy / (problem.pp_degree * span) if span > 0 else 0.0,
         peak_memory=tuple(
-            sweeps.peaks(executed.row, orders.offset, arrays.delta.ravel(), arrays.static).tolist()
+            sweeps.peaks(executed.graph.row, orders.offset, arrays.delta.ravel(), arrays.static).tolist()
         ),
     )
 
@@ -146,8 +137,8 @@ def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
     executed = _execute_orders(problem, orders)
     _, release = _exact_span(executed, orders)
     origin, length = np.empty(len(orders), np.int32), np.empty(len(orders))
-    sweeps.sweep(*executed.graph, release, origin, length)
-    start: FloatArray = release[origin] + length - executed.duration[executed.row]
+    sweeps.sweep(executed.graph, release, origin, length)
+    start: FloatArray = release[origin] + length - executed.graph.duration[executed.graph.row]
     return start - start.min(initial=np.inf) if len(start) else start
 
 
@@ -197,7 +188,8 @@ def _execute_orders(problem: Problem, orders: Orders) -> _Executed:
     )
     if (reached < orders.offset[1:]).any():
         raise InvalidPlan(_deadlock_message(orders, reached))
-    return _Executed(row, source, orders.offset, duration, latency.ravel(), runs, start, end)
+    graph = Graph(row, source, orders.offset, duration, latency.ravel(), runs)
+    return _Executed(graph, start, end)
 
 
 def _deadlock_message(orders: Orders, reached: IntArray) -> str:
@@ -216,5 +208,5 @@ def _exact_span(executed: _Executed, orders: Orders) -> tuple[float, FloatArray]
     filled = np.diff(orders.offset) > 0
     # If no rank gains from starting later, the earliest starts are the solution.
     release[filled] = executed.start[orders.offset[:-1][filled]]
-    span = sweeps.policy_iteration(*executed.graph, release, ROUNDING)
+    span = sweeps.policy_iteration(executed.graph, release, ROUNDING)
     return float(span), release

@@ -1,19 +1,8 @@
-"""Kernels of :mod:`zbv_solver.timing.start_times`: execution of an order, and longest paths over its runs.
-
-Arrays for n actions on p ranks of S stages:
-
-row       (n,) letter code * S + stage: the index of an action's costs in ``duration`` and ``latency``
-duration  (4 S,) duration of an action
-latency   (4 S,) latency of its input from another rank or stage; -1 for actions without such an input
-source    (n,) the action that produces this input, or -1
-offset    (p + 1,) rank r's actions are ``offset[r]:offset[r + 1]``
-runs      (k, 2) rank and end of every run of consecutive actions. Every input of a run comes from an earlier
-          run, or from earlier in the same run
-"""
+"""Kernels of :mod:`zbv_solver.timing.start_times`: executing an order, and longest paths along its runs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +23,10 @@ def execute(
     n_stages: int,
     m: int,
 ) -> tuple[FloatArray, FloatArray, IntArray, IntArray, IntArray]:  # pragma: no cover - compiled
-    """Start, end, source and runs of an order, and the first action of every rank that was not executed.
+    """Start, end, source and runs of an order, and the index at which every rank stopped.
 
-    Ranks take turns. Each executes actions as long as their inputs are available.
+    Ranks take turns, and each one runs until an input is missing. ``row``, ``offset``, ``duration`` and
+    ``latency`` are those of a :class:`Graph`; ``cell`` (n,) is stage * m + microbatch.
     """
     n, p = len(row), len(offset) - 1
     forward_at = np.full(n_stages * m, -1, np.int32)
@@ -77,24 +67,43 @@ def execute(
     return start, end, source, runs[:n_runs], reached
 
 
+class Graph(NamedTuple):
+    """An order of n actions on p ranks and S stages as it executes: what longest paths need.
+
+    Attributes
+    ----------
+    row
+        (n,) letter code * S + stage: the index of an action's costs in ``duration`` and ``latency``.
+    source
+        (n,) the action that sends the remote input, or -1.
+    offset
+        (p + 1,) the actions of rank r are ``offset[r]:offset[r + 1]``.
+    duration, latency
+        (4 S,) time that an action takes, and that its remote input is in transfer; -1 without such an input.
+    runs
+        (k, 2) stretches of consecutive actions: a rank, and the index where they stop. Every input of a run
+        is in an earlier run, or earlier in this one.
+    """
+
+    row: IntArray
+    source: IntArray
+    offset: IntArray
+    duration: FloatArray
+    latency: FloatArray
+    runs: IntArray
+
+
 @compiled
 def sweep(
-    row: IntArray,
-    source: IntArray,
-    offset: IntArray,
-    duration: FloatArray,
-    latency: FloatArray,
-    runs: IntArray,
-    release: FloatArray,
-    origin: IntArray,
-    length: FloatArray,
+    graph: Graph, release: FloatArray, origin: IntArray, length: FloatArray
 ) -> None:  # pragma: no cover - compiled
-    """Critical paths if rank r may not start before ``release[r]``.
+    """Critical paths when rank r may not start before ``release[r]``.
 
-    An action ends at ``release[origin] + length``, where ``origin`` is the rank where its critical path
-    begins and ``length`` is the length of that path. The two are kept apart so that sums of integers stay
-    exact.
+    An action ends at ``release[origin] + length``: its critical path begins with the first start of rank
+    ``origin`` and has this length. The two are kept apart so that sums of whole costs stay whole.
     """
+    row, source, offset, runs = graph.row, graph.source, graph.offset, graph.runs
+    duration, latency = graph.duration, graph.latency
     reached = offset[:-1].copy()
     for run in range(len(runs)):
         rank, stop = runs[run]
@@ -116,29 +125,23 @@ def sweep(
 
 @compiled
 def policy_iteration(
-    row: IntArray,
-    source: IntArray,
-    offset: IntArray,
-    duration: FloatArray,
-    latency: FloatArray,
-    runs: IntArray,
-    release: FloatArray,
-    tolerance: float,
+    graph: Graph, release: FloatArray, tolerance: float
 ) -> float:  # pragma: no cover - compiled
     """Largest mean weight of a cycle of D (Howard's policy iteration), D known only through sweeps.
 
-    ``release`` is a first guess of the ranks' first starts, and becomes a solution in which every rank
-    finishes within the span. Every sweep yields, for each rank, the critical path to its last end, which is
-    an arc of D. Arcs that violate the current span either form cycles, whose largest mean is the next span,
-    or extend a forest, whose values are the next releases. Both only grow. When no arc violates the span, the
-    releases prove it.
+    ``release`` holds a first guess of the ranks' first starts, and in the end first starts under which every
+    window fits. Every sweep finds the critical path to the last end of each rank: an arc of D. Arcs that do
+    not fit the span so far either form cycles, and their largest mean is the next span, or they lengthen a
+    forest, and its values are the next releases. Both only grow. Once every window fits, the releases prove
+    the span.
     """
-    n, p = len(row), len(offset) - 1
+    offset = graph.offset
+    n, p = len(graph.row), len(offset) - 1
     origin, length = np.empty(n, np.int32), np.empty(n)
     parent, weight = np.full(p, -1, np.int32), np.zeros(p)
     span, is_first = 0.0, True
-    for _ in range(4 * p + 64):  # a handful in practice; only rounding could exceed this
-        sweep(row, source, offset, duration, latency, runs, release, origin, length)
+    for _ in range(4 * p + 64):  # a handful in practice; only rounding could ask for more than this
+        sweep(graph, release, origin, length)
         widest, latest = 0.0, 0.0
         for rank in range(p):
             if offset[rank] < offset[rank + 1]:
@@ -157,7 +160,7 @@ def policy_iteration(
 
 @compiled
 def _cut_cycles(parent: IntArray, weight: FloatArray) -> float:  # pragma: no cover - compiled
-    """Largest mean weight of a cycle of parents, or 0; makes one node of every cycle a root."""
+    """Largest mean weight of a cycle of parents, or 0; one node of every cycle becomes a root."""
     seen, best = np.zeros(len(parent), np.int32), 0.0
     for node in range(len(parent)):
         at = node
@@ -180,7 +183,7 @@ def _cut_cycles(parent: IntArray, weight: FloatArray) -> float:  # pragma: no co
 def _settle(
     parent: IntArray, weight: FloatArray, span: float, release: FloatArray
 ) -> None:  # pragma: no cover - compiled
-    """Set release[q] = release[parent] + weight - span in the whole forest, from its roots."""
+    """release[q] = release[parent] + weight - span all over the forest, from its roots."""
     p = len(parent)
     settled, path = np.zeros(p, np.bool_), np.empty(p, np.int32)
     for node in range(p):
@@ -199,7 +202,7 @@ def _settle(
 def peaks(
     row: IntArray, offset: IntArray, delta: FloatArray, static: FloatArray
 ) -> FloatArray:  # pragma: no cover - compiled
-    """Most memory held on every rank, (p,)."""
+    """Peak memory of every rank, (p,)."""
     most = static.copy()
     for rank in range(len(static)):
         grown = 0.0

@@ -34,7 +34,7 @@ def columns(orders: Orders) -> tuple[IntArray, IntArray, IntArray]:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class PrecedenceGraph:
     """The precedence graph of an order, and a sequence in which it can execute.
 
     Attributes
@@ -60,7 +60,7 @@ class Graph:
     last: IntArray
 
     @classmethod
-    def of(cls, problem: Problem, orders: Orders, where: IntArray) -> Graph:
+    def of(cls, problem: Problem, orders: Orders, where: IntArray) -> PrecedenceGraph:
         """The graph of a complete order; ``where`` as in :mod:`zbv_solver.verify.verifier`.
 
         Raises
@@ -107,7 +107,7 @@ class Graph:
         return int(origin), float(length)
 
 
-def refuting_cycle(graph: Graph, window: float, release: FloatArray) -> float | None:
+def refuting_cycle(graph: PrecedenceGraph, window: float, release: FloatArray) -> float | None:
     """Decide whether start times exist that keep every rank within a window, with a witness in both cases.
 
     First starts (``release``, in place) are delayed until every rank fits the window. Every delay follows a

@@ -21,7 +21,7 @@ from zbv_solver.plans.plan import Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.numeric import SAME_METRIC as RELATIVE
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
-from zbv_solver.verify.graph import Graph, columns, for_loops, refuting_cycle
+from zbv_solver.verify.graph import PrecedenceGraph, columns, for_loops, refuting_cycle
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
@@ -39,7 +39,7 @@ def verify_orders(problem: Problem, orders: Orders) -> None:
     """
     where = _check_actions(problem, orders)
     _check_memory(problem, orders)
-    Graph.of(problem, orders, where)
+    PrecedenceGraph.of(problem, orders, where)
 
 
 def verify(plan: Plan) -> None:
@@ -53,7 +53,7 @@ def verify(plan: Plan) -> None:
     problem, orders, metrics = plan.problem, plan.orders, plan.metrics
     where = _check_actions(problem, orders)
     peaks = _check_memory(problem, orders)
-    graph = Graph.of(problem, orders, where)
+    graph = PrecedenceGraph.of(problem, orders, where)
     _check_finite(metrics)
     start = graph.earliest(np.zeros(problem.pp_degree))
     compare("makespan", metrics.makespan, float(np.max(start + graph.duration) - np.min(start)))
@@ -84,7 +84,7 @@ def _check_finite(metrics: Metrics) -> None:
         raise InvalidPlan("the stated gap is nan; it must be a number.")
 
 
-def _check_span(graph: Graph, span: float, release: FloatArray) -> None:
+def _check_span(graph: PrecedenceGraph, span: float, release: FloatArray) -> None:
     """Refute a span that is too small by a cycle of paths, and one that is too large by start times."""
     mean = refuting_cycle(graph, span * (1 + RELATIVE), release)
     if mean is not None:

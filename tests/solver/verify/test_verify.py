@@ -26,7 +26,7 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Metrics, Plan, plan_json
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.search import SearchOptions, make_plan, search
-from zbv_solver.verify.graph import Graph, refuting_cycle
+from zbv_solver.verify.graph import PrecedenceGraph, refuting_cycle
 from zbv_solver.verify.verifier import verify, verify_orders
 
 Ranks = list[list[Action]]
@@ -288,10 +288,10 @@ def test_start_times_that_ignore_an_input_do_not_count() -> None:
         assert not graph.waits(early)
 
 
-def graph_of_paths(length: dict[tuple[int, int], float]) -> Graph:
+def graph_of_paths(length: dict[tuple[int, int], float]) -> PrecedenceGraph:
     """Two ranks of three actions each: the first feeds the other rank's last; all take no time."""
     own = [length.get((rank, rank), 0.0) for rank in range(2)]
-    return Graph(
+    return PrecedenceGraph(
         previous=np.array([-1, 0, 1, -2, 3, 4], dtype=np.int32),
         feed=np.array([-1, -1, 3, -1, -1, 0], dtype=np.int32),
         latency=np.array([0, 0, length.get((1, 0), 0.0), 0, 0, length.get((0, 1), 0.0)]),
@@ -302,7 +302,7 @@ def graph_of_paths(length: dict[tuple[int, int], float]) -> Graph:
     )
 
 
-def ends(graph: Graph, release: NDArray[np.float64]) -> NDArray[np.float64]:
+def ends(graph: PrecedenceGraph, release: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray((graph.earliest(release) + graph.duration)[graph.last])
 
 

@@ -17,7 +17,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.placement import Placement
 
 IntArray = NDArray[Any]
-Bounds = tuple[int, ...]
+Boundaries = tuple[int, ...]
 """(S+1,) boundaries of stages: stage s has the parts ``[bounds[s], bounds[s + 1])``."""
 
 MOST_TRIED = 8
@@ -56,7 +56,7 @@ class CutSpace:
             upper = np.minimum(upper, np.where(number <= bound, at + steps, self.tables.n))
         return lower, upper
 
-    def repaired(self, bounds: IntArray) -> Bounds:
+    def repaired(self, bounds: IntArray) -> Boundaries:
         """The nearest boundaries that the rules allow, from left to right."""
         lower, upper = self.ranges
         repaired = np.clip(bounds, lower, upper)
@@ -64,21 +64,21 @@ class CutSpace:
             repaired[number] = max(repaired[number], repaired[number - 1] + self.least)
         return tuple(map(int, np.minimum(repaired, upper)))
 
-    def allows(self, bounds: Bounds) -> bool:
+    def allows(self, bounds: Boundaries) -> bool:
         """Whether the rules allow these boundaries."""
         lower, upper = self.ranges
         inside = all(low <= bound <= high for low, bound, high in zip(lower, bounds, upper, strict=True))
         return inside and all(end - begin >= self.least for begin, end in pairwise(bounds))
 
-    def cut(self, bounds: Bounds, recompute: tuple[bool, ...]) -> Cut:
+    def cut(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> Cut:
         """The cut of the model's layers at these boundaries."""
         return Cut.at(self.problem.places[list(bounds)], recompute)
 
-    def bounds_of(self, cut: Cut) -> Bounds:
+    def bounds_of(self, cut: Cut) -> Boundaries:
         """The boundaries of a cut, in parts."""
         return tuple(map(int, np.searchsorted(self.problem.places, cut.bounds)))
 
-    def load(self, bounds: Bounds, rank: int, recompute: tuple[bool, ...]) -> float:
+    def load(self, bounds: Boundaries, rank: int, recompute: tuple[bool, ...]) -> float:
         """Work of a rank for one microbatch; ``recompute`` is one value per stage of the rank."""
         sums, total = self.tables.sums, 0.0
         for stage, variant in zip(self.placement.stages_of[rank], recompute, strict=True):
@@ -88,7 +88,7 @@ class CutSpace:
             total += float(forward + min(split, fused))
         return total
 
-    def needs(self, bounds: Bounds, rank: int, recompute: tuple[bool, ...]) -> float:
+    def needs(self, bounds: Boundaries, rank: int, recompute: tuple[bool, ...]) -> float:
         """Least memory that a rank's layers need: that of one microbatch, static memory and workspace."""
         held, workspace = 0.0, 0.0
         for stage, variant in zip(self.placement.stages_of[rank], recompute, strict=True):
@@ -97,7 +97,7 @@ class CutSpace:
             workspace = max(workspace, float(self.tables.workspace[at, begin, end]))
         return held + workspace
 
-    def fitting(self, bounds: Bounds, with_these: tuple[bool, ...] = ()) -> tuple[bool, ...] | None:
+    def fitting(self, bounds: Boundaries, with_these: tuple[bool, ...] = ()) -> tuple[bool, ...] | None:
         """The stages to recompute (S,) so that every rank fits with the least work; None if one cannot fit.
 
         The stages of ``with_these`` (S,) are always recomputed.
@@ -118,7 +118,7 @@ class CutSpace:
                 recompute[stage] = variant
         return tuple(recompute)
 
-    def leanest(self, bounds: Bounds) -> tuple[bool, ...]:
+    def leanest(self, bounds: Boundaries) -> tuple[bool, ...]:
         """The stages to recompute (S,) so that every rank needs the least memory."""
         recompute = [False] * self.n_stages
         for rank, stages in enumerate(self.placement.stages_of):
@@ -128,7 +128,7 @@ class CutSpace:
                 recompute[stage] = variant
         return tuple(recompute)
 
-    def excess(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+    def excess(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         """Largest excess of any rank's need over its room; at most 0 if every rank fits."""
         return max(
             self.needs(bounds, rank, tuple(recompute[stage] for stage in stages))
@@ -136,7 +136,7 @@ class CutSpace:
             for rank, stages in enumerate(self.placement.stages_of)
         )
 
-    def worst_load(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+    def worst_load(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         """Work of the most loaded rank for one microbatch."""
         return max(
             self.load(bounds, rank, tuple(recompute[stage] for stage in stages))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.judge import Judge
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 
@@ -27,7 +27,7 @@ class Candidate:
     """A cut, the name of the method that made it, and the estimate of its objective."""
 
     name: str
-    bounds: Bounds
+    bounds: Boundaries
     recompute: tuple[bool, ...]
     value: float
 
@@ -62,7 +62,7 @@ def improve_cut(
 
 def neighbour(
     space: CutSpace, start: Candidate, random: np.random.Generator
-) -> tuple[Bounds, tuple[bool, ...]] | None:
+) -> tuple[Boundaries, tuple[bool, ...]] | None:
     """A random neighbour of a cut; None if the rules or the memory limit forbid it."""
     if space.tables.variants > 1 and random.random() < RECOMPUTING:
         recompute = _recomputed_elsewhere(start.recompute, random)
@@ -99,7 +99,7 @@ def _recomputed_elsewhere(recompute: tuple[bool, ...], random: np.random.Generat
     return tuple(changed)
 
 
-def _fits(space: CutSpace, bounds: Bounds, recompute: tuple[bool, ...]) -> bool:
+def _fits(space: CutSpace, bounds: Boundaries, recompute: tuple[bool, ...]) -> bool:
     return all(
         space.needs(bounds, rank, tuple(recompute[stage] for stage in stages)) <= space.tables.room[rank]
         for rank, stages in enumerate(space.placement.stages_of)

@@ -9,7 +9,7 @@ import numpy as np
 
 from zbv_solver.construct.greedy_v import GREEDY_COST, get_v_schedule
 from zbv_solver.construct.list_scheduling import ListScheduler, simple_rule
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.roomy_cuts import with_room
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -45,21 +45,21 @@ class Judge:
         p, microbatches = space.problem.pp_degree, space.problem.microbatches
         self.few = replace(space.problem, microbatches=min(max(FEW * p, 8), microbatches))
         self.fewer = replace(space.problem, microbatches=min(max(FEWER * p, 4), microbatches))
-        self.known: dict[tuple[Bounds, tuple[bool, ...]], float] = {}
+        self.known: dict[tuple[Boundaries, tuple[bool, ...]], float] = {}
         self.roomy = with_room(space, np.full((2, space.tables.n), max(1.0, ENOUGH * p)))
 
-    def floor(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+    def floor(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         """A lower bound on the objective of the cut: the work of the most loaded rank."""
         return self.space.problem.microbatches * self.space.worst_load(bounds, recompute)
 
-    def value(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+    def value(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         """An estimate of the objective that the search will reach; inf if no order was constructed."""
         key = (bounds, recompute)
         if key not in self.known:
             self.known[key] = self._construct(bounds, recompute)
         return self.known[key]
 
-    def _construct(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+    def _construct(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         cut, problem = self.space.cut(bounds, recompute), self.space.problem
         value, each = self._best(self.few, cut), self.space.worst_load(bounds, recompute)
         more = problem.microbatches - self.few.microbatches

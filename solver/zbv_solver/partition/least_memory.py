@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zbv_solver.partition.balance import smallest_cut
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.plans.certificate import certify
 from zbv_solver.problem.cut import Cut
@@ -50,7 +50,7 @@ class LeastMemory:
 
 def least_memory_cut(
     space: CutSpace,
-    start: Bounds,
+    start: Boundaries,
     *,
     enough: float = -np.inf,
     seed: int = 0,

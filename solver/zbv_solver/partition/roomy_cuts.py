@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import FloatArray
 
 IN_FLIGHT = (0.15, 0.25, 1 / 3, 0.5, 2 / 3, 1.0)
@@ -25,7 +25,7 @@ NEVER = 1e12
 """A multiple of a part's activations for which no rank has room."""
 
 
-def roomy_cuts(space: CutSpace, start: Bounds) -> Iterator[tuple[Bounds, tuple[bool, ...]]]:
+def roomy_cuts(space: CutSpace, start: Boundaries) -> Iterator[tuple[Boundaries, tuple[bool, ...]]]:
     """Boundaries and recomputed stages of the most even cuts with room for several microbatches.
 
     In some of them, all stages have room for the same number of microbatches. In others, early stages have
@@ -62,7 +62,7 @@ def with_room(space: CutSpace, times: FloatArray) -> CutSpace:
     return replace(space, tables=replace(tables, sums=sums))
 
 
-def _most_even(space: CutSpace, start: Bounds) -> tuple[Bounds, tuple[bool, ...]] | None:
+def _most_even(space: CutSpace, start: Boundaries) -> tuple[Boundaries, tuple[bool, ...]] | None:
     """Under loop the bounds stay as they are: they were settled, and will be moved."""
     if space.placement.kind != "loop":
         balanced = balanced_cut(space, start)

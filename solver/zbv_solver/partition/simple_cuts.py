@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 
 LONGEST_PERIOD = 4
 """Most parts per repeated block of a model: a block is one part, attention and MLP, or finer."""
 
 
-def even_cut(space: CutSpace) -> Bounds:
+def even_cut(space: CutSpace) -> Boundaries:
     """Deal the longest run of repeated layers evenly; layers before and after it go to the end stages.
 
     Megatron-LM does this if the first and last pipeline stages are not configured: it deals the transformer
@@ -48,7 +48,7 @@ def _longest_run(parts: Sequence[object], period: int) -> tuple[int, int]:
     return best
 
 
-def histogram_cut(space: CutSpace) -> Bounds:
+def histogram_cut(space: CutSpace) -> Boundaries:
     """GPipe's cut: a layer's stage is its place in the cumulative histogram of costs (Huang et al. 2019).
 
     This is Lingvo's ``PartitionSequentialLayers``: of K partitions, the layer with the cumulative cost share
@@ -63,7 +63,7 @@ def histogram_cut(space: CutSpace) -> Bounds:
     return space.repaired(bounds)
 
 
-def level_cut(space: CutSpace) -> Bounds:
+def level_cut(space: CutSpace) -> Boundaries:
     """Place every boundary where the cumulative work is nearest to an even share: the start of searches."""
     done, stages = space.tables.cheapest, space.n_stages
     shares = done[-1] * np.arange(stages + 1) / stages

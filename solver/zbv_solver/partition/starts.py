@@ -5,23 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zbv_solver.partition.balance import Balanced, balanced_cut
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.partition.simple_cuts import even_cut, histogram_cut
 
 EVEN, HISTOGRAM = "even-cut", "histogram-cut"
 
-Start = tuple[Bounds, tuple[bool, ...]]
+Start = tuple[Boundaries, tuple[bool, ...]]
 """Boundaries and recomputed stages."""
 
 
-def even_bound(space: CutSpace, level: Bounds) -> Balanced | None:
+def even_bound(space: CutSpace, level: Boundaries) -> Balanced | None:
     """The most even cut within the verifier's tolerance; its load bounds that of every cut with a plan."""
     tables = replace(space.tables, room=space.tables.most_room)
     return balanced_cut(replace(space, tables=tables), level)
 
 
-def fitting_starts(space: CutSpace, level: Bounds, seed: int = 0) -> tuple[dict[str, Start], float | None]:
+def fitting_starts(
+    space: CutSpace, level: Boundaries, seed: int = 0
+) -> tuple[dict[str, Start], float | None]:
     """Cuts that fit, by name, the most even first; and a lower bound on the worst load of cuts that fit.
 
     The bound is 0 for the loop placement, where none is known, and None if it is proved that no cut fits.

@@ -16,7 +16,7 @@ import numpy as np
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput, InvalidPlan
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.joint_search import Candidate, improve_cut
@@ -140,7 +140,7 @@ class _LayersSearch:
         self._search(entrants)
         return self._finish(entrants)
 
-    def _starts(self, space: CutSpace, level: Bounds) -> Starts:
+    def _starts(self, space: CutSpace, level: Boundaries) -> Starts:
         """First cuts that fit, by name; also stores the lower bound over all cuts on the placement."""
         found, worst = fitting_starts(space, level, self.options.seed)
         if worst is not None:
@@ -206,7 +206,7 @@ class _LayersSearch:
             )
             if moved is not start:
                 judged[number].append(moved)
-        entrants: dict[tuple[Placement, Bounds, tuple[bool, ...]], _Entrant] = {}
+        entrants: dict[tuple[Placement, Boundaries, tuple[bool, ...]], _Entrant] = {}
         for (space, _), candidates in zip(feasible, judged, strict=True):
             for each in sorted(candidates, key=lambda candidate: candidate.value):
                 key = space.placement, each.bounds, each.recompute
@@ -214,7 +214,7 @@ class _LayersSearch:
                     entrants[key] = _Entrant(each.name, each.value, self._problem_of(space, each))
         return sorted(entrants.values(), key=lambda entrant: entrant.judged)
 
-    def _judged(self, space: CutSpace, found: Starts) -> Iterator[tuple[str, Bounds, tuple[bool, ...]]]:
+    def _judged(self, space: CutSpace, found: Starts) -> Iterator[tuple[str, Boundaries, tuple[bool, ...]]]:
         """The cuts to estimate on a placement: some that just fit, and some that have spare memory."""
         for name, (bounds, recompute) in found.items():
             yield name, bounds, recompute

@@ -18,7 +18,7 @@ from zbv_service.client import (
 
 @pytest.fixture(params=KINDS)
 def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Driver]]:
-    """Makes clients of either kind whose requests a function answers."""
+    """Makes clients of both kinds; a function answers their requests."""
     with asyncio.Runner() as runner:
 
         def make(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> Driver:
@@ -31,7 +31,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Driver]]:
 
 @pytest.fixture
 def answering(connect: Callable[..., Driver]) -> Answering:
-    """A client whose requests get these answers one after the other, and the requests it made."""
+    """Makes a client that gets the given answers in order; returns it with the list of its requests."""
 
     def make(*answers: Given, **options: Any) -> tuple[Driver, list[httpx.Request]]:
         left, requests = iter(answers), []

@@ -81,7 +81,7 @@ def test_retry_after_may_be_seconds_or_a_date() -> None:
     retries = Retries(count=9, first=0.1, longest=0.2)
     pauses = {RetryState(retries, "x").after_response(told("7")) for _ in range(9)}
     assert all(pause is not None and 7 < pause <= 7.1 for pause in pauses)
-    assert len(pauses) > 1, "they were told together, and do not come back together"
+    assert len(pauses) > 1, "clients that got the same Retry-After must not come back together"
     moment = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
     pause = RetryState(retries, "x").after_response(told(moment))
     assert pause is not None

@@ -297,9 +297,9 @@ def test_a_layer_that_looks_at_values_is_named(layer: type[nn.Module], operator:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["piece.0", "piece.0"], r"layer 1 is 'piece\.0' again; every layer must have a name of its own"),
-        (["piece.0", ""], r"layer 1 is ''; every layer must have a name"),
-        ([], r"layer_names of a Named names no layers"),
+        (["piece.0", "piece.0"], r"layer 1 is 'piece\.0' again; every layer needs a unique"),
+        (["piece.0", ""], r"layer 1 is ''; every layer needs a unique"),
+        ([], r"layer_names of a Named is empty"),
     ],
 )
 def test_layers_need_names_of_their_own(names: list[str], message: str) -> None:
@@ -412,20 +412,20 @@ def test_a_model_without_layers_gives_the_problem_of_its_own_stages(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["zbv_worker.models.tiny:tiny"], "without layers.*Give --pp-degree or --stages"),
-        (["zbv_worker.models.gpt:gpt", "-o", "x.json"], "--output: found no --pp-degree"),
-        (["zbv_worker.models.gpt:gpt", "--pp-degree", "2", "--latency", "3"], "--latency: found no --tflops"),
-        (["nowhere.at:all"], "there is no module 'nowhere'"),
+        (["zbv_worker.models.tiny:tiny"], "without layers.*Pass --pp-degree or --stages"),
+        (["zbv_worker.models.gpt:gpt", "-o", "x.json"], "--output: a problem needs a number of ranks"),
+        (["zbv_worker.models.gpt:gpt", "--pp-degree", "2", "--latency", "3"], "--latency: without --tflops"),
+        (["nowhere.at:all"], "found no module 'nowhere'"),
         (
             ["zbv_worker.models.gpt:gpt", "--model-args", '{"deep": 3}'],
             "TypeError: .* keyword argument 'deep'",
         ),
         (
             ["zbv_worker.models.gpt:gpt", "--model-args", '{"heads": 7}', "--seed", "5"],
-            r'its factory refuses seed=5 and --model-args {"heads": 7}: ValueError: found .*heads must '
-            r"divide width \(gpt\.py:\d+\)\. It must take",
+            r'the factory rejects seed=5 and --model-args {"heads": 7}: ValueError: found .*heads must '
+            r"divide width \(gpt\.py:\d+\)\. It must accept",
         ),
-        (["collections:OrderedDict"], "its result is a OrderedDict without build_stage"),
+        (["collections:OrderedDict"], "the factory returned a OrderedDict without build_stage"),
         (["zbv_worker.models.tiny:tiny", "--stages", "1", "--report", "no/where"], "no/where: No such"),
     ],
 )

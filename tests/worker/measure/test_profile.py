@@ -128,5 +128,5 @@ def test_a_model_that_is_nowhere_is_wrong_input(tmp_path: Path, capsys: pytest.C
     arguments = ["profile", "--model", "nowhere.at:all", "--pp", "1", "--microbatches", "4"]
     assert main([*arguments, "-o", str(tmp_path / "p.json")]) == 2
     said = capsys.readouterr().err
-    assert "there is no module 'nowhere' here" in said
+    assert "found no module 'nowhere'" in said
     assert "Traceback" not in said

@@ -268,11 +268,11 @@ TINY = ["profile", "--model", "zbv_worker.models.tiny:tiny"]
     [
         (
             [*TINY, "--recompute"],
-            "--recompute measures layers, but --model gives a Tiny, which has no layer_names",
+            "--recompute measures layers, but --model gives a Tiny without layer_names",
         ),
         (
             [*GPT, "--recompute", "--by-stage"],
-            "--recompute: found --by-stage; only layers have an alternative",
+            "--recompute: cannot be combined with --by-stage",
         ),
         ([*GPT, "--report", "no/where.json"], "--report no/where.json: No such file or directory."),
     ],

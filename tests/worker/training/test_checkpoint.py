@@ -300,7 +300,7 @@ def test_a_pickled_checkpoint_is_refused_and_goes_on_to_the_bit_once_converted(
     made.train(3)
     write_as_before(tmp_path, made, 3)
     again = Alone.of(tmp_path, seed=2)
-    with pytest.raises(InvalidRun, match=r"step 3 has the format of an older zbv.*convert_checkpoint"):
+    with pytest.raises(InvalidRun, match=r"step 3 was written by an older zbv.*convert_checkpoint"):
         again.checkpoints.load_newest()
     convert(tmp_path / "step-00000003")
     assert again.checkpoints.load_newest() == 3
@@ -350,8 +350,8 @@ class BadData:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"progress.model": None}, "it has no value 'progress.model'"),
-        ({"progress.loss_scale": None}, "it has no value 'progress.loss_scale'"),
+        ({"progress.model": None}, "it lacks the value 'progress.model'"),
+        ({"progress.loss_scale": None}, "it lacks the value 'progress.loss_scale'"),
         ({"progress.loss_scale": {"dict": [["value", "large"]]}}, "the loss scale is 'large'"),
         ({"random.0": {"dict": [["torch", 5]]}}, "expected a torch.ByteTensor"),
     ],

@@ -122,15 +122,15 @@ def test_parts_of_several_ranks_make_a_whole_and_a_gap_is_noticed(
     assert torch.equal(part[2:6], whole[2:6])
     assert float(part[:2].sum()) == float(part[6:].sum()) == 0.0
     gap = write(tmp_path / "gap", State({"x": shards[0]}), State({"x": shards[2]}))
-    with pytest.raises(InvalidRun, match="9 elements of 'x' are absent"):
+    with pytest.raises(InvalidRun, match="it lacks 9 elements of 'x'"):
         gap.read_into({"x": found})
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     reader = write(tmp_path / "one", State({"x": torch.zeros(2, 3)}))
-    with pytest.raises(InvalidRun, match=r"'x' has the shape \[2, 3\], and here it is \[3, 2\]"):
+    with pytest.raises(InvalidRun, match=r"'x' has the shape \[2, 3\], but the run's has \[3, 2\]"):
         reader.read_into({"x": torch.zeros(3, 2)})
-    with pytest.raises(InvalidRun, match="it has no tensor 'y'"):
+    with pytest.raises(InvalidRun, match="it lacks the tensor 'y'"):
         reader.read_into({"y": torch.zeros(1)})
 
 

@@ -125,7 +125,7 @@ def test_another_model_takes_over_no_checkpoints(tmp_path: Path) -> None:
     claim(tmp_path, Claimant("other"))  # there is nothing yet that it could damage
     first = claim(tmp_path)
     save(first, 10)
-    with pytest.raises(InvalidRun, match="is of another model"):
+    with pytest.raises(InvalidRun, match="belongs to another model"):
         claim(tmp_path, Claimant("other"))
     first.check()
 

@@ -120,7 +120,7 @@ def test_a_step_that_leaves_a_stage_open_is_noticed() -> None:
     gradients = SummedGradients(two_stages(), ThreadHub(1, 1).transport(0))
     gradients.begin()
     gradients.stage_done(0)
-    with pytest.raises(RuntimeError, match=r"stages \[3\] are not done"):
+    with pytest.raises(RuntimeError, match=r"stages \[3\] are incomplete"):
         gradients.finish(1.0)
 
 

@@ -87,7 +87,7 @@ def test_all_ranks_change_at_the_same_step_and_train_on_as_if_nothing_had_happen
     [
         ("{", "the plan is unchanged"),
         (json.dumps({"problem": {}, "ranks": []}), "the plan is unchanged"),
-        ("OTHER", "can only be changed for one of 2 ranks, placement v, 3 microbatches"),
+        ("OTHER", "can only change to a plan with 2 ranks, placement v and 3 microbatches"),
     ],
 )
 def test_what_cannot_take_its_place_is_refused_and_the_run_goes_on(

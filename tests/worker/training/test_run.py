@@ -203,7 +203,7 @@ def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
         (["--model", "x"], "no plan given"),
         (["--plan-file", "absent.json", "--model", "x"], "No such file"),
         (["--plan-file", "PLAN", "--model", "gpt"], "must be package.module:factory"),
-        (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "there is no module 'nowhere'"),
+        (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "found no module 'nowhere'"),
         (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "[1]"], "must be a JSON object"),
         (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "{"], "must be a JSON object"),
     ],

@@ -255,7 +255,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         r"piece\.1 raised RuntimeError: Adam does not support sparse gradients",
     ),
-    "a mistake": (lambda: nn.Linear(7, 7), r"piece\.1 raised RuntimeError: .*\[32, 32\] X \[7, 7\]\. If that is because"),
+    "a mistake": (
+        lambda: nn.Linear(7, 7),
+        r"piece\.1 raised RuntimeError: .*\[32, 32\] X \[7, 7\]\. If that is because",
+    ),
     "a mistake at birth": (
         made_of(lambda s, x: x, table=lambda: dict[str, int]()["nothing"]),
         r"building piece\.1 raised KeyError: 'nothing' \(test_estimated_modules\.py:\d+\)",

@@ -267,9 +267,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_others_are_refused_with_their_name_and_the_reason(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_modules_are_refused_with_name_and_reason(name: str, caplog: pytest.LogCaptureFixture) -> None:
     make, message = REFUSED[name]
     with pytest.raises(InvalidRun, match=message):
         list(estimate_layers(model_of(make)))

@@ -1,4 +1,4 @@
-"""The report on a node's GPUs: its arithmetic, and everything but the facts on a CPU."""
+"""The report on a node's GPUs: its arithmetic, and all but the devices on a CPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_everything_but_the_facts_runs_on_a_cpu(tmp_path: Path, capsys: pytest.C
     assert "compared with one process: correct" in said
 
 
-def test_without_a_gpu_it_says_what_it_needs_in_one_line(
+def test_without_a_gpu_the_error_says_what_is_needed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import Bounds, CutSpace
@@ -19,7 +20,6 @@ from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import SearchOptions, search
 
@@ -152,7 +152,7 @@ def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: Sea
         bounds = rule(space)
         recompute = space.fitting(bounds)
         problem = layered.cut_into(space.placement, space.cut(bounds, recompute or (False,) * space.n_stages))
-        return search(problem if recompute else _without_limit(problem), options)
+        return search(problem if recompute else without_limit(problem), options)
 
     head = layered.model.layers[-1].costs.forward
     return CutRow(
@@ -164,10 +164,6 @@ def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: Sea
         on(layered, histogram_cut),
         search(layered, options),
     )
-
-
-def _without_limit(problem: Problem) -> Problem:
-    return replace(problem, memory=replace(problem.memory, limit=None))
 
 
 def partition_seconds() -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from zbv_solver import bounds
-from zbv_solver.bounds.sides import may_fuse
+from zbv_solver.bounds.fusing import may_fuse
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.exact import refine
@@ -34,6 +34,7 @@ from zbv_solver.verify.verifier import verify
 from benchmarks.soak.cuts import every_cut
 from benchmarks.soak.optimum import Optimum, optimum
 from benchmarks.soak.pipeline import LETTERS, B, F, I, Order, Pipeline, Schedule, W, read
+from benchmarks.soak.windows import all_heads_and_tails
 
 TOLERANCE = Fraction(1, 10**9)
 """Relative difference that float rounding may cause."""
@@ -208,7 +209,7 @@ class _Stages(_Examination):
         schedule = Schedule.of(pipeline, ascending(order))
         if schedule is None:
             raise Contradiction("windows", f"deadlocks once split and in ascending order: {text(order)}")
-        windows = bounds.windows(problem)
+        head, tail = all_heads_and_tails(problem)
         firsts, lasts = [a[0] for a in schedule.order], [a[-1] for a in schedule.order]
         is_span = problem.objective == "span"
         for rank, actions in enumerate(schedule.order):
@@ -218,8 +219,8 @@ class _Stages(_Examination):
             for letter, stage, j in actions:
                 cell = I if letter == B else letter, stage, j
                 for side, least, paths in (
-                    ("head", windows.head[cell], earliest),
-                    ("tail", windows.tail[cell], latest),
+                    ("head", head[cell], earliest),
+                    ("tail", tail[cell], latest),
                 ):
                     self.require(
                         Fraction(float(least)) / pipeline.time_unit <= paths[letter, stage, j] + slack,

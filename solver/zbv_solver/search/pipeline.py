@@ -36,8 +36,6 @@ from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 CHAINS = 2
-WINDOW_ACTIONS, WINDOW_TIME = 120, 0.015
-"""Size of CP-SAT's windows, and its deterministic time for each."""
 REST_SHARE = 0.5
 """Of what tuning may place: for laying the rest of the best order again."""
 TUNE_SHARE, ANNEAL_SHARE = 0.8, 0.8
@@ -267,8 +265,6 @@ class Pipeline:
             self.problem,
             self.found.orders,
             effort=self.budget.window_time,
-            window_effort=WINDOW_TIME,
-            actions=WINDOW_ACTIONS,
             seed=self.options.seed,
             time_limit=self._seconds_left(),
             cancelled=self.halt.check,

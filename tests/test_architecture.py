@@ -25,6 +25,10 @@ LINES = {
         "errors _version documents kernels problem plans timing verify bounds construct improve partition "
         "search frontiers estimate measure export __init__ commands"
     ),
+    "worker/zbv_worker": (
+        "errors host model models transport stage execution tracing measure torch_runtime training agent commands "
+        "demo __init__ __main__"
+    ),
     "service/zbv_service": (
         "__init__ client observability errors records documents compute database settings security plans "
         "searches problems frontier runs api pages app commands"

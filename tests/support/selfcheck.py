@@ -15,7 +15,7 @@ import json
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.build_stages import build_modules, build_stages
-from zbv_worker.execution.executor import Executor, StepResult
+from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
@@ -175,7 +175,15 @@ def run_rank(
     The transport's channels must be open.
     """
     stages = build_stages(model, plan, _CPU)
-    executor = Executor(plan, stages, model, transport, device=_CPU, timeout=timeout, look_ahead=look_ahead)
+    executor = Executor(
+        plan,
+        stages,
+        model,
+        transport,
+        device=_CPU,
+        timeout=timeout,
+        options=ExecutorOptions(look_ahead=look_ahead),
+    )
     result = executor.step(0)
     kept = {index: stage.held for index, stage in stages.items() if any(stage.held)}
     if kept:
@@ -224,19 +232,6 @@ def run_in_threads(
     if failures:
         raise failures[0]
     return found, sum(losses.values()) / problem.microbatches
-
-
-def relative_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Largest over the parameters of |found - reference| / |reference| (norms); inf when one is missing."""
-    if found.keys() != reference.keys():
-        return float("inf")
-    return max(
-        (
-            float((found[name] - right).norm() / right.norm().clamp_min(1e-12))
-            for name, right in reference.items()
-        ),
-        default=0.0,
-    )
 
 
 def _gradients(modules: Iterable[nn.Module]) -> Gradients:

@@ -17,7 +17,8 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.executor import Batches, Executor
+from zbv_worker.execution.computation import Batches
+from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
 from zbv_worker.stage.stage import Stage
@@ -74,7 +75,15 @@ class Pipeline:
             transport = self.hub.transport(rank)
             transport.open([key_of(channel) for channel in plan.channels], 20)
             self.executors.append(
-                Executor(plan, stages, batches, transport, device=CPU, timeout=20, look_ahead=2)
+                Executor(
+                    plan,
+                    stages,
+                    batches,
+                    transport,
+                    device=CPU,
+                    timeout=20,
+                    options=ExecutorOptions(look_ahead=2),
+                )
             )
 
     def all(self, work: Callable[[Executor], Any]) -> list[Any]:

@@ -16,8 +16,8 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.execution.build_stages import build_stages
-from zbv_worker.execution.executor import Executor, StepResult
-from zbv_worker.execution.progress import CurrentPlace
+from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan, lower
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
@@ -44,7 +44,7 @@ def executor_of(
     rank: int,
     transport: Transport,
     timeout: float,
-    place: CurrentPlace | None = None,
+    progress: CurrentProgress | None = None,
     on_stage_done: Callable[[int], None] | None = None,
 ) -> Executor:
     plan = RankPlan.of("plan", problem_of(2, 2), ORDERS, rank)
@@ -57,8 +57,7 @@ def executor_of(
         transport,
         device=CPU,
         timeout=timeout,
-        place=place,
-        on_stage_done=on_stage_done,
+        options=ExecutorOptions(progress=progress, on_stage_done=on_stage_done),
     )
 
 
@@ -147,10 +146,10 @@ def test_a_stage_is_announced_right_after_the_last_action_that_adds_to_its_gradi
     """After 3W1, and after 0W1: as the list has it, not as stages are numbered."""
     hub = ThreadHub(2)
     done: list[tuple[int, str]] = []
-    place = CurrentPlace()
+    progress = CurrentProgress()
     executors = [
         executor_of(
-            0, hub.transport(0), 20, place, lambda stage: done.append((stage, str(place.read().action)))
+            0, hub.transport(0), 20, progress, lambda stage: done.append((stage, str(progress.read().action)))
         ),
         executor_of(1, hub.transport(1), 20),
     ]

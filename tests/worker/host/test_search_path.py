@@ -38,9 +38,9 @@ def test_a_module_that_is_nowhere_is_missed_by_name_and_place(
     with pytest.raises(InvalidRun) as found:
         ModelSpec("nowhere.at:all").build()
     said = str(found.value)
-    assert f"there is no module 'nowhere' here; looked in {tmp_path}" in said
+    assert f"found no module 'nowhere'; looked in {tmp_path}" in said
     assert f"the packages of {sys.prefix}" in said
-    assert "PYTHONPATH (of an agent: --path DIR)" in said
+    assert "PYTHONPATH (for an agent: --path DIR)" in said
 
 
 def test_the_installation_is_named_once() -> None:

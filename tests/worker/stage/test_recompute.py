@@ -10,14 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cut_models import cut_problem
-from support.selfcheck import (
-    Gradients,
-    hard_model,
-    random_orders,
-    reference_gradients,
-    relative_error,
-    run_in_threads,
-)
+from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
@@ -29,11 +22,12 @@ from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.estimate.document import Scale, estimated_document
 from zbv_worker.measure.estimate.estimate import estimate_layers
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.stage.stage import Stage
-from zbv_worker.training.options import _require_kept_activations
+from zbv_worker.training.options import require_kept_activations
 from zbv_worker.training.sharding import ShardedGradients
 from zbv_worker.transport.threads import ThreadHub
 
@@ -397,6 +391,6 @@ def test_sharded_parameters_get_their_gradients_although_only_layers_are_called(
 def test_pytorchs_runtime_refuses_a_plan_that_recomputes() -> None:
     problem = recomputing()
     orders = random_orders(problem, Random(0))
-    with pytest.raises(InvalidRun, match=r"recomputes those of 0, 1\. Use --runtime zbv"):
-        _require_kept_activations(RankPlan.of("plan", problem, orders, 0))
-    _require_kept_activations(RankPlan.of("plan", plain(), orders, 0))
+    with pytest.raises(InvalidRun, match=r"recomputes stages 0, 1\. Use --runtime zbv"):
+        require_kept_activations(RankPlan.of("plan", problem, orders, 0))
+    require_kept_activations(RankPlan.of("plan", plain(), orders, 0))

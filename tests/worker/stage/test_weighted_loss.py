@@ -6,16 +6,17 @@ from random import Random
 
 import pytest
 import torch
-from support.selfcheck import random_orders, relative_error
+from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_in_threads
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun, ModelError, NotFinite
-from zbv_worker.stage import precision
-from zbv_worker.stage.stage import Stage
-from zbv_worker.training.options import TrainingOptions, _require_plain
+from zbv_worker.measure.gpu_report.rank import relative_error
+from zbv_worker.stage.stage import Stage, WeightedLoss
+from zbv_worker.training import loss_scale
+from zbv_worker.training.options import TrainingOptions, require_plain
 
 MICROBATCHES, STEPS = 3, 3
 
@@ -89,7 +90,7 @@ def test_training_is_that_of_one_process_with_the_whole_batch(options: TrainingO
 
 
 def test_the_factor_of_float16_is_taken_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_FIRST_SCALE", 64.0)  # so that no step overflows
+    monkeypatch.setattr(loss_scale, "_FIRST_SCALE", 64.0)  # so that no step overflows
     found = train_in_threads(*plan(), TrainingOptions(precision="float16"), STEPS, model=Padded)
     expected, losses = alone(MICROBATCHES)
     assert found.losses == pytest.approx(losses, rel=0.01)
@@ -112,7 +113,7 @@ def test_a_weight_counts_once_where_the_loss_is_computed_again() -> None:
     weights = []
     for is_recomputed in (False, True):
         module = model.build_stage(0, 1, CPU)
-        stage = Stage(0, 1, module, 1, model.loss_sum, is_recomputed=is_recomputed, is_weighted=True)
+        stage = Stage(0, 1, module, 1, WeightedLoss(model.loss_sum), is_recomputed=is_recomputed)
         for microbatch, split in enumerate((True, False)):
             stage.forward(microbatch, x, target, split=split)
         stage.backward_input(0, None)
@@ -128,14 +129,14 @@ def test_a_step_without_any_token_is_not_finite() -> None:
 
 
 def test_pytorchs_runtime_refuses_weights() -> None:
-    with pytest.raises(InvalidRun, match="--runtime torch takes the mean over microbatches"):
-        _require_plain(TrainingOptions(), Padded())
+    with pytest.raises(InvalidRun, match="--runtime torch averages over microbatches"):
+        require_plain(TrainingOptions(), Padded())
 
 
 @pytest.mark.parametrize(
     ("loss", "is_weighted", "message"),
     [
-        (lambda x, y: (x.sum(), y.sum()), False, "the loss returned a tuple; .*give the model a loss_sum"),
+        (lambda x, y: (x.sum(), y.sum()), False, "the loss returned a tuple; .*define loss_sum"),
         (lambda x, y: x, False, r"the loss returned a torch.float32 tensor of 12 numbers"),
         (lambda x, y: x.sum(), True, r"must return \(sum, weight\)"),
         (lambda x, y: (x.sum(), y), True, r"must return \(sum, weight\)"),
@@ -143,6 +144,6 @@ def test_pytorchs_runtime_refuses_weights() -> None:
     ],
 )
 def test_what_is_no_loss_is_refused(loss, is_weighted: bool, message: str) -> None:  # type: ignore[no-untyped-def]
-    stage = Stage(0, 1, torch.nn.Linear(3, 3), 1, loss, is_weighted=is_weighted)
+    stage = Stage(0, 1, torch.nn.Linear(3, 3), 1, WeightedLoss(loss) if is_weighted else loss)
     with pytest.raises(ModelError, match=message):
         stage.forward(0, torch.ones(4, 3), torch.ones(4, 3), split=True)

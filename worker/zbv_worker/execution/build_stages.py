@@ -13,7 +13,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.checks import build_layers, build_stage
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.stage.precision import AUTOCAST, Precision
-from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.stage import Stage, WeightedLoss
 
 
 def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, nn.Module]:
@@ -42,17 +42,17 @@ def build_stages(
 ) -> dict[int, Stage]:
     """Build a rank's stages, by index; raises like :func:`build_modules`."""
     n_stages = plan.placement.n_stages
+    loss = WeightedLoss(model.loss_sum) if isinstance(model, Weighted) else model.loss
     return {
         index: Stage(
             index,
             n_stages,
             module,
             plan.microbatches * replicas,
-            None if index < n_stages - 1 else model.loss_sum if isinstance(model, Weighted) else model.loss,
+            loss if index == n_stages - 1 else None,
             AUTOCAST[precision],
             layers=_layers(module, plan),
             is_recomputed=plan.cut.recomputes(index),
-            is_weighted=index == n_stages - 1 and isinstance(model, Weighted),
         )
         for index, module in build_modules(model, plan, device).items()
     }

@@ -21,7 +21,7 @@ from zbv_worker.execution.computation import (
     Computation,
     evaluation_of,
 )
-from zbv_worker.execution.progress import CurrentPlace, Place, mark_error
+from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, forwards, lower
 from zbv_worker.execution.timeline import Clock, Overdue, Queued, Record, Timeline, timeline_of
 from zbv_worker.execution.wait_errors import overdue, send_failed
@@ -58,25 +58,40 @@ class StepResult:
         return sum(self.losses.values()) / len(self.losses) if self.losses else None
 
 
+@dataclass(frozen=True)
+class ExecutorOptions:
+    """How an executor runs.
+
+    Attributes
+    ----------
+    look_ahead
+        Receives kept posted ahead per channel.
+    clock
+        The clock of the records, in nanoseconds; by default the host's monotonic clock.
+    progress
+        Updated with every action.
+    on_stage_done
+        Called with a stage's index in each step, right after the last action that adds to its gradients.
+    timeline
+        Records when actions happen; by default that of the device.
+    """
+
+    look_ahead: int = DEFAULT_LOOK_AHEAD
+    clock: Clock = time.perf_counter_ns
+    progress: CurrentProgress | None = None
+    on_stage_done: Callable[[int], None] | None = None
+    timeline: Timeline | None = None
+
+
 class Executor:
     """One rank of a pipeline.
 
     Parameters
     ----------
     stages
-        By index: the rank's stages, whose microbatch count is the plan's.
+        The rank's stages by index, with the plan's number of microbatches.
     timeout
         Seconds to wait for any one tensor.
-    look_ahead
-        Receives kept posted ahead per channel.
-    clock
-        Of the records, in nanoseconds; the host's monotonic clock.
-    place
-        Where to say which action the rank has turned to.
-    on_stage_done
-        Called with a stage's index, in a step, right after the action that adds the last to its gradients.
-    timeline
-        When actions happen; by default that of the device.
 
     Raises
     ------
@@ -93,12 +108,9 @@ class Executor:
         *,
         device: torch.device,
         timeout: float,
-        look_ahead: int = DEFAULT_LOOK_AHEAD,
-        clock: Clock = time.perf_counter_ns,
-        place: CurrentPlace | None = None,
-        on_stage_done: Callable[[int], None] | None = None,
-        timeline: Timeline | None = None,
+        options: ExecutorOptions | None = None,
     ):
+        options = options or ExecutorOptions()
         self.plan = plan
         self._rank = transport.rank
         replica, layout = transport.replica, transport.layout
@@ -107,12 +119,14 @@ class Executor:
         self._batches = batches
         self._check = transport.check
         self._timeout = timeout
-        self._place = place if place is not None else CurrentPlace()
-        self._on_stage_done = on_stage_done
-        self._timeline = timeline if timeline is not None else timeline_of(device, clock)
+        self._progress = options.progress or CurrentProgress()
+        self._on_stage_done = options.on_stage_done
+        self._timeline = options.timeline or timeline_of(device, options.clock)
         mine, specs = plan.rank, dict[int, TensorSpec]()
         self._inboxes = {
-            key_of(c): Inbox(transport, c, specs, look_ahead) for c in plan.channels if c.receiver == mine
+            key_of(c): Inbox(transport, c, specs, options.look_ahead)
+            for c in plan.channels
+            if c.receiver == mine
         }
         self._binding = Binding(
             rank=self._rank,
@@ -174,7 +188,7 @@ class Executor:
 
     def _walk(self, program: Iterable[Bound], state: WalkState) -> tuple[Record, ...]:
         """Run instructions in order; returns when each action ran."""
-        timeline, place, step = self._timeline, self._place, state.step
+        timeline, progress, step = self._timeline, self._progress, state.step
         timeline.begin()
         mark, done, check = timeline.mark, self._on_stage_done, self._checked
         limit = timeline.run_ahead
@@ -184,7 +198,7 @@ class Executor:
         value: Tensor | None = None
         try:
             for instruction, take, run, pass_on, is_received in program:
-                place.now = (step, instruction)
+                progress.now = (step, instruction)
                 if queued is not None:
                     queued.make_room()
                 wait = mark()
@@ -221,9 +235,9 @@ class Executor:
             raise send_failed(error, self._rank, instruction) from error
 
     def _mark(self, error: Exception, step: int, instruction: Instruction | None) -> None:
-        """Record where an error happened: as a note for people, and for :func:`place_of_error`."""
+        """Record where an error happened: as a note for people, and for :func:`progress_of_error`."""
         action = None if instruction is None else str(instruction.action)
-        mark_error(error, Place(step, action, None if instruction is None else instruction.peer))
+        attach_progress(error, Progress(step, action, None if instruction is None else instruction.peer))
         error.add_note(f"rank {self._rank}, step {step}, action {action}")
 
 

@@ -16,7 +16,7 @@ _ATTRIBUTE = "zbv_place"
 
 
 @dataclass(frozen=True)
-class Place:
+class Progress:
     """A rank's progress; all fields are None before its first action.
 
     Attributes
@@ -30,7 +30,7 @@ class Place:
     peer: int | None = None
 
 
-class CurrentPlace:
+class CurrentProgress:
     """A rank's current progress. One thread updates it, any thread may read it.
 
     Attributes
@@ -44,57 +44,57 @@ class CurrentPlace:
     def __init__(self) -> None:
         self.now: tuple[int, Instruction] | None = None
 
-    def read(self) -> Place:
+    def read(self) -> Progress:
         """A snapshot of the progress."""
         now = self.now
         if now is None:
-            return Place()
+            return Progress()
         step, instruction = now
-        return Place(step, str(instruction.action), instruction.peer)
+        return Progress(step, str(instruction.action), instruction.peer)
 
 
-def mark_error(error: BaseException, place: Place) -> None:
+def attach_progress(error: BaseException, progress: Progress) -> None:
     """Attach a rank's progress to an error; an earlier, more precise one stays."""
-    if not isinstance(getattr(error, _ATTRIBUTE, None), Place):
-        setattr(error, _ATTRIBUTE, place)
+    if not isinstance(getattr(error, _ATTRIBUTE, None), Progress):
+        setattr(error, _ATTRIBUTE, progress)
 
 
-def place_of_error(error: BaseException) -> Place | None:
+def progress_of_error(error: BaseException) -> Progress | None:
     """The progress attached to an error or one of its causes; None if there is none."""
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        place = getattr(cause, _ATTRIBUTE, None)
-        if isinstance(place, Place):
-            return place
+        progress = getattr(cause, _ATTRIBUTE, None)
+        if isinstance(progress, Progress):
+            return progress
         cause = cause.__cause__ or cause.__context__
     return None
 
 
-class PlaceWriter:
+class ProgressWriter:
     """Writes a rank's progress to a file from a thread, for the duration of a ``with`` block.
 
     Parameters
     ----------
     path
         Replaced atomically, so that readers never see a partial file.
-    place
+    progress
         The progress to write.
     seconds
         Time between two writes.
     """
 
-    def __init__(self, path: str, rank: int, place: CurrentPlace, seconds: float = 0.25):
+    def __init__(self, path: str, rank: int, progress: CurrentProgress, seconds: float = 0.25):
         self._path = path
         self._rank = rank
-        self._place = place
+        self._progress = progress
         self._seconds = seconds
         self._ended = threading.Event()
-        self._written: Place | None = None
-        self._thread = threading.Thread(target=self._write_on, name="zbv-place", daemon=True)
+        self._written: Progress | None = None
+        self._thread = threading.Thread(target=self._write_on, name="zbv-progress", daemon=True)
 
-    def __enter__(self) -> PlaceWriter:
+    def __enter__(self) -> ProgressWriter:
         self._write()
         self._thread.start()
         return self
@@ -109,10 +109,10 @@ class PlaceWriter:
             self._write()
 
     def _write(self) -> None:
-        place = self._place.read()
-        if place == self._written:
+        progress = self._progress.read()
+        if progress == self._written:
             return
-        self._written = place
-        fields = asdict(place)
+        self._written = progress
+        fields = asdict(progress)
         del fields["peer"]
         write_json(self._path, {"rank": self._rank, **fields})

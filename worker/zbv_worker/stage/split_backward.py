@@ -286,7 +286,7 @@ def _is_accumulating(ctx: Any, parameters: tuple[int, ...]) -> bool:
     if torch.is_grad_enabled():
         raise ModelError(
             "found a backward with create_graph=True through a module whose weight gradient W computes, "
-            "so gradients of gradients would miss it. Use a plan with B instead of I and W, or use a subclass "
+            "so gradients of gradients miss it. Use a plan with B instead of I and W, or use a subclass "
             "of nn.Linear or nn.Embedding there: subclasses are not split."
         )
     node = next(ctx.next_functions[at][0] for at in parameters if ctx.needs_input_grad[at])

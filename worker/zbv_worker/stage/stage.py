@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,8 +31,15 @@ from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.weight_grads import WeightGrads, has_hooks
 
-Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
-"""Takes output and target; returns the mean over a microbatch, or the sum over it and its weight."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Takes output and target; returns the mean over a microbatch."""
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """A loss whose function returns the sum over a microbatch and its weight."""
+
+    function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _Forward(NamedTuple):
@@ -53,10 +61,9 @@ class Stage:
     Parameters
     ----------
     loss
-        The model's loss, for the last stage only: F then includes and returns it.
-    is_weighted
-        Whether the loss returns a sum and its weight. Gradients are then those of the sum divided by
-        ``microbatches``; the caller divides by the weights (:meth:`take_weight`).
+        The model's loss, for the last stage only: F then includes and returns it. With a weighted loss,
+        gradients are those of the sum divided by ``microbatches``; the caller divides by the weights
+        (:meth:`take_weight`).
     microbatches
         The number of microbatches that the loss is averaged over: m times the replicas of the pipeline.
         Gradients are divided by it.
@@ -80,12 +87,11 @@ class Stage:
         n_stages: int,
         module: nn.Module,
         microbatches: int,
-        loss: Loss | None = None,
+        loss: Loss | WeightedLoss | None = None,
         autocast: torch.dtype | None = None,
         *,
         layers: Sequence[nn.Module] | None = None,
         is_recomputed: bool = False,
-        is_weighted: bool = False,
     ):
         if (index == n_stages - 1) != (loss is not None):
             raise ModelError(f"stage {index} of {n_stages}: the last stage, and no other, takes the loss.")
@@ -96,7 +102,6 @@ class Stage:
         self._is_first = index == 0
         self._layers = (module,) if layers is None else tuple(layers)
         self._loss = loss
-        self._is_weighted = is_weighted
         self._last_weight: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0
         self._share = 1.0 / microbatches
@@ -238,7 +243,7 @@ class Stage:
 
     def _weigh(self) -> None:
         """Add the weight of the F that has just run; recomputations do not count."""
-        if self._is_weighted:
+        if isinstance(self._loss, WeightedLoss):
             self._weight = self._weight + self._last_weight
 
     @property
@@ -274,10 +279,10 @@ class Stage:
             return output
         if target is None:
             raise ModelError(f"stage {self.index}: the last stage's forward needs a target.")
-        loss = self._loss(output, target)
-        if not self._is_weighted:
-            return checked_loss(loss)
-        total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+        if not isinstance(self._loss, WeightedLoss):
+            return checked_loss(self._loss(output, target))
+        found: object = self._loss.function(output, target)
+        total, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if not isinstance(weight, Tensor | int | float) or (
             isinstance(weight, Tensor) and weight.numel() != 1
         ):

@@ -9,7 +9,7 @@ import torch
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
-from zbv_worker.execution.progress import CurrentPlace
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.model.spec import ModelSpec
@@ -80,7 +80,7 @@ class Setting:
     timeout: float
     look_ahead: int = DEFAULT_LOOK_AHEAD
     is_traced: bool = False
-    place: CurrentPlace | None = None
+    progress: CurrentProgress | None = None
 
 
 def require_plain(options: TrainingOptions, model: PipelineModel) -> None:

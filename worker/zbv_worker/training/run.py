@@ -18,7 +18,7 @@ from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned_cut import require_layers
-from zbv_worker.execution.progress import CurrentPlace
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
@@ -73,12 +73,12 @@ class RunOptions:
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
-def run(options: RunOptions, world: World, place: CurrentPlace | None = None) -> list[RankReport]:
+def run(options: RunOptions, world: World, progress: CurrentProgress | None = None) -> list[RankReport]:
     """Run as one rank of the world; returns one report per plan.
 
     Parameters
     ----------
-    place
+    progress
         Updated with the rank's progress during the run.
 
     Raises
@@ -101,7 +101,7 @@ def run(options: RunOptions, world: World, place: CurrentPlace | None = None) ->
     if options.threads is None and device.type == "cpu":
         _share_cores(transport)
     try:
-        reports = train(options, plans, model, transport, device, wholes, place)
+        reports = train(options, plans, model, transport, device, wholes, progress)
         with naming_errors(world.rank, "ending the run"):
             transport.flush(options.timeout)
             transport.barrier(options.timeout)  # no rank closes while a peer still receives
@@ -153,7 +153,7 @@ def train(
     transport: Transport,
     device: torch.device,
     wholes: Sequence[WholePlan] = (),
-    place: CurrentPlace | None = None,
+    progress: CurrentProgress | None = None,
 ) -> list[RankReport]:
     """Run all steps of this rank; returns one report per plan.
 
@@ -171,7 +171,7 @@ def train(
         timeout=options.timeout,
         look_ahead=options.look_ahead,
         is_traced=options.trace is not None,
-        place=place,
+        progress=progress,
     )
     trainings: list[Training] = []
     try:

@@ -15,7 +15,7 @@ from torch import nn
 from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.build_stages import build_modules, build_stages
-from zbv_worker.execution.executor import Executor, StepResult
+from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
@@ -280,9 +280,11 @@ class Training:
             setting.transport,
             device=setting.device,
             timeout=setting.timeout,
-            look_ahead=setting.look_ahead,
-            place=setting.place,
-            on_stage_done=self._gradients.stage_done,
+            options=ExecutorOptions(
+                look_ahead=setting.look_ahead,
+                progress=setting.progress,
+                on_stage_done=self._gradients.stage_done,
+            ),
         )
 
     def _walk_on_torch(self, whole: WholePlan, modules: dict[int, nn.Module]) -> None:

@@ -23,6 +23,7 @@ OPERATIONS = {
     "cancel_search": ("post", "/v1/searches/{search_id}/cancel"),
     "discard_search": ("delete", "/v1/searches/{search_id}"),
     "follow_search": ("get", "/v1/searches/{search_id}/events"),
+    "compare_problem": ("post", "/v1/problems/compare"),
     "compare": ("post", "/v1/compare"),
     "check_problem": ("post", "/v1/problems/check"),
     "estimate_problem": ("post", "/v1/problems/estimate"),

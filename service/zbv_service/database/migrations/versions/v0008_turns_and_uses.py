@@ -1,4 +1,4 @@
-"""Turns of searches in the queue, last uses of plans, and indexes for retention."""
+"""FairQueue of searches in the queue, last uses of plans, and indexes for retention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FairQueue of searches in the queue, last uses of plans, and indexes for retention."""
+"""Turns of searches in the queue, last uses of plans, and indexes for retention."""
 
 from __future__ import annotations
 

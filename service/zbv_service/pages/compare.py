@@ -91,7 +91,7 @@ class CompareView:
 
 def compare_page(view: CompareView, shell: Shell) -> str:
     """The page of a comparison."""
-    return render("compare.html.j2", shell, view=view, scripts=report.DRAWING_SCRIPTS)
+    return render("compare.html.j2", shell, view=view, modules=report.CHART_MODULES)
 
 
 def compare_view(

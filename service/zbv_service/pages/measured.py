@@ -70,7 +70,7 @@ class MeasuredView:
 
 def measured_page(view: MeasuredView, shell: Shell) -> str:
     """The page of a measured step."""
-    return render("measured.html.j2", shell, view=view, scripts=report.DRAWING_SCRIPTS, parts=PARTS)
+    return render("measured.html.j2", shell, view=view, modules=report.CHART_MODULES, parts=PARTS)
 
 
 def nothing_view(run_id: str, nothing: NothingMeasured, *, is_open: bool) -> MeasuredView:

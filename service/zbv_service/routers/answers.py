@@ -12,16 +12,15 @@ from zbv_service.http.negotiation import VARY
 from zbv_service.http.problems import ProblemError, document
 from zbv_service.observability.context import REQUEST_ID
 from zbv_service.pages.problem import problem_page
-from zbv_service.pages.shell import CHART_POLICY, CONTENT_SECURITY_POLICY, Shell
+from zbv_service.pages.shell import CONTENT_SECURITY_POLICY, Shell
 from zbv_service.security.grants import Grant
 
 
-def page(
-    text: str, status: int = 200, headers: Mapping[str, str] | None = None, *, has_chart: bool = False
-) -> HTMLResponse:
-    """A page's text as an answer that lets a browser load what the page needs, and nothing else."""
-    policy = CHART_POLICY if has_chart else CONTENT_SECURITY_POLICY
-    return HTMLResponse(text, status, {"Content-Security-Policy": policy, **(headers or {})})
+def page(text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> HTMLResponse:
+    """The text of a page as an answer whose policy lets a browser load only the service's own files."""
+    return HTMLResponse(
+        text, status, {"Content-Security-Policy": CONTENT_SECURITY_POLICY, **(headers or {})}
+    )
 
 
 def problem_answer(

@@ -22,11 +22,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet hatchling editables
 	$(PIP) install --quiet --no-build-isolation --editable '.[dev]'
-	$(BIN)/python -m zbv_solver.warm_up
+	$(BIN)/python -m zbv_solver.commands.warm_up
 	@touch $@
 
 run: install ## Plan, train and compare on this machine; ARGS=--exit stops after the summary
-	$(BIN)/python -m zbv_worker.demo $(ARGS)
+	$(BIN)/python -m zbv_worker.demo.run $(ARGS)
 
 # Types are checked beside the tests, which often wait: together they take little longer than the tests alone.
 test: install browser postgres style ## Run all checks and tests; ARGS go to pytest

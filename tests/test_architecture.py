@@ -1,4 +1,7 @@
-"""One direction of knowledge: worker → service's client → solver; heavy packages where they belong."""
+"""Who may import whom: worker → service's client → solver, and inside a part each folder only earlier ones.
+
+Imports inside functions and under ``TYPE_CHECKING`` count like any other.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,14 @@ FORBIDDEN = {
     "service/zbv_service": ("zbv_worker", "torch"),
     "worker/zbv_worker": ("fastapi", "sqlalchemy", "uvicorn", "ortools"),
 }
+
+LINES = {
+    "solver/zbv_solver": (
+        "errors _version documents kernels problem plans timing verify bounds construct improve partition "
+        "search frontiers estimate measure export __init__ commands"
+    ),
+}
+"""The folders of a part, and the modules of its root, from the ground up: each imports only earlier ones."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -37,6 +48,34 @@ def test_packages_import_only_what_they_may_know(package: str) -> None:
     assert wrong == []
 
 
+def place(part: Path, name: str) -> str:
+    """The folder, or module of the root, in which an imported name of a part lies."""
+    first = name.split(".")[1]
+    is_module = (part / first).is_dir() or (part / f"{first}.py").is_file()
+    return first if is_module else "__init__"
+
+
+@pytest.mark.parametrize("package", LINES)
+def test_folders_import_only_earlier_ones(package: str) -> None:
+    part, line = ROOT / package, LINES[package].split()
+    wrong = []
+    for path in sorted(part.rglob("*.py")):
+        here = path.relative_to(part).parts[0].removesuffix(".py")
+        for name in imports(path):
+            if name.split(".")[0] == part.name:
+                there = place(part, name)
+                if there != here and line.index(there) > line.index(here):
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", LINES)
+def test_every_folder_has_its_place_in_the_line(package: str) -> None:
+    files = [path.relative_to(ROOT / package) for path in (ROOT / package).rglob("*.py")]
+    found = {file.parts[0].removesuffix(".py") for file in files}
+    assert sorted(found) == sorted(LINES[package].split())
+
+
 def test_of_the_service_the_worker_knows_only_the_client() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
@@ -50,12 +89,12 @@ def test_of_the_service_the_worker_knows_only_the_client() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("zbv_solver.search", ("torch", "fastapi", "ortools", "bokeh")),
-        ("zbv_solver.plan", ("numba", "torch", "fastapi")),
-        ("zbv_service.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),
+        ("zbv_solver.search.search", ("torch", "fastapi", "ortools", "bokeh")),
+        ("zbv_solver.plans.plan", ("numba", "torch", "fastapi")),
+        ("zbv_service.commands.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),
         ("zbv_service.commands.run", ("fastapi", "sqlalchemy", "torch")),
         ("zbv_service.client", ("fastapi", "sqlalchemy", "numba", "torch")),
-        ("zbv_worker.cli", ("torch", "numba", "fastapi")),
+        ("zbv_worker.commands.cli", ("torch", "numba", "fastapi")),
     ],
 )
 def test_importing_stays_light(module: str, absent: tuple[str, ...]) -> None:

@@ -11,24 +11,24 @@ from typing import Any
 
 import numpy as np
 from zbv_solver import bounds
-from zbv_solver.assemble import make_plan
 from zbv_solver.bounds.sides import may_fuse
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.exact import refine
-from zbv_solver.layers.balance import balanced_cut
-from zbv_solver.layers.floors import least_worst_load
-from zbv_solver.layers.layered_problem import LayeredProblem
-from zbv_solver.layers.reading import parse_question
-from zbv_solver.layers.simple_cuts import level_cut
-from zbv_solver.layers.space import CutSpace
-from zbv_solver.layers.tables import CutTables
-from zbv_solver.options import STAGES, SearchOptions
-from zbv_solver.orders import Orders
-from zbv_solver.plan import Plan, parse_plan, plan_json
-from zbv_solver.problem import Problem
-from zbv_solver.search import search
-from zbv_solver.verify import verify
+from zbv_solver.partition.balance import balanced_cut
+from zbv_solver.partition.cut_space import CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.floors import least_worst_load
+from zbv_solver.partition.simple_cuts import level_cut
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan, parse_plan, plan_json
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_question
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import STAGES, SearchOptions
+from zbv_solver.search.search import search
+from zbv_solver.verify.verifier import verify
 
 from benchmarks.soak.cuts import every_cut
 from benchmarks.soak.optimum import Optimum, optimum

@@ -11,8 +11,21 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 from zbv_solver import __version__
 
-from zbv_service.compared_plans import ComparedPlans
-from zbv_service.computations import Computations
+from zbv_service import errors as problems
+from zbv_service.api import openapi
+from zbv_service.api.bodies import BodyMemory
+from zbv_service.api.limits import Limited
+from zbv_service.api.rank_fetches import RankFetches
+from zbv_service.api.readiness import Readiness
+from zbv_service.api.routers import agents as agent_routes
+from zbv_service.api.routers import compare as compare_routes
+from zbv_service.api.routers import health, problem_checks
+from zbv_service.api.routers import metrics as metric_routes
+from zbv_service.api.routers import plans as plan_routes
+from zbv_service.api.routers import runs as run_routes
+from zbv_service.api.routers import search_events as search_event_routes
+from zbv_service.api.routers import searches as search_routes
+from zbv_service.compute.computations import Computations
 from zbv_service.database import (
     AgentTable,
     Database,
@@ -28,24 +41,18 @@ from zbv_service.database import (
     SearchTable,
     TokenTable,
 )
-from zbv_service.frontier import Frontiers
-from zbv_service.http import openapi, problems
-from zbv_service.http.bodies import BodyMemory
-from zbv_service.http.limits import Limited
-from zbv_service.http.rank_fetches import RankFetches
+from zbv_service.database.sweeper import Sweeper, keep_of
+from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
-from zbv_service.plan_pictures import PlanPictures
-from zbv_service.plans import Plans
-from zbv_service.readiness import Readiness
-from zbv_service.routers import agents as agent_routes
-from zbv_service.routers import compare as compare_routes
-from zbv_service.routers import health, pages, problem_checks, problem_pages, problem_types, sign_in
-from zbv_service.routers import metrics as metric_routes
-from zbv_service.routers import plans as plan_routes
-from zbv_service.routers import runs as run_routes
-from zbv_service.routers import search_events as search_event_routes
-from zbv_service.routers import searches as search_routes
+from zbv_service.pages import routes as pages
+from zbv_service.pages.routes import problem_pages, problem_types, sign_in
+from zbv_service.plans.compared import ComparedPlans
+from zbv_service.plans.pictures import PlanPictures
+from zbv_service.plans.plans import Plans
+from zbv_service.plans.schedules import Schedules
+from zbv_service.problems.compare import Comparisons
+from zbv_service.problems.estimate import Estimates
 from zbv_service.runs.agents import Agents
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
@@ -55,13 +62,10 @@ from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
 from zbv_service.runs.watch import AgentWatch
-from zbv_service.searches.compare import Comparisons
-from zbv_service.searches.estimate import Estimates
 from zbv_service.searches.events import SearchEvents
+from zbv_service.searches.executors.task import SearchFunction, solver_search
 from zbv_service.searches.runner import Runner
-from zbv_service.searches.schedules import Schedules
 from zbv_service.searches.searches import Searches
-from zbv_service.searches.task import SearchFunction, solver_search
 from zbv_service.security.access import Access
 from zbv_service.security.headers import SecurityHeaders
 from zbv_service.security.hosts import KnownHosts, host_names
@@ -70,7 +74,6 @@ from zbv_service.security.sign_in import SignIn
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
 from zbv_service.settings import Settings
-from zbv_service.sweeper import Sweeper, keep_of
 
 
 @dataclass(frozen=True)

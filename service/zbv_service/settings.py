@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
-from zbv_solver.options import Effort
+from zbv_solver.search.options import Effort
 
 from zbv_service.client_token import is_loopback
+from zbv_service.compute.executor_choice import parse_choice
 from zbv_service.database.url import async_url
-from zbv_service.searches.choice import parse_choice
 
 MEBIBYTE = 1024 * 1024
 DAY = 86_400.0

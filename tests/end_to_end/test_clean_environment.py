@@ -17,9 +17,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.containers import ROOT, Container, Dockerfile, compose, containers
+from support.containers import Container, Dockerfile, compose, containers
+from support.paths import ROOT
 from zbv_solver import __version__
-from zbv_worker.launch import free_port
+from zbv_worker.host.local_ranks import free_port
 
 PACKAGES = [ROOT / "solver" / "zbv_solver", ROOT / "service" / "zbv_service", ROOT / "worker" / "zbv_worker"]
 DEADLINE = 120.0

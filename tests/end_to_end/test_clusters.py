@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import yaml
 from support.agents import MODEL, a_plan
+from support.paths import ROOT
 from support.trained import train_in_threads
-from zbv_service.cli import _parser as service_parser
+from zbv_service.commands.cli import _parser as service_parser
 from zbv_solver import __version__
-from zbv_solver.plan import plan_json
-from zbv_worker.cli import _parser as worker_parser
-from zbv_worker.launch import free_port
+from zbv_solver.plans.plan import plan_json
+from zbv_worker.commands.cli import _parser as worker_parser
+from zbv_worker.host.local_ranks import free_port
 from zbv_worker.models.gpt import gpt
 from zbv_worker.training.training import TrainingOptions
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm.sbatch"
 BIN = Path(sys.executable).parent
 DEADLINE = 120.0

@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 from distributed.cli.dask_scheduler import main as dask_scheduler
 from distributed.cli.dask_worker import main as dask_worker
-from support.containers import DOCKER, ROOT, Container, Dockerfile, compose, containers
-from zbv_service.cli import _parser as service_parser
+from support.containers import DOCKER, Container, Dockerfile, compose, containers
+from support.paths import ROOT
+from zbv_service import errors as problems
+from zbv_service.api.routers.agents import MAX_WAIT
 from zbv_service.client_token import FILE_VARIABLE
+from zbv_service.commands.cli import _parser as service_parser
 from zbv_service.commands.settings import settings_of
-from zbv_service.http import problems
-from zbv_service.routers.agents import MAX_WAIT
 from zbv_service.searches.events import KEEP_ALIVE_SECONDS
 from zbv_service.settings import Settings
-from zbv_worker.cli import _parser as worker_parser
+from zbv_worker.commands.cli import _parser as worker_parser
 
 IMAGES = ["Dockerfile.service", "Dockerfile.worker"]
 STACKS = [("compose.yaml",), ("compose.yaml", "compose.gpu.yaml")]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
-from zbv_service.cli import _parser, main
+from support.paths import ROOT
+from zbv_service.commands.cli import _parser, main
 from zbv_service.commands.settings import declared, markdown, settings_of
 from zbv_service.settings import Settings
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "configuration.md"
 REMEDY = "put the output of `zbv-service settings --markdown` between the comments in docs/configuration.md"
 
 

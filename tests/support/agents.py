@@ -17,17 +17,18 @@ from random import Random
 from typing import Any
 
 from zbv_service.client_runs import Run, RunClient
-from zbv_solver.placement import Placement
-from zbv_solver.plan import Plan, plan_json
-from zbv_solver.problem import Costs, Memory, Problem
-from zbv_solver.search import make_plan
-from zbv_worker.local_service import LocalService
-from zbv_worker.selfcheck import random_orders
+from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.search.search import make_plan
+from zbv_worker.demo.local_service import LocalService
+
+from support.paths import TESTS
+from support.selfcheck import random_orders
 
 DEADLINE = 240.0
 """Generous: no test is about speed."""
 
-TESTS = Path(__file__).parents[1]
 FACTORY = "support.unhurried_gpt:gpt"
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 ENDLESS = 1_000_000

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from support.paths import ROOT
+
 DOCKER = ROOT / "docker"
 _KNOWN = {
     *("ARG", "FROM", "WORKDIR", "COPY", "ENV", "RUN", "LABEL", "USER", "VOLUME", "EXPOSE"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbv_solver.layers.reading import parse_question
-from zbv_solver.problem import Problem
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_question
 
 
 def parts(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:

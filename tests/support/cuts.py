@@ -9,12 +9,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 from zbv_solver.errors import InvalidInput
-from zbv_solver.layers.cut import Cut, Link
-from zbv_solver.layers.layer import LayerCosts, LayerMemory, Model
-from zbv_solver.layers.layered_problem import LayeredProblem
-from zbv_solver.layers.reading import parse_question
-from zbv_solver.placement import Placement
-from zbv_solver.problem import Problem
+from zbv_solver.problem.cut import Cut, Link
+from zbv_solver.problem.layer import LayerCosts, LayerMemory, Model
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_question
 
 BLOCK = {
     "name": "block",

@@ -1,6 +1,6 @@
 """Searches under a test's control; search processes import this module.
 
-Each is a :class:`zbv_service.searches.task.SearchFunction`. The test talks to it by files in the directory
+Each is a :class:`zbv_service.searches.executors.task.SearchFunction`. The test talks to it by files in the directory
 that ``ZBV_TEST_DIRECTORY`` names.
 """
 
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbv_service.questions import Question
-from zbv_service.searches.task import ProgressLike, SearchFunction, solver_search
+from zbv_service.documents.problems import Question
+from zbv_service.searches.executors.task import ProgressLike, SearchFunction, solver_search
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory
-from zbv_solver.layers.cut import Cut
-from zbv_solver.orders import Action, Orders
-from zbv_solver.plan import Metrics, Plan, Provenance
-from zbv_solver.problem import Problem
-from zbv_solver.schema import problem_json
-from zbv_solver.search import make_plan
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.plan import Metrics, Plan, Provenance
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.search.search import make_plan
 
 DEADLINE = 120.0
 

@@ -22,8 +22,8 @@ from zbv_service.app import create_app
 from zbv_service.settings import Settings
 
 from support.fake_searches import BY_NAME, InDirectory
+from support.paths import TESTS
 
-TESTS = Path(__file__).parents[1]
 BACKLOG = 2048
 
 

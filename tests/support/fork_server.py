@@ -21,17 +21,17 @@ import sys
 import traceback
 from typing import Any
 
-from zbv_solver.orders import Orders
-from zbv_solver.verify import verify_orders
+from zbv_solver.plans.orders import Orders
+from zbv_solver.verify.verifier import verify_orders
 
 from support.problems import uniform
 
 PRELOADED = (
     "torch.distributed.pipelining",
     "torch._dynamo",  # torch's optimizers import it when the first of them is made
-    "zbv_worker.cli",
+    "zbv_worker.commands.cli",
     "zbv_worker.models.gpt",
-    "zbv_worker.rehearsal.rehearse",
+    "zbv_worker.measure.rehearse.rehearse",
     "zbv_worker.training.run",
 )
 _POLL_SECONDS = 0.02

@@ -18,14 +18,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from zbv_worker.launch import Process, rank_environment, start_process
+from zbv_worker.host.local_ranks import Process, rank_environment, start_process
 
-TESTS = Path(__file__).parents[1]
+from support.paths import TESTS
+
 _START_SECONDS = 120.0
 
 
 def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """:func:`zbv_worker.launch.start_process`, without a new interpreter for ``python -m MODULE``."""
+    """:func:`zbv_worker.host.local_ranks.start_process`, without a new interpreter for ``python -m MODULE``."""
     if tuple(command[:2]) != (sys.executable, "-m"):
         return start_process(command, environment, log)
     log.write_bytes(b"")  # is there from the start, whenever the rank opens it

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import uvicorn
 from fastapi import FastAPI
-from zbv_service.serving import config_of
+from zbv_service.commands.serving import config_of
 
 from support.serving import DEADLINE
 

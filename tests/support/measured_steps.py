@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from zbv_solver.orders import Action
-from zbv_solver.plan import Plan
+from zbv_solver.plans.orders import Action
+from zbv_solver.plans.plan import Plan
 
 
 def noisy_traces(plan: Plan, seed: int, *, steps: int = 1, scale: int = 1000) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from zbv_solver.orders import Action, Orders
-from zbv_solver.problem import Problem
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.problem import Problem
 
 
 def random_orders(problem: Problem, random: Random) -> Orders:

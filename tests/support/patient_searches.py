@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from zbv_service import serving
 from zbv_service.app import create_app
-from zbv_service.cli import main
-from zbv_service.questions import Question
-from zbv_service.searches.task import ProgressLike, solver_search
-from zbv_solver.orders import Orders
-from zbv_solver.plan import Plan
+from zbv_service.commands import serving
+from zbv_service.commands.cli import main
+from zbv_service.documents.problems import Question
+from zbv_service.searches.executors.task import ProgressLike, solver_search
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan
 
 WAIT_SECONDS = 600.0
 

@@ -10,7 +10,7 @@ from itertools import product
 
 from ortools.sat.python import cp_model
 from zbv_solver.improve.exact_grid import Grid, make_grid
-from zbv_solver.problem import B, F, I, Problem, W
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 Cell = tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""One PostgreSQL server for a whole test session: see :class:`zbv_service.bench.postgres.Server`.
+"""One PostgreSQL server for a whole test session: see :class:`benchmarks.service.postgres.Server`.
 
 All processes of a test session share one server. Each holds a shared lock on a file for as long as it
 lives; a guard, which is a process of its own, waits for the exclusive one, and so ends the server when the
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from zbv_service.bench.postgres import START_SECONDS, Server, a_server
+from benchmarks.service.postgres import START_SECONDS, Server, a_server
 
 __all__ = ["Server", "SharedServer", "a_server"]
 

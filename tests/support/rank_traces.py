@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from zbv_solver.orders import Action, Orders
-from zbv_solver.problem import Problem
-from zbv_solver.timing import earliest_times
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.problem import Problem
+from zbv_solver.timing.start_times import earliest_times
 
 from support.orders import random_orders
 

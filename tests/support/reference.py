@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from math import inf
 
-from zbv_solver.orders import Action, Orders
-from zbv_solver.problem import Problem
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.problem import Problem
 
 Times = dict[Action, tuple[float, float]]
 

@@ -6,7 +6,7 @@ import logging
 import signal
 
 import pytest
-from zbv_service.cli import main
+from zbv_service.commands.cli import main
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

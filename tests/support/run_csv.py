@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-from zbv_solver.problem import Problem
-from zbv_solver.schema import parse_problem
-from zbv_worker.selfcheck import hard_model
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import parse_problem
 from zbv_worker.torch_runtime.stage import StoreStage
+
+from support.selfcheck import hard_model
 
 CPU = torch.device("cpu")
 

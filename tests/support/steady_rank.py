@@ -8,14 +8,15 @@ from pathlib import Path
 from random import Random
 
 import torch
-from zbv_solver.placement import Placement
-from zbv_solver.problem import Costs, Memory, Problem
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
-from zbv_worker.selfcheck import hard_model, random_orders
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.distributed import DistributedTransport, World
+
+from support.selfcheck import hard_model, random_orders
 
 STEPS = 4
 TIMEOUT = 60.0

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from zbv_worker.cli import main
+from zbv_worker.commands.cli import main
 from zbv_worker.training.fence import Fence
 
 _check, _publish = Fence.check, Fence.publish

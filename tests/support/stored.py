@@ -13,8 +13,8 @@ from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable
 from zbv_service.database.models import Base
-from zbv_service.records import NewPlan, NewSearch, PlanSummary
-from zbv_service.runs.records import NewAgent, NewRun
+from zbv_service.records.runs import NewAgent, NewRun
+from zbv_service.records.searches import NewPlan, NewSearch, PlanSummary
 
 
 def a_search(name: str, key: str | None = None, **changes: Any) -> NewSearch:

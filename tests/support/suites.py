@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from support.paths import ROOT
 from support.problems import uniform_document
 
 Document = dict[str, Any]
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def entry(name: str = "small", **changes: Any) -> Document:

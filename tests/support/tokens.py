@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 from zbv_service.database import Database, TokenTable
-from zbv_service.security.records import NewToken
+from zbv_service.records.tokens import NewToken
 from zbv_service.security.token_text import TokenText
 
 from support.serving import Service

@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import Mock
 
 from torch.distributed.pipelining import schedules
-from zbv_solver.problem import Problem
+from zbv_solver.problem.problem import Problem
 
 
 def torch_runtime(problem: Problem, rank: int, **options: Any) -> Any:

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zbv_solver.orders import Orders
-from zbv_solver.plan import identity
-from zbv_solver.problem import Problem
-from zbv_solver.schema import problem_json
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import identity
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.model import ModelSpec
-from zbv_worker.selfcheck import HardModel
-from zbv_worker.tracing.report import RankReport
+from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.training.report import RankReport
 from zbv_worker.training.run import RunOptions, train
 from zbv_worker.training.training import TrainingOptions
 from zbv_worker.transport.threads import ThreadHub
+
+from support.selfcheck import HardModel
 
 CPU = torch.device("cpu")
 

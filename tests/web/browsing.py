@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Page
+from support.paths import ROOT
 from zbv_service.client_token import find
-from zbv_solver.plan import Plan, parse_plan, plan_json
+from zbv_solver.plans.plan import Plan, parse_plan, plan_json
 
-ARTIFACTS = Path(__file__).parents[2] / "artifacts"
+ARTIFACTS = ROOT / "artifacts"
 BROWSERS = (
     "chromium-headless-shell",  # the same without windows, which nobody sees here: a third less work
     "chromium",

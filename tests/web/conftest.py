@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, StorageState, sync_playwright
 from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, PROBLEM, Look, Service, serving
-from zbv_solver.orders import Action, Orders
-from zbv_solver.plan import Plan
-from zbv_solver.schema import parse_problem
-from zbv_solver.search import make_plan
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import make_plan
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zbv_solver.plan import Plan
-from zbv_solver.problem import LETTERS
-from zbv_solver.timing import earliest_times
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import LETTERS
+from zbv_solver.timing.start_times import earliest_times
 
 
 class Oracle:

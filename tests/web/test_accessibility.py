@@ -10,7 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, ViewportSize
 from web.browsing import Look, Service
 from web.played_runs import play
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 KINDS = (
     "home",

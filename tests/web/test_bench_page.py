@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from zbv_service.bench import page
-from zbv_service.cli import main
+from zbv_service.commands.cli import main
+
+from benchmarks.service import page
 
 
 def test_a_page_is_opened_and_everything_about_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from web.browsing import PROBLEM, Look, Service
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 LANES = '() => JSON.parse(document.getElementById("chart-lanes").textContent).map((lane) => lane.title)'

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from web.browsing import PROBLEM, Look, Service
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import Page
 from web.browsing import PROBLEM, Look, Service
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 LONG = {**PROBLEM, "pp_degree": 8, "microbatches": 160, "memory": {**PROBLEM["memory"], "limit": 20}}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from web.browsing import Look, Service
 from zbv_solver.export import export
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 
 def test_the_front_page_of_a_new_service_leads_to_its_first_plan(

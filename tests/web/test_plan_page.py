@@ -13,8 +13,8 @@ from web.browsing import Look, Service
 from web.oracle import Oracle
 from zbv_solver.export import export, quantities
 from zbv_solver.export.per_rank import idle_shares
-from zbv_solver.plan import Plan
-from zbv_solver.timing import earliest_times, evaluate, memory_profile
+from zbv_solver.plans.plan import Plan
+from zbv_solver.timing.start_times import earliest_times, evaluate, memory_profile
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 

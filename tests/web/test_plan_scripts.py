@@ -15,11 +15,11 @@ from zbv_solver.export.raster import image
 from zbv_solver.export.report import STATIC
 from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_facts, timeline_text
-from zbv_solver.plan import Plan
-from zbv_solver.problem import Units
-from zbv_solver.schema import parse_problem
-from zbv_solver.search import baseline_plan, search
-from zbv_solver.timing import memory_profile
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import Units
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import baseline_plan, search
+from zbv_solver.timing.start_times import memory_profile
 
 SCRIPTS = ("numbers.js", "timeline.js", "raster.js", "words.js", "preview.js", "memory.js")
 COSTS = {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from web.browsing import Look, Service
 from web.played_runs import PlayedRun, play, slower, traces
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 

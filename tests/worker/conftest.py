@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.forked_ranks import fork_process
-from zbv_worker import launch
+from zbv_worker.host import local_ranks as launch
 
 
 @pytest.fixture(scope="package", autouse=True)

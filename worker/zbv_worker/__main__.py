@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from zbv_worker.cli import main
+from zbv_worker.commands.cli import main
 
 sys.exit(main())

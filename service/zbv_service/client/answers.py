@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from zbv_solver.channels import Channel, ChannelKind, Transfer
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.orders import Action
-from zbv_solver.plan import Plan, parse_plan
+from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
+from zbv_solver.plans.orders import Action
+from zbv_solver.plans.plan import Plan, parse_plan
 
 from zbv_service.client.errors import InvalidAnswer
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 from zbv_service import client_tls
 from zbv_service.client import calls

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from zbv_solver.console import files
-from zbv_solver.console.files import Write
+from zbv_solver.documents import files
+from zbv_solver.documents.files import Write
 
 from zbv_service.commands.ending import WRONG_INPUT, Stop
 
@@ -45,7 +45,7 @@ def _refuse_constant(name: str) -> None:
 
 @contextmanager
 def output(name: str, *, private: bool = False) -> Iterator[Write]:
-    """As :func:`zbv_solver.console.files.output`; raises :class:`Stop` where the file cannot be written."""
+    """As :func:`zbv_solver.documents.files.output`; raises :class:`Stop` where the file cannot be written."""
     with ExitStack() as stack:
         try:
             write = stack.enter_context(files.output(name, private=private))

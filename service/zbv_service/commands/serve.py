@@ -34,8 +34,8 @@ def _serve(parsed: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGINT, _exit)
 
+    from zbv_service.commands.serving import CannotServe, serve
     from zbv_service.observability import logs
-    from zbv_service.serving import CannotServe, serve
 
     logs.configure(settings.log_level, settings.log_format)
     has_token = asyncio.run(_prepare(settings))

@@ -20,7 +20,7 @@ from zbv_service.commands.settings import add_flags, settings_of
 
 if TYPE_CHECKING:
     from zbv_service.database import TokenTable
-    from zbv_service.security.records import TokenRecord
+    from zbv_service.records.tokens import TokenRecord
 
 T = TypeVar("T")
 _SPAN = re.compile(r"([1-9]\d{0,4})([dhm])", re.ASCII)
@@ -136,7 +136,7 @@ def _add_database(command: argparse.ArgumentParser) -> None:
 
 def _create(parsed: argparse.Namespace) -> int:
     from zbv_service.database.tokens import NameTaken
-    from zbv_service.security.records import NewToken
+    from zbv_service.records.tokens import NewToken
     from zbv_service.security.token_text import TokenText
 
     name, now = _name(parsed.name), datetime.now(UTC)

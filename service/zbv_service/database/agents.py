@@ -14,8 +14,8 @@ from zbv_service.database.engine import Database
 from zbv_service.database.paging import begins, page_after, page_of
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, node_of
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
-from zbv_service.records import Page, Position
-from zbv_service.runs.records import AGENT_PRESENT, AgentFilter, AgentRecord, AgentState, NewAgent
+from zbv_service.records.runs import AGENT_PRESENT, AgentFilter, AgentRecord, AgentState, NewAgent
+from zbv_service.records.searches import Page, Position
 
 _PRESENT = tuple(sorted(AGENT_PRESENT))
 _TRIES = 3

@@ -14,7 +14,7 @@ from sqlalchemy import Select, Table, bindparam, case, func, or_, select, update
 from zbv_service.database.engine import Database
 from zbv_service.database.run_end import add_event, lock_run
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
-from zbv_service.runs.records import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
+from zbv_service.records.runs import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
 
 _AGENTS, _NODES = cast("Table", AgentRow.__table__), cast("Table", NodeRow.__table__)
 _IS_PRESENT = or_(*(_AGENTS.c.state == state for state in sorted(AGENT_PRESENT)))

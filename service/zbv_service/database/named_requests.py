@@ -8,7 +8,7 @@ from sqlalchemy import delete
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.models import IdempotencyRow
-from zbv_service.records import NamedRequest
+from zbv_service.records.searches import NamedRequest
 
 
 class NameTaken(Exception):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, Select, or_, tuple_
 from sqlalchemy.orm import InstrumentedAttribute
 
-from zbv_service.records import Page, Position, Shape
+from zbv_service.records.searches import Page, Position, Shape
 
 T = TypeVar("T")
 

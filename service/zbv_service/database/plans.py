@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from zbv_service.database.engine import Database
 from zbv_service.database.models import PlanRow
 from zbv_service.database.paging import begins, of_shape, page_after, page_of
-from zbv_service.records import NewPlan, Page, PlanFilter, PlanSummary, Position
+from zbv_service.records.searches import NewPlan, Page, PlanFilter, PlanSummary, Position
 
 
 class PlanTable:

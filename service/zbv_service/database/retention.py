@@ -20,8 +20,8 @@ from zbv_service.database.engine import Database
 from zbv_service.database.models import Base, IdempotencyRow, PlanRow, SearchEventRow, SearchRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.token_models import TokenRow
-from zbv_service.records import FINISHED
-from zbv_service.runs.records import AGENT_ENDED, RUN_ENDED
+from zbv_service.records.runs import AGENT_ENDED, RUN_ENDED
+from zbv_service.records.searches import FINISHED
 
 BATCH = 200
 """Rows that one transaction removes."""

@@ -17,9 +17,9 @@ from sqlalchemy import CursorResult, select, update
 from sqlalchemy import Update as UpdateStatement
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from zbv_service import errors as problems
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
-from zbv_service.http import problems
-from zbv_service.runs.records import (
+from zbv_service.records.runs import (
     DEFAULT_RETRIES,
     FAILURE_KINDS,
     FINAL_FAILURES,

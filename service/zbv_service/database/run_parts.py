@@ -12,7 +12,7 @@ from sqlalchemy.orm import undefer
 from zbv_service.database.engine import Database
 from zbv_service.database.run_end import add_event, change_plan, lock_run
 from zbv_service.database.run_models import EventRow, NodeRow, PartRow, RunRow
-from zbv_service.runs.records import RUN_ENDED, NewPart, PartInfo, PartKind
+from zbv_service.records.runs import RUN_ENDED, NewPart, PartInfo, PartKind
 
 MAX_NOTED = 1000
 """Events of a kind that are kept of a run: one that goes on with such values would fill the database."""

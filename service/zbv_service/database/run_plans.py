@@ -13,13 +13,13 @@ from typing import Any
 
 from sqlalchemy import select
 
+from zbv_service import errors as problems
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.database.run_end import add_event, end_run, lock_run
 from zbv_service.database.run_models import RunRow
-from zbv_service.http import problems
-from zbv_service.records import FINISHED
-from zbv_service.runs.records import RUN_ENDED, Replanning
+from zbv_service.records.runs import RUN_ENDED, Replanning
+from zbv_service.records.searches import FINISHED
 
 _CONSIDERED = 200
 """Runs that are looked at in one go."""

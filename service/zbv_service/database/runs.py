@@ -20,9 +20,7 @@ from zbv_service.database.named_requests import answered_with, remember
 from zbv_service.database.paging import begins, page_after, page_of
 from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, node_of, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
-from zbv_service.records import NamedRequest, Page, Position
-from zbv_service.runs.gang import Offer, Wanted, choose, lack
-from zbv_service.runs.records import (
+from zbv_service.records.runs import (
     RUN_ENDED,
     EventRecord,
     NewRun,
@@ -32,6 +30,8 @@ from zbv_service.runs.records import (
     RunRecord,
     Work,
 )
+from zbv_service.records.searches import NamedRequest, Page, Position
+from zbv_service.runs.scheduler import Offer, Wanted, choose, lack
 
 _CONSIDERED = 200
 """Waiting runs that are looked at in one go."""

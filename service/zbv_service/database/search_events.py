@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchEventRow, SearchRow
-from zbv_service.records import EventKind, SearchEvent
+from zbv_service.records.searches import EventKind, SearchEvent
 
 KEPT_EVENTS = 1000
 """Of a search's improvements and bounds so many of the newest are kept; a search makes a few per second."""

@@ -17,14 +17,14 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import undefer
-from zbv_solver.certificate import gap_of
+from zbv_solver.plans.certificate import gap_of
 
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.database.plans import insert_plan
 from zbv_service.database.search_events import tell_end, tell_found, tell_state, times_since_found
-from zbv_service.packing import contradicts, finite, supported_bound, unpack
-from zbv_service.records import Claim, NewPlan, Refusal, SearchState, Update
+from zbv_service.documents.packing import contradicts, finite, supported_bound, unpack
+from zbv_service.records.searches import Claim, NewPlan, Refusal, SearchState, Update
 
 
 class SearchLeases:

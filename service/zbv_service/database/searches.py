@@ -19,7 +19,7 @@ from zbv_service.database.run_end import changed
 from zbv_service.database.run_models import RunRow
 from zbv_service.database.search_events import first_event, tell_end, tell_state
 from zbv_service.database.search_leases import SearchLeases
-from zbv_service.records import (
+from zbv_service.records.searches import (
     FINISHED,
     NamedRequest,
     NewSearch,

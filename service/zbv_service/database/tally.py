@@ -9,8 +9,8 @@ from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.database.run_models import AgentRow, RunRow
 from zbv_service.observability.metrics import Tally
-from zbv_service.records import SEARCH_STATES
-from zbv_service.runs.records import AGENT_STATES, RUN_STATES
+from zbv_service.records.runs import AGENT_STATES, RUN_STATES
+from zbv_service.records.searches import SEARCH_STATES
 
 
 async def tally(database: Database) -> Tally:

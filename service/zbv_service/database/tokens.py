@@ -11,7 +11,7 @@ from sqlalchemy.orm import aliased
 
 from zbv_service.database.engine import Database
 from zbv_service.database.token_models import TokenRow
-from zbv_service.security.records import NewToken, TokenRecord
+from zbv_service.records.tokens import NewToken, TokenRecord
 
 
 class NameTaken(Exception):

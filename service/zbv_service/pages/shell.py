@@ -19,7 +19,6 @@ from zbv_solver.export import report
 
 from zbv_service.security.scopes import allows
 
-
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",

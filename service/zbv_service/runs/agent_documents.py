@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zbv_service.documents import NEXT, PREVIOUS
-from zbv_service.runs.documents import ModelDocument
-from zbv_service.runs.options import RunOptionsDocument
-from zbv_service.runs.records import (
+from zbv_service.documents.shared import NEXT, PREVIOUS
+from zbv_service.records.runs import (
     AgentRecord,
     AgentState,
     FailureKind,
@@ -19,6 +17,8 @@ from zbv_service.runs.records import (
     StopCause,
     Work,
 )
+from zbv_service.runs.documents import ModelDocument
+from zbv_service.runs.options import RunOptionsDocument
 
 Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """Text of one line."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from zbv_service.database import AgentTable
-from zbv_service.http.problems import AGENT_OF_OTHERS, ProblemError
+from zbv_service.errors import AGENT_OF_OTHERS, ProblemError
 from zbv_service.security.grants import Grant
 
 REMEMBERED = 16_384

@@ -5,15 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from zbv_service.compute.waiting import happened
 from zbv_service.database import AgentTable, RunTable
-from zbv_service.http.problems import AGENT_GONE, NOT_FOUND, ProblemError
-from zbv_service.records import Page, Position
-from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
-from zbv_service.runs.agent_owners import AgentOwners
-from zbv_service.runs.assignments import Assignments
-from zbv_service.runs.dispatch import Dispatcher
-from zbv_service.runs.heartbeats import Heartbeats
-from zbv_service.runs.records import (
+from zbv_service.errors import AGENT_GONE, NOT_FOUND, ProblemError
+from zbv_service.records.runs import (
     AGENT_ENDED,
     AgentFilter,
     AgentRecord,
@@ -25,8 +20,13 @@ from zbv_service.runs.records import (
     StopCause,
     Work,
 )
+from zbv_service.records.searches import Page, Position
+from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
+from zbv_service.runs.agent_owners import AgentOwners
+from zbv_service.runs.assignments import Assignments
+from zbv_service.runs.dispatch import Dispatcher
+from zbv_service.runs.heartbeats import Heartbeats
 from zbv_service.security.grants import Grant
-from zbv_service.waiting import happened
 
 
 class Agents:

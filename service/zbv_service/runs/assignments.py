@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, RunTable
 from zbv_service.runs.dispatch import Dispatcher
-from zbv_service.waiting import happened
 
 POLL_SECONDS = 1.0
 """How often work is looked for that another service may have assigned."""

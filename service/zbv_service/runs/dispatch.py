@@ -10,11 +10,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from zbv_service.compute.waiting import happened
 from zbv_service.database import AgentsTaken, DatabaseAway, RunPlanTable, RunTable
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.watch import AgentWatch
 from zbv_service.settings import Settings
-from zbv_service.waiting import happened
 
 POLL_SECONDS = 1.0
 """How often waiting runs are looked at when nobody says that something changed."""

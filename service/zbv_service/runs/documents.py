@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zbv_service.documents import NEXT, PREVIOUS, OptionsDocument
-from zbv_service.http.problems import ProblemDetails
-from zbv_service.questions import QuestionDocument
-from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
-from zbv_service.runs.records import (
+from zbv_service.documents.problems import QuestionDocument
+from zbv_service.documents.shared import NEXT, PREVIOUS, OptionsDocument
+from zbv_service.errors import ProblemDetails
+from zbv_service.records.runs import (
     EventRecord,
     FailureKind,
     NodeOutcome,
@@ -20,6 +19,7 @@ from zbv_service.runs.records import (
     RunRecord,
     RunState,
 )
+from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
 
 MAX_NODES = 4096
 

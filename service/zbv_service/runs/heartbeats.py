@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from zbv_service.database import HeartbeatTable
-from zbv_service.runs.records import Beat, BeatAnswer
+from zbv_service.records.runs import Beat, BeatAnswer
 
 PAUSE_SECONDS = 0.05
 """Between two writes: with many agents each takes many heartbeats, and a lone one never waits."""

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.explain import Explanation, explain
-from zbv_solver.measured import Account, KindTimes, account, kind_times
-from zbv_solver.measured_step import (
+from zbv_solver.measure.rank_trace import RankTrace
+from zbv_solver.plans.plan import Plan
+
+from zbv_service.compute.cache import Cache
+from zbv_service.compute.computations import Computations
+from zbv_service.plans.plans import Plans
+from zbv_service.records.runs import PartInfo, RunRecord
+from zbv_service.runs.measured.accounts import Account, KindTimes, account, kind_times
+from zbv_service.runs.measured.explain import Explanation, explain
+from zbv_service.runs.measured.step import (
     ClockConflict,
     MeasuredStep,
     clock_conflict,
@@ -19,14 +26,7 @@ from zbv_solver.measured_step import (
     step_length,
     typical,
 )
-from zbv_solver.plan import Plan
-from zbv_solver.rank_trace import RankTrace
-
-from zbv_service.cache import Cache
-from zbv_service.computations import Computations
-from zbv_service.plans import Plans
 from zbv_service.runs.parts import RunParts, parse_traces
-from zbv_service.runs.records import PartInfo, RunRecord
 
 MANY_ACTIONS = 100_000
 FEW_STEPS = 5

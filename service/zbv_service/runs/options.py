@@ -6,9 +6,9 @@ import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from zbv_solver.schema import Number
+from zbv_solver.problem.stage_document import Number
 
-from zbv_service.runs.records import DEFAULT_RETRIES
+from zbv_service.records.runs import DEFAULT_RETRIES
 
 MAX_INTEGER = 2**31 - 1
 MAX_REPLICAS = 4096

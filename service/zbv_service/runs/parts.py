@@ -15,17 +15,17 @@ from functools import partial
 from typing import Any
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.rank_trace import RankTrace, parse_rank_trace
+from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 
-from zbv_service.computations import Computations
+from zbv_service.api.bodies import decompressed
+from zbv_service.compute.computations import Computations
 from zbv_service.database import PartTable
-from zbv_service.documents import parse_body
-from zbv_service.http.bodies import decompressed
-from zbv_service.http.problems import MALFORMED_JSON, NOT_FOUND, ProblemError
-from zbv_service.packing import pack, unpack
+from zbv_service.documents.packing import pack, unpack
+from zbv_service.documents.shared import parse_body
+from zbv_service.errors import MALFORMED_JSON, NOT_FOUND, ProblemError
+from zbv_service.records.runs import NewPart, PartInfo, PartKind, RunRecord
 from zbv_service.runs.agent_documents import RankEvents
 from zbv_service.runs.picture import picture
-from zbv_service.runs.records import NewPart, PartInfo, PartKind, RunRecord
 
 MAX_LOG_BYTES = 256 * 1024
 """The end of a rank's log, which is what explains a failure."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zbv_solver.export.palette import NAMES
-from zbv_solver.problem import LETTERS
-from zbv_solver.rank_trace import RankTrace, StepTrace
+from zbv_solver.measure.rank_trace import RankTrace, StepTrace
+from zbv_solver.problem.problem import LETTERS
 
 _MICROSECOND = 1e3
 

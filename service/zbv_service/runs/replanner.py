@@ -15,19 +15,19 @@ from functools import partial
 from typing import Any
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plan import Plan
-from zbv_solver.problem import Problem
-from zbv_solver.rank_trace import RankTrace
-from zbv_solver.refit import largest_change, refit, relative_change
-from zbv_solver.schema import parse_problem, problem_json
+from zbv_solver.measure.rank_trace import RankTrace
+from zbv_solver.measure.refit import largest_change, refit, relative_change
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import parse_problem, problem_json
 
-from zbv_service.computations import Computations
+from zbv_service.compute.computations import Computations
 from zbv_service.database import DatabaseAway, PartTable, RunPlanTable, RunTable
-from zbv_service.packing import unpack
-from zbv_service.plans import Plans
-from zbv_service.records import FINISHED
+from zbv_service.documents.packing import unpack
+from zbv_service.plans.plans import Plans
+from zbv_service.records.runs import Replanning, RunRecord
+from zbv_service.records.searches import FINISHED
 from zbv_service.runs.parts import RunParts
-from zbv_service.runs.records import Replanning, RunRecord
 from zbv_service.searches.searches import Searches
 
 FRESH_STEPS = 3
@@ -78,7 +78,7 @@ def _is_enough(steps: int, microbatches: int) -> bool:
 def objective_of(problem: Problem, plan: Plan) -> float:
     """What a plan's orders achieve under the costs of another problem of its shape."""
     # Imported here: it compiles, or loads, machine code.
-    from zbv_solver.timing import evaluate
+    from zbv_solver.timing.start_times import evaluate
 
     timing = evaluate(problem, plan.orders)
     return timing.span if problem.objective == "span" else timing.makespan

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbv_service.cache import Cache
-from zbv_service.computations import Computations
-from zbv_service.packing import unpack
+from zbv_service.compute.cache import Cache
+from zbv_service.compute.computations import Computations
+from zbv_service.documents.packing import unpack
+from zbv_service.records.runs import PartInfo
 from zbv_service.runs.parts import RunParts
-from zbv_service.runs.records import PartInfo
 
 MOST_READ = 16
 """Ranks whose traces are read, spread over the pipeline: unpacking those of hundreds takes seconds."""

@@ -16,12 +16,12 @@ from typing import Protocol
 
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, ZbvError
 
+from zbv_service import errors as problems
+from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
-from zbv_service.http import problems
-from zbv_service.packing import incumbent_of
-from zbv_service.records import Claim, NewPlan, Refusal, Update
-from zbv_service.searches.executors import Computation, SearchCrashed, SearchEvicted, SearchLost
-from zbv_service.waiting import happened
+from zbv_service.documents.packing import incumbent_of
+from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
+from zbv_service.searches.executors.executor import Computation, SearchCrashed, SearchEvicted, SearchLost
 
 RETRY_SECONDS = 1.0
 """How long to wait when the database is away."""

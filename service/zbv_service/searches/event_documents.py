@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field
 
-from zbv_service.http.problems import ProblemDetails
+from zbv_service.errors import ProblemDetails
 
 
 class _Event(BaseModel):

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchEventTable
-from zbv_service.records import SearchEvent
-from zbv_service.waiting import happened
+from zbv_service.records.searches import SearchEvent
 
 POLL_SECONDS = 0.5
 """How often the events of other services are looked for."""

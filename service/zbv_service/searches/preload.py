@@ -5,16 +5,10 @@ Importing the planner and what draws, and loading their machine code, takes seco
 
 from __future__ import annotations
 
-from zbv_solver.schema import parse_problem
-from zbv_solver.search import SearchOptions, search
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import SearchOptions, search
 
-import zbv_service.frontier
-import zbv_service.runs.measurements
-import zbv_service.searches.check
-import zbv_service.searches.compare
-import zbv_service.searches.connection
-import zbv_service.searches.estimate  # noqa: F401 (all of these for those who are forked)
-from zbv_service import plan_pictures
+from zbv_service.plans import pictures as plan_pictures
 
 _COSTS = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 search(parse_problem({"pp_degree": 2, "microbatches": 2, "costs": _COSTS}), SearchOptions("quick"))

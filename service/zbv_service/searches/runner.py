@@ -15,17 +15,17 @@ from collections.abc import Awaitable, Callable, Collection, Set
 
 from zbv_solver.errors import ContradictedBound
 
+from zbv_service.compute.executor_choice import parse_choice
+from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.observability.context import SEARCH_ID
-from zbv_service.records import FINISHED, Claim, Update
+from zbv_service.records.searches import FINISHED, Claim, Update
 from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings, Observer
-from zbv_service.searches.choice import parse_choice
-from zbv_service.searches.executors import SearchExecutor
-from zbv_service.searches.local import LocalExecutor
+from zbv_service.searches.executors.executor import SearchExecutor
+from zbv_service.searches.executors.local import LocalExecutor
+from zbv_service.searches.executors.task import SearchFunction, SearchTask, solver_search
 from zbv_service.searches.owners import is_dead, new_owner
-from zbv_service.searches.task import SearchFunction, SearchTask, solver_search
 from zbv_service.settings import Settings, cores
-from zbv_service.waiting import happened
 
 POLL_SECONDS = 0.25
 """How often the queue, and requests to stop, are looked for that came in by another service."""
@@ -270,7 +270,9 @@ def make_executor(settings: Settings) -> SearchExecutor:
     choice = parse_choice(settings.executor)
     if choice.scheduler is None:
         return LocalExecutor(choice.processes or settings.searches, preload=settings.preload == "at-start")
-    from zbv_service.searches.cluster.executor import DaskExecutor  # which not everybody has installed
+    from zbv_service.searches.executors.cluster.executor import (
+        DaskExecutor,  # which not everybody has installed
+    )
 
     most = settings.searches if "searches" in settings.model_fields_set else None
     # Workers give up before the lease ends: else a search would wait for a place that its own past takes.

@@ -13,23 +13,23 @@ from typing import Any
 
 from zbv_solver import __version__
 from zbv_solver.errors import InvalidInput
-from zbv_solver.options import EFFORTS
-from zbv_solver.schema import canonical_json
+from zbv_solver.problem.stage_document import canonical_json
+from zbv_solver.search.options import EFFORTS
 
-from zbv_service.computations import Computations
+from zbv_service.api.idempotency import NamedRequests, fingerprint_of
+from zbv_service.compute.computations import Computations
 from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
-from zbv_service.documents import OptionsDocument, SearchRequest, parse_body
-from zbv_service.http.idempotency import NamedRequests, fingerprint_of
-from zbv_service.http.problems import (
+from zbv_service.documents.packing import pack, unpack, unpack_text
+from zbv_service.documents.problems import Question, parse_question, question_json, read_question, summary_of
+from zbv_service.documents.shared import OptionsDocument, SearchRequest, parse_body
+from zbv_service.errors import (
     NOT_FOUND,
     SEARCH_DISCARDED,
     SEARCH_IN_USE,
     TOO_MANY_SEARCHES,
     ProblemError,
 )
-from zbv_service.packing import pack, unpack, unpack_text
-from zbv_service.questions import Question, parse_question, question_json, read_question, summary_of
-from zbv_service.records import NamedRequest, NewSearch, Page, Position, SearchFilter, SearchRecord
+from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position, SearchFilter, SearchRecord
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
 

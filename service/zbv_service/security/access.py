@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, nullcontext
 from fastapi import Request
 
 from zbv_service.database import DatabaseAway
-from zbv_service.http.problems import (
+from zbv_service.errors import (
     INSUFFICIENT_SCOPE,
     OTHER_ORIGIN,
     TOO_MANY_ATTEMPTS,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from zbv_service.http import problems
-from zbv_service.http.problems import ProblemError
+from zbv_service import errors as problems
+from zbv_service.errors import ProblemError
 from zbv_service.settings import Settings
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})

@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from zbv_service.database.tokens import TokenTable
-from zbv_service.http.problems import INSUFFICIENT_SCOPE, ProblemError
+from zbv_service.errors import INSUFFICIENT_SCOPE, ProblemError
+from zbv_service.records.tokens import NewToken, TokenKind
 from zbv_service.security.attempts import WrongSecret
 from zbv_service.security.grants import Grant
-from zbv_service.security.records import NewToken, TokenKind
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from zbv_service.database import DatabaseAway, TokenTable
+from zbv_service.records.tokens import TokenRecord
 from zbv_service.security.grants import Grant, Means
-from zbv_service.security.records import TokenRecord
 from zbv_service.security.scopes import SCOPES
 from zbv_service.security.token_text import TokenText
 

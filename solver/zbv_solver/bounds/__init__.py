@@ -19,7 +19,7 @@ from zbv_solver.bounds.quick import one_machine_bounds
 from zbv_solver.bounds.ramps import machine_bound, ramp_bound, through_bound
 from zbv_solver.bounds.sides import Side, sides
 from zbv_solver.bounds.windows import Windows, windows
-from zbv_solver.problem import Problem
+from zbv_solver.problem.problem import Problem
 
 __all__ = ["Bound", "Windows", "lower_bound", "windows"]
 

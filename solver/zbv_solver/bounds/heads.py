@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.jit import compiled
-from zbv_solver.numeric import AMOUNT_ROUNDING
-from zbv_solver.numeric import OPTIMAL_GAP as TINY
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.problem.numeric import AMOUNT_ROUNDING
+from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]

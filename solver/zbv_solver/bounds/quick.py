@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.jit import compiled
-from zbv_solver.problem import Problem
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.problem.problem import Problem
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]

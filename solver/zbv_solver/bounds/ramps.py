@@ -33,9 +33,9 @@ from zbv_solver.bounds.heads import (
 )
 from zbv_solver.bounds.quick import preemptive_bound
 from zbv_solver.bounds.sides import Side
-from zbv_solver.jit import compiled
-from zbv_solver.numeric import AMOUNT_ROUNDING
-from zbv_solver.numeric import OPTIMAL_GAP as TINY
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.problem.numeric import AMOUNT_ROUNDING
+from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.bounds.heads import FREE_POST, FREE_SECOND, POST, SECOND, sweep
-from zbv_solver.numeric import AMOUNT_ROUNDING, MEMORY_TOLERANCE, OPTIMAL_GAP, integer_scale
-from zbv_solver.problem import B, F, I, Problem, W
+from zbv_solver.problem.numeric import AMOUNT_ROUNDING, MEMORY_TOLERANCE, OPTIMAL_GAP, integer_scale
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

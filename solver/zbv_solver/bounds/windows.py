@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from zbv_solver.bounds.heads import END, FIRST, POST, SECOND
 from zbv_solver.bounds.sides import Side, sides
-from zbv_solver.problem import F, I, Problem, W
+from zbv_solver.problem.problem import F, I, Problem, W
 
 FloatArray = NDArray[np.float64]
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from zbv_solver.construct.board import Board
 from zbv_solver.construct.tables import IntArray
-from zbv_solver.jit import compiled
-from zbv_solver.orders import Orders
-from zbv_solver.problem import F, I, Problem, W
-from zbv_solver.timing import earliest_start_values
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import F, I, Problem, W
+from zbv_solver.timing.start_times import earliest_start_values
 
 if TYPE_CHECKING:
     from zbv_solver.construct.list_scheduling import Rule

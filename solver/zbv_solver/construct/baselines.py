@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.orders import Orders
-from zbv_solver.placement import Placement
-from zbv_solver.problem import B, Costs, F, I, Memory, Problem, W
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import B, Costs, F, I, Memory, Problem, W
 
 Rows = NDArray[np.int32]
 """A rank's list, (n, 3): stage, letter code, microbatch."""

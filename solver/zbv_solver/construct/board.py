@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbv_solver.construct.tables import FloatArray, IntArray, Tables
-from zbv_solver.jit import compiled
-from zbv_solver.problem import F, I, W
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.problem.problem import F, I, W
 
 CLOCK, HELD, IDLE, FIRST = range(4)
 """Columns of ``Board.level``."""

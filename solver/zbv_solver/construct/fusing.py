@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.problem import Problem
+from zbv_solver.problem.problem import Problem
 
 
 def fuse_options(problem: Problem) -> list[tuple[str, NDArray[np.bool_]]]:

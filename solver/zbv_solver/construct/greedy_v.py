@@ -30,8 +30,8 @@ from zbv_solver.construct.board import (
 )
 from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.tables import FloatArray, IntArray, Tables, make_tables
-from zbv_solver.jit import compiled
-from zbv_solver.problem import B, F, I, Problem, W
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 MAX_RERUNS = 8
 CHUNKS = 2

@@ -18,9 +18,9 @@ from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import CLOCK, FIRST, HEAD, HELD, IDLE, TAIL, Board, replay
 from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.tables import FloatArray, IntArray, make_tables
-from zbv_solver.jit import compiled
-from zbv_solver.numeric import MEMORY_TOLERANCE
-from zbv_solver.problem import B, F, I, Problem, W
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 NOTHING = -1
 PHASES = 3

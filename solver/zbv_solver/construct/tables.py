@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.numeric import ROUNDING, SEARCH_MEMORY
-from zbv_solver.problem import B, F, I, Problem, W
+from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from zbv_solver import __version__
 from zbv_solver.export import report
 from zbv_solver.export.timeline import timeline
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)

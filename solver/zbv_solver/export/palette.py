@@ -3,14 +3,14 @@
 The fills were found by a random search in OKLab that maximises the smallest distance between any two of
 them as seen with normal vision, protanopia, deuteranopia and tritanopia (Machado 2009), under the condition
 that each has a contrast of at least 3:1 against both themes' backgrounds (WCAG 1.4.11). The same fills
-therefore serve light and dark. ``tests/solver/test_export_palette.py`` holds them to it.
+therefore serve light and dark. ``tests/solver/export/test_palette.py`` holds them to it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbv_solver.problem import LETTERS
+from zbv_solver.problem.problem import LETTERS
 
 FILLS: dict[str, tuple[str, str]] = {
     "F": ("#3e6ad4", "#4796fb"),

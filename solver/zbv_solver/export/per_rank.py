@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbv_solver.export import quantities
-from zbv_solver.numeric import SAME_METRIC, exceeds
-from zbv_solver.plan import Plan
-from zbv_solver.problem import Problem
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.numeric import SAME_METRIC, exceeds
+from zbv_solver.problem.problem import Problem
 
 _TALLEST = 96.0
 """Of a picture's height of 100."""

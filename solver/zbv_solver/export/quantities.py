@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from zbv_solver.problem import Units
+from zbv_solver.problem.problem import Units
 
 _NARROW_SPACE = "\u202f"
 _BYTES = ("bytes", "byte", "B")

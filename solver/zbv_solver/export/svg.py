@@ -16,8 +16,8 @@ from zbv_solver.export.axis import ticks
 from zbv_solver.export.palette import KIND_FILLS, KIND_INKS, LIGHT, NAMES, PALETTE_SHADES
 from zbv_solver.export.raster import coverage
 from zbv_solver.export.timeline import Timeline, timeline
-from zbv_solver.plan import Plan
-from zbv_solver.problem import LETTERS
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import LETTERS
 
 WIDTH = 1200
 MAX_BARS = 60_000

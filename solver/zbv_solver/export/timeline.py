@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.export.palette import PALETTE_SHADES
-from zbv_solver.plan import Plan
-from zbv_solver.problem import LETTERS
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import LETTERS
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,10 @@ def timeline(plan: Plan) -> Timeline:
     InvalidPlan
         When the plan's orders cannot be executed.
     """
-    from zbv_solver.timing import earliest_times, memory_profile  # numba: only those who draw wait for it
+    from zbv_solver.timing.start_times import (  # numba: only those who draw wait for it
+        earliest_times,
+        memory_profile,
+    )
 
     orders = plan.orders
     start, end = earliest_times(plan.problem, orders)

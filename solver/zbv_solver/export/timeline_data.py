@@ -14,7 +14,7 @@ import numpy as np
 from zbv_solver.export import palette, quantities
 from zbv_solver.export.per_rank import accounts_for_memory
 from zbv_solver.export.timeline import Timeline
-from zbv_solver.problem import LETTERS, Problem
+from zbv_solver.problem.problem import LETTERS, Problem
 
 MAX_GLYPHS = 8_000
 """With more visible actions the script draws an image of them, otherwise a bar for each."""

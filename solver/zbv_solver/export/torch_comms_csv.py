@@ -10,7 +10,7 @@ history, the end of the action that produces it, and both of its ranks list it t
 the transfers between them, in both directions, in one and the same order: a transport that matches messages
 by nothing else (one communicator per pair of ranks) carries them right. And no rank waits for ever, not even
 where a send waits for its receive: the history is an order that everybody can follow.
-:mod:`zbv_solver.verify_comms` checks it, and shares no code with this module.
+:mod:`zbv_solver.verify.communication` checks it, and shares no code with this module.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.export.torch_csv import relabelled
-from zbv_solver.orders import Action, Orders
-from zbv_solver.plan import Plan
-from zbv_solver.problem import LETTERS, Problem
-from zbv_solver.verify_comms import verify_comms
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import LETTERS, Problem
+from zbv_solver.verify.communication import verify_comms
 
 
 def render(plan: Plan) -> str:

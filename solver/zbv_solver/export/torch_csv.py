@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.orders import Orders
-from zbv_solver.plan import Plan
-from zbv_solver.problem import F
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import F
 
 
 def render(plan: Plan) -> str:

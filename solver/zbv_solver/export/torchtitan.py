@@ -16,8 +16,8 @@ import json
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import torch_csv
-from zbv_solver.plan import Plan
-from zbv_solver.problem import Problem, W
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import Problem, W
 
 CSV_MARK = "#csv "
 """What precedes a row of the schedule in the file."""

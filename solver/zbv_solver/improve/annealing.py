@@ -27,11 +27,11 @@ from zbv_solver.improve.order_state import (
     sweep_tails,
     tails_from,
 )
-from zbv_solver.jit import compiled
-from zbv_solver.numeric import ROUNDING
-from zbv_solver.orders import Orders
-from zbv_solver.problem import F, Problem
-from zbv_solver.timing import evaluate, span_start_times
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.numeric import ROUNDING
+from zbv_solver.problem.problem import F, Problem
+from zbv_solver.timing.start_times import evaluate, span_start_times
 
 REACH = 12
 """Most places that an action moves at once."""

@@ -19,11 +19,11 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.exact_grid import make_grid
 from zbv_solver.improve.exact_model import ExactModel, implications
 from zbv_solver.improve.exact_states import Implied
-from zbv_solver.numeric import OPTIMAL_GAP, STEP_ROUNDING
-from zbv_solver.orders import Orders
-from zbv_solver.problem import Problem
-from zbv_solver.timing import evaluate
-from zbv_solver.verify import verify_orders
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING
+from zbv_solver.problem.problem import Problem
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify_orders
 
 POLL_SECONDS = 0.02
 FIRST_PORTION = 32
@@ -48,7 +48,7 @@ class ExactResult:
         The best order, or None when none better than the incumbent was found.
     lower_bound
         A proven bound on the objective in the problem's unit. Where it is above what an order reaches, one of
-        the two is wrong: :func:`zbv_solver.certificate.certify` finds that out.
+        the two is wrong: :func:`zbv_solver.plans.certificate.certify` finds that out.
     proved
         Whether the search space was exhausted: no order is better than the incumbent or ``orders``.
     """
@@ -120,7 +120,7 @@ def make_solver(effort: float, time_limit: float | None, seed: int) -> cp_model.
     parameters.cp_model_probing_level = 0
     parameters.use_new_integer_conflict_resolution = True
     # OR-Tools 9.15 proves false optima where presolve looks for sets included in others (its issue 5293; a
-    # case of ours is in tests/solver/test_layers_memory.py). A certificate is worth more than what it saves.
+    # case of ours is in tests/solver/partition/test_least_memory.py). A certificate is worth more than what it saves.
     parameters.presolve_inclusion_work_limit = 0
     # It would take Ctrl-C over, and leave it with the system's default when it is done: sudden death.
     parameters.catch_sigint_signal = False

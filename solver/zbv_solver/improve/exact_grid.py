@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from zbv_solver.numeric import OPTIMAL_GAP, STEP_ROUNDING, integer_scale
-from zbv_solver.problem import Costs, Problem
+from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING, integer_scale
+from zbv_solver.problem.problem import Costs, Problem
 
 GRID = 1 << 20
 """Steps that the largest number is divided into when the numbers have no common unit."""

@@ -17,8 +17,8 @@ from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model_helper import Literal
 
 from zbv_solver.improve.exact_grid import GRID, LARGEST_INTEGER
-from zbv_solver.numeric import MEMORY_TOLERANCE, integer_scale
-from zbv_solver.problem import F, I, Problem, W
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE, integer_scale
+from zbv_solver.problem.problem import F, I, Problem, W
 
 Expression = cp_model.LinearExpr
 Action = tuple[int, int, int]

@@ -20,9 +20,9 @@ from ortools.sat.python.cp_model_helper import Literal
 from zbv_solver.improve.exact_grid import Grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
 from zbv_solver.improve.exact_states import Implied, implied
-from zbv_solver.orders import Orders
-from zbv_solver.problem import B, F, I, Problem, W
-from zbv_solver.timing import evaluate, span_start_times
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.timing.start_times import evaluate, span_start_times
 
 Cell = tuple[int, int]
 """(stage, microbatch)"""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.numeric import MEMORY_TOLERANCE
-from zbv_solver.problem import B, F, I, Problem, W
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 MOST_STATES = 200_000
 """Above this many states of a rank nothing is derived: memory is then not what binds."""

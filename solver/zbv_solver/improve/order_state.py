@@ -19,9 +19,9 @@ from __future__ import annotations
 import numpy as np
 
 from zbv_solver.construct.tables import FloatArray, IntArray
-from zbv_solver.jit import compiled
-from zbv_solver.numeric import OPTIMAL_GAP
-from zbv_solver.problem import B, I, W
+from zbv_solver.kernels.jit import compiled
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.problem.problem import B, I, W
 
 
 @compiled

@@ -20,7 +20,7 @@ from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.greedy_v import GreedyParameters, GreedyV
 from zbv_solver.construct.list_scheduling import PHASES, ListScheduler, Rule, in_flight_caps
 from zbv_solver.construct.tables import FloatArray, IntArray
-from zbv_solver.problem import Problem
+from zbv_solver.problem.problem import Problem
 
 GREEDY_COST = 4
 """Times that placing an action takes the greedy longer than list scheduling; that many it counts for."""

@@ -19,9 +19,9 @@ from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.list_scheduling import Rule
 from zbv_solver.construct.tables import FloatArray, IntArray
 from zbv_solver.improve.parameter_search import FINE, RuleClimber
-from zbv_solver.orders import Orders
-from zbv_solver.problem import Problem
-from zbv_solver.timing import earliest_times
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import Problem
+from zbv_solver.timing.start_times import earliest_times
 
 FRESH, RECENT = 0.2, 0.2
 """Shares of rules drawn anew, and of neighbours of rules that did well lately at any cut; the rest are

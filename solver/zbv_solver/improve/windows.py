@@ -20,10 +20,10 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.exact import make_solver, objective_of, stopped_when
 from zbv_solver.improve.exact_grid import Grid, make_grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
-from zbv_solver.orders import Orders
-from zbv_solver.problem import B, F, I, Problem, W
-from zbv_solver.timing import earliest_times, span_start_times
-from zbv_solver.verify import verify_orders
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.timing.start_times import earliest_times, span_start_times
+from zbv_solver.verify.verifier import verify_orders
 
 IntArray = NDArray[np.int64]
 
@@ -47,7 +47,7 @@ def refine_window(
         A verified order with microbatches ascending per stage and letter.
     begin, end
         In the problem's time unit, on the clock of the order's earliest start (makespan) or of
-        :func:`~zbv_solver.timing.span_start_times` (span).
+        :func:`~zbv_solver.timing.start_times.span_start_times` (span).
     effort
         CP-SAT's deterministic time: the same on every machine.
     time_limit

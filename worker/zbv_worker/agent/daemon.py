@@ -3,7 +3,7 @@
 It imports no torch and holds no CUDA context; launchers and ranks are processes of their own. The service
 is asked and told, never relied on: while it is away ranks go on, and the agent tries again, less and less
 often. One thread waits for work or looks after the ranks; files travel beside it
-(:mod:`zbv_worker.agent.courier`).
+(:mod:`zbv_worker.agent.folder_sync`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from zbv_service.client import ClientError, InvalidRequest, Overloaded
 from zbv_service.client_runs import AgentGone, NodeWork, Registration, RunClient
 
-from zbv_worker.agent import inventory
-from zbv_worker.agent.allowance import allowed, refusal_of
-from zbv_worker.agent.courier import Courier
+from zbv_worker.agent.folder_sync import Courier
 from zbv_worker.agent.generation import Generation, GenerationEnd
-from zbv_worker.agent.sign_of_life import SignOfLife
+from zbv_worker.agent.heartbeat import SignOfLife
+from zbv_worker.agent.policy import allowed, refusal_of
 from zbv_worker.errors import InvalidRun
-from zbv_worker.state_files import remove_old
+from zbv_worker.host import inventory
+from zbv_worker.host.state_files import remove_old
 
 T = TypeVar("T")
 

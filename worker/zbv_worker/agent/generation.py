@@ -13,11 +13,11 @@ from typing import Any
 
 from zbv_service.client_runs import NodeWork
 
+from zbv_worker.agent.heartbeat import Pulse
 from zbv_worker.agent.orphans import PARENT_VARIABLE
-from zbv_worker.agent.sign_of_life import Pulse
-from zbv_worker.launch import python_command, rank_environment
-from zbv_worker.search_path import environment_of_ranks
-from zbv_worker.state_files import OUTCOME, SPEC, failure_file, place_file, read_json, write_json
+from zbv_worker.host.local_ranks import python_command, rank_environment
+from zbv_worker.host.state_files import OUTCOME, SPEC, failure_file, place_file, read_json, write_json
+from zbv_worker.model.search_path import environment_of_ranks
 
 _STORY_SECONDS = 2.0
 """For a launcher whose own ranks have failed to say so, when the run is stopped for a failure elsewhere."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zbv_worker.agent.orphans import PARENT_VARIABLE, end_with_parent
-from zbv_worker.state_files import OUTCOME, SPEC, read_json, write_json
+from zbv_worker.host.state_files import OUTCOME, SPEC, read_json, write_json
 
 _MEETING_SECONDS = 120
 """How long launchers wait for that of node 0, as not all import torch equally fast. Where its node fails, the

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zbv_worker.agent.sign_of_life import silence
+from zbv_worker.agent.heartbeat import silence
 
 PARENT_VARIABLE = "ZBV_PARENT"
 """Names the parent's process id to the child: by the time it looks, the parent may be gone."""

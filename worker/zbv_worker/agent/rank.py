@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbv_worker.agent.orphans import end_with_parent, end_with_pulse
-from zbv_worker.state_files import NEXT_PLAN, SPEC, failure_file, place_file, read_json, write_json
+from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, place_file, read_json, write_json
 
 if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
-    from zbv_worker.execution.place import CurrentPlace
+    from zbv_worker.execution.progress import CurrentPlace
 
 _FAILED, _WRONG_INPUT = 1, 2
 _PATIENCE = 0.8
@@ -28,7 +28,7 @@ def main(folder: Path) -> int:
     spec = read_json(folder / SPEC)
     end_with_pulse(folder, _PATIENCE * spec["patience"], lambda silent: _say_silence(folder, silent))
     from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
-    from zbv_worker.execution.place import CurrentPlace, PlaceWriter
+    from zbv_worker.execution.progress import CurrentPlace, PlaceWriter
     from zbv_worker.training.run import run
     from zbv_worker.transport.distributed import World
 
@@ -51,7 +51,7 @@ def main(folder: Path) -> int:
 
 def _options(spec: Any, folder: Path) -> Any:
     from zbv_worker.execution.plan_source import PlanSource
-    from zbv_worker.model import ModelSpec
+    from zbv_worker.model.protocol import ModelSpec
     from zbv_worker.training.run import RunOptions
 
     work, options = spec["work"], spec["work"]["options"]
@@ -115,7 +115,7 @@ def _failure(rank: int, error: Exception, detail: str, current: CurrentPlace) ->
     An error between two actions, for instance in the update, has the step alone.
     """
     from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded
-    from zbv_worker.execution.place import Place, place_of_error
+    from zbv_worker.execution.progress import Place, place_of_error
 
     place = place_of_error(error) or Place(current.read().step)
     kind = "error"

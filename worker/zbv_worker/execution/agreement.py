@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter
-from zbv_solver.channels import Channel
+from zbv_solver.plans.channels import Channel
 
 from zbv_worker.errors import ChannelTimeout, Disagreement
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of

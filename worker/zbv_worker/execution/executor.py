@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zbv_worker.execution.bound import Binding, Bound, WalkState
+from zbv_worker.execution.binding import Binding, Bound, WalkState
 from zbv_worker.execution.computation import (
     Batches,
     Computation,
@@ -23,7 +23,7 @@ from zbv_worker.execution.computation import (
     EvaluationBatches,
     evaluation_of,
 )
-from zbv_worker.execution.place import CurrentPlace, Place, mark_error
+from zbv_worker.execution.progress import CurrentPlace, Place, mark_error
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, forwards, lower
 from zbv_worker.execution.timeline import Clock, Overdue, Queued, Record, Timeline, timeline_of
 from zbv_worker.execution.wait_errors import overdue, send_failed

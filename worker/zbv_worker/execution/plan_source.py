@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.placement import Placement, PlacementKind
-from zbv_solver.plan import identity, parse_orders, parse_plan_document
-from zbv_solver.schema import problem_json
-from zbv_solver.verify import verify_orders
+from zbv_solver.plans.plan import identity, parse_orders, parse_plan_document
+from zbv_solver.problem.placement import Placement, PlacementKind
+from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.verify.verifier import verify_orders
 
 from zbv_worker.errors import InvalidRun, PeerLost
-from zbv_worker.execution.cut import PlannedCut
-from zbv_worker.execution.planned import WholePlan, seconds_per_attempt
+from zbv_worker.execution.planned_cut import PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.whole_plan import WholePlan, seconds_per_attempt
 
 _NO_PLAN = "found no plan; give --server URL and --plan ID, or --plan-file FILE."
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from zbv_solver.channels import Channel, ChannelKind, Transfer, channels, channels_of
-from zbv_solver.orders import Action, Orders
-from zbv_solver.placement import Placement
-from zbv_solver.problem import Problem
+from zbv_solver.plans.channels import Channel, ChannelKind, Transfer, channels, channels_of
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Problem
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.cut import PlannedCut
+from zbv_worker.execution.planned_cut import PlannedCut
 from zbv_worker.transport.channels import ChannelKey, key_of
 
 

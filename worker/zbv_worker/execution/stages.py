@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.cut import require_layers
+from zbv_worker.execution.planned_cut import require_layers
+from zbv_worker.execution.precision import AUTOCAST, Precision
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
-from zbv_worker.model import Layered, PipelineModel, Tied, Weighted, build_layers, build_stage
-from zbv_worker.training.precision import AUTOCAST, Precision
+from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted, build_layers, build_stage
 
 
 def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, nn.Module]:

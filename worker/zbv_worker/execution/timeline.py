@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from zbv_solver.orders import Action
+from zbv_solver.plans.orders import Action
 
 from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.transport.cuda_api import CudaApi, CudaEvent, torch_cuda

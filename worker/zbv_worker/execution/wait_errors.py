@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbv_solver.channels import Transfer
+from zbv_solver.plans.channels import Transfer
 
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.rank_plan import Instruction, Remote

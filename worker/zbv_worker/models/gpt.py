@@ -49,7 +49,7 @@ def gpt(
 
 
 class GPT:
-    """The pipeline model (see :class:`zbv_worker.model.PipelineModel`), whose layers are ``embedding``,
+    """The pipeline model (see :class:`zbv_worker.model.protocol.PipelineModel`), whose layers are ``embedding``,
     ``block.0`` and so on, and ``head``.
     """
 

@@ -15,7 +15,7 @@ def tiny(*, width: int = 8, rows: int = 4, seed: int = 0) -> Tiny:
 
 
 class Tiny:
-    """The pipeline model (see :class:`zbv_worker.model.PipelineModel`), but for one thing: it has no layers
+    """The pipeline model (see :class:`zbv_worker.model.protocol.PipelineModel`), but for one thing: it has no layers
     to be cut, so another number of stages is another model.
     """
 

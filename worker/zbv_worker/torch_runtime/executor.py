@@ -7,7 +7,7 @@ with them it does not notice. What is done about each way that we know:
   ascending order, and labelled back in everything that is reported.
 - Sends and receives of two ranks are matched by their order, and gradients are divided only where the list
   says so: the lists are ours (:mod:`zbv_solver.export.torch_comms_csv`), and what the runtime has loaded is
-  checked on every rank before anything runs (:mod:`zbv_solver.verify_comms`).
+  checked on every rank before anything runs (:mod:`zbv_solver.verify.communication`).
 - Its split of the backward and its receive buffers: see :mod:`zbv_worker.torch_runtime.stage`.
 - Shapes are inferred by running the stages once on uninitialised memory: buffers (running statistics) are
   put back afterwards, and no gradient is left.
@@ -31,14 +31,14 @@ from typing_extensions import override
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.export.torch_comms_csv import lowered
 from zbv_solver.export.torch_csv import microbatch_labels, relabelled
-from zbv_solver.orders import Action, Orders
-from zbv_solver.problem import LETTERS
-from zbv_solver.verify_comms import verify_comms
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.problem import LETTERS
+from zbv_solver.verify.communication import verify_comms
 
 from zbv_worker.errors import ChannelTimeout, InvalidRun, ModelError, PeerLost, WorkerError
 from zbv_worker.execution.executor import Record, StepResult
-from zbv_worker.execution.planned import WholePlan
-from zbv_worker.model import PipelineModel
+from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.model.protocol import PipelineModel
 
 try:
     from torch._dynamo.eval_frame import OptimizedModule

@@ -1,7 +1,7 @@
 """The ranks' traces on one clock, and as a picture that Perfetto and chrome://tracing open.
 
 Every rank records by its own clock; rank 0 collects the records, translates them
-(:mod:`zbv_worker.transport.clocks`) and writes them in the Trace Event Format: one process per plan, one
+(:mod:`zbv_worker.tracing.clocks`) and writes them in the Trace Event Format: one process per plan, one
 thread per rank, one complete event per action and one per wait before it. Plans are written in the same form
 (:mod:`zbv_solver.export.chrome_trace`), so planned and measured can be laid side by side.
 """
@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from zbv_solver.console.files import output, write
+from zbv_solver.documents.files import output, write
 from zbv_solver.export.palette import NAMES
-from zbv_solver.orders import Action
+from zbv_solver.plans.orders import Action
 
 from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.executor import StepResult
+from zbv_worker.tracing.clocks import Alignment, Offset, find_offsets
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.clocks import Alignment, Offset, find_offsets
 
 WAIT, START, END = range(3)
 """Columns of :attr:`RankTrace.times`."""

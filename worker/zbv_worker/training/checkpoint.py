@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbv_worker.errors import InvalidRun, Superseded, WorkerError, naming_errors, raised
+from zbv_worker.execution.precision import LossScale
 from zbv_worker.training.checkpoint_files import INDEX, Reader, State, write_index, write_part
 from zbv_worker.training.fence import Claimant, Fence, checkpoints
-from zbv_worker.training.precision import LossScale
 from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
 

@@ -39,7 +39,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from zbv_worker.errors import InvalidRun, Superseded
-from zbv_worker.state_files import read_json, write_json
+from zbv_worker.host.state_files import read_json, write_json
 
 _GENERATIONS = "generations"
 _CLAIM = "claim.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zbv_worker.model import Evaluated, PipelineModel
+from zbv_worker.model.protocol import Evaluated, PipelineModel
 from zbv_worker.transport.channels import Transport
 
 
@@ -20,7 +20,7 @@ class DataOfReplica:
         self._first = replica * microbatches
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`zbv_worker.model.PipelineModel.microbatch`."""
+        """See :meth:`zbv_worker.model.protocol.PipelineModel.microbatch`."""
         return self._model.microbatch(step, self._first + index)
 
     def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def mean_over_replicas(transport: Transport, value: float | None, timeout: float
     """The mean of a number over the replicas of a position; None where they have none.
 
     Collective, with and without a number: so that the replicas' steps end after one another's begin (see
-    :mod:`zbv_worker.training.swap`).
+    :mod:`zbv_worker.training.plan_change`).
     """
     if transport.layout.replicas == 1:
         return value

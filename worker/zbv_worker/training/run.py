@@ -15,21 +15,21 @@ from typing import Literal
 import torch
 
 from zbv_worker.errors import InvalidRun, naming_errors
-from zbv_worker.execution.cut import require_layers
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
-from zbv_worker.execution.place import CurrentPlace
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.execution.planned import WholePlan
+from zbv_worker.execution.planned_cut import require_layers
+from zbv_worker.execution.progress import CurrentPlace
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.launch import keep_freed_memory, threads_per_rank, usable_cores
-from zbv_worker.model import ModelSpec, PipelineModel
+from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.host.local_ranks import keep_freed_memory, threads_per_rank, usable_cores
+from zbv_worker.model.protocol import ModelSpec, PipelineModel
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
-from zbv_worker.tracing.report import RankReport
+from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Setting, Training, TrainingOptions
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.distributed import Backend, DistributedTransport, World, select_device
 from zbv_worker.transport.layout import Layout
-from zbv_worker.transport.meeting import refuse
+from zbv_worker.transport.rendezvous import refuse
 
 Runtime = Literal["zbv", "torch"]
 

@@ -17,20 +17,20 @@ from torch import nn
 from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
-from zbv_worker.execution.place import CurrentPlace
-from zbv_worker.execution.planned import WholePlan
+from zbv_worker.execution.precision import LossScale, Precision
+from zbv_worker.execution.progress import CurrentPlace
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stage import Stage
 from zbv_worker.execution.stages import build_modules, build_stages
-from zbv_worker.model import ModelSpec, PipelineModel, Weighted
-from zbv_worker.state_files import events_file, write_json
-from zbv_worker.tracing.report import RankReport, StepLine
-from zbv_worker.tracing.trace_file import TraceFile
+from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.host.state_files import events_file, write_json
+from zbv_worker.model.protocol import ModelSpec, PipelineModel, Weighted
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
 from zbv_worker.training.gradients import Gradients, OwnGradients, SummedGradients
-from zbv_worker.training.precision import LossScale, Precision
+from zbv_worker.training.plan_change import Swaps
 from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
-from zbv_worker.training.swap import Swaps
+from zbv_worker.training.report import RankReport, StepLine
+from zbv_worker.training.trace_file import TraceFile
 from zbv_worker.training.update import NonFinite, Update, Updated
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.distributed import Backend, DistributedTransport

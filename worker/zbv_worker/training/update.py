@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from zbv_worker.model import PipelineModel
+from zbv_worker.execution.precision import LossScale
+from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.training.gradients import Gradients
-from zbv_worker.training.precision import LossScale
 from zbv_worker.transport.channels import Transport
 
 

@@ -1,12 +1,12 @@
-"""Memory for tensors that arrive, used again as soon as nothing refers to what was in it.
+"""Receive buffers, reused as soon as nothing else refers to their memory.
 
-Who still needs a received tensor is known to nobody but autograd, the queues of weight gradients, the module
-(which may keep its input) and sends that pass it on. They all hold its storage, and torch counts how often a
-storage is held. So a buffer is free when the pool alone holds it, whatever anyone did with it.
+A received tensor may be needed by autograd, the queues of weight gradients, the module (which may keep its
+input) and sends that pass it on. All of them hold its storage, and torch counts the holders of a storage. So
+a buffer is free when the pool is the only holder.
 
-On a GPU a kernel that reads the old content may still be queued when its last holder lets go. That is safe
-because whatever writes the new content is ordered behind the compute stream as it was when the buffer was
-taken (:mod:`zbv_worker.transport.receives`), as the caching allocator has it, too.
+On a GPU, a queued kernel may still read the old content when its last holder releases it. That is safe
+because the new content is written only after the work that was queued on the compute stream when the buffer
+was taken (:mod:`zbv_worker.transport.receives`). The caching allocator relies on the same rule.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from zbv_worker.transport.channels import TensorSpec
 class _Buffer(NamedTuple):
     tensor: Tensor
     storage: torch.UntypedStorage
-    """Kept, because Python's object for a storage holds it too: always, or the count would mean nothing."""
+    """Kept, because Python's object of a storage is itself a holder; the count must always include it."""
 
     idle: int
-    """How often the storage is held when only the pool holds it."""
+    """The number of holders when only the pool holds the storage."""
 
 
 class ReceiveBuffers:
-    """The buffers of one rank, by shape and dtype: channels that carry alike tensors share theirs.
+    """The receive buffers of one rank, by shape and dtype; channels with equal tensors share them.
 
-    Nothing is given back: what was needed at once in one step will be in the next.
+    Buffers are never freed: a step needs as many at once as the step before.
 
     Attributes
     ----------
     bytes
-        Allocated so far.
+        Bytes allocated so far.
     """
 
     def __init__(self, device: torch.device):
@@ -47,11 +47,11 @@ class ReceiveBuffers:
         self.bytes = 0
 
     def take(self, spec: TensorSpec) -> Tensor:
-        """A tensor of undefined content that shares its memory with nothing else in use."""
+        """Return a tensor of undefined content whose memory nothing else uses."""
         pool = self._pools.get(spec)
         if pool is None:
             pool = self._pools[spec] = deque()
-        # The one taken longest ago first: most are given back in about the order in which they were taken.
+        # Least recently taken first: most buffers are released in about the order in which they were taken.
         for _ in range(len(pool)):
             buffer = pool[0]
             pool.rotate(-1)
@@ -60,21 +60,21 @@ class ReceiveBuffers:
         return self._make(spec, pool)
 
     def clear(self) -> None:
-        """Let go of every buffer; those in use stay alive with their users."""
+        """Release every buffer; those in use stay alive with their users."""
         self._pools.clear()
         self.bytes = 0
 
     def _make(self, spec: TensorSpec, pool: deque[_Buffer]) -> Tensor:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         pool.append(_Buffer(tensor, tensor.untyped_storage(), 0))
-        # Counted as it will be when the pool looks: a name for the storage here would be one holder more.
+        # Count inside the pool, as `take` does: a local name for the storage would be one more holder.
         pool[-1] = pool[-1]._replace(idle=_held(pool[-1].storage))
         self.bytes += tensor.nbytes
-        # Never the pool's own tensor: whoever got that would hold the storage no more often than the pool.
+        # Never return the pool's own tensor: its user would not add a holder of the storage.
         return tensor.detach()
 
 
 def _held(storage: torch.UntypedStorage) -> int:
-    """How many tensors, and others, hold a storage, and how many hold Python's object for it."""
+    """The number of holders of a storage, including those of Python's object for it."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count + getrefcount(storage)

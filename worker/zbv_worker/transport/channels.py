@@ -1,12 +1,12 @@
-"""Point-to-point transfers of a rank: what is asked of a transport, and the order of every channel.
+"""Point-to-point transfers of a rank: the :class:`Transport` interface, and the order of each channel.
 
 A *channel* carries all tensors of one kind (activation or gradient) from one rank to another, in the order
-in which the sender's list produces them (:mod:`zbv_solver.channels`). Both ends know that order, so nothing
-relies on tags. A :class:`Transport` moves tensors; :class:`Inbox` and :class:`Outbox` add what a channel
-needs on top of it: order, receives posted ahead, and the agreement on shapes.
+in which the sender's list produces them (:mod:`zbv_solver.plans.channels`). Both ends know that order, so tags are
+not needed. A :class:`Transport` moves tensors; :class:`Inbox` and :class:`Outbox` add what a channel needs:
+order, receives posted ahead, and agreement on shapes.
 
-Shapes are agreed without running anyone's code: the first tensor of a boundary is preceded by a header with
-its shape and dtype. A gradient has the shape of its boundary's activation, which its receiver sent.
+Shapes are exchanged as data, so no code of a peer runs: a header with shape and dtype precedes the first
+tensor of each boundary. A gradient has the shape of its boundary's activation, which its receiver sent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from zbv_solver.channels import Channel, ChannelKind, Transfer
+from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
 
 from zbv_worker.errors import ModelError
 from zbv_worker.transport.layout import Layout
 
 
 class ChannelKey(NamedTuple):
-    """A channel's identity: direction and kind. A tuple, because every transfer looks its channel up."""
+    """A channel's identity: direction and kind. A tuple, because every transfer looks it up."""
 
     sender: int
     receiver: int
@@ -41,7 +41,7 @@ def key_of(channel: Channel) -> ChannelKey:
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of what crosses a boundary. A tuple, because every receive looks its memory up."""
+    """Shape and dtype of a tensor between stages. A tuple, because every receive uses it as a key."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,29 +52,29 @@ class TensorSpec(NamedTuple):
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it is the spec of a tensor."""
+        """Whether a tensor has this shape and dtype."""
         return tensor.shape == self.shape and tensor.dtype is self.dtype
 
 
 class Pending(Protocol):
-    """A posted receive. Its tensor is the rank's own; its memory is used again when nothing refers to it."""
+    """A posted receive. The rank owns its tensor; the memory is reused once nothing refers to it."""
 
     def wait(self, timeout: float) -> Tensor:
-        """Wait for the tensor: it is on the rank's device when this returns.
+        """Wait until the tensor is on the rank's device.
 
         Raises
         ------
         TimeoutError
-            When it did not arrive within ``timeout`` seconds.
+            If it did not arrive within ``timeout`` seconds.
         ConnectionError
-            When the peer is gone.
+            If the peer is gone.
         """
 
     def on_stream(self, timeout: float) -> Tensor:
-        """The tensor, for work that is queued on the current stream from now on; raises as :meth:`wait`.
+        """Return the tensor for work queued on the current stream from now on; raises like :meth:`wait`.
 
-        On the CPU the same as :meth:`wait`. On a GPU the host waits only where it must bring the tensor there
-        itself, so one that never comes may be noticed only by who waits for that work.
+        On the CPU this is :meth:`wait`. On a GPU the host waits only if it must copy the tensor there itself,
+        so a missing tensor may go unnoticed until someone waits for the queued work.
         """
 
 
@@ -83,17 +83,17 @@ Receive = Callable[[TensorSpec], Pending]
 
 
 class Reduction(Protocol):
-    """A sum over replicas that is under way."""
+    """A sum over replicas in progress."""
 
     def wait(self, timeout: float) -> None:
-        """Until the tensor holds the sum; raises TimeoutError or ConnectionError."""
+        """Wait until the tensor holds the sum; raises TimeoutError or ConnectionError."""
 
 
 class Transport(ABC):
     """Moves tensors between the ranks of a pipeline, and between its replicas. All ranks use the same kind.
 
-    A channel's ends are positions of the pipeline; it leads to the same replica's rank there. Everything else
-    speaks of global ranks. After a timeout or a lost connection a transport is unusable; close it.
+    A channel connects two positions of the pipeline within one replica. All other methods take global ranks.
+    After a timeout or a lost connection a transport is unusable and must be closed.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class Transport(ABC):
 
     @property
     def world_size(self) -> int:
-        """All ranks of all replicas."""
+        """The number of ranks in all replicas."""
         return self.layout.world_size
 
     @property
@@ -111,54 +111,54 @@ class Transport(ABC):
 
     @property
     def replica(self) -> int:
-        """Which pipeline this rank belongs to."""
+        """The index of the pipeline that this rank belongs to."""
         return self.layout.replica(self.rank)
 
     @abstractmethod
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
-        """Make sure that these channels exist. Collective: every rank passes the same keys."""
+        """Create these channels where they do not exist. Collective: every rank passes the same keys."""
 
     @abstractmethod
     def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
-        """Send without waiting; the tensor is kept alive until it was taken. ``label`` names it in errors."""
+        """Send without waiting; keeps the tensor alive until received. ``label`` names it in errors."""
 
     @abstractmethod
     def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
-        """Post a receive. Receives of a channel match its sends in order."""
+        """Post a receive. The receives of a channel match its sends in order."""
 
     def sender(self, key: ChannelKey) -> Send:
-        """:meth:`isend` of one open channel, for who sends on it again and again."""
+        """:meth:`isend` bound to one open channel, for repeated use."""
         return partial(self.isend, key)
 
     def receiver(self, key: ChannelKey) -> Receive:
-        """:meth:`irecv` of one open channel."""
+        """:meth:`irecv` bound to one open channel."""
         return partial(self.irecv, key)
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of this rank that receives have taken so far and that is kept for further ones."""
+        """Bytes of this rank that receives have allocated so far; they are kept for further receives."""
         return 0
 
     @abstractmethod
     def check(self) -> None:
-        """Raise TimeoutError or ConnectionError if a send has failed meanwhile. Does not block."""
+        """Raise TimeoutError or ConnectionError if a send has failed. Does not block."""
 
     @abstractmethod
     def flush(self, timeout: float) -> None:
-        """Wait until everything sent was taken; raises TimeoutError or ConnectionError."""
+        """Wait until peers have received everything sent; raises TimeoutError or ConnectionError."""
 
     @abstractmethod
     def gather(self, value: Any, timeout: float) -> list[Any]:
-        """Every rank's value, by rank. Collective.
+        """Return every rank's value, ordered by rank. Collective.
 
-        Values are JSON, and come back as JSON: tuples as lists. Whoever asks checks what a peer sent.
+        Values are JSON and come back as JSON: tuples become lists. The caller must validate what peers sent.
 
         Raises
         ------
         TimeoutError
-            When a rank does not take part; names the absent ranks where it can.
+            If a rank does not take part; names the absent ranks where it can.
         ConnectionError
-            When a rank sends something other than JSON, or too much of it.
+            If a rank sends something that is not JSON or is too long.
         """
 
     @abstractmethod
@@ -167,36 +167,36 @@ class Transport(ABC):
 
     @abstractmethod
     def tell(self, peer: int, value: int, timeout: float) -> None:
-        """Send a number of 64 bits to any rank, beside the channels; may wait until the peer hears it.
+        """Send a 64-bit number to any rank, outside the channels; may wait until the peer receives it.
 
         Raises TimeoutError or ConnectionError.
         """
 
     @abstractmethod
     def hear(self, peer: int, timeout: float) -> int:
-        """The next number that a rank tells this one; raises TimeoutError or ConnectionError."""
+        """Receive the next number that ``peer`` sends; raises TimeoutError or ConnectionError."""
 
     @abstractmethod
     def sum_over_replicas(self, tensor: Tensor) -> Reduction:
-        """Begin to add up a tensor over the replicas of this position, in place.
+        """Start to add up a tensor over the replicas of this position, in place.
 
-        Collective among them: all begin the same sums in the same order. Several may be under way.
+        Collective among them: all start the same sums in the same order. Several may be in progress.
         """
 
     @abstractmethod
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
-        """The sum of a small CPU tensor over all ranks. Collective; TimeoutError or ConnectionError."""
+        """Sum a small CPU tensor over all ranks. Collective; raises TimeoutError or ConnectionError."""
 
     @abstractmethod
     def post(self, name: str, value: str) -> None:
-        """Put a note where every rank can read it."""
+        """Publish a note that every rank can read."""
 
     @abstractmethod
     def posted(self, name: str) -> str | None:
-        """A note, None when nobody has posted it. Does not wait for one; raises ConnectionError.
+        """Return a note, or None if no rank has published it. Does not wait; raises ConnectionError.
 
-        What a rank posted before it sent a tensor is there for whoever has received that tensor, or any that
-        was sent because of it.
+        A rank that has received a tensor sees every note that the sender published before sending it, and so
+        does every rank that receives a tensor computed from it.
         """
 
     @abstractmethod
@@ -210,24 +210,24 @@ _HEADER = TensorSpec((_MAX_DIMENSIONS + 2,), torch.int64)
 
 
 def encode_header(spec: TensorSpec) -> Tensor:
-    """A spec as a tensor: dtype code, number of dimensions, dimensions; raises :class:`ModelError`."""
+    """Encode a spec as a tensor: dtype code, number of dimensions, dimensions; raises :class:`ModelError`."""
     if spec.dtype not in _DTYPES or len(spec.shape) > _MAX_DIMENSIONS:
         raise ModelError(
-            f"found a {spec.dtype} tensor of {len(spec.shape)} dimensions between stages; it must be one of "
-            f"{', '.join(map(str, _DTYPES))} with at most {_MAX_DIMENSIONS}."
+            f"found a {spec.dtype} tensor of {len(spec.shape)} dimensions between stages; must be one of "
+            f"{', '.join(map(str, _DTYPES))} with at most {_MAX_DIMENSIONS} dimensions."
         )
     padding = [0] * (_MAX_DIMENSIONS - len(spec.shape))
     return torch.tensor([_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape, *padding])
 
 
 def decode_header(header: Tensor) -> TensorSpec:
-    """The spec that :func:`encode_header` wrote."""
+    """Decode a header of :func:`encode_header`."""
     code, dimensions, *shape = header.tolist()
     return TensorSpec(tuple(shape[:dimensions]), _DTYPES[code])
 
 
 class Outbox:
-    """The sending end of one channel, which must be open when something is sent."""
+    """The sending end of a channel, which must be open before the first send."""
 
     def __init__(self, transport: Transport, channel: Channel):
         self.key = key_of(channel)
@@ -237,12 +237,12 @@ class Outbox:
         self._is_announcing = self.key.kind == "activation"
 
     def send(self, transfer: Transfer, tensor: Tensor, label: object) -> None:
-        """Send a tensor, in the order of the channel; does not wait.
+        """Send a tensor, in the channel's order; does not wait.
 
         Raises
         ------
         ModelError
-            When a boundary's tensors change their shape or dtype.
+            If the shape or dtype of a boundary's tensors changes.
         """
         send = self._send
         if send is None:
@@ -255,22 +255,22 @@ class Outbox:
             elif not known.fits(tensor):
                 raise ModelError(
                     f"{label}: the output is {_text(TensorSpec.of(tensor))}, but it was {_text(known)} "
-                    f"before. A stage must keep its shape; drop or pad the incomplete microbatch."
+                    f"before. A stage's output must keep its shape; drop or pad the incomplete microbatch."
                 )
         send(tensor, label)
 
 
 class Inbox:
-    """The receiving end of one channel: receives are posted ahead, in the channel's order.
+    """The receiving end of a channel: receives are posted ahead, in the channel's order.
 
     Parameters
     ----------
     specs
-        What crosses each boundary, as far as known; shared by the rank's inboxes. Activations are added here
-        from their headers, gradients by whoever sends the boundary's activation.
+        Shape and dtype per boundary, as far as known; shared by the rank's inboxes. Activations are added
+        from their headers, gradients by the outbox that sends the boundary's activation.
     look_ahead
-        How many receives are kept posted ahead of use. Each holds one tensor beyond the plan's memory
-        account. The one that is needed next is always posted, however far it is.
+        How many receives stay posted ahead of use. Each holds one tensor beyond the plan's memory account.
+        The receive that is needed next is always posted.
     """
 
     def __init__(self, transport: Transport, channel: Channel, specs: dict[int, TensorSpec], look_ahead: int):
@@ -291,11 +291,11 @@ class Inbox:
         self._post_ahead()
 
     def index(self, transfer: Transfer) -> int:
-        """Where a transfer stands in the channel's order."""
+        """A transfer's position in the channel's order."""
         return self._index[transfer]
 
     def take(self, index: int, timeout: float) -> Tensor:
-        """The tensor at a place of the channel's order, for the current stream: :meth:`Pending.on_stream`."""
+        """The tensor at an index of the channel, for the current stream (:meth:`Pending.on_stream`)."""
         while self._posted <= index:
             if not self._post_next():
                 self._receive_header(timeout)
@@ -309,7 +309,7 @@ class Inbox:
                 return
 
     def _post_next(self) -> bool:
-        """Post the next receive of the channel; False when its shape is not known yet."""
+        """Post the channel's next receive; returns False if its shape is not known yet."""
         spec = self._specs.get(self._boundaries[self._posted])
         if spec is None:
             return False
@@ -326,7 +326,9 @@ class Inbox:
     def _receive_header(self, timeout: float) -> None:
         boundary = self._boundaries[self._posted]
         if self.key.kind == "gradient":
-            raise ModelError(f"a gradient of boundary {boundary} is due before the activation was sent.")
+            raise ModelError(
+                f"the gradient of boundary {boundary} is needed before this rank sent the activation."
+            )
         self._specs[boundary] = decode_header(self._post(_HEADER).wait(timeout))
 
 

@@ -1,4 +1,4 @@
-"""What is used of ``torch.cuda``, by shape: the logic of streams and events can then be run without a GPU."""
+"""Protocols of the part of ``torch.cuda`` in use, so that stream and event logic runs without a GPU."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 
 
 class CudaStream(Protocol):
-    """Device work in order."""
+    """An ordered queue of device work."""
 
     def wait_event(self, event: Any) -> None:
-        """Whatever is queued from now on runs after the event."""
+        """Make work queued from now on wait for the event."""
 
 
 class CudaEvent(Protocol):
     """A point in a stream."""
 
     def record(self, stream: Any) -> None:
-        """Be the point that the stream's queue ends at now."""
+        """Mark the current end of the stream's queue."""
 
     def query(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has passed the event."""
 
     def synchronize(self) -> None:
-        """Wait on the host until it has."""
+        """Wait on the host until the stream has passed the event."""
 
     def elapsed_time(self, later: Any) -> float:
-        """Milliseconds to another event; both must have been passed."""
+        """Milliseconds to a later event; the streams must have passed both."""
 
 
 class CudaApi(Protocol):
-    """The part of ``torch.cuda`` that is used."""
+    """The functions of ``torch.cuda`` that the worker calls."""
 
     def Event(self, *, enable_timing: bool) -> CudaEvent:
         """A new event."""
@@ -41,10 +41,10 @@ class CudaApi(Protocol):
         """A new stream."""
 
     def current_stream(self, device: torch.device) -> CudaStream:
-        """The stream on which this thread computes."""
+        """The stream that this thread queues on."""
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within it, this thread queues on another stream."""
+        """A context in which this thread queues on another stream."""
 
 
 def torch_cuda() -> CudaApi:

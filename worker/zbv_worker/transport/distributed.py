@@ -1,9 +1,9 @@
 """The transport over ``torch.distributed``: gloo on CPU ranks, NCCL on CUDA ranks.
 
-Every channel has its own process group, hence its own connection (gloo) or communicator (NCCL). On NCCL,
-operations of one communicator run in the order they were issued, so a receive posted early would hold up a
-later send; with one communicator per channel nothing waits behind something else. Control messages
-(agreement, barriers) always go over gloo, the default group, and never touch a GPU.
+Every channel has its own process group, hence its own connection (gloo) or communicator (NCCL). NCCL runs the
+operations of one communicator in the order of issue, so a receive posted early would delay a later send; with
+one communicator per channel, nothing queues behind another channel. Control messages (agreement, barriers)
+always use gloo, the default group, and never touch a GPU.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from zbv_worker.transport.channels import (
     Transport,
 )
 from zbv_worker.transport.layout import Layout
-from zbv_worker.transport.meeting import meet, named, ranks_on_this_host
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
+from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
 from zbv_worker.transport.torch_errors import classified, first_line
@@ -46,13 +46,13 @@ from zbv_worker.transport.torch_errors import classified, first_line
 Backend = Literal["gloo", "nccl"]
 
 _EVER = timedelta(days=1)
-_STORY_SECONDS, _STORY_POLL_SECONDS = 2.0, 0.05
-"""How long a rank whose barrier failed waits to hear from rank 0 who was absent."""
+_REPORT_SECONDS, _REPORT_POLL_SECONDS = 2.0, 0.05
+"""How long a rank whose barrier failed waits for rank 0 to report the absent ranks."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among the ranks, as torchrun tells it."""
+    """This process's place among the ranks, from torchrun's environment variables."""
 
     rank: int
     world_size: int
@@ -60,7 +60,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; raises :class:`InvalidRun` when they are absent or wrong."""
+        """Read RANK, WORLD_SIZE and LOCAL_RANK; raises :class:`InvalidRun` if one is absent or invalid."""
         values = {}
         for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", os.environ.get("RANK"))):
             text = os.environ.get(name, default)
@@ -78,8 +78,9 @@ def select_device(backend: Backend, local_rank: int) -> torch.device:
     """The device of a rank: CPU for gloo, its own GPU for NCCL; raises :class:`InvalidRun`."""
     if backend == "gloo":
         return torch.device("cpu")
-    # A channel is a stream, and a rank in the middle of a V has eight, beside its own. Streams that share a
-    # hardware queue (8 by default) wait for each other, here possibly for ever. Read when CUDA starts.
+    # Each channel uses a stream, and a middle rank of a V has eight besides its compute stream. Streams that
+    # share a hardware queue (8 by default) can block each other, here possibly for ever. CUDA reads this
+    # variable when it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
@@ -98,25 +99,25 @@ class DistributedTransport(Transport):
     Parameters
     ----------
     device
-        Where received tensors are wanted. gloo moves CUDA tensors through the CPU.
+        Where received tensors go. gloo moves CUDA tensors through the CPU.
     timeout
-        Seconds, of the meeting and of operations that are given none.
+        Seconds for the rendezvous, and for operations without a timeout of their own.
     replicas
-        Pipelines that the world consists of.
+        Number of pipelines in the world.
 
     Attributes
     ----------
     ranks_on_host
-        Ranks of this world on this host, whoever started them.
+        Ranks of this world that run on this host, including those of other launchers.
     replica_group
         The ranks that hold the same stages; None when there is one replica.
 
     Raises
     ------
     InvalidRun
-        When the world does not divide into replicas.
+        If the replicas do not divide the world.
     TimeoutError, ConnectionError
-        When the ranks do not meet; names those that did not come.
+        If the ranks do not meet; names those that did not arrive.
     """
 
     def __init__(
@@ -139,10 +140,11 @@ class DistributedTransport(Transport):
         self._wires_out: dict[ChannelKey, GroupWire] = {}
         self._receivers: dict[ChannelKey, GroupWire] = {}
         self._buffers = ReceiveBuffers(device)
-        # Equal on all ranks that take part; ranks with other stages may sum over their replicas more often.
+        # Counts collectives to name their notes. Equal on all ranks of a collective; ranks with other stages
+        # may sum over their replicas more often.
         self._barriers = self._rank_sums = self._replica_sums = 0
         store = meet(world.rank, world.world_size, timeout)
-        # The store's own patience is for the meeting; a note is there or it is not.
+        # Notes are only polled, so the store's own timeout matters for the rendezvous alone.
         self._notes = PrefixStore("zbv/notes", store)
         self.ranks_on_host = ranks_on_this_host(store)
         patience = timedelta(seconds=timeout)
@@ -155,7 +157,7 @@ class DistributedTransport(Transport):
         self.replica_group = self._meet_replicas(timeout) if replicas > 1 else None
 
     def _meet_replicas(self, timeout: float) -> dist.ProcessGroup:
-        """This position's group; connected, because NCCL does that at first use."""
+        """Create this position's replica group and connect it, because NCCL connects at first use."""
         mine: dist.ProcessGroup | None = None
         for pp_rank in range(self.layout.pp_degree):
             copies = self.layout.copies_of(pp_rank)
@@ -176,10 +178,10 @@ class DistributedTransport(Transport):
         return cast("dist.ProcessGroup", made)
 
     def _patience(self, timeout: float) -> timedelta:
-        """A group's own timeout.
+        """A group's timeout.
 
-        NCCL's watchdog counts a receive's time from when it was posted, and ends the process: that is ours to
-        do, and ours counts from when a tensor is needed.
+        NCCL's watchdog counts from when a receive was posted, and then ends the process. The worker instead
+        counts from when it needs the tensor and raises an error, so NCCL's timeout must never fire.
         """
         return timedelta(seconds=timeout) if self._backend == "gloo" else _EVER
 
@@ -188,7 +190,7 @@ class DistributedTransport(Transport):
 
     @override
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
-        # new_group is collective over all ranks, so all must call it in one order, members or not.
+        # new_group is collective over all ranks: all must call it in the same order, members or not.
         for key in sorted(set(keys) - self._opened):
             for replica in range(self.layout.replicas):
                 sender, receiver = (
@@ -204,9 +206,9 @@ class DistributedTransport(Transport):
             self._greet(key, timeout)
 
     def _greet(self, key: ChannelKey, timeout: float) -> None:
-        """One small message per new channel: NCCL connects at first use, which must not be in a step.
+        """Send one small message on a new channel: NCCL connects at first use, which must not delay a step.
 
-        All ranks greet the channels in one order, so these blocking connections cannot wait in a circle.
+        All ranks greet the channels in the same order, so these blocking connections cannot deadlock.
         """
         greeting = torch.zeros(1, dtype=torch.int64)
         if self.pp_rank == key.sender:
@@ -237,19 +239,19 @@ class DistributedTransport(Transport):
         device, send = self._device, found.send
 
         def send_from_device(tensor: Tensor, label: object) -> None:
-            send(tensor.to(device), label)  # itself; but a header is made on the host
+            send(tensor.to(device), label)  # moves only headers, which are made on the host
 
         return send_from_device
 
     def wire_to(self, key: ChannelKey) -> GroupWire:
-        """Where a channel's sends go; for who does everything else himself."""
+        """The wire of a channel's sends, for benchmarks that use it directly."""
         wire = self._wires_out.get(key)
         if wire is None:
             raise InvalidRun(f"rank {self.rank} does not send on {key}.")
         return wire
 
     def wire_from(self, key: ChannelKey) -> GroupWire:
-        """Where a channel's receives are posted."""
+        """The wire of a channel's receives."""
         wire = self._receivers.get(key)
         if wire is None:
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
@@ -305,41 +307,41 @@ class DistributedTransport(Transport):
     def barrier(self, timeout: float) -> None:
         self._barriers += 1
         try:
-            # The only barrier that says who is absent.
+            # The only barrier that names absent ranks.
             dist.monitored_barrier(timeout=timedelta(seconds=timeout), wait_all_ranks=True)
         except RuntimeError as error:
             raise TimeoutError(self._who_is_absent(first_line(error))) from error
 
     @contextlib.contextmanager
     def _naming_absent(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Names the ranks that a collective waited for in vain: those that do not time out in it as well."""
+        """If a collective times out, name the absent ranks: those that do not report the timeout as well."""
         try:
             yield
         except TimeoutError as error:
             with contextlib.suppress(ConnectionError):
                 self.post(f"{name}/{self.rank}", "")
-                deadline = time.monotonic() + _STORY_SECONDS
+                deadline = time.monotonic() + _REPORT_SECONDS
                 absent = list(ranks)
                 while absent and time.monotonic() < deadline:
-                    time.sleep(_STORY_POLL_SECONDS)
+                    time.sleep(_REPORT_POLL_SECONDS)
                     absent = [rank for rank in absent if self.posted(f"{name}/{rank}") is None]
                 if absent:
                     raise TimeoutError(f"{named(absent)} did not take part: {error}") from error
             raise
 
     def _who_is_absent(self, said: str) -> str:
-        """What rank 0 found out at a barrier that failed: it alone knows; else what this rank itself saw."""
+        """Describe a failed barrier: only rank 0 knows who is absent, so the others wait for its report."""
         name = f"barrier/{self._barriers}"
         with contextlib.suppress(ConnectionError):
             if self.rank == 0:
                 self.post(name, said)
                 return said
-            deadline = time.monotonic() + _STORY_SECONDS
+            deadline = time.monotonic() + _REPORT_SECONDS
             while time.monotonic() < deadline:
                 found = self.posted(name)
                 if found is not None:
                     return found
-                time.sleep(_STORY_POLL_SECONDS)
+                time.sleep(_REPORT_POLL_SECONDS)
         return said
 
     @override
@@ -355,7 +357,7 @@ class DistributedTransport(Transport):
     def _control(
         self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, timeout: float
     ) -> None:
-        """One message of the default group, which is gloo's whatever the channels use."""
+        """Send or receive one message on the default group, which always uses gloo."""
         try:
             work = operation(tensor, peer)
             if work is not None:
@@ -367,7 +369,7 @@ class DistributedTransport(Transport):
     def sum_over_replicas(self, tensor: Tensor) -> Reduction:
         if self.replica_group is None:
             return _Summed()
-        payload = tensor.to(self._wire_device)  # itself, where it is there already
+        payload = tensor.to(self._wire_device)  # no copy if it is there already
         try:
             work = dist.all_reduce(payload, group=self.replica_group, async_op=True)
         except RuntimeError as error:
@@ -408,27 +410,27 @@ class DistributedTransport(Transport):
         self._buffers.clear()
         self._opened.clear()
         if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # a broken group cannot be taken down in order
+            with contextlib.suppress(RuntimeError):  # a broken group cannot be destroyed in order
                 dist.destroy_process_group()
 
 
 class _Summed:
-    """The sum of one."""
+    """The sum over a single replica."""
 
     def wait(self, timeout: float) -> None:
-        """It is there."""
+        """Return at once: nothing to add."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Summing:
-    """A sum that arrives where the network writes, and then where it is wanted."""
+    """A sum in a buffer of the network's device, copied to the target tensor when complete."""
 
     sum: HostReceive | StreamReceive
     target: Tensor
     naming_absent: Callable[[], AbstractContextManager[None]]
 
     def wait(self, timeout: float) -> None:
-        """Until ``target`` holds it."""
+        """Wait until ``target`` holds the sum."""
         with self.naming_absent():
             found = self.sum.wait(timeout)
         if found is not self.target:
@@ -444,7 +446,7 @@ def _post_staged(
 
 
 def _named(key: ChannelKey, post: Receive) -> Receive:
-    """Have errors of posting a receive say whose."""
+    """Add the peer to errors that posting a receive raises."""
 
     def receive(spec: TensorSpec) -> Pending:
         try:

@@ -1,7 +1,7 @@
-"""What ranks tell each other apart from tensors: JSON, as the bytes of a tensor.
+"""Control messages between ranks: JSON, sent as the bytes of a tensor.
 
-torch's own collectives for objects (``all_gather_object`` and its relatives) pickle, and unpickling a message
-runs the code that its sender chose. JSON cannot.
+torch's collectives for objects (``all_gather_object`` and others) use pickle, and unpickling a message can
+run code that its sender chose. JSON cannot.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import torch
 from torch import Tensor
 
 MAX_BYTES = 256 * 2**20
-"""The largest message. A rank that announces more is refused before anything of that size is allocated."""
+"""The longest message. A longer one is refused before memory for it is allocated."""
 
 GatherTensors = Callable[[Tensor], Sequence[Tensor]]
-"""Gathers a uint8 or int64 tensor of the same size from every rank, by rank."""
+"""Gathers a uint8 or int64 tensor of equal size from every rank, ordered by rank."""
 
 
 def gather_json(value: Any, gather: GatherTensors) -> list[Any]:
-    """Every rank's JSON value, by rank. Collective.
+    """Return every rank's JSON value, ordered by rank. Collective.
 
     The ranks exchange the lengths first, then the bytes, padded to the longest message.
 
     Raises
     ------
     TypeError
-        When the own value is not JSON.
+        If this rank's value is not JSON.
     ValueError
-        On every rank, when a message is too long or is not JSON.
+        On every rank, if a message is too long or is not JSON.
     """
     content = bytearray(json.dumps(value).encode())
     lengths = [int(length) for length in gather(torch.tensor([len(content)]))]
     for rank, length in enumerate(lengths):
         if not 0 < length <= MAX_BYTES:
             raise ValueError(
-                f"rank {rank} has a message of {length:,} bytes; it must have between 1 and {MAX_BYTES:,}"
+                f"rank {rank} sent a message of {length:,} bytes; must be between 1 and {MAX_BYTES:,}"
             )
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Posted receives of :mod:`zbv_worker.transport.distributed`, one class per way of the tensor.
+"""Posted receives of :mod:`zbv_worker.transport.distributed`, one class per path of the tensor.
 
-Whatever writes a buffer is ordered behind the compute stream as it was when the receive was posted. NCCL sees
-to that itself: its operations begin behind the stream that is current when they are issued.
+A write to a buffer must run after the work that was queued on the compute stream when the receive was posted.
+NCCL ensures that itself: its operations run after the stream that is current when they are issued.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ def _patience(seconds: float) -> timedelta:
 
 
 class ReceiveWork(Protocol):
-    """What is asked of torch's Work."""
+    """The part of torch's Work that receives use."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """gloo: until it arrived. NCCL, without a timeout: order the current stream behind it."""
+        """gloo: wait until it arrived. NCCL, without a timeout: make the current stream wait for it."""
 
     def is_completed(self) -> bool:
-        """NCCL: whether it arrived. gloo says so only to those who have waited."""
+        """NCCL: whether it arrived. gloo reports that only after a wait."""
 
 
-# Not frozen: one is made for every tensor that arrives, and freezing doubles what that costs.
+# Not frozen: one is created per received tensor, and freezing doubles the cost of that.
 @dataclass(eq=False, slots=True)
 class HostReceive:
-    """gloo, into CPU memory."""
+    """gloo into CPU memory."""
 
     work: ReceiveWork
     buffer: Tensor
 
     def wait(self, timeout: float) -> Tensor:
-        """Wait until it arrived."""
+        """Wait until the tensor arrived."""
         try:
             self.work.wait(_patience(timeout))
         except RuntimeError as error:
@@ -57,13 +57,13 @@ class HostReceive:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamReceive:
-    """NCCL, into GPU memory."""
+    """NCCL into GPU memory."""
 
     work: ReceiveWork
     buffer: Tensor
 
     def wait(self, timeout: float) -> Tensor:
-        """Wait on the host. Not with NCCL's own timeout: that one takes the process down."""
+        """Wait on the host, without NCCL's own timeout, which would end the process."""
         deadline = time.monotonic() + timeout
         while not self.work.is_completed():
             if time.monotonic() > deadline:
@@ -72,9 +72,9 @@ class StreamReceive:
         return self.on_stream(timeout)
 
     def on_stream(self, timeout: float) -> Tensor:
-        """Order the current stream behind it; nothing waits here, so nothing times out here."""
+        """Make the current stream wait for the tensor; the host does not wait, so nothing times out here."""
         try:
-            self.work.wait()  # with a timeout it would wait on the host
+            self.work.wait()  # with a timeout it would block the host
         except RuntimeError as error:
             raise classified(error, "receive") from error
         return self.buffer
@@ -82,12 +82,12 @@ class StreamReceive:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StagedReceive:
-    """gloo, into pinned memory, and from there to the GPU.
+    """gloo into pinned memory, then a copy to the GPU.
 
     Attributes
     ----------
     free
-        From when on the buffer may be written to.
+        The event after which the buffer may be overwritten.
     """
 
     work: ReceiveWork
@@ -97,12 +97,12 @@ class StagedReceive:
     staging: Staging
 
     def wait(self, timeout: float) -> Tensor:
-        """Wait until it is on the GPU."""
+        """Wait until the tensor is on the GPU."""
         self._copied(timeout).synchronize()
         return self.buffer
 
     def on_stream(self, timeout: float) -> Tensor:
-        """Wait on the host until it is there, and order the current stream behind the copy to the GPU."""
+        """Wait on the host until it arrived, and make the current stream wait for the copy to the GPU."""
         self._copied(timeout)
         return self.buffer
 

@@ -1,10 +1,9 @@
-"""The sending ends of channels: start sends, keep their tensors alive until they are done, notice failures.
+"""The sending ends of channels: start sends, keep their tensors alive until done, and report failures.
 
-gloo's Work of a send says that it is complete only once it was waited for, and completes only when the peer
-has posted its receive. So a small thread per channel waits for the sends in order and lets go of their
-tensors. To wake it costs the sending thread more than the rest of a small send together, so that is done only
-when there is memory to be given back; small tensors wait for its next look. NCCL's can be asked without
-waiting.
+A gloo send completes only once the peer has posted its receive, and reports completion only to a thread that
+waits for it. So each channel has a thread that waits for its sends in order and releases their tensors.
+Waking that thread costs the sender more than the rest of a small send, so it is woken only when enough memory
+can be released; small tensors wait for its next poll. NCCL sends can be polled without waiting.
 """
 
 from __future__ import annotations
@@ -30,26 +29,27 @@ from zbv_worker.transport.torch_errors import classified
 
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.05
-_WORTH_A_WAKE_BYTES = 256 * 1024
+_WAKE_BYTES = 256 * 1024
+"""Unreleased bytes of sent tensors from which waking the thread is worth its cost."""
 _EVER = timedelta(days=1)
 _TAG = 0
-"""Channels are ordered: nothing is told apart by tags."""
+"""Channels are ordered, so all messages use the same tag."""
 
 
 class SendWork(Protocol):
-    """What is asked of torch's Work."""
+    """The part of torch's Work that sends use."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """gloo: until the peer took it."""
+        """gloo: wait until the peer has the tensor."""
 
     def is_completed(self) -> bool:
-        """NCCL: whether the peer took it, or it failed."""
+        """NCCL: whether the peer has the tensor or the send failed."""
 
     def is_success(self) -> bool:
-        """Of a completed one."""
+        """Whether a completed send succeeded."""
 
     def exception(self) -> object:
-        """Why it failed."""
+        """The error of a failed send."""
 
 
 class Wire(Protocol):
@@ -60,7 +60,7 @@ class Wire(Protocol):
 
 
 class Endpoint(Protocol):
-    """A process group, or the backend inside it."""
+    """A process group, or its backend."""
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:  # torch's name
         """Start a send."""
@@ -70,10 +70,10 @@ class Endpoint(Protocol):
 
 
 class GroupWire(NamedTuple):
-    """A process group of two, and the other one's rank in it.
+    """A process group of two, and the peer's rank in it.
 
-    Sends and receives go to the group itself: the functions of ``torch.distributed`` look up again, at every
-    call, what never changes.
+    Sends and receives call the group directly: the functions of ``torch.distributed`` repeat lookups whose
+    result never changes.
     """
 
     group: Endpoint
@@ -81,10 +81,10 @@ class GroupWire(NamedTuple):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, peer: int) -> GroupWire:
-        """The wire of a group to the global rank ``peer``.
+        """The wire from a group to the global rank ``peer``.
 
-        With gloo it is the backend's: a group's send is an operator of torch's dispatcher, which costs as
-        much again as gloo's own part and only finds that backend.
+        For gloo it uses the group's backend: a group's send goes through torch's dispatcher, which takes as
+        long as gloo's own part and only finds that backend.
         """
         at, cpu = dist.get_group_rank(group, peer), torch.device("cpu")
         if dist.get_backend(group) != "gloo":
@@ -101,18 +101,18 @@ class GroupWire(NamedTuple):
 
 
 class SendFailures:
-    """The first failure of a rank's sends, wherever it was noticed: one look per action finds it."""
+    """The first failure of a rank's sends; one check per action finds it."""
 
     def __init__(self) -> None:
         self.first: Exception | None = None
 
     def add(self, error: Exception) -> None:
-        """Note a failure; the ones that follow from it are not the cause."""
+        """Record a failure. Only the first counts, because later ones follow from it."""
         if self.first is None:
             self.first = error
 
     def check(self) -> None:
-        """Raise the failure if there is one."""
+        """Raise the first failure, if any."""
         if self.first is not None:
             raise self.first
 
@@ -133,18 +133,18 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, label: object) -> None:
-        """Send without waiting; raises TimeoutError or ConnectionError when it cannot start.
+        """Send without waiting; raises TimeoutError or ConnectionError if it cannot start.
 
-        ``label`` names the tensor in errors; it is asked for its text only there.
+        ``label`` names the tensor in errors and is formatted only there.
         """
 
     @abstractmethod
     def look(self) -> None:
-        """Let go of what is done, where somebody must look for that."""
+        """Release completed sends, if no thread does so."""
 
     @abstractmethod
     def flush(self, deadline: float) -> None:
-        """Wait until everything was taken; raises TimeoutError or ConnectionError."""
+        """Wait until the peer has everything; raises TimeoutError or ConnectionError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -169,7 +169,7 @@ class _Sent(NamedTuple):
 
 
 def _payload(tensor: Tensor) -> Tensor:
-    """What is sent: memory in order, and no graph that would be kept alive with it."""
+    """The tensor to send: contiguous, and without a graph that it would keep alive."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -180,15 +180,15 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 
 class ThreadSender(Sender):
-    """Waits for sends in a thread of its own (gloo).
+    """Waits for sends in its own thread (gloo).
 
     Parameters
     ----------
     staging
-        For a rank that computes on a GPU: the thread also starts the sends, each when its copy to the host
-        is done.
+        Given if the rank computes on a GPU: the thread then also starts each send, once its copy to the host
+        is complete.
     is_staged
-        Which tensors are copied: those on a GPU, so headers are not.
+        Selects the tensors to copy: those on a GPU, which excludes headers.
     """
 
     def __init__(
@@ -218,11 +218,11 @@ class ThreadSender(Sender):
         self._added += 1
         if self._staging is not None:
             self._sent.append(self._staged(tensor, label))
-            self._wakes.put(True)  # it starts the send
+            self._wakes.put(True)  # the thread starts the send
             return
         self._sent.append(_Sent(self._start(tensor, label), tensor, label))
         self._bytes += tensor.nbytes
-        if self._bytes >= _WORTH_A_WAKE_BYTES:
+        if self._bytes >= _WAKE_BYTES:
             self._bytes = 0
             self._wakes.put(True)
 
@@ -234,11 +234,11 @@ class ThreadSender(Sender):
 
     @override
     def look(self) -> None:
-        """The thread does."""
+        """Nothing to do: the thread releases sends."""
 
     @override
     def flush(self, deadline: float) -> None:
-        # By looking, once a run: a condition would cost every send something.
+        # Polls, once a run: a condition variable would slow every send down.
         self._wakes.put(True)
         while self._finished < self._added:
             self._failures.check()
@@ -251,7 +251,7 @@ class ThreadSender(Sender):
     def close(self) -> None:
         self._closed = True
         self._wakes.put(True)
-        self._thread.join(timeout=0.2)  # a daemon: one that still waits for a lost peer is left behind
+        self._thread.join(timeout=0.2)  # a daemon thread may still wait for a lost peer; leave it behind
 
     def _reap(self) -> None:
         while not self._closed:
@@ -274,15 +274,15 @@ class ThreadSender(Sender):
         if sent.copied is not None:
             sent.copied.synchronize()
         work = sent.work if sent.work is not None else self._start(sent.payload, sent.label)
-        # How long a peer may take is for it to say, whose receive has the timeout: it may be busy with other
-        # microbatches. This one ends with the connection, or with the process.
+        # No timeout here: the receiving peer times its own wait and may be busy with other microbatches. This
+        # wait ends with the connection or with the process.
         work.wait(_EVER)
 
 
 class PollSender(Sender):
-    """Asks the sends whether they are done (NCCL).
+    """Polls sends for completion (NCCL).
 
-    A send begins where the compute stream's queue ends when it is issued, and holds up no other stream.
+    A send runs after the work already queued on the compute stream, and blocks no other stream.
     """
 
     def __init__(self, peer: int, wire: Wire, failures: SendFailures):

@@ -1,8 +1,8 @@
-"""gloo for CUDA tensors: it moves CPU memory only, so tensors go through pinned memory on the way.
+"""gloo for CUDA tensors: gloo moves CPU memory only, so tensors pass through pinned host memory.
 
-The copies run on streams of their own, ordered by events, and overlap compute: one of a tensor that is sent
-waits for the kernel that makes it, one of a tensor that arrived for nothing but the kernels that were queued
-when its receive was posted (they may still read what was in the buffer before).
+The copies use their own streams, ordered by events, and overlap with compute. The copy of a sent tensor waits
+for the kernel that computes it. The copy of a received tensor waits only for kernels that were queued when
+its receive was posted, because they may still read the buffer's old content.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from zbv_worker.transport.cuda_api import CudaApi, CudaEvent, torch_cuda
 
 
 class Staging:
-    """The two copies of one rank.
+    """The copies between one rank's GPU and host.
 
     Parameters
     ----------
     device
         Where the rank computes.
     pin
-        Pinned host memory, without which a copy holds up the host. torch gives a pinned block to another only
-        when the copies that were queued on it are done.
+        Use pinned host memory; copies from or to pageable memory block the host. torch reuses a pinned block
+        only after the copies queued on it are complete.
     """
 
     def __init__(self, device: torch.device, cuda: CudaApi | None = None, *, pin: bool = True):
@@ -37,13 +37,13 @@ class Staging:
         return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
 
     def here(self) -> CudaEvent:
-        """The point that the compute stream's queue ends at now."""
+        """An event at the current end of the compute stream's queue."""
         return self._marked(self._cuda.current_stream(self._device))
 
     def outwards(self, tensor: Tensor) -> tuple[Tensor, CudaEvent]:
-        """Queue a copy to the host: the host tensor, and when it has the content.
+        """Queue a copy to the host; returns the host tensor and the event of its completion.
 
-        The tensor must be kept alive until then.
+        The caller must keep the tensor alive until then.
         """
         ready = self.here()
         target = self.host_memory(tensor.shape, tensor.dtype)
@@ -53,12 +53,12 @@ class Staging:
         return target, self._marked(self._outwards)
 
     def inwards(self, source: Tensor, target: Tensor, free: CudaEvent) -> CudaEvent:
-        """Queue a copy to the device, and the compute stream behind it; the event is that of the copy's end.
+        """Queue a copy to the device and make the compute stream wait for it; returns its completion event.
 
         Parameters
         ----------
         free
-            From when on the target may be written to.
+            The event after which the target may be overwritten.
         """
         self._inwards.wait_event(free)
         with self._cuda.stream(self._inwards):

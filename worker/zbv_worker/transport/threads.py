@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: a transport with no network, for tests and dry runs.
+"""Ranks as threads of one process: a transport without a network, for tests.
 
 It behaves like the real ones where it matters: channels are ordered, sends do not wait, receives match in
 the order in which they were posted, and every wait has a timeout.
@@ -24,7 +24,7 @@ from zbv_worker.transport.layout import Layout
 
 @dataclass(eq=False)
 class _Queue:
-    """What was sent on a channel and not yet taken, by position since the start."""
+    """Tensors sent on a channel and not yet received, by index since the start."""
 
     sent: int = 0
     posted: int = 0
@@ -32,7 +32,7 @@ class _Queue:
 
 
 class ThreadHub:
-    """The medium between the threads of a pipeline and its replicas; makes their transports."""
+    """Connects the threads of a pipeline and its replicas; creates their transports."""
 
     def __init__(self, pp_degree: int, replicas: int = 1):
         self.layout = Layout(pp_degree, replicas)
@@ -90,7 +90,7 @@ class ThreadTransport(Transport):
             own = (self.replica, self.pp_rank)
             mine = [q for (replica, key), q in self._hub.queues.items() if (replica, key.sender) == own]
             if not self._hub.changed.wait_for(lambda: not any(q.waiting for q in mine), timeout):
-                raise TimeoutError("a sent tensor was not taken")
+                raise TimeoutError("the peer did not receive a sent tensor")
 
     @override
     def gather(self, value: Any, timeout: float) -> list[Any]:
@@ -102,7 +102,7 @@ class ThreadTransport(Transport):
             ranks = range(self.world_size)
             if not self._hub.changed.wait_for(lambda: all((turn, r) in gathered for r in ranks), timeout):
                 absent = [rank for rank in ranks if (turn, rank) not in gathered]
-                raise TimeoutError(f"ranks {absent} did not arrive")
+                raise TimeoutError(f"ranks {absent} did not take part")
             return [json.loads(gathered[turn, rank]) for rank in ranks]
 
     @override
@@ -120,7 +120,7 @@ class ThreadTransport(Transport):
         with self._hub.changed:
             told = self._hub.told[peer, self.rank]
             if not self._hub.changed.wait_for(lambda: told or peer in self._hub.lost, timeout):
-                raise TimeoutError(f"rank {peer} told nothing")
+                raise TimeoutError(f"rank {peer} sent no number")
             if not told:
                 raise ConnectionError(f"rank {peer} has closed its transport")
             return told.popleft()

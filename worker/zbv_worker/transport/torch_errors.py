@@ -1,4 +1,4 @@
-"""Reads torch's errors of communication, which are all RuntimeErrors: what happened is in their text."""
+"""Classifies torch's communication errors: all are RuntimeErrors, and only the text tells them apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def classified(error: Exception, what: str) -> TimeoutError | ConnectionError:
-    """A RuntimeError of torch's as what it is."""
+    """Convert a RuntimeError of torch to a TimeoutError or ConnectionError."""
     text = first_line(error)
     if isinstance(error, dist.DistStoreError) or "timed out" in text.lower() or "timeout" in text.lower():
         return TimeoutError(f"{what}: {text}")
@@ -14,5 +14,5 @@ def classified(error: Exception, what: str) -> TimeoutError | ConnectionError:
 
 
 def first_line(error: Exception) -> str:
-    """The part of an error's text that is for people."""
+    """The first line of an error's text; what follows is a C++ trace."""
     return str(error).strip().partition("\n")[0]

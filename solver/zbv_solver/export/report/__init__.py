@@ -36,8 +36,8 @@ from zbv_solver.export.report.figures import BaselineLine, Card, baselines_of, c
 from zbv_solver.export.report.layers import LayersView, layers_view
 from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import MAX_GLYPHS, timeline_facts
-from zbv_solver.plan import Plan
-from zbv_solver.problem import LETTERS, Units
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import LETTERS, Units
 
 if TYPE_CHECKING:
     from jinja2 import FileSystemLoader

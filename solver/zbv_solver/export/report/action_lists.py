@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zbv_solver.export import palette, quantities
 from zbv_solver.export.per_rank import accounts_for_memory
-from zbv_solver.plan import Plan
+from zbv_solver.plans.plan import Plan
 
 MAX_CHIPS = 4000
 """Up to this many actions the lists colour every one."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from zbv_solver.export import quantities
 from zbv_solver.export.per_rank import accounts_for_memory
-from zbv_solver.numeric import MEMORY_TOLERANCE
-from zbv_solver.plan import Plan
-from zbv_solver.problem import Problem
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.problem import Problem
 
 SMALLEST_GAP = 1e-4
 """That is told as a number."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbv_solver.export import quantities
-from zbv_solver.layers.cut import CutModel
-from zbv_solver.plan import CutCertificate, Plan
-from zbv_solver.problem import Problem, Units
+from zbv_solver.plans.plan import CutCertificate, Plan
+from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.problem import Problem, Units
 
 FOLDED_RANKS = 16
 """A table of more ranks is folded."""

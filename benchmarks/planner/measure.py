@@ -1,0 +1,125 @@
+"""One search with a clock beside it: what was found, when, and by which method."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zbv_solver.errors import InfeasibleMemory, InvalidPlan
+from zbv_solver.plans.plan import Plan
+from zbv_solver.search.search import Cancelled, Progress, SearchOptions, search
+
+from benchmarks.planner.suite import Instance
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a search held at one moment.
+
+    Attributes
+    ----------
+    seconds
+        Since the search was called.
+    objective, lower_bound
+        In the problem's time unit; the plan of this value was verified by then.
+    """
+
+    seconds: float
+    objective: float
+    lower_bound: float
+    gap: float
+    method: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search of one instance came to.
+
+    Attributes
+    ----------
+    options
+        As searched with: the instance's own where it has them.
+    seconds
+        Of the whole search, final verification and baselines included.
+    curve
+        Every report in order; the last point is the plan's. Empty where no plan fits the memory.
+    infeasible
+        Why no plan fits the memory, or None.
+    cut
+        What ended the search early, or None.
+    """
+
+    instance: Instance
+    options: SearchOptions
+    seconds: float
+    curve: tuple[Point, ...] = ()
+    infeasible: str | None = None
+    cut: str | None = None
+
+    @property
+    def value(self) -> float:
+        """Value of the problem's objective; inf without a plan."""
+        return self.curve[-1].objective if self.curve else math.inf
+
+    @property
+    def lower_bound(self) -> float:
+        """What no plan of the problem's placement is below; inf when there can be none."""
+        return self.curve[-1].lower_bound if self.curve else math.inf
+
+    @property
+    def gap(self) -> float:
+        """value / lower_bound - 1; inf without a plan."""
+        return self.curve[-1].gap if self.curve else math.inf
+
+    @property
+    def method(self) -> str | None:
+        """What found the plan."""
+        return self.curve[-1].method if self.curve else None
+
+    @property
+    def first_plan_seconds(self) -> float | None:
+        """When the first verified plan was there."""
+        return self.curve[0].seconds if self.curve else None
+
+
+def measure(
+    instance: Instance,
+    options: SearchOptions,
+    watch: Callable[[Progress], None] | None = None,
+    cancelled: Cancelled | None = None,
+) -> Outcome:
+    """Search an instance; ``watch`` hears of every report, ``cancelled`` is polled as in a search."""
+    own = instance.options(options)
+    curve: list[Point] = []
+    began = time.perf_counter()
+
+    def report(found: Progress) -> None:
+        now = time.perf_counter() - began
+        curve.append(Point(now, found.objective, found.lower_bound, found.gap, found.method))
+        if watch is not None:
+            watch(found)
+
+    try:
+        plan = search(instance.problem, own, on_progress=report, cancelled=cancelled)
+    except InfeasibleMemory as error:
+        return Outcome(instance, own, time.perf_counter() - began, infeasible=_why(error))
+    except InvalidPlan as error:
+        # Of the user's input nothing is wrong, so this must not end as if it were.
+        raise RuntimeError(
+            f"{instance.name}: the search made an invalid plan; this is a fault of ours, please report it."
+        ) from error
+    seconds = time.perf_counter() - began
+    curve.append(_last_point(plan, seconds))
+    return Outcome(instance, own, seconds, tuple(curve), cut=plan.provenance.extra.get("cut"))
+
+
+def _last_point(plan: Plan, seconds: float) -> Point:
+    metrics = plan.metrics
+    return Point(seconds, plan.objective, metrics.lower_bound, metrics.gap, plan.provenance.method)
+
+
+def _why(error: InfeasibleMemory) -> str:
+    rank = error.ranks[0]
+    return f"no plan fits: limit of rank {rank} is {error.limits[rank]:.8g}, needs {error.smallest[rank]:.8g}"

@@ -1,0 +1,234 @@
+"""How much the cut is worth: GPT-like models with a large vocabulary, cut by hand, by GPipe's rule and by us.
+
+A head of V tokens on blocks of width h costs 2 h V floating-point operations a token against 24 h^2 + 4 h s
+of a block (Narayanan et al. 2021, appendix), so V / (12 h + 2 s) blocks: 2.3 of them at V = 128 k, h = 4096.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.partition.balance import balanced_cut
+from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.plans.plan import Plan, gap_of
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_question
+from zbv_solver.search.search import SearchOptions, search
+
+VOCABULARY, SEQUENCE = 128_000, 4096
+MODELS = (
+    (4, 32, 2560, 1),
+    (8, 32, 4096, 1),
+    (8, 48, 4096, 1),
+    (16, 64, 4096, 1),
+    (32, 96, 4096, 1),
+    (32, 96, 4096, 2),
+    (32, 128, 4096, 1),
+)
+"""Ranks, blocks, width, and layers per block: 2 are attention and MLP apart."""
+HELD_BY_ATTENTION = 11 / 30
+"""Of a block's activations without the scores (FlashAttention): Korthikanti et al. 2022, section 4.1."""
+KEPT = 2 / 34
+"""Of a block's activations, what is its input: the same section."""
+ROOMS = (0.15, 0.3, 0.5, 0.8)
+RECOMPUTED_CASE = (8, 32, 4096)
+MICROBATCHES_PER_RANK = 4
+ROOM = 1.0
+"""Memory limit, as a share of what 1F1B holds with evenly cut blocks."""
+PARTITION_CASE = (32, 198, 4096)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class CutRow:
+    """One model: the objective of the same search on three cuts, and the bound on any cut."""
+
+    pp_degree: int
+    blocks: int
+    layers_per_block: int
+    head: float
+    even: Plan
+    histogram: Plan
+    plan: Plan
+
+    @property
+    def lower_bound(self) -> float:
+        """No contiguous cut has a plan below."""
+        return self.plan.cut.lower_bound if self.plan.cut is not None else 0.0
+
+
+def gpt_layers(
+    p: int,
+    blocks: int,
+    width: int,
+    layers_per_block: int = 1,
+    *,
+    room: float = ROOM,
+    can_recompute: bool = False,
+) -> LayeredProblem:
+    """A GPT with a vocabulary of 128 k; a block's F takes 1 and holds 2, of which I releases half.
+
+    The memory limit is ``room`` times what 1F1B holds with evenly cut blocks.
+    """
+    block = 24 * width**2 + 4 * width * SEQUENCE
+    head = 2 * width * VOCABULARY / block
+    document: dict[str, Any] = {
+        "pp_degree": p,
+        "microbatches": MICROBATCHES_PER_RANK * p,
+        "layers": [
+            {"name": "embedding", "forward": 0.02, "backward_input": 0, "backward_weight": 0.05},
+            *(
+                {**each, "recompute": _again(each)} if can_recompute else each
+                for each in _blocks(
+                    blocks, 4 * width * SEQUENCE / block, 16 * width**2 / block, layers_per_block
+                )
+            ),
+            {"name": "head", "forward": head, "backward_input": head, "backward_weight": head},
+        ],
+        "costs": {"p2p": 0.02},
+        "memory": {"limit": room * 2 * blocks},
+    }
+    layered = parse_question(document)
+    if not isinstance(layered, LayeredProblem):
+        raise TypeError("layers without a partition are a layered problem; this is a fault of ours.")
+    return layered
+
+
+def _blocks(blocks: int, scores: float, mlp: float, layers_per_block: int) -> list[dict[str, Any]]:
+    """Blocks whole, or as attention and MLP; ``scores`` and ``mlp`` are shares of a block's F.
+
+    Attention scores have no weights: their backward is I's.
+    """
+    if layers_per_block == 1:
+        return [{"name": "block", "repeat": blocks, **_part(1.0, scores, 1.0)}]
+    halves = (
+        ("attention", _part(1 - mlp, scores, HELD_BY_ATTENTION)),
+        ("mlp", _part(mlp, 0.0, 1 - HELD_BY_ATTENTION)),
+    )
+    return [{"name": f"{name}.{block}", **part} for block in range(blocks) for name, part in halves]
+
+
+def _part(forward: float, scores: float, held: float) -> dict[str, Any]:
+    return {
+        "forward": forward,
+        "backward_input": forward + scores,
+        "backward_weight": forward - scores,
+        "memory": {"forward": 2 * held, "backward_input": -held, "backward_weight": -held},
+    }
+
+
+def _again(part: dict[str, Any]) -> dict[str, Any]:
+    """The part recomputed: its F once more before I, and of its activations only its input is kept."""
+    kept, held = KEPT * part["memory"]["forward"], -part["memory"]["backward_weight"]
+    return {
+        "backward_input": part["backward_input"] + part["forward"],
+        "memory": {
+            "forward": kept,
+            "backward_input": held - kept,
+            "backward_weight": -held,
+            "workspace": held,
+        },
+    }
+
+
+def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: SearchOptions) -> CutRow:
+    """The same search on the even cut, on the histogram cut, and with the cut free.
+
+    Of blocks in parts the even cut is the better one of parts and of whole blocks.
+    """
+    layered = gpt_layers(p, blocks, width, layers_per_block)
+    evenly = {layers_per_block: layered, 1: gpt_layers(p, blocks, width)}
+
+    def on(layered: LayeredProblem, rule: Callable[[CutSpace], Bounds]) -> Plan:
+        space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
+        bounds = rule(space)
+        recompute = space.fitting(bounds)
+        problem = layered.cut_into(space.placement, space.cut(bounds, recompute or (False,) * space.n_stages))
+        return search(problem if recompute else _without_limit(problem), options)
+
+    head = layered.model.layers[-1].costs.forward
+    return CutRow(
+        p,
+        blocks,
+        layers_per_block,
+        head,
+        min((on(each, even_cut) for each in evenly.values()), key=lambda plan: plan.objective),
+        on(layered, histogram_cut),
+        search(layered, options),
+    )
+
+
+def _without_limit(problem: Problem) -> Problem:
+    return replace(problem, memory=replace(problem.memory, limit=None))
+
+
+def partition_seconds() -> float:
+    """Median time of the balanced cut of 200 layers on 32 ranks, from the layers on."""
+    layered = gpt_layers(*PARTITION_CASE)
+    seconds = []
+    for _ in range(REPEATS + 1):  # the first loads the kernels
+        began = time.perf_counter()
+        space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
+        balanced_cut(space, level_cut(space))
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds[1:])[REPEATS // 2]
+
+
+def cut_table(options: SearchOptions, write: Callable[[str], object]) -> None:
+    """Write the table, a row as soon as it is there."""
+    write(f"objective of one search (effort {options.effort}) on three cuts; head in blocks\n")
+    write(
+        f"{'p':>3} {'blocks':>6} {'parts':>5} {'head':>5} {'m':>4} {'even':>9} {'histogram':>9} {'zbv':>9} "
+    )
+    write(f"{'to even':>8} {'to hist.':>8} {'bound':>9} {'gap':>7} {'seconds':>7}\n")
+    for model in MODELS:
+        row = cut_row(*model, options)
+        own = row.plan.objective
+        write(
+            f"{row.pp_degree:>3} {row.blocks:>6} {row.layers_per_block:>5} {row.head:>5.2f} "
+            f"{row.plan.problem.microbatches:>4} "
+            f"{row.even.objective:>9.2f} {row.histogram.objective:>9.2f} {own:>9.2f} "
+            f"{own / row.even.objective - 1:>8.1%} {own / row.histogram.objective - 1:>8.1%} "
+            f"{row.lower_bound:>9.2f} {gap_of(own, row.lower_bound):>7.2%} "
+            f"{row.plan.provenance.seconds:>7.1f}\n"
+        )
+    p, blocks, _ = PARTITION_CASE
+    write(f"partition alone, {blocks + 2} layers on {p} ranks: {partition_seconds():.3f} s\n")
+
+
+def recompute_table(options: SearchOptions, write: Callable[[str], object]) -> None:
+    """Write what deciding per stage is worth: one search with no stage recomputed, with all, and free."""
+    p, blocks, _ = RECOMPUTED_CASE
+    write(f"\nrecomputation: {p} ranks, {blocks} blocks, one search within a share of 1F1B's memory\n")
+    write(f"{'share':>5} {'none':>9} {'all':>9} {'zbv':>9} {'stages':>6} {'bound':>9} {'seconds':>7}\n")
+    for room in ROOMS:
+        layered = gpt_layers(*RECOMPUTED_CASE, room=room, can_recompute=True)
+        plan = search(layered, options)
+        model = plan.problem.model
+        stages = 0 if model is None else sum(model.cut.recompute)
+        none, every = (_recomputed(layered, again, options) for again in (False, True))
+        write(
+            f"{room:>5.2f} {none:>9} {every:>9} {plan.objective:>9.2f} {stages:>6} "
+            f"{0 if plan.cut is None else plan.cut.lower_bound:>9.2f} {plan.provenance.seconds:>7.1f}\n"
+        )
+
+
+def _recomputed(layered: LayeredProblem, again: bool, options: SearchOptions) -> str:
+    """What the search reaches on the most even cut with all stages recomputed, or none of them."""
+    tables = CutTables.of(replace(layered, limit=None))
+    space = CutSpace(layered, layered.placements[0], tables)
+    balanced = balanced_cut(space, level_cut(space))
+    if balanced is None:
+        raise RuntimeError("without a limit there is always a cut; this is a fault of ours.")
+    cut = replace(balanced.cut, recompute=(again,) * space.n_stages)
+    try:
+        return f"{search(layered.cut_into(space.placement, cut), options).objective:.2f}"
+    except InfeasibleMemory:
+        return "-"

@@ -1,0 +1,124 @@
+"""Suites run from the first instance to the last line: the order of things in ``zbv bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import TextIO
+
+from zbv_solver.commands.interrupt import interruptible
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import STAGES, Cancelled, Progress, SearchOptions, search
+
+from benchmarks.planner.ablation import contribution
+from benchmarks.planner.measure import Outcome, measure
+from benchmarks.planner.report import Report, Run
+from benchmarks.planner.suite import Instance
+from benchmarks.planner.tables import Table, ablation_table, summary
+from benchmarks.planner.tally import tally
+
+Spinner = Callable[[str], AbstractContextManager[Callable[[str], None]]]
+"""Shows a text while something runs; what it yields changes the text."""
+
+WARM_UP_SECONDS = 2.0
+"""What loading code may take at most per objective and effort; compiled kernels need a fraction of it."""
+
+
+def bench(
+    instances: Sequence[Instance], options: SearchOptions, *, ablate: bool, out: TextIO, spinner: Spinner
+) -> Report:
+    """Search every instance, writing a row to ``out`` as each finishes and the sum at the end.
+
+    With ``ablate``, the suite runs once more for every stage of the search, without it. Ctrl-C ends the
+    measurement and keeps what it has.
+    """
+    with spinner("loading"):
+        interruptible(partial(_warm_up, instances, options))
+    stages = tuple(stage for stage in STAGES if stage not in options.without) if ablate else ()
+    runs: list[Run] = []
+    for left_out in ((), *((stage,) for stage in stages)):
+        own = replace(options, without=(*options.without, *left_out))
+        runs.append(_run(instances, own, out, spinner))
+        if runs[-1].interrupted:
+            return Report(options, tuple(runs))
+    full, *others = runs
+    contributions = tuple(
+        contribution(stage, full.outcomes, run.outcomes) for stage, run in zip(stages, others, strict=True)
+    )
+    if ablate:
+        out.write("\nwhat each stage adds (with it, beside without it):\n" + ablation_table(contributions))
+    return Report(options, tuple(runs), contributions)
+
+
+def _run(instances: Sequence[Instance], options: SearchOptions, out: TextIO, spinner: Spinner) -> Run:
+    """One pass over the instances: a table per suite, and the sum of all."""
+    outcomes: list[Outcome] = []
+    interrupted = False
+    out.write(f"\n{_title(instances, options)}\n")
+    try:
+        for suite, members in groupby(instances, key=lambda instance: instance.suite):
+            _run_suite(suite, tuple(members), options, outcomes, out, spinner)
+    except KeyboardInterrupt:
+        interrupted = True
+    out.write("\n" + summary(tally(outcomes)))
+    return Run(options.without, tuple(outcomes), interrupted)
+
+
+def _run_suite(
+    suite: str,
+    instances: Sequence[Instance],
+    options: SearchOptions,
+    outcomes: list[Outcome],
+    out: TextIO,
+    spinner: Spinner,
+) -> None:
+    """Search the instances of one file; ``outcomes`` grows as they finish."""
+    table = Table(instances)
+    out.write(f"\n{suite}\n{table.header()}")
+    out.flush()
+    for position, instance in enumerate(instances, 1):
+        label = f"[{position}/{len(instances)}] {instance.name}"
+        with spinner(label) as say:
+            outcome = interruptible(partial(measure, instance, options, _teller(label, say)))
+        outcomes.append(outcome)
+        out.write(table.row(outcome))
+        out.flush()
+
+
+def _teller(label: str, say: Callable[[str], None]) -> Callable[[Progress], None]:
+    def tell(found: Progress) -> None:
+        say(f"{label}: {found.objective:.8g}, gap {found.gap:.2%} ({found.method})")
+
+    return tell
+
+
+def _title(instances: Sequence[Instance], options: SearchOptions) -> str:
+    """What the rows have in common."""
+    objectives = sorted({instance.problem.objective for instance in instances})
+    limit = "none" if options.time_limit is None else f"{options.time_limit:g} s"
+    facts = [
+        f"objective: {' and '.join(objectives)}",
+        f"effort: {options.effort}",
+        f"time limit: {limit}",
+        f"seed: {options.seed}",
+        *([f"without: {', '.join(options.without)}"] if options.without else []),
+    ]
+    own = sum(instance.effort is not None or instance.time_limit is not None for instance in instances)
+    note = f" ({own} of {len(instances)} instances have their own effort or limit)" if own else ""
+    return "; ".join(facts) + note
+
+
+def _warm_up(instances: Sequence[Instance], options: SearchOptions, cancelled: Cancelled) -> None:
+    """Search a tiny problem at every effort that comes, so that no instance's clock counts loading code."""
+    costs = {"forward": [3, 5, 4, 6, 5, 4], "backward_input": 5, "backward_weight": 3, "p2p": 1}
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 7}
+    for objective in sorted({instance.problem.objective for instance in instances}):
+        problem = parse_problem(
+            {"pp_degree": 3, "microbatches": 4, "objective": objective, "costs": costs, "memory": memory}
+        )
+        for effort in sorted({instance.options(options).effort for instance in instances}):
+            own = replace(options, effort=effort, time_limit=WARM_UP_SECONDS)
+            search(problem, own, cancelled=cancelled)

@@ -1,0 +1,227 @@
+"""Benchmark files in: problems, what other planners reach on them, and targets (see benchmarks/README.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.problem.placement import PlacementKind
+from zbv_solver.problem.problem import Objective, Problem
+from zbv_solver.problem.stage_document import ProblemDocument, refusal, to_problem
+from zbv_solver.search.search import Effort, SearchOptions
+
+Name = Annotated[str, Field(strict=True, min_length=1, max_length=64, pattern=r"^\S+$")]
+NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What another planner reaches on an instance.
+
+    Attributes
+    ----------
+    placement
+        The peer's own, which need not be the problem's.
+    span, makespan
+        In the problem's time unit; None where the peer fails.
+    fits
+        Whether its peak memory is within the problem's limit.
+    """
+
+    name: str
+    placement: PlacementKind
+    span: float | None
+    makespan: float | None
+    fits: bool
+
+    def value(self, objective: Objective) -> float | None:
+        """The metric that the instance's problem minimises."""
+        return self.span if objective == "span" else self.makespan
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A target: a proven gap, and the seconds it may take (None: any)."""
+
+    gap: float
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A problem to measure on.
+
+    Attributes
+    ----------
+    suite
+        The file it came from, as the user named it.
+    effort, time_limit
+        The instance's own, or None: the command's.
+    """
+
+    suite: str
+    name: str
+    problem: Problem
+    peers: tuple[Peer, ...] = ()
+    reach: Reach | None = None
+    effort: Effort | None = None
+    time_limit: float | None = None
+
+    def options(self, of_command: SearchOptions) -> SearchOptions:
+        """The command's options with the instance's own in their place."""
+        return replace(
+            of_command,
+            effort=self.effort or of_command.effort,
+            time_limit=of_command.time_limit if self.time_limit is None else self.time_limit,
+        )
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PeerDocument(BaseModel):
+    """Metrics of a peer's plan. Whoever measured it may state more; a peer that failed has none."""
+
+    model_config = ConfigDict(extra="allow")
+
+    placement: PlacementKind
+    span: NotNegative | None = None
+    makespan: NotNegative | None = None
+    fits: Annotated[bool, Field(strict=True)] | None = None
+
+
+class ReachDocument(_Document):
+    """A target."""
+
+    gap: NotNegative
+    seconds: Positive | None = None
+
+
+class OptionsDocument(_Document):
+    """Options of one instance; absent or null ones are the command's."""
+
+    effort: Effort | None = None
+    time_limit: Positive | None = None
+
+
+class InstanceDocument(_Document):
+    """A problem, and what to hold against the plan found for it."""
+
+    name: Name
+    problem: ProblemDocument
+    peers: dict[Name, PeerDocument] = {}
+    reach: ReachDocument | None = None
+    options: OptionsDocument = OptionsDocument()
+
+
+class SuiteDocument(_Document):
+    """A benchmark file."""
+
+    about: str = ""
+    peers: dict[str, str] = {}
+    instances: Annotated[list[InstanceDocument], Field(min_length=1)]
+
+
+def parse_suite(document: Any, name: str) -> tuple[Instance, ...]:
+    """The instances of a decoded benchmark file that the user calls ``name``.
+
+    Raises
+    ------
+    InvalidInput
+        With one issue per broken rule; pointers are ``name#/…``.
+    """
+    try:
+        parsed = SuiteDocument.model_validate(document)
+    except ValidationError as error:
+        raise refusal(error, document).below(f"{name}#") from None
+    issues: list[Issue] = []
+    instances: list[Instance] = []
+    for position, entry in enumerate(parsed.instances):
+        pointer = f"{name}#/instances/{position}"
+        issues += _peer_issues(entry, pointer)
+        try:
+            instances.append(_instance(entry, name))
+        except InvalidInput as error:
+            issues += error.below(f"{pointer}/problem").issues
+    if issues:
+        raise InvalidInput(issues)
+    return tuple(instances)
+
+
+def select(suites: Iterable[tuple[Instance, ...]], only: str | None = None) -> tuple[Instance, ...]:
+    """All instances whose name matches the glob ``only``, in the order of their files.
+
+    Raises
+    ------
+    InvalidInput
+        When two instances share a name, in one file or across files, or when none matches.
+    """
+    instances = [instance for suite in suites for instance in suite]
+    _require_distinct(instances)
+    if only is None:
+        return tuple(instances)
+    chosen = tuple(instance for instance in instances if fnmatchcase(instance.name, only))
+    if not chosen:
+        known = ", ".join(instance.name for instance in instances[:5])
+        more = ", …" if len(instances) > 5 else ""
+        raise InvalidInput.at(
+            "--only",
+            f"found {only!r}, which matches none of the {len(instances)} instances ({known}{more}). "
+            "Give a name or a pattern with * and ?.",
+        )
+    return chosen
+
+
+def _instance(entry: InstanceDocument, suite: str) -> Instance:
+    return Instance(
+        suite=suite,
+        name=entry.name,
+        problem=to_problem(entry.problem),
+        peers=tuple(
+            Peer(name, peer.placement, peer.span, peer.makespan, bool(peer.fits))
+            for name, peer in entry.peers.items()
+        ),
+        reach=None if entry.reach is None else Reach(entry.reach.gap, entry.reach.seconds),
+        effort=entry.options.effort,
+        time_limit=entry.options.time_limit,
+    )
+
+
+def _peer_issues(entry: InstanceDocument, pointer: str) -> list[Issue]:
+    """A peer with a plan that does not say whether it fits would silently never count."""
+    return [
+        Issue(
+            f"{pointer}/peers/{name.replace('~', '~0').replace('/', '~1')}/fits",
+            "this key is required where the peer has a span or a makespan: whether its peak memory is "
+            "within the problem's limit.",
+        )
+        for name, peer in entry.peers.items()
+        if peer.fits is None and (peer.span is not None or peer.makespan is not None)
+    ]
+
+
+def _require_distinct(instances: Iterable[Instance]) -> None:
+    first: dict[str, Instance] = {}
+    clashes: dict[tuple[str, str], list[str]] = {}
+    for instance in instances:
+        other = first.setdefault(instance.name, instance)
+        if other is not instance:
+            clashes.setdefault((instance.suite, other.suite), []).append(instance.name)
+    if clashes:
+        raise InvalidInput([_clash(*suites, names) for suites, names in clashes.items()])
+
+
+def _clash(suite: str, other: str, names: list[str]) -> Issue:
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    where = "twice" if suite == other else f"also in {other}"
+    return Issue(
+        f"{suite}#/instances",
+        f"found {len(names)} {'name' if len(names) == 1 else 'names'} {where}: {shown}. Names must differ: "
+        "rename the instances, and give each file once.",
+    )

@@ -1,0 +1,76 @@
+"""A run in sum."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.planner.measure import Outcome
+from benchmarks.planner.verdicts import judge, reached
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts and means over the outcomes of a run.
+
+    Attributes
+    ----------
+    optimal
+        Plans proved optimal.
+    mean_gap, worst_gap, worst_name
+        Over the plans whose gap is finite; None where there is none.
+    ratio
+        Geometric mean of our value / the best contender's, over the instances that have one.
+    below_bound
+        Instances where a fitting peer of another placement is below our bound.
+    contradicted
+        Instances where a peer of the same placement is below our bound.
+    reached, targets
+        Targets reached in time, and all of them.
+    """
+
+    instances: int
+    infeasible: int
+    optimal: int
+    mean_gap: float | None
+    worst_gap: float | None
+    worst_name: str | None
+    wins: int
+    ties: int
+    losses: int
+    no_peer: int
+    ratio: float | None
+    below_bound: int
+    contradicted: int
+    reached: int
+    targets: int
+    seconds: float
+
+
+def tally(outcomes: Sequence[Outcome]) -> Tally:
+    """Sum up."""
+    judgements = [judge(outcome) for outcome in outcomes]
+    verdicts = Counter(judgement.verdict for judgement in judgements)
+    gaps = [(o.gap, o.instance.name) for o in outcomes if math.isfinite(o.gap)]
+    worst, name = max(gaps, default=(None, None))
+    logs = [math.log(j.ratio) for j in judgements if j.ratio is not None and 0 < j.ratio < math.inf]
+    return Tally(
+        instances=len(outcomes),
+        infeasible=sum(o.infeasible is not None for o in outcomes),
+        optimal=sum(gap == 0 for gap, _ in gaps),
+        mean_gap=sum(gap for gap, _ in gaps) / len(gaps) if gaps else None,
+        worst_gap=worst,
+        worst_name=name,
+        wins=verdicts["win"],
+        ties=verdicts["tie"],
+        losses=verdicts["loss"],
+        no_peer=verdicts["no peer"],
+        ratio=math.exp(sum(logs) / len(logs)) if logs else None,
+        below_bound=sum(bool(j.below_bound) for j in judgements),
+        contradicted=sum(bool(j.contradicting) for j in judgements),
+        reached=sum(reached(o) for o in outcomes),
+        targets=sum(o.instance.reach is not None for o in outcomes),
+        seconds=sum(o.seconds for o in outcomes),
+    )

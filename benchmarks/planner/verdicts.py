@@ -1,0 +1,102 @@
+"""What a measurement is worth: against the best peer it can be held to, and against its target.
+
+A peer of another placement is measured by our own proven bound: where it is below, no plan of the problem's
+placement reaches it, however good the search, so it is named and not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zbv_solver.problem.numeric import OPTIMAL_GAP, SAME_FIGURE
+
+from benchmarks.planner.measure import Outcome
+from benchmarks.planner.suite import Peer
+
+Verdict = Literal["win", "tie", "loss", "no peer"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A peer, and its value of the problem's objective."""
+
+    peer: Peer
+    value: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A measurement beside the peers that fit the memory.
+
+    Attributes
+    ----------
+    best
+        The best contender, or None.
+    ratio
+        Our value / the peer's; None without a contender, or where the peer's is 0.
+    below_bound
+        Peers of other placements below our bound, best first: not counted.
+    contradicting
+        Peers of the problem's own placement below our bound: theirs or ours is wrong.
+    """
+
+    verdict: Verdict
+    best: Standing | None
+    ratio: float | None
+    below_bound: tuple[Standing, ...]
+    contradicting: tuple[Standing, ...]
+
+
+def judge(outcome: Outcome) -> Judgement:
+    """Compare a plan with the best contender by the problem's objective."""
+    problem = outcome.instance.problem
+    contenders: list[Standing] = []
+    below: list[Standing] = []
+    contradicting: list[Standing] = []
+    for peer in outcome.instance.peers:
+        value = peer.value(problem.objective)
+        if value is None or not peer.fits:
+            continue
+        standing = Standing(peer, value)
+        is_below = value < outcome.lower_bound * (1 - SAME_FIGURE)
+        is_comparable = peer.placement == problem.placement.kind
+        if is_comparable or not is_below:
+            contenders.append(standing)
+        if is_below:
+            (contradicting if is_comparable else below).append(standing)
+    best = min(contenders, key=_value, default=None)
+    return Judgement(
+        verdict="no peer" if best is None else verdict(outcome.value, best.value),
+        best=best,
+        ratio=outcome.value / best.value if best is not None and best.value > 0 else None,
+        below_bound=tuple(sorted(below, key=_value)),
+        contradicting=tuple(sorted(contradicting, key=_value)),
+    )
+
+
+def verdict(ours: float, theirs: float) -> Verdict:
+    """Smaller wins; values within a millionth of each other tie."""
+    if abs(ours - theirs) <= SAME_FIGURE * theirs:
+        return "tie"
+    return "win" if ours < theirs else "loss"
+
+
+def reached_after(outcome: Outcome) -> float | None:
+    """Seconds until the instance's target gap was proven, or None if it never was, or has none."""
+    reach = outcome.instance.reach
+    if reach is None:
+        return None
+    return next((p.seconds for p in outcome.curve if p.gap <= reach.gap + OPTIMAL_GAP), None)
+
+
+def reached(outcome: Outcome) -> bool:
+    """Whether the target was reached, in time; False also where there is none."""
+    reach, seconds = outcome.instance.reach, reached_after(outcome)
+    if reach is None or seconds is None:
+        return False
+    return reach.seconds is None or seconds <= reach.seconds
+
+
+def _value(standing: Standing) -> float:
+    return standing.value

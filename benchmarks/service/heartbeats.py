@@ -1,0 +1,178 @@
+"""Heartbeats: the agents of one large run, each every two seconds, on PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sqlalchemy import Engine, create_engine, text
+from zbv_service.client_runs import RunClient
+from zbv_service.database.url import async_url
+
+from benchmarks.service.findings import Finding, quantile
+from benchmarks.service.load import Load, offer, post
+from benchmarks.service.postgres import a_server
+from benchmarks.service.served import Served, serving
+from benchmarks.service.workload import plan_to_serve
+
+HEARTBEAT_SECONDS = 2.0
+MOST_CPU = 50.0
+"""Percent of one core that the service may take for the largest run."""
+_SIZES = 4
+"""The largest number of agents, and so many minus one halves of it."""
+_RANKS = 8
+_CONNECTIONS, _RATE = 16, 1000.0
+"""Of registering: as fast as the service answers."""
+_START_SECONDS = 120.0
+_SETTLE_SECONDS = 2.0
+"""PostgreSQL's counters follow within a second."""
+
+
+def measure(agents: int, seconds: float, database: str | None = None) -> list[Finding]:
+    """Beat for runs of growing size, so that a cost per heartbeat that grows with the run is seen.
+
+    Parameters
+    ----------
+    agents
+        Of the largest run; each is one node.
+    database
+        The URL of an empty database; a PostgreSQL server is started when there is none.
+    """
+    replicas = max(1, agents // _RANKS)
+    sizes = sorted({_RANKS * max(1, replicas >> power) for power in range(_SIZES)})
+    findings: list[Finding] = []
+    with _database(database) as url, serving("--database", url) as served:
+        for size in sizes:
+            findings += asyncio.run(_measure(served, url, size, seconds, is_largest=size == sizes[-1]))
+    return findings
+
+
+@contextmanager
+def _database(url: str | None) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    with a_server() as server:
+        yield server.url
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """What a PostgreSQL database has done so far."""
+
+    transactions: int
+    rows: int
+
+    @classmethod
+    def of(cls, engine: Engine | None) -> _Counters:
+        if engine is None:
+            return cls(0, 0)
+        query = text(
+            "SELECT xact_commit, tup_fetched + tup_returned FROM pg_stat_database "
+            "WHERE datname = current_database()"
+        )
+        with engine.connect() as connection:
+            return cls(*connection.execute(query).one())
+
+
+async def _measure(served: Served, url: str, size: int, seconds: float, *, is_largest: bool) -> list[Finding]:
+    parsed = async_url(url)
+    engine = create_engine(parsed) if parsed.get_backend_name() == "postgresql" else None
+    with RunClient(served.address, timeout=_START_SECONDS) as client:
+        rate, names = size / HEARTBEAT_SECONDS, await _register(served, size)
+        begun = asyncio.create_task(asyncio.to_thread(_begin, client, size))
+        while not begun.done():  # agents beat from the beginning, or they are lost before the run begins
+            await offer(served.address, _idle_beats(served, names), size, HEARTBEAT_SECONDS, rate)
+        run_id, agent_ids = await begun
+        beats = _beats(served, run_id, agent_ids)
+        await offer(served.address, beats, size, HEARTBEAT_SECONDS, rate)
+        before, cpu, began = _Counters.of(engine), served.cpu_seconds, time.perf_counter()
+        load = await offer(served.address, beats, size, seconds, rate)
+        cpu, took = served.cpu_seconds - cpu, time.perf_counter() - began
+        if engine is not None:
+            await asyncio.sleep(_SETTLE_SECONDS)
+        after = _Counters.of(engine)
+        state, generation, lost = await asyncio.to_thread(_end, client, run_id, agent_ids)
+    if engine is not None:
+        engine.dispose()
+    is_undisturbed, count = state == "running" and generation == 0, len(load.latencies)
+    transactions, rows = after.transactions - before.transactions, after.rows - before.rows
+    return [
+        Finding(f"{size} agents: heartbeats", count, ""),
+        Finding("  answered otherwise than 200", _refused(load), "", 0),
+        Finding("  CPU of the service", 100 * cpu / took, "%", MOST_CPU if is_largest else None),
+        Finding("  CPU for one heartbeat", 1e3 * cpu / count, "ms"),
+        Finding("  median", 1e3 * quantile(load.latencies, 0.5), "ms"),
+        Finding("  p99", 1e3 * quantile(load.latencies, 0.99), "ms"),
+        Finding("  transactions for one", transactions / count, ""),
+        Finding("  rows read for one", rows / count, ""),
+        Finding("  agents lost", lost, "", 0),
+        Finding("  the run went on undisturbed", float(is_undisturbed), "", 1, at_most=False),
+    ]
+
+
+async def _register(served: Served, size: int) -> list[str]:
+    """Register so many agents; their ids."""
+    names = [uuid.uuid4().hex for _ in range(size)]
+    common = {"name": "agent", "address": "127.0.0.1", "port": 1024, "slots": 1, "allowed_models": ["*"]}
+    requests = [
+        post(served.address, "/v1/agents", json.dumps({**common, "id": name}).encode(), served.token)
+        for name in names
+    ]
+    load = await offer(served.address, requests, min(size, _CONNECTIONS), (size + 0.5) / _RATE, _RATE)
+    if load.statuses != {201: size}:
+        raise RuntimeError(f"registering {size} agents was answered {load.statuses}; all must be 201.")
+    return names
+
+
+def _idle_beats(served: Served, names: list[str]) -> list[bytes]:
+    return [post(served.address, f"/v1/agents/{name}/heartbeat", b"{}", served.token) for name in names]
+
+
+def _begin(client: RunClient, size: int) -> tuple[str, list[str]]:
+    """Start a run of all agents; its id, and theirs by node rank."""
+    plan_id = client.import_plan(plan_to_serve(_RANKS, 2 * _RANKS))
+    model = {"factory": "bench.model:build"}
+    options = {"data_parallel": size // _RANKS, "retries": 0}
+    run = client.submit_run(plan_id, model, nodes=size, steps=2**31 - 1, options=options)
+    deadline = time.monotonic() + _START_SECONDS
+    while (found := client.run(run.id)).state == "waiting":
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the run of {size} agents did not start within {_START_SECONDS:g} s.")
+        time.sleep(0.2)
+    return run.id, [str(node["agent_id"]) for node in found.document["members"]]
+
+
+def _beats(served: Served, run_id: str, agent_ids: list[str], steps: int = 16) -> list[bytes]:
+    """One heartbeat of every agent, by node rank, then the same for the next step, and so on."""
+    return [
+        post(
+            served.address,
+            f"/v1/agents/{agent_id}/heartbeat",
+            json.dumps(
+                {"run_id": run_id, "ranks": [{"rank": rank, "step": step, "action": f"{rank}F{step}"}]}
+            ).encode(),
+            served.token,
+        )
+        for step in range(steps)
+        for rank, agent_id in enumerate(agent_ids)
+    ]
+
+
+def _refused(load: Load) -> int:
+    return sum(count for status, count in load.statuses.items() if status != 200)
+
+
+def _end(client: RunClient, run_id: str, agent_ids: list[str]) -> tuple[str, int, int]:
+    """How the run is and how many of its agents are missing; both are gone afterwards."""
+    run = client.run(run_id)
+    present = {str(agent["id"]) for agent in client.agents()}
+    client.cancel_run(run_id)
+    for agent_id in agent_ids:
+        client.remove_agent(agent_id)
+    return run.state, int(run.document["generation"]), len(set(agent_ids) - present)

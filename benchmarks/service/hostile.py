@@ -1,0 +1,294 @@
+"""Sixteen clients that each repeat the worst request that one can construct, and what others notice of it.
+
+The clients are a process of their own, as they would be elsewhere; meanwhile this one asks for signs of life
+and fetches ranks at a steady rate, as agents and balancers do. It asks a third party the same: a server that
+does nothing else. What that one is late by, the machine's other work explains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import inf
+from multiprocessing.connection import Connection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from rich.console import Console
+from zbv_service.client import Client
+
+from benchmarks.service.findings import Finding, quantile
+from benchmarks.service.load import Load, get, offer
+from benchmarks.service.malformed import AGENT, ID, RUN
+from benchmarks.service.served import Served, serving
+from benchmarks.service.workload import SMALL, plan_to_serve
+from benchmarks.service.worst_bodies import COUNTER, WEIGHTS, Worst, worst
+
+CLIENTS = 16
+TARGET = 50.0
+"""Milliseconds that 99 of 100 answers take at most."""
+MEMORY_TARGET = 1000.0
+"""Megabytes of the service's own process."""
+RATE = 50.0
+"""Signs of life, and fetches of ranks, a second."""
+ANSWER_SECONDS = 90.0
+LOOK_SECONDS = 0.1
+LISTED = 200
+STORED = (64, 1024)
+"""Ranks and microbatches of the large plan that is asked for."""
+NICENESS = 5
+"""Of the clients: they stand for other machines, and should not take this one's cores."""
+
+
+@dataclass
+class Memory:
+    """The most that the service's process had, and that with its children, in bytes."""
+
+    own: int = 0
+    all: int = 0
+
+
+def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
+    """Start a service, and let every request be repeated for a while.
+
+    Parameters
+    ----------
+    seconds
+        How long each.
+    only
+        Parts of names or paths of the requests; without any it is all of them.
+    """
+    found: list[Finding] = []
+    with serving("--searches", "1", "--agent-timeout-seconds", "86400") as served, _bystander() as control:
+        with Client(served.address, timeout=ANSWER_SECONDS) as client:
+            small, large = plan_to_serve(), plan_to_serve(*STORED)
+            plan_id, large_id = client.import_plan(small), client.import_plan(large)
+            trace_path = _begin_run(served, plan_id)
+            for number in range(LISTED):
+                client.submit({**SMALL, "memory": {**WEIGHTS, "limit": 0.001 + number}})
+        ranks = [f"/v1/plans/{plan_id}/ranks/{rank}" for rank in range(small["problem"]["pp_degree"])]
+        asking = [get(served.address, path, served.token) for path in ("/healthz", *ranks)]
+        asyncio.run(_quiet(served, control, asking, 1.0))  # caches
+        alone_loads = asyncio.run(_quiet(served, control, asking, max(seconds, 5.0)))
+        alone = _findings("without hostile clients", alone_loads)
+        found += alone
+        memory, answers = Memory(), Counter[int]()
+        for request in worst(large_id, trace_path):
+            where = f"{request.method} {_short(request.path)}: {request.name}"
+            if only and not any(part in where for part in only):
+                continue
+            cpu = served.cpu_seconds
+            loads, statuses = asyncio.run(_attacked(served, control, request, asking, seconds, memory))
+            share = (served.cpu_seconds - cpu) / seconds
+            counts = (f"{count} × {status or 'none'}" for status, count in sorted(statuses.items()))
+            found += _findings(
+                f"{where} ({', '.join(counts) or 'no answer yet'}; {share:.0%} of a core)", loads
+            )
+            answers += statuses
+            for each in found[-3:]:  # all of them take many minutes
+                Console(stderr=True).print(f"{each.value:9.1f} ms  {each.name}", soft_wrap=True)
+    late = [each.value for each in found[len(alone) :]] or [0.0] * 3
+    return [
+        *found,
+        Finding("signs of life, the worst 99 of 100", max(late[::3]), "ms", TARGET),
+        Finding("fetches of ranks, the worst 99 of 100", max(late[1::3]), "ms", TARGET),
+        Finding("  a server that does nothing else, at the worst", max(late[2::3]), "ms"),
+        Finding("most memory of the service's process", memory.own / 1e6, "MB", MEMORY_TARGET),
+        Finding("  with all of its children", memory.all / 1e6, "MB"),
+        Finding("answers 500", float(answers[500]), "", 0),
+    ]
+
+
+def _begin_run(served: Served, plan_id: str) -> str:
+    """The address for the trace of a rank of a run that goes on."""
+    headers = {"Authorization": f"Bearer {served.token}"} if served.token else {}
+    with httpx.Client(base_url=served.address, headers=headers, timeout=ANSWER_SECONDS) as http:
+        http.post("/v1/agents", json={**AGENT, "slots": 256, "devices": []}).raise_for_status()
+        run = {**RUN, "plan_id": plan_id, "nodes": 1, "steps": 1000}
+        http.post("/v1/runs", json=run).raise_for_status()
+        work = http.get(f"/v1/agents/{ID}/work", params={"wait": 10}).raise_for_status().json()
+    return f"/v1/agents/{ID}/runs/{work['run_id']}/generations/{work['generation']}/ranks/0/trace"
+
+
+def _findings(name: str, loads: Sequence[Load]) -> list[Finding]:
+    """How long 99 of 100 took; infinitely long where there was another answer than 200."""
+    found = []
+    names = (f"{name}; signs of life", "  fetches of ranks", "  a server that does nothing else")
+    for what, load, target in zip(names, loads, (TARGET, TARGET, None), strict=True):
+        median, longest = 1e3 * quantile(load.latencies, 0.5), 1e3 * max(load.latencies)
+        is_right = set(load.statuses) == {200}
+        late = 1e3 * quantile(load.latencies, 0.99) if is_right else inf
+        found.append(Finding(f"{what} (median {median:.1f}, longest {longest:.0f})", late, "ms", target))
+    return found
+
+
+def _short(path: str) -> str:
+    """An address without ids."""
+    return re.sub(r"[0-9a-f]{32,}", "…", path)
+
+
+async def _quiet(served: Served, control: str, asking: Sequence[bytes], seconds: float) -> Sequence[Load]:
+    """Signs of life, fetches of ranks, and signs of life of the server that does nothing else."""
+    return await asyncio.gather(
+        offer(served.address, asking[:1], 4, seconds, RATE),
+        offer(served.address, asking[1:], 4, seconds, RATE),
+        offer(control, asking[:1], 4, seconds, RATE),
+    )
+
+
+async def _attacked(
+    served: Served, control: str, request: Worst, asking: Sequence[bytes], seconds: float, memory: Memory
+) -> tuple[Sequence[Load], Counter[int]]:
+    """The same while clients repeat a request, and what they were answered."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    attack = context.Process(target=_attack, args=(served.address, served.token, request, there), daemon=True)
+    attack.start()
+    there.close()
+    loop = asyncio.get_running_loop()
+    watching = asyncio.create_task(_watch(served, memory))
+    try:
+        await loop.run_in_executor(None, here.recv)  # they are ready: bodies are made
+        loads = await _quiet(served, control, asking, seconds)
+        here.send("stop")
+        statuses: Counter[int] = await loop.run_in_executor(None, here.recv)
+    finally:
+        watching.cancel()
+        attack.kill()
+        attack.join()
+    return loads, statuses
+
+
+@contextmanager
+def _bystander() -> Iterator[str]:
+    """The address of a server in a process of its own that answers everything with nothing."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_answer, args=(there,), daemon=True)
+    process.start()
+    try:
+        yield here.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(line: Connection) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def listen() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        line.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await server.serve_forever()
+
+    asyncio.run(listen())
+
+
+async def _watch(served: Served, memory: Memory) -> None:
+    while True:
+        own = served.memory
+        memory.own = max(memory.own, own)
+        memory.all = max(memory.all, own + sum(map(_resident, _descendants(served.process.pid))))
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def _descendants(process_id: int) -> list[int]:
+    """Processes that a process started, and those that they started."""
+    found = []
+    for listed in Path(f"/proc/{process_id}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, listed.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _resident(process_id: int) -> int:
+    """Bytes that are a process's own; what it shares with the one it was forked from is counted there."""
+    with suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{process_id}/statm").read_text().split()
+        return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _attack(address: str, token: str | None, request: Worst, line: Connection) -> None:
+    """In a process of its own: the clients, until they are told to stop."""
+    os.nice(NICENESS)
+    body = None if request.make is None else request.make()
+    line.send("ready")
+    line.send(asyncio.run(_clients(address, token, request, body, line)))
+
+
+async def _clients(
+    address: str, token: str | None, request: Worst, body: bytes | None, line: Connection
+) -> Counter[int]:
+    statuses: Counter[int] = Counter()
+    clients = [
+        asyncio.create_task(_repeat(address, token, request, body, 10_000_019 + 1_000_003 * number, statuses))
+        for number in range(CLIENTS)
+    ]
+    await asyncio.get_running_loop().run_in_executor(None, line.recv)
+    for client in clients:
+        client.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+    return statuses
+
+
+async def _repeat(
+    address: str, token: str | None, request: Worst, body: bytes | None, number: int, statuses: Counter[int]
+) -> None:
+    """One client: again and again, whatever happens to it."""
+    while True:
+        number += 1
+        content = None if body is None else body.replace(COUNTER, str(number).encode(), 1)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                statuses[await _send(address, token, request, content)] += 1
+        except (OSError, EOFError, TimeoutError, asyncio.IncompleteReadError):
+            statuses[0] += 1  # it was hung up on
+            await asyncio.sleep(0.01)
+
+
+async def _send(address: str, token: str | None, request: Worst, body: bytes | None) -> int:
+    """Send a request on a connection of its own; the status of the answer."""
+    parts = urlsplit(address)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        writer.write(head_of(address, token, request, body))
+        writer.write(body or b"")
+        with suppress(ConnectionError):  # an answer may come before the body is sent
+            await writer.drain()
+        status = int((await reader.readline()).split()[1])
+        if request.reads:
+            while await reader.read(64 * 1024):
+                pass
+        else:
+            await asyncio.sleep(5)
+        return status
+    except IndexError:
+        raise EOFError from None
+    finally:
+        writer.transport.abort()
+
+
+def head_of(address: str, token: str | None, request: Worst, body: bytes | None) -> bytes:
+    """The head of a request, which asks to be hung up on after the answer."""
+    lines = [
+        f"{request.method} {request.path} HTTP/1.1",
+        f"Host: {urlsplit(address).netloc}",
+        "Connection: close",
+        "Accept: */*",
+        *([f"Authorization: Bearer {token}"] if token else []),
+        *([f"Content-Encoding: {request.encoding}"] if request.encoding else []),
+        *([] if body is None else [f"Content-Type: {request.media_type}", f"Content-Length: {len(body)}"]),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()

@@ -1,0 +1,71 @@
+"""Rank plans, which thousands of ranks fetch at once: how many per second, and how soon; also while a search
+has the machine's cores."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from zbv_service.client import Client
+
+from benchmarks.service.findings import Finding, quantile
+from benchmarks.service.load import Load, get, offer, saturate
+from benchmarks.service.served import serving
+from benchmarks.service.workload import LONG, plan_to_serve
+
+RATE_TARGET = 2000.0
+ALONE_TARGET, BESIDE_TARGET = 20.0, 50.0
+"""Milliseconds that 99 of 100 fetches take at most: alone, and while a search runs."""
+SEARCH_DEADLINE = 60.0
+
+
+def measure(seconds: float, connections: int, offered: float) -> list[Finding]:
+    """Start a service, store a plan, and fetch its ranks.
+
+    Parameters
+    ----------
+    seconds
+        How long each measurement lasts.
+    offered
+        Fetches per second while a search runs.
+    """
+    with serving("--searches", "1") as served, Client(served.address) as client:
+        document = plan_to_serve()
+        plan_id, ranks = client.import_plan(document), document["problem"]["pp_degree"]
+        paths = [f"/v1/plans/{plan_id}/ranks/{rank}" for rank in range(ranks)]
+        requests = [get(served.address, path, served.token) for path in paths]
+        asyncio.run(saturate(served.address, requests, connections, min(1.0, seconds)))  # caches and pools
+        cpu = served.cpu_seconds
+        alone = asyncio.run(saturate(served.address, requests, connections, seconds))
+        cpu = served.cpu_seconds - cpu
+        search_id = _begin_search(client)
+        beside = asyncio.run(offer(served.address, requests, connections, seconds, offered))
+        is_running = client.search(search_id).state == "running"
+        client.cancel(search_id)
+    return [
+        Finding(f"rank plans, {connections} connections", alone.rate, "/s", RATE_TARGET, at_most=False),
+        Finding("  CPU of the service for one", 1e6 * cpu / len(alone.latencies), "µs"),
+        Finding("  median", 1e3 * quantile(alone.latencies, 0.5), "ms"),
+        Finding("  99 of 100 within", 1e3 * quantile(alone.latencies, 0.99), "ms", ALONE_TARGET),
+        Finding(
+            f"while a search runs, {offered:g}/s offered", beside.rate, "/s", 0.98 * offered, at_most=False
+        ),
+        Finding("  median", 1e3 * quantile(beside.latencies, 0.5), "ms"),
+        Finding("  99 of 100 within", 1e3 * quantile(beside.latencies, 0.99), "ms", BESIDE_TARGET),
+        Finding("  the search was still running", float(is_running), "", 1, at_most=False),
+        Finding("answers other than 200", _others(alone) + _others(beside), "", 0),
+    ]
+
+
+def _begin_search(client: Client) -> str:
+    search_id = client.submit(LONG, {"effort": "thorough", "time_limit": 3600}).id
+    until = time.monotonic() + SEARCH_DEADLINE
+    while client.search(search_id).objective is None:
+        if time.monotonic() > until:
+            raise TimeoutError("the search found nothing; the benchmark needs one that runs.")
+        time.sleep(0.1)
+    return search_id
+
+
+def _others(load: Load) -> int:
+    return sum(count for status, count in load.statuses.items() if status != 200)

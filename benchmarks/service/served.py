@@ -1,0 +1,127 @@
+"""A service of its own for a benchmark: a real process on a free port, in a folder that goes with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zbv_service import client_token
+
+START_SECONDS = 60.0
+STOP_SECONDS = 30.0
+COMMAND = (sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())")
+
+
+class NotStarted(Exception):
+    """The service did not start; the message has its log."""
+
+
+@dataclass
+class Served:
+    """A service process.
+
+    Attributes
+    ----------
+    token
+        What it asks for; None when it asks for nothing.
+    """
+
+    folder: Path
+    options: tuple[str, ...]
+    variables: dict[str, str]
+    process: subprocess.Popen[str] = field(init=False)
+    address: str = field(init=False)
+
+    def start(self) -> None:
+        """Start it, also again; raises :class:`NotStarted`."""
+        with (self.folder / "log").open("a") as log:
+            self.process = subprocess.Popen(
+                [*COMMAND, "serve", "--port", "0", *self.options],
+                cwd=self.folder,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "ZBV_LOG_LEVEL": "warning", **self.variables},
+            )
+        stdout = self.process.stdout
+        for line in stdout or ():
+            found = re.search(r"listening on (http://[^/\s]+)", line)
+            if found:
+                self.address = found[1]
+                return
+        raise NotStarted(f"the service did not start; its log:\n{(self.folder / 'log').read_text()}")
+
+    @property
+    def token(self) -> str | None:
+        """The token for it, as commands find it."""
+        return client_token.find(self.address)
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine that loses power."""
+        self.process.kill()
+        self.process.wait(STOP_SECONDS)
+
+    def stop(self) -> None:
+        """End it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes of the service's own process."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the service's own process so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def _without_our_variables() -> Iterator[None]:
+    """The caller's settings and token are for another service: its database must not be loaded and killed."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith("ZBV_")}
+    for name in kept:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+@contextmanager
+def serving(*options: str, **variables: str) -> Iterator[Served]:
+    """A service that runs as long as the block.
+
+    Parameters
+    ----------
+    options, variables
+        Flags of ``zbv-service serve``, and variables of its environment.
+    """
+    with (
+        _without_our_variables(),
+        tempfile.TemporaryDirectory(prefix="zbv-bench-", ignore_cleanup_errors=True) as folder,
+    ):
+        served = Served(Path(folder), options, variables)
+        try:
+            served.start()
+            yield served
+        finally:
+            if hasattr(served, "process"):
+                served.stop()

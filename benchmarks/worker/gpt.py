@@ -1,0 +1,245 @@
+"""A GPT trained by our plan and runtime, and by PyTorch's schedule classes, in turns on the same ranks.
+
+All start from the same parameters and read the same data, so their losses must agree. A turn is one lone
+iteration between two barriers; its time is from the first rank's start to the last one's end, optimizer
+excluded, so our plan is made for the makespan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import ConfigDict
+from zbv_worker.errors import WorkerError
+from zbv_worker.measure.profile.profile import ProfileOptions, profile
+from zbv_worker.model.protocol import ModelSpec
+
+from benchmarks.worker.findings import Finding, Target
+from benchmarks.worker.paired_ratios import paired_ratio
+from benchmarks.worker.ranks import MEETING_SECONDS, meeting, on_ranks
+from benchmarks.worker.workload import parse_workload, workload_json
+
+if TYPE_CHECKING:
+    from torch import nn
+    from zbv_solver.plans.plan import Plan
+    from zbv_solver.problem.problem import Problem
+    from zbv_worker.execution.executor import Batches, Executor
+    from zbv_worker.execution.whole_plan import WholePlan
+    from zbv_worker.transport.channels import Transport
+    from zbv_worker.transport.distributed import World
+
+    from benchmarks.worker.torch_schedules import StepData
+
+OURS = "zbv"
+
+FIRST_LOSS_TOLERANCE = 1e-5
+"""Of the first step, whose parameters are equal."""
+
+LOSS_TOLERANCE = 1e-2
+"""Of later ones: schedules sum gradients in different orders, and training amplifies rounding."""
+
+
+@dataclass(frozen=True)
+class GptWorkload:
+    """What is trained.
+
+    Attributes
+    ----------
+    model
+        Arguments of :func:`zbv_worker.models.gpt.gpt`.
+    memory_limit_fraction
+        The plan's limit, as in ``zbv-worker profile``: what 1F1B holds on its fullest rank.
+    rounds
+        Turns that are measured, after one that is not.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    pp_degree: int = 2
+    microbatches: tuple[int, ...] = (4, 8)
+    model: dict[str, Any] = field(
+        default_factory=lambda: {"layers": 8, "width": 192, "heads": 6, "length": 128, "sequences": 2}
+    )
+    memory_limit_fraction: float = 1.0
+    profile_repeats: int = 12
+    rounds: int = 40
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return ModelSpec("zbv_worker.models.gpt:gpt", self.model)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What the ranks measured.
+
+    Attributes
+    ----------
+    seconds, losses
+        By schedule: one number per round.
+    """
+
+    seconds: Mapping[str, Sequence[float]]
+    losses: Mapping[str, Sequence[float]]
+
+    @classmethod
+    def of_ranks(cls, answers: Sequence[Mapping[str, Any]]) -> Turns:
+        """Bring the ranks' clocks and losses together; on one host they share a clock."""
+        seconds: dict[str, list[float]] = {}
+        losses: dict[str, list[float]] = {}
+        for name in answers[0]:
+            rounds = zip(*(answer[name] for answer in answers), strict=True)
+            for ranks in rounds:
+                first, last = min(rank["start"] for rank in ranks), max(rank["end"] for rank in ranks)
+                seconds.setdefault(name, []).append((last - first) / 1e9)
+                losses.setdefault(name, []).extend(r["loss"] for r in ranks if r["loss"] is not None)
+        return cls(seconds, losses)
+
+    def check_losses(self) -> None:
+        """Raises :class:`WorkerError` when the schedules did not train the same model."""
+        for name, losses in self.losses.items():
+            for step, (mine, right) in enumerate(zip(losses, self.losses[OURS], strict=True)):
+                tolerance = LOSS_TOLERANCE if step else FIRST_LOSS_TOLERANCE
+                if abs(mine - right) > tolerance * abs(right):
+                    raise WorkerError(
+                        f"step {step}: the loss of {name} is {mine:.6f}, that of {OURS} {right:.6f}; they "
+                        f"must train the same model."
+                    )
+
+
+def measure(workload: GptWorkload) -> list[Finding]:
+    """Profile, plan, and let all schedules take turns, for every number of microbatches."""
+    measured = profile(
+        ProfileOptions(
+            workload.spec,
+            workload.pp_degree,
+            workload.microbatches[0],
+            repeats=workload.profile_repeats,
+            memory_limit_fraction=workload.memory_limit_fraction,
+        )
+    )
+    found: list[Finding] = []
+    for microbatches in workload.microbatches:
+        found += _measure(workload, plan_of(measured, microbatches))
+    return found
+
+
+def plan_of(measured: Problem, microbatches: int) -> Plan:
+    """A plan for lone iterations of a measured model."""
+    from zbv_solver.search.search import search
+
+    return search(replace(measured, microbatches=microbatches, objective="makespan"))
+
+
+def _measure(workload: GptWorkload, plan: Plan) -> list[Finding]:
+    from zbv_solver.plans.plan import plan_json
+
+    request = {"workload": workload_json(workload), "plan": plan_json(plan)}
+    turns = Turns.of_ranks(on_ranks("gpt", request, workload.pp_degree))
+    turns.check_losses()
+    return findings(turns, workload.pp_degree, plan.problem.microbatches, plan.metrics.makespan / 1e6)
+
+
+def findings(turns: Turns, p: int, microbatches: int, planned: float) -> list[Finding]:
+    """Ratios of our times to everyone's, and to the planned time (seconds)."""
+    targets = {
+        "ScheduleZBVZeroBubble": Target(1.0, "at most within noise"),
+        "ScheduleInterleaved1F1B": Target(1.0, "below beyond noise"),
+        "Schedule1F1B": Target(1.0, "below beyond noise"),
+    }
+    mine, name = turns.seconds[OURS], f"GPT p={p} m={microbatches}: zbv /"
+    found = []
+    for other, target in targets.items():
+        ratio, interval = paired_ratio(mine, turns.seconds[other])
+        found.append(Finding(f"{name} {other}", ratio, interval=interval, target=target))
+    ratio, interval = paired_ratio(mine, [planned] * len(mine))
+    return [*found, Finding(f"{name} its plan", ratio, interval=interval)]
+
+
+# --- on a rank
+
+
+class _Pipeline(Protocol):
+    modules: list[nn.Module]
+
+    def step(self, step: int) -> float | None:
+        """Run one iteration; the mean loss where the last stage is."""
+
+
+class ZbvPipeline:
+    """One rank of a plan on our executor."""
+
+    def __init__(self, executor: Executor, modules: list[nn.Module]):
+        self._executor = executor
+        self.modules = modules
+
+    def step(self, step: int) -> float | None:
+        """Run the plan once."""
+        return self._executor.step(step).loss
+
+
+def zbv_pipeline(
+    model: Any, plan: WholePlan, transport: Transport, data: Batches, timeout: float = MEETING_SECONDS
+) -> ZbvPipeline:
+    """A plan on our executor; collective."""
+    import torch
+    from zbv_solver.plans.channels import channels
+    from zbv_worker.execution.executor import Executor
+    from zbv_worker.execution.stages import build_stages
+    from zbv_worker.transport.channels import key_of
+
+    device = torch.device("cpu")
+    transport.open([key_of(channel) for channel in channels(plan.problem, plan.orders)], timeout)
+    mine = plan.of_rank(transport.rank)
+    stages = build_stages(model, mine, device)
+    executor = Executor(mine, stages, data, transport, device=device, timeout=timeout)
+    return ZbvPipeline(executor, [stage.module for stage in stages.values()])
+
+
+def on_rank(request: Mapping[str, Any], world: World) -> dict[str, list[dict[str, Any]]]:
+    """Let the schedules take turns; when each began and ended on this rank, in ns, and its loss."""
+    from zbv_worker.execution.whole_plan import WholePlan
+
+    from benchmarks.worker.torch_schedules import SCHEDULES, StepData, torch_schedule
+
+    workload = parse_workload(GptWorkload, request["workload"])
+    plan = WholePlan.of_document(request["plan"])
+    model, p, m = workload.spec.build(), workload.pp_degree, plan.problem.microbatches
+    data = StepData(model, m)
+    with meeting(world) as transport:
+        pipelines: dict[str, _Pipeline] = {OURS: zbv_pipeline(model, plan, transport, data)}
+        for name in SCHEDULES:
+            pipelines[name] = torch_schedule(name, model, world.rank, p, m, data)
+        return dict(_turns(pipelines, data, transport, model, workload.rounds))
+
+
+def _turns(
+    pipelines: Mapping[str, _Pipeline], data: StepData, transport: Transport, model: Any, rounds: int
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    names = list(pipelines)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    optimizers = {
+        name: model.optimizer(list(chain.from_iterable(m.parameters() for m in pipeline.modules)))
+        for name, pipeline in pipelines.items()
+    }
+    data.load(0)
+    for name in names:  # the first time, shapes are exchanged, by PyTorch's by running the stages once
+        pipelines[name].step(0)
+        optimizers[name].zero_grad()
+    for turn in range(rounds):
+        data.load(turn)
+        at = turn % len(names)
+        for name in (*names[at:], *names[:at]):  # nobody is always the one after the slowest
+            transport.barrier(MEETING_SECONDS)
+            start = time.perf_counter_ns()
+            loss = pipelines[name].step(turn)
+            end = time.perf_counter_ns()
+            found[name].append({"start": start, "end": end, "loss": loss})
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+    yield from found.items()

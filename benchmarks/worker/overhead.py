@@ -1,0 +1,181 @@
+"""CPU time that running a plan costs beside the stages' own compute, per action: ours and PyTorch's.
+
+The same plan of tiny stages runs in turns on our executor, on PyTorch's runtime as ``--runtime torch`` uses
+it, and on PyTorch's runtime as it is shipped; and the same actions in two plain loops in the same processes:
+
+- the modules' F, I, W and B alone: what compute costs. It is subtracted from all three runtimes, which are
+  then compared: what runs a plan includes its transfers.
+- the same with bare sends and receives on the plan's channels: what gloo costs any program, too, with the
+  caches as cold as waiting leaves them. What our executor costs beyond this is its own overhead.
+
+What is counted is CPU time, so waiting for peers, and other processes, count nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict
+from zbv_worker.model.protocol import ModelSpec
+
+from benchmarks.worker.findings import Finding, Target
+from benchmarks.worker.paired_ratios import median_interval
+from benchmarks.worker.ranks import MEETING_SECONDS, meeting, on_ranks
+from benchmarks.worker.workload import parse_workload, workload_json
+
+if TYPE_CHECKING:
+    from zbv_solver.plans.plan import Plan
+    from zbv_worker.transport.distributed import World
+
+OURS, STORE, STOCK = "zbv", "torch with our split", "torch as shipped"
+PLAIN, BARE = "plain loop", "plain loop with bare transfers"
+RIVALS = (STORE, STOCK)
+
+MOST_US = 50.0
+MOST_RATIO = 0.4
+
+Sample = tuple[int, int]
+"""CPU nanoseconds of a turn: of the thread that runs the plan, and of the whole process."""
+
+
+@dataclass(frozen=True)
+class OverheadWorkload:
+    """What is run.
+
+    Attributes
+    ----------
+    pp_degrees
+        One measurement each.
+    in_a_row
+        Steps that a runtime takes at its turn, as in training; they are one sample.
+    rounds
+        Turns that are measured, of every runtime, after ``warm_up``.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    pp_degrees: tuple[int, ...] = (2, 4)
+    microbatches: int = 16
+    in_a_row: int = 4
+    rounds: int = 20
+    warm_up: int = 2
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return ModelSpec("zbv_worker.models.tiny:tiny")
+
+
+def measure(workload: OverheadWorkload) -> list[Finding]:
+    """Every number of ranks in turn."""
+    from zbv_solver.plans.plan import plan_json
+
+    found: list[Finding] = []
+    for p in workload.pp_degrees:
+        plan = plan_of(p, workload.microbatches)
+        request = {"workload": workload_json(workload), "plan": plan_json(plan)}
+        found += findings(p, on_ranks("overhead", request, p))
+    return found
+
+
+def plan_of(p: int, microbatches: int) -> Plan:
+    """A V plan of equal stages."""
+    from zbv_solver.problem.placement import Placement
+    from zbv_solver.problem.problem import Costs, Memory, Problem
+    from zbv_solver.search.search import SearchOptions, search
+
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    deltas = tuple(tuple(delta * one for one in ones) for delta in (2.0, -1.0, -1.0))
+    memory = Memory(deltas[0], deltas[1], deltas[2], (0.0,) * p, (4.0 * p,) * p)
+    problem = Problem(placement, microbatches, Costs(ones, ones, ones, (0.0,) * (len(ones) - 1)), memory)
+    return search(problem, SearchOptions(effort="quick"))
+
+
+def findings(p: int, answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """What the ranks' samples say: medians over the rounds of the mean over the ranks."""
+    of = {name: _microseconds(answers, name) for name in (OURS, *RIVALS)}
+    own = _microseconds(answers, OURS, beyond=BARE)
+    found = []
+    for at, what in enumerate(("executor's thread", "whole process")):
+        value, interval = median_interval(own[:, at])
+        title = f"p={p}: CPU per action beyond compute and bare transfers, {what}"
+        found.append(Finding(title, value, "us", interval, Target(MOST_US)))
+    for at, what in enumerate(("executor's thread", "whole process")):
+        value, interval = median_interval(of[OURS][:, at])
+        found.append(Finding(f"p={p}: CPU per action beyond compute, {what}", value, "us", interval))
+    for rival in RIVALS:
+        value, interval = median_interval(of[OURS][:, 1] / of[rival][:, 1])
+        found.append(Finding(f"p={p}: zbv / {rival}, whole process", value, "", interval, Target(MOST_RATIO)))
+    for rival in RIVALS:
+        value, interval = median_interval(of[rival][:, 1])
+        found.append(Finding(f"p={p}: {rival}, whole process", value, "us", interval))
+    return found
+
+
+def _microseconds(
+    answers: Sequence[Mapping[str, Any]], name: str, beyond: str = PLAIN
+) -> NDArray[np.float64]:
+    """Per round: CPU per action beyond a plain loop's, (rounds, 2), the mean over the ranks."""
+    per_rank = [
+        (np.asarray(answer[name]) - np.median(np.asarray(answer[beyond]), axis=0)) / answer["actions"] / 1e3
+        for answer in answers
+    ]
+    mean: NDArray[np.float64] = np.mean(per_rank, axis=0)
+    return mean
+
+
+# --- on a rank
+
+
+def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """CPU time of every round, by what ran the plan."""
+    import gc
+
+    import torch
+    from zbv_worker.execution.whole_plan import WholePlan
+    from zbv_worker.model.protocol import build_stage
+    from zbv_worker.torch_runtime.executor import TorchExecutor
+
+    from benchmarks.worker.gpt import zbv_pipeline
+    from benchmarks.worker.plain_loop import BareLoop, PlainLoop
+    from benchmarks.worker.torch_schedules import StepData, torch_plan
+
+    workload = parse_workload(OverheadWorkload, request["workload"])
+    plan = WholePlan.of_document(request["plan"])
+    model, mine, device = workload.spec.build(), plan.of_rank(world.rank), torch.device("cpu")
+    data = StepData(model, mine.microbatches)
+    data.load(0)
+    crossing, _ = data.microbatch(0, 0)  # stages keep the width, so this is what crosses every boundary
+    with meeting(world) as transport:
+        built = {index: build_stage(model, index, plan.problem.n_stages, device) for index in mine.stages}
+        steps: dict[str, Callable[[int], object]] = {
+            OURS: zbv_pipeline(model, plan, transport, data).step,
+            STORE: TorchExecutor(
+                plan, world.rank, built, model, device=device, backend="gloo", timeout=MEETING_SECONDS
+            ).step,
+            STOCK: torch_plan(model, plan, world.rank, data).step,
+            PLAIN: PlainLoop(model, mine, data).step,
+            BARE: BareLoop(model, mine, data, transport, crossing).step,
+        }
+        samples: dict[str, list[Sample]] = {name: [] for name in steps}
+        gc.freeze()  # what is there stays: looking through it all would be charged to whoever is at work
+        for turn in range(workload.warm_up + workload.rounds):
+            for name, step in steps.items():
+                transport.barrier(MEETING_SECONDS)
+                sample = _cpu_of(step, workload.in_a_row)
+                if turn >= workload.warm_up:
+                    samples[name].append(sample)
+    return {**samples, "actions": workload.in_a_row * len(mine.actions)}
+
+
+def _cpu_of(step: Callable[[int], object], steps: int) -> Sample:
+    thread, process = time.thread_time_ns(), time.process_time_ns()
+    for number in range(steps):
+        step(number)
+    return time.thread_time_ns() - thread, time.process_time_ns() - process

@@ -1,0 +1,98 @@
+"""I and W, with our store of weight gradients, against the fused backward, on a block of a transformer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ConfigDict
+
+from benchmarks.worker.findings import Finding, Target
+from benchmarks.worker.paired_ratios import paired_ratio
+from benchmarks.worker.ranks import on_ranks
+from benchmarks.worker.workload import parse_workload, workload_json
+
+if TYPE_CHECKING:
+    from zbv_worker.execution.stage import Stage
+    from zbv_worker.transport.distributed import World
+
+MOST = 1.03
+
+
+@dataclass(frozen=True)
+class SplitWorkload:
+    """The block, and how often it is measured.
+
+    Attributes
+    ----------
+    tokens
+        Sequences times their length.
+    in_flight
+        Microbatches that take turns, so that none finds its tensors in the cache.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    widths: tuple[int, ...] = (256, 512)
+    heads: int = 4
+    sequences: int = 4
+    tokens: int = 512
+    in_flight: int = 2
+    rounds: int = 60
+    warm_up: int = 5
+
+
+def measure(workload: SplitWorkload) -> list[Finding]:
+    """One ratio per width, in one process on one core."""
+    (answer,) = on_ranks("split", {"workload": workload_json(workload)}, 1)
+    found = []
+    for width in workload.widths:
+        times = answer[str(width)]
+        ratio, interval = paired_ratio(times["split"], times["fused"])
+        what = f"hidden {width}, {workload.tokens} tokens: (I + W) / B"
+        found.append(Finding(what, ratio, "", interval, Target(MOST)))
+    return found
+
+
+def on_rank(request: Mapping[str, Any], world: World) -> dict[str, dict[str, list[float]]]:
+    """Seconds of I + W and of B, by width."""
+    workload = parse_workload(SplitWorkload, request["workload"])
+    return {str(width): _times(workload, width) for width in workload.widths}
+
+
+def _times(workload: SplitWorkload, width: int) -> dict[str, list[float]]:
+    import gc
+
+    import torch
+    from zbv_worker.execution.stage import Stage
+    from zbv_worker.models.gpt import Block
+
+    torch.manual_seed(0)
+    shape = (workload.sequences, workload.tokens // workload.sequences, width)
+    stage = Stage(1, 3, Block(width, workload.heads), 1)  # an inner one: it returns its input's gradient
+    x, gradient = torch.randn(shape), torch.randn(shape)
+    gc.freeze()
+    found: dict[str, list[float]] = {"split": [], "fused": []}
+    for turn in range(workload.warm_up + workload.rounds):
+        names = ("split", "fused") if turn % 2 else ("fused", "split")
+        for name in names:
+            seconds = _backward_seconds(stage, x, gradient, workload.in_flight, split=name == "split")
+            if turn >= workload.warm_up:
+                found[name].append(seconds)
+    return found
+
+
+def _backward_seconds(stage: Stage, x: Any, gradient: Any, in_flight: int, *, split: bool) -> float:
+    """Of the backwards of some microbatches, after their forwards."""
+    for microbatch in range(in_flight):
+        stage.forward(microbatch, x, split=split)
+    start = time.perf_counter()
+    for microbatch in range(in_flight):
+        if split:
+            stage.backward_input(microbatch, gradient)
+            stage.backward_weight(microbatch)
+        else:
+            stage.backward(microbatch, gradient)
+    return time.perf_counter() - start

@@ -1,0 +1,290 @@
+"""Reading JSON request bodies: bounded, strict, and with errors that say what is wrong.
+
+The framework's own body parsing is not used: it would accept NaN, and its messages would not be those
+of the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.message
+import json
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from zbv_solver.errors import InvalidInput
+
+from zbv_service.errors import (
+    BODY_TOO_LARGE,
+    BODY_TOO_SLOW,
+    MALFORMED_JSON,
+    NOT_READY,
+    UNSUPPORTED_MEDIA_TYPE,
+    ProblemError,
+)
+from zbv_service.observability.context import CALLER, CLIENT_GONE
+
+T = TypeVar("T")
+
+SMALL = 64 * 1024
+"""Bodies up to this many bytes are decoded and checked at once: agents' reports wait for no computation."""
+MEDIUM = 1024**2
+MEDIUM_VALUES = 100_000
+"""Bytes of the body of a run or an agent, and values of an agent's; other bodies may be larger."""
+IN_MEMORY, IN_MEMORY_EACH = 192 * 1024**2, 96 * 1024**2
+"""Bytes of bodies in memory at the same time: of all requests, and of those of one caller."""
+FREE = 64 * 1024
+"""Bytes of a body that are not counted: connections are limited, too."""
+SLOWEST = 16 * 1024
+"""Bytes per second: a body that comes more slowly than this, after a while, is not waited for."""
+
+
+async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T:
+    """What a function makes of the decoded JSON body of a request, at most ``limit`` bytes and ``MEDIUM``.
+
+    Parameters
+    ----------
+    read
+        Checks the document, and returns little. Another process calls it where the body is large.
+
+    Raises
+    ------
+    ProblemError
+        413 when it is larger, 415 when it is not declared as JSON, 400 when it is not JSON.
+    InvalidInput
+        When it breaks a rule.
+    """
+    async with read_text(request, min(limit, MEDIUM)) as body:
+        if len(body) <= SMALL:
+            return read(parse_json(body))
+        return cast("T", await request.app.state.rooms.computations.for_client(_OfMedium(read), body))
+
+
+@asynccontextmanager
+async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
+    """The JSON body of a request, not decoded, at most ``limit`` bytes of it, as long as the block lasts.
+
+    Raises
+    ------
+    ProblemError
+        413 when it is larger, 415 when it is not declared as JSON, 503 when too many bodies are in memory.
+    """
+    _require_json(request)
+    async with _reading(request, limit) as body:
+        yield body
+
+
+@asynccontextmanager
+async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytearray, bool]]:
+    """The body of a request, at most ``limit`` bytes of it, and whether it says that it is gzip.
+
+    Raises
+    ------
+    ProblemError
+        413 when it is larger, 415 for another encoding, 503 when too many bodies are in memory.
+    """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip"):
+        raise ProblemError(
+            UNSUPPORTED_MEDIA_TYPE, f"found content encoding {encoding!r}; send it plain or as gzip."
+        )
+    async with _reading(request, limit) as body:
+        yield body, encoding == "gzip"
+
+
+async def read_form(request: Request, limit: int) -> str:
+    """The body of a form that a browser sends, still encoded, at most ``limit`` bytes of it.
+
+    Raises
+    ------
+    ProblemError
+        413 when it is larger, 415 when it is no such form.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/x-www-form-urlencoded":
+        raise ProblemError(
+            UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does."
+        )
+    async with _reading(request, limit) as body:
+        return body.decode("latin-1")
+
+
+def decompressed(body: bytes | bytearray, limit: int) -> bytes:
+    """A gzip body's content, at most ``limit`` bytes of it; raises :class:`ProblemError` 400 or 413."""
+    stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        text = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ProblemError(MALFORMED_JSON, f"The body is not gzip: {error}. Compress it again.") from None
+    if len(text) > limit:
+        raise _too_large(limit)
+    if not stream.eof or stream.unused_data:
+        raise ProblemError(MALFORMED_JSON, "The body is not one whole gzip stream. Compress it again.")
+    return text
+
+
+@dataclass(frozen=True)
+class _OfMedium(Generic[T]):
+    """A function of a decoded document as one of the text; importable from another process."""
+
+    read: Callable[[Any], T]
+
+    def __call__(self, body: bytes | bytearray) -> T:
+        return self.read(parse_medium(body))
+
+
+def parse_medium(body: bytes | bytearray) -> Any:
+    """As :func:`parse_json`; raises :class:`InvalidInput` for a document with too many values."""
+    document = parse_json(body)
+    # Each of them follows a comma or an opening bracket, which may also stand in a text.
+    if sum(map(body.count, (b",", b"[", b"{"))) > MEDIUM_VALUES and _values(document) > MEDIUM_VALUES:
+        raise InvalidInput.at("", f"found more than {MEDIUM_VALUES} values in one document; send fewer.")
+    return document
+
+
+def _values(document: Any) -> int:
+    """Number of values in a decoded document."""
+    waiting, count = [document], 0
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+    return count
+
+
+def parse_json(body: bytes | bytearray) -> Any:
+    """Strict JSON: UTF-8, no NaN or infinities, numbers and nesting within reason."""
+    try:
+        return json.loads(body.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise _malformed(f"byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _malformed(f"line {error.lineno} column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise _malformed("it is nested too deeply") from None
+    except ValueError:
+        # Python refuses to convert integers of more than some thousand digits.
+        raise _malformed("it holds an integer with thousands of digits") from None
+
+
+def _require_json(request: Request) -> None:
+    header = request.headers.get("content-type", "")
+    message = email.message.Message()
+    message["content-type"] = header or "none"
+    kind = message.get_content_type()
+    if not header or not (kind == "application/json" or kind.endswith("+json")):
+        raise ProblemError(
+            UNSUPPORTED_MEDIA_TYPE, f"found content type {header!r}; send JSON as application/json."
+        )
+
+
+class BodyMemory:
+    """Counts the bytes of bodies that are in memory; a body reserves its own before they come."""
+
+    def __init__(self, most: int = IN_MEMORY, most_each: int = IN_MEMORY_EACH) -> None:
+        self._most = most
+        self._most_each = most_each
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def reserved(self, size: int) -> Iterator[None]:
+        """Have room for so many bytes; raises :class:`ProblemError` 503 where there is none."""
+        size, caller = max(0, size - FREE), CALLER.get() or ""
+        # One body alone always has room, whatever an operator lets bodies be.
+        if size and (
+            (self._held[caller] and self._held[caller] + size > self._most_each)
+            or (self._held.total() and self._held.total() + size > self._most)
+        ):
+            raise ProblemError(
+                NOT_READY,
+                "Other large bodies are being read now; send this one again in a moment.",
+                headers={"Retry-After": "2", "Connection": "close"},  # its body is not read
+            )
+        self._held[caller] += size
+        try:
+            yield
+        finally:
+            self._held[caller] -= size
+            if not self._held[caller]:
+                del self._held[caller]
+
+
+@asynccontextmanager
+async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
+    """The body of a request, which counts as held in memory as long as the block lasts."""
+    declared = request.headers.get("content-length", "")
+    is_declared = declared.isdecimal() and len(declared) < 20
+    if is_declared and int(declared) > limit:
+        raise _too_large(limit)
+    memory: BodyMemory = request.app.state.body_memory
+    with memory.reserved(int(declared) if is_declared else limit):
+        body = await _read(request, limit)
+        async with _noticing_departure(request):
+            yield body
+
+
+@asynccontextmanager
+async def _noticing_departure(request: Request) -> AsyncIterator[None]:
+    """Have :data:`CLIENT_GONE` say, as long as the block lasts, when the client hangs up."""
+    is_gone = asyncio.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        is_gone.set()
+
+    watching, token = asyncio.create_task(watch()), CLIENT_GONE.set(is_gone)
+    try:
+        yield
+    finally:
+        CLIENT_GONE.reset(token)
+        watching.cancel()
+
+
+async def _read(request: Request, limit: int) -> bytearray:
+    body, loop = bytearray(), asyncio.get_running_loop()
+    until = loop.time() + request.app.state.settings.request_seconds
+    try:
+        async with asyncio.timeout_at(until) as patience:
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise _too_large(limit)
+                patience.reschedule(until + len(body) / SLOWEST)
+    except TimeoutError:
+        raise _too_slow(len(body)) from None
+    except ClientDisconnect:
+        raise _malformed("it ends before its declared length") from None
+    return body
+
+
+def _too_slow(size: int) -> ProblemError:
+    return ProblemError(
+        BODY_TOO_SLOW,
+        f"Of the body {size} bytes came, and then no more for too long; send it again, faster.",
+        headers={"Connection": "close"},
+    )
+
+
+def _too_large(limit: int) -> ProblemError:
+    # The rest of the body is not read, so the connection cannot carry another request.
+    return ProblemError(
+        BODY_TOO_LARGE, f"The body is larger than {limit} bytes; send less.", headers={"Connection": "close"}
+    )
+
+
+def _malformed(what: str) -> ProblemError:
+    return ProblemError(MALFORMED_JSON, f"The body is not JSON: {what}. Send one JSON document in UTF-8.")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _malformed(f"it holds {name}, which JSON does not have")

@@ -1,0 +1,158 @@
+"""What a connection may do before there is a request that the application sees.
+
+The server itself reads heads of any size for as long as they take to arrive: a stranger could fill its
+memory, or hold all connections open by sending a byte now and then. And what it refuses, it refuses in
+plain text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, cast
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from zbv_service import errors as problems
+from zbv_service.errors import HEADERS_TOO_LARGE, MALFORMED_REQUEST, Kind
+
+CROWDED = "zbv.is_crowded"
+"""Marks the scopes of connections beyond the limit; :class:`zbv_service.api.limits.Limited` refuses them."""
+
+LINGER_SECONDS = 5.0
+"""How long a refused connection is still listened to: see :func:`limited`."""
+LINGER_BYTES = 8 * 1024 * 1024
+"""How much of what a refused client goes on sending is thrown away before the connection is cut."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Of one connection, and of all together.
+
+    Attributes
+    ----------
+    head_seconds
+        How long the head of a request may take to arrive.
+    head_bytes
+        How large a head, or the trailer of a body, may grow; pieces of up to 256 KiB come on top.
+    connections
+        How many there may be at the same time.
+    """
+
+    head_seconds: float
+    head_bytes: int
+    connections: int
+
+
+def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
+    """The server's own protocol, within limits.
+
+    A client that is refused while it still sends would often not read why: a socket closed with unread
+    input is reset, and the reset overtakes the answer (RFC 9112, section 9.6). So the answer is followed by
+    the end of the stream, and the rest of what the client sends is thrown away for a while.
+    """
+
+    class LimitedProtocol(HttpToolsProtocol):
+        _head_timer: asyncio.TimerHandle | None = None
+        _linger_timer: asyncio.TimerHandle | None = None
+        _bytes_of_no_body = 0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base
+            super().connection_made(transport)
+            if len(self.connections) > limits.connections:
+                self.app = _crowded(cast("ASGIApp", self.app))
+            self._watch_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_watching()
+            if self._linger_timer is not None:
+                self._linger_timer.cancel()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            self._bytes_of_no_body += len(data)
+            if self._linger_timer is not None:
+                if self._bytes_of_no_body > LINGER_BYTES:
+                    self.transport.abort()
+                return
+            super().data_received(data)
+            if self._bytes_of_no_body > limits.head_bytes:
+                self._refuse(HEADERS_TOO_LARGE, f"They exceed {limits.head_bytes} bytes; send less.")
+            self._watch_head()
+
+        def on_message_begin(self) -> None:
+            self._bytes_of_no_body = 0
+            super().on_message_begin()
+
+        def on_body(self, body: bytes) -> None:
+            self._bytes_of_no_body = 0
+            super().on_body(body)
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(MALFORMED_REQUEST, "What came is no HTTP/1.1. Is the scheme of the address right?")
+
+        def _refuse(self, kind: Kind, detail: str) -> None:
+            if self._linger_timer is not None or self.transport.is_closing():
+                return
+            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            self._stop_watching()
+            if self._is_silenced():
+                self.transport.close()
+                return
+            self.transport.write(_answer(kind, detail))
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.flow.resume_reading()
+
+        def _is_silenced(self) -> bool:
+            """Whether the request under way is being answered already; the rest of that answer is dropped."""
+            if self.cycle is None or self.cycle.response_complete:
+                return False
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            return self.cycle.response_started
+
+        def _watch_head(self) -> None:
+            is_waiting = self.cycle is None or self.cycle.response_complete
+            if not is_waiting or self._linger_timer is not None:
+                self._stop_watching()
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(limits.head_seconds, self._give_up)
+
+        def _stop_watching(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _give_up(self) -> None:
+            self._head_timer = None
+            if not self.transport.is_closing():
+                self.transport.close()
+
+    return LimitedProtocol
+
+
+def _crowded(app: ASGIApp) -> Any:
+    """The application, told that a connection is one too many: it refuses, and so counts and logs that."""
+
+    async def marked(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, CROWDED: True}, receive, send)
+
+    return marked
+
+
+def _answer(kind: Kind, detail: str) -> bytes:
+    """A problem document as the bytes of a whole answer, after which the connection is closed."""
+    body = json.dumps(problems.document(kind, detail)).encode()
+    lines = (
+        f"HTTP/1.1 {kind.status} {HTTPStatus(kind.status).phrase}",
+        f"Content-Type: {problems.MEDIA_TYPE}",
+        f"Content-Length: {len(body)}",
+        "Cache-Control: no-store",
+        "X-Content-Type-Options: nosniff",
+        "Connection: close",
+    )
+    return "\r\n".join([*lines, "", ""]).encode() + body

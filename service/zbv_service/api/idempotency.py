@@ -1,0 +1,148 @@
+"""The header ``Idempotency-Key``: a caller's name for a request, so that sending it twice does it once.
+
+After the draft "The Idempotency-Key HTTP Header Field" of the IETF's HTTPAPI group. There the value is a
+structured string in double quotes (RFC 9651); most clients leave the quotes out, so both are taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from fastapi import Request
+
+from zbv_service.database import NameTaken
+from zbv_service.errors import (
+    IDEMPOTENCY_KEY_IN_USE,
+    IDEMPOTENCY_KEY_REUSED,
+    INVALID_IDEMPOTENCY_KEY,
+    ProblemError,
+)
+from zbv_service.records.searches import NamedRequest, RequestKind
+
+HEADER = "Idempotency-Key"
+MAX_LENGTH = 255
+_QUOTED = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
+_ESCAPED = re.compile(r'\\(["\\])')
+_BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]+")
+
+
+KEY_PARAMETER: dict[str, Any] = {
+    "name": HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Names the request, so that sending it twice does it once. Each token has its own keys. A "
+    "key is remembered for a day, unless the operator says otherwise; until then the answer is what "
+    "the first request created, even if that was cancelled since.",
+    "schema": {"type": "string", "maxLength": MAX_LENGTH + 2},
+}
+"""The OpenAPI parameter of a route that takes the header."""
+
+
+class NamedRequests:
+    """The named requests of one kind that this process is answering.
+
+    Parameters
+    ----------
+    seconds
+        How long names are remembered.
+    """
+
+    def __init__(self, kind: RequestKind, seconds: float):
+        self._kind = kind
+        self._lifetime = timedelta(seconds=seconds)
+        self._in_flight: set[str] = set()
+
+    @asynccontextmanager
+    async def answering(self, key_hash: str | None) -> AsyncIterator[Callable[[str], NamedRequest | None]]:
+        """Answer a request inside the block.
+
+        Parameters
+        ----------
+        key_hash
+            Of the caller and the key; None without a key.
+
+        Yields
+        ------
+        A function of the body's fingerprint. Store what it returns with what the request creates; it returns
+        None without a key.
+
+        Raises
+        ------
+        ProblemError
+            409 while a request of the same name is being answered here, 422 when the block finds that the
+            name belongs to another request.
+        """
+        if key_hash is None:
+            yield lambda fingerprint: None
+            return
+        if key_hash in self._in_flight:
+            raise ProblemError(
+                IDEMPOTENCY_KEY_IN_USE,
+                "The first request with this Idempotency-Key is not answered yet; send it again in a second.",
+                headers={"Retry-After": "1"},
+            )
+        expires_at = datetime.now(UTC) + self._lifetime
+        self._in_flight.add(key_hash)
+        try:
+            yield lambda fingerprint: NamedRequest(key_hash, fingerprint, expires_at, self._kind)
+        except NameTaken:
+            raise ProblemError(
+                IDEMPOTENCY_KEY_REUSED,
+                "This Idempotency-Key came with another body or to another address before; a new request "
+                "needs a new key.",
+            ) from None
+        finally:
+            self._in_flight.discard(key_hash)
+
+
+def key_hash_of(request: Request, owner: str) -> str | None:
+    """The hash of a caller and the key of its request; None when the request has no key.
+
+    Raises
+    ------
+    ProblemError
+        400 as :func:`idempotency_key`.
+    """
+    key = idempotency_key(request)
+    return None if key is None else fingerprint_of([owner, key])
+
+
+def fingerprint_of(value: Any) -> str:
+    """A hash of a decoded JSON document, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def idempotency_key(request: Request) -> str | None:
+    """The key of a request, None when it has none.
+
+    Raises
+    ------
+    ProblemError
+        400 when there are several, or it is empty, too long, or of other characters than it may be.
+    """
+    values = request.headers.getlist(HEADER)
+    if not values:
+        return None
+    if len(values) > 1:
+        raise _wrong(f"found {len(values)} of them; send one.")
+    value = values[0].strip()
+    quoted = _QUOTED.fullmatch(value)
+    key = _ESCAPED.sub(r"\1", quoted[1]) if quoted else value
+    if not (quoted or _BARE.fullmatch(value)):
+        raise _wrong(
+            "it must be visible ASCII characters in double quotes; without quotes also no comma, semicolon, "
+            "backslash or space. Send a UUID."
+        )
+    if not 1 <= len(key) <= MAX_LENGTH:
+        raise _wrong(f"found {len(key)} characters; it must have 1 to {MAX_LENGTH}. Send a UUID.")
+    return key
+
+
+def _wrong(why: str) -> ProblemError:
+    return ProblemError(INVALID_IDEMPOTENCY_KEY, f"{HEADER}: {why}")

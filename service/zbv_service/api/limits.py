@@ -1,0 +1,78 @@
+"""What is refused before anything looks at it: requests that are too large in form, or one too many."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from zbv_service import errors as problems
+from zbv_service.api.connections import CROWDED
+from zbv_service.errors import ProblemError
+
+MAX_ADDRESS = 8192
+"""Bytes of path and query; every real one is far shorter."""
+MAX_HEADERS = 32 * 1024
+"""Bytes of all header fields together."""
+SLICE = 128 * 1024
+"""Bytes of an answer that are handed to the server at a time."""
+RETRY_SECONDS = 1
+
+
+class Limited:
+    """An application behind limits on addresses, header fields and connections."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        refusal = _refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, _in_slices(send))
+        else:
+            await problems.answer_to(refusal)(scope, receive, send)
+
+
+def _in_slices(send: Send) -> Send:
+    """Send large bodies bit by bit, each when the client has taken the former ones.
+
+    The server's transport copies whatever the client does not take at once: for a hundred clients that read
+    slowly, or not at all, a plan would be in memory a hundred times.
+    """
+
+    async def slicing(message: Message) -> None:
+        body = message.get("body", b"") if message["type"] == "http.response.body" else b""
+        if len(body) <= SLICE:
+            await send(message)
+            return
+        view, has_more = memoryview(body), message.get("more_body", False)
+        for begin in range(0, len(body), SLICE):
+            is_last = begin + SLICE >= len(body)
+            part = bytes(view[begin : begin + SLICE])
+            await send({"type": message["type"], "body": part, "more_body": has_more or not is_last})
+
+    return slicing
+
+
+def _refusal(scope: Scope) -> ProblemError | None:
+    if scope.get(CROWDED):
+        return ProblemError(
+            problems.TOO_MANY_CONNECTIONS,
+            "As many connections are open as the service takes; come back in a moment.",
+            headers={"Retry-After": str(RETRY_SECONDS), "Connection": "close"},
+        )
+    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_ADDRESS:
+        return ProblemError(
+            problems.ADDRESS_TOO_LONG, f"The address is longer than {MAX_ADDRESS} bytes; send a shorter one."
+        )
+    if _size(scope["headers"]) > MAX_HEADERS:
+        return ProblemError(
+            problems.HEADERS_TOO_LARGE, f"The header fields exceed {MAX_HEADERS} bytes; send less."
+        )
+    return None
+
+
+def _size(headers: list[tuple[bytes, bytes]]) -> int:
+    size = 0
+    for name, value in headers:
+        size += len(name) + len(value)
+    return size

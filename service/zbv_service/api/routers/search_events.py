@@ -1,0 +1,110 @@
+"""``/v1/searches/{search_id}/events``: as a stream of server-sent events, or as a list."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.sse import EventSourceResponse, format_sse_event
+from starlette.types import Send
+
+from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, preferred
+from zbv_service.api.state import rooms
+from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND, documented
+from zbv_service.records.searches import FINISHED, SearchEvent, SearchRecord
+from zbv_service.searches.event_documents import SearchEventList
+from zbv_service.searches.events import event_json
+from zbv_service.security.scheme import READ, READ_SCOPES
+
+RECONNECT_MILLISECONDS = 1000
+_MAX_NUMBER = 2**31 - 1
+
+router = APIRouter(prefix="/v1/searches", tags=["searches"])
+
+_Number = Annotated[
+    int | None, Query(ge=0, le=_MAX_NUMBER, description="Only events that come after this one.")
+]
+_LastEventId = Annotated[
+    int | None, Header(alias="Last-Event-ID", ge=0, le=_MAX_NUMBER, description="As after; browsers send it.")
+]
+
+
+class _Stream(EventSourceResponse):
+    """Closes what it streams when its reader goes away, not when Python gets round to it."""
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(cast("Any", self.body_iterator)):
+            await super().stream_response(send)
+
+
+@router.get(
+    "/{search_id}/events",
+    dependencies=[READ],
+    operation_id="follow_search",
+    summary="What happens to a search",
+    response_model=SearchEventList,
+    response_description="The events so far, or a stream of them that ends after the event `end`.",
+    responses={
+        200: {
+            "content": {
+                EVENT_STREAM: {
+                    "schema": {"type": "string"},
+                    "example": 'event: end\ndata: {"id":9,"event":"end","state":"done"}\nid: 9\n\n',
+                }
+            }
+        },
+        204: {"description": "There is nothing after this event: the search has ended. Do not come back."},
+        **documented(NOT_FOUND, INVALID_PARAMETER),
+    },
+)
+async def follow_search(
+    request: Request, search_id: str, after: _Number = None, last_event_id: _LastEventId = None
+) -> Response:
+    """Typed events, numbered within the search: `state`, `improvement`, `bound`, `end`.
+
+    A stream that broke goes on after `Last-Event-ID`, from any service on the same database. With
+    `Accept: application/json`, or `after`, the same events are a list.
+    """
+    found = rooms(request)
+    record = await found.searches.get(search_id)
+    number = max(after or 0, last_event_id or 0)
+    forms = (EVENT_STREAM, JSON) if after is None else (JSON, EVENT_STREAM)
+    if preferred(request, forms) == JSON:
+        return _listed(record, number, await found.events.since(search_id, number))
+    if record.state in FINISHED and not await found.events.since(search_id, number):
+        return Response(status_code=204, headers=VARY)
+    headers = {**VARY, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return _Stream(_stream(request, search_id, number), headers=headers)
+
+
+def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Response:
+    document = {
+        "search_id": record.id,
+        "events": [event_json(event) for event in events],
+        "last_id": events[-1].number if events else number,
+        "is_over": record.state in FINISHED or (bool(events) and events[-1].kind == "end"),
+    }
+    headers = {**VARY, "Cache-Control": "no-store"}
+    return Response(_text(document), headers=headers, media_type=JSON)
+
+
+async def _stream(request: Request, search_id: str, number: int) -> AsyncIterator[bytes]:
+    """What is sent ends with the token that asked for it; a reader that comes back then hears why."""
+    found = rooms(request)
+    yield format_sse_event(retry=RECONNECT_MILLISECONDS)
+    async with aclosing(cast("Any", found.events.follow(search_id, number))) as batches:
+        async for batch in batches:
+            if not await found.access.is_still_allowed(request, READ_SCOPES):
+                return
+            yield b"".join(map(_encoded, batch)) or format_sse_event(comment="still here")
+
+
+def _encoded(event: SearchEvent) -> bytes:
+    return format_sse_event(event=event.kind, id=str(event.number), data_str=_text(event_json(event)))
+
+
+def _text(document: Any) -> str:
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,56 @@
+"""The command ``zbv-service``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from zbv_solver import __version__
+
+from zbv_service import client_flags
+from zbv_service.client_token import CredentialsUnusable
+from zbv_service.commands.ending import EPILOG, FAILED, WRONG_INPUT, Stop
+from zbv_service.commands.openapi import add_openapi
+from zbv_service.commands.run import add_run
+from zbv_service.commands.serve import add_serve
+from zbv_service.commands.settings import Command, add_settings
+from zbv_service.commands.submit import add_submit
+from zbv_service.commands.token import add_token
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parsed = _parser().parse_args(arguments)
+    client_flags.use(parsed)
+    try:
+        status: int = parsed.run(parsed)
+    except Stop as stop:
+        print(f"zbv-service: {stop}", file=sys.stderr)
+        return stop.status
+    except CredentialsUnusable as error:
+        print(f"zbv-service: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of our output went away; Python must not complain about it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zbv-service",
+        description="Plans zero-bubble V schedules as a service.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"zbv-service {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Command)
+    for add in (add_serve, add_submit, add_run, add_token, add_settings, add_openapi):
+        add(commands)
+    return parser

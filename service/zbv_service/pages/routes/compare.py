@@ -1,0 +1,63 @@
+"""``/plans/{plan_id}/compare``: a plan beside classical schedules and other plans."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from zbv_solver.export.timeline import timeline
+from zbv_solver.export.timeline_data import timeline_bytes
+from zbv_solver.plans.plan import Plan
+
+from zbv_service.api.state import derived, rooms
+from zbv_service.errors import NOT_FOUND, ProblemError
+from zbv_service.pages.answers import page, problem_answer, shell_of
+from zbv_service.pages.views.compare import compare_page, compare_view
+from zbv_service.plans.compared import USUAL
+from zbv_service.security.scheme import READ
+
+MOST_NAMES = 32
+LONGEST_NAME = 100
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/plans/{plan_id}/compare", dependencies=[READ])
+async def get_compare_page(
+    request: Request,
+    plan_id: str,
+    chosen: Annotated[list[str] | None, Query(alias="with", max_length=MOST_NAMES)] = None,
+) -> Response:
+    """The plan beside what is chosen; the form sends an empty choice along, so that none is one, too."""
+    found = rooms(request)
+    names = USUAL if chosen is None else [name.strip()[:LONGEST_NAME] for name in chosen if name.strip()]
+    try:
+        plan = await found.plans.plan(plan_id)
+        compared = await found.compared.of(plan, names)
+        offered = await found.compared.offered(plan)
+    except ProblemError as error:
+        return problem_answer(error, request)
+    shell = shell_of(request)
+    make = partial(compare_view, compared=compared, offered=offered, root=shell.root)
+    view = await found.computations.run(make, plan)
+    return page(compare_page(view, shell), headers={"Cache-Control": "no-store"})
+
+
+@router.get("/plans/{plan_id}/baselines/{name}/actions", dependencies=[READ])
+async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Response:
+    """A classical schedule's actions for the script: see :mod:`zbv_solver.export.timeline_data`."""
+    found = rooms(request)
+    baseline = await found.compared.baseline(await found.plans.plan(plan_id), name)
+    if baseline is None:
+        raise ProblemError(NOT_FOUND, f"found no classical schedule {name[:LONGEST_NAME]!r}.")
+    headers, known = derived(request, f"{plan_id}-{name}-actions")
+    return known or Response(
+        await found.computations.run(_packed, baseline),
+        headers=headers,
+        media_type="application/octet-stream",
+    )
+
+
+def _packed(plan: Plan) -> bytes:
+    return timeline_bytes(timeline(plan))

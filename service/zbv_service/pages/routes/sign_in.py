@@ -1,0 +1,170 @@
+"""Signing in with a browser: ``/sign-in``, ``/sign-out``, and links that begin a session."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from urllib.parse import parse_qs, quote
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+
+from zbv_service import errors as problems
+from zbv_service.api.bodies import read_form
+from zbv_service.api.negotiation import wants_page
+from zbv_service.api.state import rooms
+from zbv_service.errors import INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS, ProblemError
+from zbv_service.pages.answers import page, problem_answer, root_of, shell_of
+from zbv_service.pages.views.sign_in import sign_in_page
+from zbv_service.security.access import (
+    InsufficientScope,
+    TooManyAttempts,
+    Unauthenticated,
+    require_same_origin,
+)
+from zbv_service.security.cookies import end_session, session_of, set_session
+from zbv_service.security.documents import SignInLink
+from zbv_service.security.grants import grant_of
+from zbv_service.security.origins import is_from_elsewhere
+from zbv_service.security.scheme import ANY_TOKEN, ANYBODY
+from zbv_service.security.sign_in import LINK_SECONDS, LinkUnusable
+
+MAX_FORM_BYTES = 8192
+
+router = APIRouter()
+
+
+def install(app: FastAPI) -> None:
+    """Show people who have to sign in, or may not see something, a page instead of a document."""
+    for error in (Unauthenticated, InsufficientScope, TooManyAttempts):
+        app.add_exception_handler(error, _on_refusal)
+
+
+@router.get("/sign-in", dependencies=[ANYBODY], include_in_schema=False)
+async def get_sign_in(request: Request, token: str = "", next: str = "/") -> Response:
+    """The page on which a token is pasted; with a link's token, the session begins at once."""
+    if rooms(request).access.is_open:
+        return _see_other(request, "/")
+    if not token:
+        return _sign_in_page(request, next, 200)
+    found = rooms(request)
+    try:
+        async with found.access.guarded(request, token):
+            session = await found.sign_in.follow_link(token)
+    except LinkUnusable as error:
+        return _sign_in_page(request, next, 401, f"{error} To get a new one: zbv-service token link")
+    except ProblemError as error:
+        return _refused_page(request, error)
+    return _begin(request, session, next)
+
+
+@router.post("/sign-in", dependencies=[ANYBODY], include_in_schema=False)
+async def post_sign_in(request: Request) -> Response:
+    """Begin a session with a token."""
+    try:
+        require_same_origin(request)
+        form = parse_qs(await read_form(request, MAX_FORM_BYTES))
+        destination = form.get("next", ["/"])[0]
+        found = rooms(request)
+        if found.access.is_open:
+            return _see_other(request, destination)
+        grant = await found.access.check(request, form.get("token", [""])[0].strip())
+        session = await found.sign_in.begin(grant)
+    except ProblemError as error:
+        if error.kind not in (problems.UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
+            raise
+        return _refused_page(request, error)
+    return _begin(request, session, destination)
+
+
+@router.post("/sign-out", dependencies=[ANYBODY], include_in_schema=False)
+async def post_sign_out(request: Request) -> Response:
+    """End the browser's session."""
+    require_same_origin(request)
+    text = session_of(request)
+    if text is not None:
+        await rooms(request).sign_in.end(text)
+    answer = _see_other(request, "/sign-in")
+    end_session(answer, request)
+    return answer
+
+
+@router.post(
+    "/v1/sign-in-links",
+    operation_id="create_sign_in_link",
+    tags=["access"],
+    dependencies=[ANY_TOKEN],
+    summary="Get a link that signs a browser in, once",
+    status_code=201,
+    response_description="Whoever opens it first may do what the token may.",
+    responses=problems.documented(),
+)
+async def create_sign_in_link(request: Request) -> SignInLink:
+    """The browser may do what the token may that asks for the link, and for as long."""
+    found, base = rooms(request), str(request.base_url)
+    grant = grant_of(request)
+    expires_at = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
+    if found.access.is_open:
+        return SignInLink(url=base, expires_at=expires_at)
+    token = await found.sign_in.new_link(grant)
+    return SignInLink(url=f"{base}sign-in?token={token}", expires_at=expires_at)
+
+
+@router.get("/openapi.json", dependencies=[ANY_TOKEN], include_in_schema=False)
+async def get_openapi(request: Request) -> Response:
+    """What this API takes and answers; written once, as that takes longer than others should wait."""
+    app = request.app
+    if getattr(app.state, "openapi_text", None) is None:
+        write = rooms(request).computations.write
+        app.state.openapi_text = await write(lambda: json.dumps(app.openapi()).encode())
+    return Response(app.state.openapi_text, media_type="application/json")
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    if not isinstance(error, ProblemError):
+        raise error
+    if request.method != "GET" or not wants_page(request):
+        return problems.answer_to(error)
+    if isinstance(error, InsufficientScope):
+        return problem_answer(error, request, error.headers)
+    query = f"?{request.url.query}" if request.url.query else ""
+    path = request.url.path.removeprefix(root_of(request))
+    # A browser that still has the cookie of a session that ended can sign in whatever its pages have asked.
+    complaint = error.detail if isinstance(error, TooManyAttempts) else ""
+    answer = _sign_in_page(request, path + query, error.kind.status, complaint)
+    answer.headers.update(error.headers)
+    return answer
+
+
+def _sign_in_page(request: Request, destination: str, status: int, complaint: str = "") -> HTMLResponse:
+    text = sign_in_page(
+        _inside(destination),
+        shell_of(request),
+        complaint,
+        # The cookie comes along when the browser asks again by itself.
+        asks_again=request.method == "GET" and is_from_elsewhere(request),
+    )
+    return page(text, status, {"Cache-Control": "no-store"})
+
+
+def _refused_page(request: Request, error: ProblemError) -> HTMLResponse:
+    answer = _sign_in_page(request, "/", error.kind.status, error.detail)
+    answer.headers.update(error.headers)
+    return answer
+
+
+def _begin(request: Request, session: str, destination: str) -> Response:
+    answer = _see_other(request, destination)
+    set_session(answer, request, session, round(rooms(request).sign_in.session_seconds))
+    return answer
+
+
+def _see_other(request: Request, destination: str) -> RedirectResponse:
+    headers = {"Cache-Control": "no-store"}
+    return RedirectResponse(root_of(request) + quote(_inside(destination), safe="/?&=%"), 303, headers)
+
+
+def _inside(destination: str) -> str:
+    """A path of this service: nobody is sent elsewhere after signing in."""
+    is_path = destination.startswith("/") and not destination.startswith(("//", "/\\"))
+    return destination if is_path and destination.isprintable() else "/"

@@ -1,0 +1,96 @@
+"""What two problems differ in, in a few lines that a reader can take in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.numeric import ROUNDING
+from zbv_solver.problem.problem import Problem
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A quantity that is not the same, as texts."""
+
+    name: str
+    here: str
+    there: str
+
+
+def differences(here: Problem, there: Problem) -> tuple[Difference, ...]:
+    """Every quantity of two problems that differs; of numbers per stage or rank the range is said."""
+    return tuple(
+        Difference(name, mine, theirs) for name, mine, theirs in _quantities(here, there) if mine != theirs
+    )
+
+
+def _quantities(here: Problem, there: Problem) -> Iterator[tuple[str, str, str]]:
+    yield "ranks", str(here.pp_degree), str(there.pp_degree)
+    yield "microbatches", str(here.microbatches), str(there.microbatches)
+    yield "placement", _placement(here), _placement(there)
+    yield "objective", here.objective, there.objective
+    yield "time unit", here.units.time or "none", there.units.time or "none"
+    yield "memory unit", here.units.memory or "none", there.units.memory or "none"
+    for name, mine, theirs in (
+        ("forward F", here.costs.forward, there.costs.forward),
+        ("backward, input I", here.costs.backward_input, there.costs.backward_input),
+        ("backward, weight W", here.costs.backward_weight, there.costs.backward_weight),
+        ("full backward B", here.costs.backward, there.costs.backward),
+        ("transfer", here.costs.p2p, there.costs.p2p),
+        ("memory of F", here.memory.forward, there.memory.forward),
+        ("memory of I", here.memory.backward_input, there.memory.backward_input),
+        ("memory of W", here.memory.backward_weight, there.memory.backward_weight),
+        ("static memory", here.memory.static, there.memory.static),
+        ("memory limit", here.memory.limit, there.memory.limit),
+    ):
+        if not _same(mine, theirs):
+            yield name, *_told_apart(_spread(mine), _spread(theirs), mine, theirs)
+    if here.model != there.model:
+        yield "layers", *_layers_apart(here.model, there.model)
+
+
+def _layers_apart(mine: CutModel | None, theirs: CutModel | None) -> tuple[str, str]:
+    one, other = _layers(mine), _layers(theirs)
+    return (one, other) if one != other else (one, f"{other}, others or otherwise cut")
+
+
+def _layers(model: CutModel | None) -> str:
+    return "none given" if model is None else f"{model.model.n_layers} in {model.cut.n_stages} stages"
+
+
+def _placement(problem: Problem) -> str:
+    return f"{problem.placement.kind}, {problem.placement.chunks} per rank"
+
+
+def _same(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> bool:
+    if mine is None or theirs is None:
+        return mine is theirs
+    if len(mine) != len(theirs):
+        # Of other stages or ranks: the same where all say one and the same number.
+        return len(set(mine) | set(theirs)) == 1 or not (mine or theirs)
+    return all(map(_near, mine, theirs))
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= ROUNDING * max(abs(a), abs(b))
+
+
+def _spread(values: Sequence[float] | None) -> str:
+    if not values:
+        return "none"
+    low, high = min(values), max(values)
+    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+
+
+def _told_apart(
+    mine: str, theirs: str, here: Sequence[float] | None, there: Sequence[float] | None
+) -> tuple[str, str]:
+    """Ranges that read alike although the numbers differ: then how many there are, or how many of them do."""
+    if mine != theirs or here is None or there is None:
+        return mine, theirs
+    if len(here) != len(there):
+        return f"{mine}, {len(here)} values", f"{theirs}, {len(there)} values"
+    count = sum(not _near(a, b) for a, b in zip(here, there, strict=True))
+    return mine, f"{theirs}, {count} of {len(there)} differ"

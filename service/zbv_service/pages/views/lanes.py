@@ -1,0 +1,92 @@
+"""Several schedules above each other on one time axis, drawn by ``static/lanes.js``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+from zbv_solver.export import palette, quantities, report
+from zbv_solver.export.timeline import Timeline
+from zbv_solver.export.timeline_data import MAX_GLYPHS, timeline_facts, timeline_text
+from zbv_solver.problem.problem import LETTERS, Problem
+
+_ALL_ROWS = 720
+_LEAST_ROWS = 110
+"""Pixels for the rows of all lanes together, and for those of one lane at least."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """A schedule laid out in time.
+
+    Attributes
+    ----------
+    problem
+        Gives the placement and costs of the actions.
+    url
+        The address of the packed actions (:mod:`zbv_solver.export.timeline_data`); if None, the page contains
+        them.
+    is_measured
+        Whether the times were measured.
+    idle
+        The share of its time that each rank is idle, (p,), shown beside its row.
+    """
+
+    title: str
+    line: Timeline
+    problem: Problem
+    url: str | None = None
+    is_measured: bool = False
+    idle: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class LanesView:
+    """What the template needs.
+
+    Attributes
+    ----------
+    data
+        JSON for the script: facts and actions of every lane.
+    canvases
+        One per lane, from top to bottom.
+    legend
+        Letter, name and style of the letters that occur.
+    has_bars
+        Whether every action is drawn one by one from the start.
+    """
+
+    data: Markup
+    canvases: tuple[report.GanttCanvas, ...]
+    legend: tuple[tuple[str, str, str], ...]
+    chunked: bool
+    has_bars: bool
+
+
+def lanes_view(lanes: Sequence[Lane], unit: str) -> LanesView:
+    """One or more lanes as a chart; ``unit`` is the unit of all times."""
+    rows, last = max(_LEAST_ROWS, _ALL_ROWS / len(lanes)), len(lanes) - 1
+    letters = sorted({code for lane in lanes for code in set(lane.line.letter.tolist())})
+    return LanesView(
+        data=report.script_json([_data(lane) for lane in lanes]),
+        canvases=tuple(
+            report.gantt_canvas(
+                lane.line.pp_degree,
+                title=lane.title,
+                axis=quantities.titled("time", unit) if index == last else None,
+                idle=lane.idle,
+                rows=rows,
+            )
+            for index, lane in enumerate(lanes)
+        ),
+        legend=tuple((LETTERS[code], palette.NAMES[LETTERS[code]], LETTERS[code]) for code in letters),
+        chunked=any(lane.problem.placement.chunks > 1 for lane in lanes),
+        has_bars=all(len(lane.line) <= MAX_GLYPHS for lane in lanes),
+    )
+
+
+def _data(lane: Lane) -> dict[str, object]:
+    facts = timeline_facts(lane.line, lane.problem, is_measured=lane.is_measured)
+    data = timeline_text(lane.line, is_measured=lane.is_measured) if lane.url is None else None
+    return {"title": lane.title, "facts": facts, "url": lane.url, "data": data}

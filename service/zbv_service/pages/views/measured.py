@@ -1,0 +1,251 @@
+"""The page that holds a measured step of a run against its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from zbv_solver.export import quantities, report
+from zbv_solver.export.per_rank import idle_shares
+from zbv_solver.export.timeline import Timeline, timeline
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import LETTERS, Units
+
+from zbv_service.pages.shell import Shell, assets, render
+from zbv_service.pages.views.lanes import Lane, LanesView, lanes_view
+from zbv_service.pages.views.measured_rows import (
+    NOTICEABLE,
+    PARTS,
+    AccountRow,
+    KindRow,
+    account_rows,
+    kind_rows,
+    signed,
+)
+from zbv_service.runs.measured.accounts import RankAccount
+from zbv_service.runs.measured.explain import Cause, Explanation, sentence, told
+from zbv_service.runs.measured.step import MeasuredStep
+from zbv_service.runs.measurements import Measured, NothingMeasured
+
+_CAUSES = 4
+
+
+@dataclass(frozen=True)
+class CauseLine:
+    """A cause, what it alone would have changed, and its share of the difference; ``width`` is in percent."""
+
+    text: str
+    effect: str
+    share: str
+    width: float
+
+
+@dataclass(frozen=True)
+class MeasuredView:
+    """Everything the page shows; with ``nothing``, why there is nothing to show."""
+
+    run_id: str
+    nothing: NothingMeasured | None
+    is_open: bool
+    plan_id: str = ""
+    headline: str = ""
+    finding: str = ""
+    cards: tuple[report.Card, ...] = ()
+    causes: tuple[CauseLine, ...] = ()
+    notices: tuple[str, ...] = ()
+    lanes: LanesView | None = None
+    unit: str = ""
+    rows: tuple[AccountRow, ...] = ()
+    letters: tuple[str, ...] = ()
+    kinds: tuple[KindRow, ...] = ()
+    generation: int = 0
+    generations: tuple[int, ...] = ()
+    replica: int = 0
+    replicas: tuple[int, ...] = ()
+    step: int | None = None
+    steps: tuple[tuple[int, str], ...] = ()
+    typical: int = 0
+
+
+def measured_page(view: MeasuredView, shell: Shell) -> str:
+    """The page of a measured step."""
+    return render("measured.html.j2", shell, view=view, modules=report.CHART_MODULES, parts=PARTS)
+
+
+def nothing_view(run_id: str, nothing: NothingMeasured, *, is_open: bool) -> MeasuredView:
+    """Why there is nothing to hold against the plan."""
+    return MeasuredView(run_id, nothing, is_open)
+
+
+def measured_view(run_id: str, found: Measured, root: str, *, is_open: bool) -> MeasuredView:
+    """A measured step, ready for the template; lays out every action, so it takes a while."""
+    plan, units = found.plan, found.plan.problem.units
+    unit = quantities.time_unit(units)
+    letters = tuple(letter for letter in LETTERS if any(kind.letter == letter for kind in found.kinds))
+    return MeasuredView(
+        run_id=run_id,
+        nothing=None,
+        is_open=is_open,
+        plan_id=plan.plan_id,
+        headline=_headline(found),
+        finding=sentence(found.explanation),
+        cards=tuple(_cards(found, units)),
+        causes=tuple(_causes(found.explanation, units)),
+        notices=tuple(_notices(found, units)),
+        lanes=lanes_view(_lanes(found, root), unit),
+        unit=unit,
+        rows=tuple(account_rows(_told_apart(found))),
+        letters=letters,
+        kinds=tuple(kind_rows(found.kinds, letters)),
+        generation=found.generation,
+        generations=found.generations,
+        replica=found.replica,
+        replicas=found.replicas,
+        step=None if found.is_typical else found.step.step,
+        steps=tuple((step, quantities.time(length, units)) for step, length in found.lengths.items()),
+        typical=found.step.step,
+    )
+
+
+def _headline(found: Measured) -> str:
+    count = len(found.lengths)
+    which = f"Step {found.step.step}"
+    if found.is_typical and count > 1:
+        which += f", the one of median length of the {count} newest"
+    shown = f"{which}, generation {found.generation}"
+    return f"{shown}, replica {found.replica}." if len(found.replicas) > 1 else f"{shown}."
+
+
+def _cards(found: Measured, units: Units) -> Iterator[report.Card]:
+    account, objective = found.account, found.plan.problem.objective
+    means = {
+        "span": "of the slowest rank, first start to last end",
+        "makespan": "first start of all to last end of all",
+    }
+    yield report.Card("Planned", quantities.time(account.planned, units), f"the plan's {objective}")
+    yield report.Card("Measured", quantities.time(account.measured, units), means[objective])
+    relative = quantities.relative(account.measured, account.planned)
+    is_off = account.planned > 0 and account.measured / account.planned > 1 + NOTICEABLE
+    yield report.Card(
+        "Difference",
+        relative,
+        f"{signed(account.difference)} {quantities.time_unit(units)}".strip(),
+        "bad" if is_off else "",
+    )
+    idle = _idle_share([row.measured.compute for row in account.ranks], account.measured)
+    planned = _idle_share([row.planned.compute for row in account.ranks], account.planned)
+    note = f"of the step; planned {quantities.percent(planned, 1)}"
+    yield report.Card("Idle", quantities.percent(idle, 1), note)
+
+
+def _idle_share(busy: Sequence[float], length: float) -> float:
+    """Which share of a step of some ranks is no compute."""
+    return 1 - sum(busy) / (len(busy) * length) if busy and length > 0 else 0.0
+
+
+def _causes(explanation: Explanation, units: Units) -> Iterator[CauseLine]:
+    if explanation.main is None:
+        return
+    main = explanation.main
+    shown = [each for each in explanation.causes if each != main and _is_worth_saying(each, explanation)]
+    chosen = [main, *shown][:_CAUSES]
+    largest = max(abs(cause.effect) for cause in chosen) or 1.0
+    for cause in chosen:
+        effect = f"{signed(cause.effect)} {quantities.time_unit(units)}".strip()
+        share = quantities.percent(explanation.share(cause), 0)
+        yield CauseLine(told(cause), effect, share, round(100 * abs(cause.effect) / largest, 2))
+
+
+def _is_worth_saying(cause: Cause, explanation: Explanation) -> bool:
+    """Whether a cause matters, and is more than the main one under a wider name."""
+    main = explanation.main
+    if abs(explanation.share(cause)) < NOTICEABLE or main is None:
+        return False
+    is_wider = (
+        cause.kind == main.kind and cause.rank in (None, main.rank) and cause.letter in (None, main.letter)
+    )
+    return not (is_wider and abs(cause.effect - main.effect) <= NOTICEABLE * abs(main.effect))
+
+
+def _notices(found: Measured, units: Units) -> Iterator[str]:
+    if found.missing:
+        ranks = ", ".join(map(str, found.missing[:8])) + (" …" if len(found.missing) > 8 else "")
+        who = f"Rank {ranks} has" if len(found.missing) == 1 else f"Ranks {ranks} have"
+        yield f"{who} not sent this step. What is said of it is said of the others."
+    conflict = found.conflict
+    if conflict.count:
+        yield (
+            f"The ranks' clocks do not agree: {conflict.count} of {conflict.inputs} inputs were there before "
+            f"they were made, by up to {quantities.time(conflict.worst, units)}. What a rank did is right, "
+            f"but between ranks the picture is shifted, and transfer cannot be told from waiting."
+        )
+    if not found.has_named_unit:
+        yield (
+            "The plan names no time unit, so one is taken under which the actions last as long in all as "
+            "planned: only proportions can differ."
+        )
+
+
+def _lanes(found: Measured, root: str) -> list[Lane]:
+    plan, units = found.plan, found.plan.problem.units
+    planned = timeline(plan)
+    url = f"{root}/plans/{plan.plan_id}/actions?v={assets()}"
+    measured = measured_timeline(planned, found.step)
+    account = found.account
+    return [
+        Lane(
+            f"planned: {quantities.time(account.planned, units)}",
+            planned,
+            plan.problem,
+            url,
+            idle=tuple(_planned_idle(plan)),
+        ),
+        Lane(
+            f"measured, step {found.step.step}: {quantities.time(account.measured, units)}",
+            measured,
+            plan.problem,
+            None,
+            is_measured=True,
+            idle=tuple(_idle(found)),
+        ),
+    ]
+
+
+def _planned_idle(plan: Plan) -> Iterator[float]:
+    """The share of the planned step that each rank is idle: of its objective, as of the measured one."""
+    scale = plan.metrics.span / plan.objective if plan.objective > 0 else 1.0
+    for share in idle_shares(plan):
+        yield 1 - (1 - share) * scale
+
+
+def _idle(found: Measured) -> Iterator[float]:
+    """The share of the step that each rank was idle; all of it where nothing is known."""
+    busy = {row.rank: row.measured.compute for row in found.account.ranks}
+    length = found.account.measured
+    for rank in range(found.plan.problem.pp_degree):
+        yield 1 - busy.get(rank, 0.0) / length if length > 0 else 0.0
+
+
+def measured_timeline(planned: Timeline, step: MeasuredStep) -> Timeline:
+    """The step laid out like its plan, without the ranks that sent nothing."""
+    known = np.isfinite(step.start)
+    counts = np.array([int(known[planned.slice_of(rank)].sum()) for rank in range(planned.pp_degree)])
+    columns = ("rank", "chunk", "stage", "letter", "microbatch", "kind", "during", "after")
+    return replace(
+        planned,
+        start=step.start[known],
+        end=step.end[known],
+        offset=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+        **{name: getattr(planned, name)[known] for name in columns},
+    )
+
+
+def _told_apart(found: Measured) -> tuple[RankAccount, ...]:
+    """The accounts; where clocks do not agree, transfer is a part of waiting."""
+    if not found.conflict.count:
+        return found.account.ranks
+    return tuple(
+        replace(row, planned=row.planned.without_transfer(), measured=row.measured.without_transfer())
+        for row in found.account.ranks
+    )

@@ -1,0 +1,131 @@
+"""Tables of a measured step: where the time of every rank went, and what its actions took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from math import isfinite
+
+from zbv_solver.export import quantities
+
+from zbv_service.runs.measured.accounts import KindTimes, Parts, RankAccount
+
+PARTS = (
+    ("compute", "Actions", "actions that took longer or shorter than planned"),
+    ("transfer", "Transfer", "standing still while an input was under way"),
+    ("waiting", "Waiting", "standing still because an input was still made, or before and after its work"),
+    ("between", "Between", "from the end of an action to turning to the next one"),
+)
+"""What a rank's step consists of: its name in :class:`Parts`, the column's heading, and what it means."""
+NOTICEABLE = 0.05
+"""A kind whose time differs by more than this share is marked."""
+_BAR = 200.0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a rank's bar, in its own units of width."""
+
+    x: float
+    width: float
+    style: str
+
+
+@dataclass(frozen=True)
+class AccountRow:
+    """Where a rank's step went, measured minus planned; ``parts`` are told and named like :data:`PARTS`."""
+
+    rank: int
+    parts: tuple[tuple[str, str, str], ...]
+    total: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class KindCell:
+    """A rank's actions of one letter; ``tone`` is slow, fast or empty."""
+
+    planned: str
+    measured: str
+    ratio: str
+    tone: str
+    count: int
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """A rank's actions by letter; None where it has none of one."""
+
+    rank: int
+    cells: tuple[KindCell | None, ...]
+
+
+def account_rows(ranks: Sequence[RankAccount]) -> Iterator[AccountRow]:
+    """Accounts as rows, whose bars have one scale."""
+    every = [row.difference for row in ranks]
+    reach = max((max(_above(parts), _below(parts)) for parts in every), default=0.0) or 1.0
+    for row in ranks:
+        parts = row.difference
+        yield AccountRow(
+            rank=row.rank,
+            parts=tuple(_told_part(row, name) for name, _, _ in PARTS),
+            total=signed(parts.total),
+            segments=tuple(_segments(parts, reach)),
+        )
+
+
+def _told_part(row: RankAccount, name: str) -> tuple[str, str, str]:
+    """The difference, and planned and measured for whoever points at it."""
+    planned, measured = getattr(row.planned, name), getattr(row.measured, name)
+    both = f"planned {quantities.figure(planned)}, measured {quantities.figure(measured)}"
+    return name, signed(measured - planned), both
+
+
+def _segments(parts: Parts, reach: float) -> Iterator[Segment]:
+    """What was lost to the right of the middle, what was won to the left."""
+    middle, scale = _BAR / 2, _BAR / 2 / reach
+    right = left = middle
+    for name, _, _ in PARTS:
+        width = scale * abs(getattr(parts, name))
+        if width < 0.01:
+            continue
+        if getattr(parts, name) > 0:
+            yield Segment(round(right, 2), round(width, 2), name)
+            right += width
+        else:
+            left -= width
+            yield Segment(round(left, 2), round(width, 2), name)
+
+
+def _above(parts: Parts) -> float:
+    values: tuple[float, ...] = astuple(parts)
+    return sum(max(value, 0.0) for value in values)
+
+
+def _below(parts: Parts) -> float:
+    values: tuple[float, ...] = astuple(parts)
+    return sum(max(-value, 0.0) for value in values)
+
+
+def kind_rows(kinds: Sequence[KindTimes], letters: Sequence[str]) -> Iterator[KindRow]:
+    """Durations as a row per rank, with a cell for each of the letters."""
+    cells = {(kind.rank, kind.letter): _kind_cell(kind) for kind in kinds}
+    for rank in sorted({kind.rank for kind in kinds}):
+        yield KindRow(rank, tuple(cells.get((rank, letter)) for letter in letters))
+
+
+def _kind_cell(kind: KindTimes) -> KindCell:
+    tone = "slow" if kind.ratio > 1 + NOTICEABLE else "fast" if kind.ratio < 1 - NOTICEABLE else ""
+    return KindCell(
+        planned=quantities.figure(kind.planned),
+        measured=quantities.figure(kind.measured),
+        ratio=f"{kind.ratio:.2f}" if isfinite(kind.ratio) else "–",
+        tone=tone,
+        count=kind.count,
+    )
+
+
+def signed(value: float) -> str:
+    """A difference with its sign; what rounds to nothing has none."""
+    text = quantities.figure(value)
+    return text if value <= 0 or text == "0" else f"+{text}"

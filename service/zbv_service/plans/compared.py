@@ -1,0 +1,105 @@
+"""What a plan is compared with: classical schedules of its problem, and other stored plans."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbv_solver.construct.baselines import BASELINES
+from zbv_solver.errors import InvalidInput
+from zbv_solver.plans.plan import Plan
+
+from zbv_service.compute.cache import wait_a_while
+from zbv_service.errors import ProblemError
+from zbv_service.plans.plans import Plans
+from zbv_service.plans.schedules import Schedules
+from zbv_service.records.searches import PlanFilter, PlanSummary
+
+USUAL = ("1f1b", "interleaved-1f1b", "zb-h1")
+"""What a plan is compared with unless somebody chose."""
+MOST = 8
+"""Schedules beside a plan: more are no comparison."""
+PATIENCE_SECONDS = 2.0
+"""How long a page waits for schedules; it asks again for those that take longer."""
+OFFERED = 60
+"""Stored plans that are offered."""
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedPlan:
+    """One of the schedules that a plan is compared with.
+
+    Attributes
+    ----------
+    name
+        That of a classical schedule, or the id of a stored plan.
+    plan
+        None while it is made, or when ``complaint`` says why there is none.
+    """
+
+    name: str
+    is_baseline: bool
+    plan: Plan | None
+    complaint: str = ""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is still being made."""
+        return self.plan is None and not self.complaint
+
+
+class ComparedPlans:
+    """Finds and makes what plans are compared with."""
+
+    def __init__(self, plans: Plans, schedules: Schedules):
+        self._plans = plans
+        self._schedules = schedules
+
+    async def of(self, plan: Plan, names: Sequence[str]) -> tuple[ComparedPlan, ...]:
+        """The named schedules, in their order and each once; those that take long are awaited."""
+        wanted = [name for name in dict.fromkeys(names) if name != plan.plan_id]
+        tasks = [asyncio.ensure_future(self._one(plan, name)) for name in wanted[:MOST]]
+        await wait_a_while(tasks, PATIENCE_SECONDS)
+        found = []
+        for name, task in zip(wanted[:MOST], tasks, strict=True):
+            # One that is not done goes on, and the next page finds it made.
+            found.append(task.result() if task.done() else ComparedPlan(name, name in BASELINES, None))
+        for name in wanted[MOST:]:
+            complaint = f"a plan is compared with at most {MOST} schedules at once; leave some out."
+            found.append(ComparedPlan(name, name in BASELINES, None, complaint))
+        return tuple(found)
+
+    async def baseline(self, plan: Plan, name: str) -> Plan | None:
+        """A classical schedule of a plan's problem; None when there is none of this name."""
+        return await self._schedules.baseline(plan.problem, name) if name in BASELINES else None
+
+    async def offered(self, plan: Plan) -> tuple[list[PlanSummary], list[PlanSummary]]:
+        """Stored plans to choose from, the newest first: those of the same shape, and others."""
+        shape = PlanFilter(pp_degree=plan.problem.pp_degree, microbatches=plan.problem.microbatches)
+        alike = (await self._plans.page(shape, OFFERED, None)).items
+        known = {plan.plan_id, *(each.plan_id for each in alike)}
+        others = await self._plans.newest(OFFERED)
+        return (
+            [each for each in alike if each.plan_id != plan.plan_id],
+            [each for each in others if each.plan_id not in known],
+        )
+
+    async def _one(self, plan: Plan, name: str) -> ComparedPlan:
+        is_baseline = name in BASELINES
+        try:
+            other = await (
+                self._schedules.baseline(plan.problem, name) if is_baseline else self._plans.plan(name)
+            )
+        except ProblemError as error:
+            return ComparedPlan(name, is_baseline, None, error.detail)
+        except InvalidInput as error:
+            return ComparedPlan(name, is_baseline, None, error.issues[0].detail)
+        mine, theirs = plan.problem.units.time, other.problem.units.time
+        if mine != theirs:
+            complaint = (
+                f"its times are in {theirs or 'no unit'}, those of this plan in {mine or 'no unit'}; on one "
+                f"axis they would say nothing."
+            )
+            return ComparedPlan(name, is_baseline, None, complaint)
+        return ComparedPlan(name, is_baseline, other)

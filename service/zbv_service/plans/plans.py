@@ -1,0 +1,313 @@
+"""Reading, importing and exporting plans, and what each rank of one is told."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from zbv_solver import __version__
+from zbv_solver.plans.channels import Channel, channels
+from zbv_solver.plans.plan import Plan, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import canonical_json
+from zbv_solver.search.claims import Claim
+
+from zbv_service.api.bodies import parse_json
+from zbv_service.api.caching import REVALIDATED
+from zbv_service.compute.cache import Cache
+from zbv_service.compute.computations import Computations
+from zbv_service.database import PlanTable
+from zbv_service.documents.packing import pack_plan, unpack, unpack_text
+from zbv_service.documents.problems import require_size
+from zbv_service.documents.shared import ClaimDocument, ImportedPlan
+from zbv_service.errors import NOT_FOUND, ProblemError
+from zbv_service.records.searches import NewPlan, Page, PlanFilter, PlanSummary, Position
+from zbv_service.settings import Settings
+
+CACHED_PLANS = 16
+CACHED_EXPORTS = 32
+CACHED_BYTES = 64 * 1024**2
+"""Of plans in one form; the largest plan takes half of it."""
+CACHED_THUMBNAILS = 256
+T = TypeVar("T")
+_ID = re.compile(r"[0-9a-z]{1,64}")
+
+
+@dataclass(frozen=True)
+class RankAnswer:
+    """The whole answer to a fetch of a rank's part, made once: this version always gives the same."""
+
+    body: bytes
+    headers: list[tuple[bytes, bytes]]
+
+    @classmethod
+    def of(cls, plan_id: str, rank: int, body: bytes) -> RankAnswer:
+        """The answer for a rank."""
+        fields = {
+            "content-length": str(len(body)),
+            "content-type": "application/json",
+            "etag": f'"{rank_tag(plan_id, rank)}"',
+            "cache-control": REVALIDATED,
+        }
+        return cls(body, [(name.encode(), value.encode()) for name, value in fields.items()])
+
+    def is_conditional(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a request asks for more than the answer as it is."""
+        return any(name == b"if-none-match" for name, _ in headers)
+
+
+def rank_tag(plan_id: str, rank: int) -> str:
+    """What names a rank's part: another version may say it in other words."""
+    return f"{plan_id}-{rank}-{__version__}"
+
+
+class Plans:
+    """The plans of a service.
+
+    Attributes
+    ----------
+    used
+        Ids of plans that were fetched; who notes that in the database takes them out.
+    """
+
+    def __init__(self, table: PlanTable, settings: Settings, computations: Computations):
+        self._table = table
+        self._settings = settings
+        self.used: set[str] = set()
+        self._computations = computations
+        self._texts: Cache[bytes] = Cache(CACHED_PLANS, CACHED_BYTES, len)
+        self._plans: Cache[Plan] = Cache(CACHED_PLANS, CACHED_BYTES, _bytes_of)
+        self._ranks: Cache[list[RankAnswer]] = Cache(
+            CACHED_PLANS, CACHED_BYTES, lambda answers: sum(len(answer.body) for answer in answers)
+        )
+        self._exports: Cache[bytes] = Cache(CACHED_EXPORTS, CACHED_BYTES, len)
+        self._thumbnails: Cache[bytes] = Cache(CACHED_THUMBNAILS)
+
+    async def newest(self, limit: int) -> list[PlanSummary]:
+        """The newest plans first."""
+        return await self._table.newest(limit)
+
+    async def page(self, wanted: PlanFilter, limit: int, after: Position | None) -> Page[PlanSummary]:
+        """Some plans, the newest first, from a position on."""
+        return await self._table.page(wanted, limit, after)
+
+    async def text(self, plan_id: str) -> bytes:
+        """A plan's document as JSON text; raises :class:`ProblemError` 404."""
+
+        async def load() -> bytes:
+            # Unpacking lets other threads go on.
+            return await asyncio.to_thread(unpack_text, await self._packed(plan_id))
+
+        text = await self._texts.get(plan_id, load)
+        self.used.add(plan_id)
+        return text
+
+    async def compute(self, function: Callable[[bytes], T], plan_id: str) -> T:
+        """What a function of :meth:`zbv_service.compute.computations.Computations.run` makes of a packed plan.
+
+        Raises
+        ------
+        ProblemError
+            404, and 503 when too many computations wait already.
+        """
+        return await self._computations.run(function, await self._packed(plan_id))
+
+    async def _packed(self, plan_id: str) -> bytes:
+        # Not every text is one that a database takes.
+        packed = await self._table.document(plan_id) if _ID.fullmatch(plan_id) else None
+        if packed is None:
+            raise ProblemError(NOT_FOUND, f"found no plan {plan_id[:64]!r}; GET /v1/plans lists them.")
+        return packed
+
+    async def plan(self, plan_id: str) -> Plan:
+        """A plan; raises :class:`ProblemError` 404."""
+
+        plan = await self._plans.get(plan_id, lambda: self.compute(plan_of, plan_id))
+        self.used.add(plan_id)
+        return plan
+
+    async def rank(self, plan_id: str, rank: int) -> bytes:
+        """What one rank executes, as JSON text; raises :class:`ProblemError` 404."""
+
+        async def load() -> list[RankAnswer]:
+            joined = await self.compute(joined_ranks_of, plan_id)
+            return await asyncio.to_thread(_separate, plan_id, joined)
+
+        answers = await self._ranks.get(plan_id, load)
+        self.used.add(plan_id)
+        if not 0 <= rank < len(answers):
+            raise ProblemError(
+                NOT_FOUND, f"found no rank {rank}; plan {plan_id} has ranks 0 to {len(answers) - 1}."
+            )
+        return answers[rank].body
+
+    def known_rank(self, plan_id: str, rank: int) -> RankAnswer | None:
+        """The answer for a rank, where it is in memory; nothing is waited for."""
+        answers = self._ranks.known(plan_id)
+        if answers is None or not 0 <= rank < len(answers):
+            return None
+        self.used.add(plan_id)
+        return answers[rank]
+
+    async def add(self, body: bytes | bytearray) -> tuple[ImportedPlan, bool]:
+        """Verify a plan made elsewhere, compute its metrics and store it; and whether it is new.
+
+        Raises
+        ------
+        InvalidInput, InvalidPlan
+            When the plan is wrong; nothing is stored then.
+        ProblemError
+            400 when it is not JSON, 503 when too many computations wait already.
+        """
+        # Never at once: even a small plan is compared with classical schedules.
+        plan, claims = await self._computations.for_client(
+            partial(import_text, self._settings.max_cells), body
+        )
+        summary = plan.summary
+        answer = ImportedPlan(
+            plan_id=summary.plan_id,
+            objective=summary.value,
+            lower_bound=summary.lower_bound,
+            gap=summary.gap,
+            claims=[ClaimDocument.of(claim) for claim in claims],
+        )
+        return answer, await self._table.add(plan)
+
+    async def thumbnail(self, plan_id: str) -> bytes:
+        """A plan at a glance, as PNG; raises :class:`ProblemError` 404."""
+
+        return await self._thumbnails.get(plan_id, lambda: self.compute(thumbnail_of, plan_id))
+
+    async def export(self, plan_id: str, name: str) -> tuple[bytes, str, str]:
+        """A plan in another format: its text, media type and file name; raises :class:`ProblemError` 404."""
+        # Imported here: formats bring their own heavy packages.
+        from zbv_solver.export import FORMATS
+
+        target = FORMATS.get(name)
+        if target is None:
+            raise ProblemError(
+                NOT_FOUND, f"found no format {name!r}; there are {', '.join(sorted(FORMATS))}."
+            )
+        export = partial(export_of, name)
+        text = await self._exports.get(f"{plan_id} {name}", lambda: self.compute(export, plan_id))
+        return text, target.media_type, f"plan-{plan_id[:12]}{target.suffix}"
+
+
+def plan_of(packed: bytes) -> Plan:
+    """A packed plan."""
+    plan = parse_plan(unpack(packed))
+    _ = plan.plan_id  # a hash of the whole document: taken here, it comes along with the plan
+    return plan
+
+
+def import_text(max_cells: int, text: bytes | bytearray) -> tuple[NewPlan, tuple[Claim, ...]]:
+    """As :func:`import_plan`, of JSON text; raises :class:`ProblemError` 400 when it is none."""
+    return import_plan(parse_json(text), max_cells)
+
+
+def import_plan(body: Any, max_cells: int) -> tuple[NewPlan, tuple[Claim, ...]]:
+    """Verify a plan document made elsewhere; the plan to store, computed from its orders, and its claims."""
+    from zbv_solver.search.claims import check_plan
+    from zbv_solver.search.search import compare, make_plan
+
+    document = parse_plan_document(body)
+    require_size(parse_orders(document)[0], max_cells)
+    checked = check_plan(body)
+    problem, provenance = checked.problem, document.provenance
+    plan = make_plan(
+        problem,
+        checked.orders,
+        method=f"import: {provenance.method}",
+        seed=provenance.seed,
+        seconds=provenance.seconds,
+    )
+    return pack_plan(plan.with_baselines(compare(problem))), checked.claims
+
+
+def export_of(name: str, packed: bytes) -> bytes:
+    """A packed plan in another format."""
+    # Imported here: formats bring their own heavy packages.
+    from zbv_solver.export import FORMATS
+
+    return FORMATS[name].render(parse_plan(unpack(packed))).encode()
+
+
+def thumbnail_of(packed: bytes) -> bytes:
+    """A packed plan at a glance, as PNG."""
+    # Imported here: Pillow and what draws are only needed for this.
+    from zbv_service.plans.thumbnail import thumbnail
+
+    return thumbnail(parse_plan(unpack(packed)))
+
+
+def joined_ranks_of(packed: bytes) -> bytes:
+    """The answer for every rank of a packed plan: a line of lengths, and then one after the other."""
+    texts = rank_texts(parse_plan(unpack(packed)))
+    return b"".join([" ".join(str(len(text)) for text in texts).encode(), b"\n", *texts])
+
+
+def _separate(plan_id: str, joined: bytes) -> list[RankAnswer]:
+    """The answers that :func:`joined_ranks_of` has joined."""
+    end = joined.index(b"\n")
+    answers, begin = [], end + 1
+    for rank, length in enumerate(map(int, joined[:end].split())):
+        answers.append(RankAnswer.of(plan_id, rank, joined[begin : begin + length]))
+        begin += length
+    return answers
+
+
+def _bytes_of(plan: Plan) -> int:
+    """About what a plan takes in memory: 9 bytes per action, and the numbers of its stages."""
+    return 9 * len(plan.orders) + 400 * plan.problem.n_stages
+
+
+def rank_texts(plan: Plan) -> list[bytes]:
+    """The answer for every rank of a plan, as JSON text."""
+    every = channels(plan.problem, plan.orders)
+    ends: list[list[Channel]] = [[] for _ in range(plan.problem.pp_degree)]
+    for channel in every:
+        ends[channel.sender].append(channel)
+        ends[channel.receiver].append(channel)
+    return [canonical_json(rank_document(plan, rank, found)).encode() for rank, found in enumerate(ends)]
+
+
+def cut_json(problem: Problem) -> dict[str, Any]:
+    """Which layers every stage has, and which are recomputed; nothing where the stages were given."""
+    model = problem.model
+    if model is None:
+        return {}
+    document: dict[str, Any] = {"partition": [list(names) for names in model.partition]}
+    if model.model.can_recompute:
+        document["recompute"] = list(model.cut.recompute)
+    return document
+
+
+def rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str, Any]:
+    """What one rank executes, and what it sends and receives on its channels."""
+    problem, placement = plan.problem, plan.problem.placement
+    listed = [
+        {
+            "peer": channel.receiver if channel.sender == rank else channel.sender,
+            "direction": "send" if channel.sender == rank else "receive",
+            "kind": channel.kind,
+            "transfers": [str(transfer) for transfer in channel.transfers],
+        }
+        for channel in found
+    ]
+    return {
+        "plan_id": plan.plan_id,
+        "rank": rank,
+        "pp_degree": problem.pp_degree,
+        "microbatches": problem.microbatches,
+        "placement": placement.kind,
+        "chunks": placement.chunks,
+        "stages": list(placement.stages_of[rank]),
+        "actions": plan.orders.text(rank),
+        "peers": sorted({channel["peer"] for channel in listed}),
+        "channels": listed,
+        **cut_json(plan.problem),
+    }

@@ -1,0 +1,68 @@
+"""A plan at a glance: a small picture of its schedule for lists, with nothing but the bars.
+
+Idle time is transparent, so that it looks right on light and dark.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from numpy.typing import NDArray
+from zbv_solver.export.raster import image
+from zbv_solver.export.timeline import Timeline, timeline
+from zbv_solver.plans.plan import Plan
+
+WIDTH, HEIGHT = 600, 150
+"""In pixels; lists show it at half that size, for sharp screens."""
+
+_NARROWEST_BAR = 5.0
+_ROWS_WITH_GAPS = HEIGHT // 6
+
+
+def thumbnail(plan: Plan) -> bytes:
+    """The schedule as a PNG of :data:`WIDTH` by :data:`HEIGHT` pixels."""
+    from PIL import Image  # Bokeh brings it; only those who draw wait for it
+
+    line = timeline(plan)
+    pixels = image(line, WIDTH)
+    _part_bars(line, pixels)
+    rows = _rows(pixels)
+    picture = Image.fromarray(rows.view(np.uint8).reshape(*rows.shape, 4), "RGBA")
+    written = io.BytesIO()
+    picture.save(written, "PNG", optimize=True)
+    return written.getvalue()
+
+
+def _part_bars(line: Timeline, pixels: NDArray[np.uint32]) -> None:
+    """Where a bar is wide enough, let its first column be empty: neighbours can be told apart."""
+    if line.makespan <= 0:
+        return
+    scale = WIDTH / line.makespan
+    wide = (line.end - line.start) * scale >= _NARROWEST_BAR
+    columns = np.clip((line.start[wide] * scale).astype(np.int64), 0, WIDTH - 1)
+    pixels[line.rank[wide], columns] = 0
+
+
+def _rows(pixels: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """One row per rank as rows of pixels of the picture's height."""
+    ranks = len(pixels)
+    if ranks > HEIGHT:
+        return _averaged(pixels)
+    rows = np.zeros((HEIGHT, pixels.shape[1]), np.uint32)
+    gap = max(2, HEIGHT // ranks // 8) if ranks <= _ROWS_WITH_GAPS else 0
+    for rank in range(ranks):
+        top = rank * HEIGHT // ranks
+        rows[top : (rank + 1) * HEIGHT // ranks - gap] = pixels[rank]
+    return rows
+
+
+def _averaged(pixels: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Fewer rows than ranks: each the mean of some, weighted by how busy they are."""
+    channels = pixels.view(np.uint8).reshape(*pixels.shape, 4).astype(np.float64)
+    weighted = np.concatenate([channels[..., :3] * channels[..., 3:], channels[..., 3:]], axis=2)
+    starts = np.arange(HEIGHT) * len(pixels) // HEIGHT
+    counts = np.diff(starts, append=len(pixels))[:, None, None]
+    mean = np.add.reduceat(weighted, starts, axis=0) / counts
+    mean[..., :3] /= np.maximum(mean[..., 3:], 1e-6)
+    return np.rint(mean).astype(np.uint8).view(np.uint32)[..., 0]

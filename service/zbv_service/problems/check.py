@@ -1,0 +1,131 @@
+"""Checking a problem before it is searched: every broken rule, and what its numbers mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zbv_solver.errors import InvalidInput, InvalidPlan, Issue
+from zbv_solver.frontiers import memory_fraction
+from zbv_solver.plans.plan import parse_orders, parse_plan_document
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem, exceeds
+
+from zbv_service.documents.problems import Question, require_size, summary_of
+from zbv_service.documents.shared import ClaimDocument, ProblemSummary, parse_body
+from zbv_service.problems.documents import (
+    CheckRequest,
+    IssueDocument,
+    PlanCheck,
+    ProblemCheck,
+    ProblemFacts,
+)
+from zbv_service.problems.layer_facts import facts_of_layers
+from zbv_service.searches.searches import parse_request
+from zbv_service.settings import Settings
+
+
+def check_text(settings: Settings, body: Any) -> bytes:
+    """As :func:`check`, as JSON text: of many stages it takes long to write."""
+    return check(settings, body).model_dump_json().encode()
+
+
+def check(settings: Settings, body: Any) -> ProblemCheck:
+    """What is wrong with the request for a search that a body is, and what it asks for when nothing is."""
+    try:
+        question = _question_of(body, settings)
+    except InvalidInput as error:
+        issues = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in error.issues]
+        return ProblemCheck(is_valid=False, issues=issues, problem_summary=None, facts=None)
+    summary = ProblemSummary.model_validate(summary_of(question))
+    if isinstance(question, LayeredProblem):
+        layers = facts_of_layers(question)
+        found = ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=None, layers=layers)
+    else:
+        found = ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=facts_of(question))
+    if body.get("plan") is not None:
+        found.plan = _check_plan(body["plan"], question, settings.max_cells)
+    return found
+
+
+def _check_plan(document: Any, question: Question, max_cells: int) -> PlanCheck:
+    """Whether a plan answers the question; its bounds are not proved, which may take minutes."""
+    from zbv_solver.search.claims import check_plan
+
+    try:
+        require_size(parse_orders(parse_plan_document(document))[0], max_cells)
+        checked = check_plan(document, question)
+    except InvalidInput as error:
+        issues = [*error.below("/plan").issues]
+    except InvalidPlan as error:
+        issues = [Issue("/plan", str(error))]
+    else:
+        return PlanCheck(
+            is_valid=True, issues=[], claims=[ClaimDocument.of(claim) for claim in checked.claims]
+        )
+    shown = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in issues]
+    return PlanCheck(is_valid=False, issues=shown, claims=[])
+
+
+def _question_of(body: Any, settings: Settings) -> Question:
+    asked = body
+    if isinstance(body, dict):
+        asked = {key: value for key, value in body.items() if key not in ("limit_fraction", "plan")}
+    try:
+        question, _ = parse_request(asked, settings)
+    except InvalidInput as error:
+        issues = [*error.issues, *_wrong_fraction(body)]
+        raise InvalidInput(issues, error.more, error.is_partial) from None
+    request = parse_body(CheckRequest, body)
+    if request.limit_fraction is None:
+        return question
+    if isinstance(question, LayeredProblem):
+        raise InvalidInput.at(
+            "/limit_fraction",
+            "found a fraction of what 1F1B takes, and layers that are not cut into stages yet: what it takes "
+            "depends on the cut. Give memory.limit.",
+        )
+    return _limited(question, request.limit_fraction)
+
+
+def _wrong_fraction(body: Any) -> list[Issue]:
+    """What is wrong with the limit's fraction, beside all that is wrong with the rest."""
+    try:
+        parse_body(CheckRequest, body)
+    except InvalidInput as error:
+        return [issue for issue in error.issues if issue.pointer == "/limit_fraction"]
+    return []
+
+
+def _limited(problem: Problem, fraction: float) -> Problem:
+    if problem.memory.limit is not None:
+        raise InvalidInput.at(
+            "/limit_fraction",
+            "found a limit_fraction and a memory.limit; the one replaces the other. Send one.",
+        )
+    if memory_fraction.one_f_one_b_memory(problem) == 0:
+        raise InvalidInput.at(
+            "/limit_fraction",
+            "the stages hold no memory, so there is no fraction of it. Give memory.forward, "
+            "memory.backward_input and memory.backward_weight, or leave the limit out.",
+        )
+    try:
+        return memory_fraction.at_fraction(problem, fraction)
+    except InvalidInput as error:  # beyond the largest number
+        raise InvalidInput([Issue("/limit_fraction", issue.detail) for issue in error.issues]) from None
+
+
+def facts_of(problem: Problem) -> ProblemFacts:
+    """What can be said of a problem at once."""
+    limits, smallest = problem.memory.limit, problem.smallest_limit
+    whole = memory_fraction.one_f_one_b_memory(problem)
+    return ProblemFacts(
+        stages=problem.n_stages,
+        actions=problem.max_actions,
+        limit=None if limits is None else list(limits),
+        limit_fraction=memory_fraction.of_limit(problem) if whole else None,
+        smallest_limit=list(smallest),
+        smallest_fraction=memory_fraction.smallest(problem) if whole else None,
+        fits=limits is None or not any(map(exceeds, smallest, limits)),
+        one_f_one_b_memory=whole,
+        busy=[problem.busy_time(rank) for rank in range(problem.pp_degree)],
+    )

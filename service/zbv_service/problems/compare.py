@@ -1,0 +1,80 @@
+"""Classical schedules of a problem, beside the best plan that is stored for it. Nothing is searched."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from zbv_solver.plans.plan import baseline_json
+from zbv_solver.problem.stage_document import parse_problem
+
+from zbv_service.compute.cache import Cache
+from zbv_service.compute.computations import Computations
+from zbv_service.database import PlanTable
+from zbv_service.documents.packing import PackedQuestion, supported_bound, unpack
+from zbv_service.documents.problems import read_problem, require_stages
+from zbv_service.documents.shared import CompareRequest, Comparison, PlanSummaryDocument, parse_body
+from zbv_service.settings import Settings
+
+CACHED = 64
+
+
+class Comparisons:
+    """Makes comparisons."""
+
+    def __init__(self, plans: PlanTable, computations: Computations, settings: Settings):
+        self._plans = plans
+        self._computations = computations
+        self._settings = settings
+        self._made: Cache[dict[str, Any]] = Cache(CACHED)
+
+    async def compare(self, body: bytes | bytearray) -> Comparison:
+        """What the baselines achieve on the problem of a request body, and the best stored plan of it.
+
+        Raises
+        ------
+        InvalidInput
+            When the body breaks a rule.
+        ProblemError
+            400 when it is not JSON, 503 when too many others wait already.
+        ContradictedBound
+            When the best stored plan undercuts a bound.
+        """
+        asked = await self._computations.of_body(partial(read_compared, self._settings.max_cells), body)
+        made = await self._made.get(asked.key, lambda: self._computations.run(baselines_of, asked.packed))
+        best = await self._plans.best(asked.key)
+        found = None if best is None else PlanSummaryDocument.of(best)
+        bound = made["lower_bound"]
+        if best is not None:
+            bound = max(bound, best.lower_bound)
+            bound = supported_bound(
+                best.value, bound, "the bound of the problem", lambda: unpack(asked.packed)
+            )
+        return Comparison.model_validate(
+            {
+                "problem_summary": asked.summary,
+                "lower_bound": bound,
+                "baselines": made["baselines"],
+                "best": found,
+            }
+        )
+
+
+def read_compared(max_cells: int, body: Any) -> PackedQuestion:
+    """The problem of a decoded body; raises :class:`InvalidInput`."""
+    problem = read_problem(parse_body(CompareRequest, body).problem, max_cells)
+    require_stages(problem)
+    return PackedQuestion.of(problem)
+
+
+def baselines_of(packed: bytes) -> dict[str, Any]:
+    """The baselines of a packed problem document, and a bound; runs in a process of its own."""
+    # Imported here: the solver's kernels take a second that the service should not spend.
+    from zbv_solver.bounds import lower_bound
+    from zbv_solver.search.search import compare
+
+    problem = parse_problem(unpack(packed))
+    return {
+        "lower_bound": lower_bound(problem, "quick").value,
+        "baselines": [baseline_json(baseline) for baseline in compare(problem)],
+    }

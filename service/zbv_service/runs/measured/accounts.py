@@ -1,0 +1,177 @@
+"""What a step of a run took, held against its plan: where the time went, rank by rank.
+
+A step of length T, on every rank, is time in actions, time in which the rank stood still because an input was
+still made (waiting) or under way (transfer), and time between the end of one action and turning to the next.
+The plan says how much of each there was to be, so of each rank
+
+    measured T - planned T = compute + transfer + waiting + between
+
+where each term is measured minus planned, and the sum is exact. Where the objective is the span, T is the
+longest time of any rank from its first start to its last end, which is what a span states and needs no common
+clock; what a rank is done earlier than that counts as waiting. Where it is the makespan, T is from the first
+start of all to the last end of all, and a rank waits before its first action and after its last.
+
+Times are in the plan's unit. Why a step took longer is the business of :mod:`zbv_service.runs.measured.explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import LETTERS
+
+from zbv_service.runs.measured.step import FloatArray, IntArray, MeasuredStep, sources, step_length
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rank's step consists of; see the module."""
+
+    compute: float
+    transfer: float
+    waiting: float
+    between: float
+
+    @property
+    def total(self) -> float:
+        """The length of the step."""
+        return self.compute + self.transfer + self.waiting + self.between
+
+    def without_transfer(self) -> Parts:
+        """The same with transfer as a part of waiting: for ranks whose clocks do not agree."""
+        return Parts(self.compute, 0.0, self.waiting + self.transfer, self.between)
+
+    def __sub__(self, other: Parts) -> Parts:
+        return Parts(
+            self.compute - other.compute,
+            self.transfer - other.transfer,
+            self.waiting - other.waiting,
+            self.between - other.between,
+        )
+
+
+@dataclass(frozen=True)
+class RankAccount:
+    """Where one rank's step went, planned and measured."""
+
+    rank: int
+    planned: Parts
+    measured: Parts
+
+    @property
+    def difference(self) -> Parts:
+        """Measured minus planned; its total is the step's."""
+        return self.measured - self.planned
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where a step went on every rank that sent it; ``planned`` and ``measured`` are its lengths."""
+
+    step: int
+    replica: int
+    planned: float
+    measured: float
+    ranks: tuple[RankAccount, ...]
+
+    @property
+    def difference(self) -> float:
+        """Measured minus planned."""
+        return self.measured - self.planned
+
+
+@dataclass(frozen=True)
+class KindTimes:
+    """A rank's actions of one letter: mean planned duration, and that of its stages' measured medians."""
+
+    rank: int
+    letter: str
+    count: int
+    planned: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over planned; 1 where both are 0."""
+        if self.planned > 0:
+            return self.measured / self.planned
+        return 1.0 if self.measured <= 0 else float("inf")
+
+
+def account(plan: Plan, measured: MeasuredStep) -> Account:
+    """Where the step went on every rank that sent it; see the module."""
+    from zbv_solver.timing.start_times import (  # numba: only who asks waits for it
+        earliest_times,
+        span_start_times,
+    )
+
+    orders, is_span = plan.orders, plan.problem.objective == "span"
+    source = sources(plan)
+    duration = plan.problem.arrays.duration[orders.letter, orders.stage]
+    start = span_start_times(plan.problem, orders) if is_span else earliest_times(plan.problem, orders)[0]
+    end = start + duration
+    length = step_length(plan, measured)
+    rows = []
+    for rank in measured.ranks:
+        part = orders.slice_of(rank)
+        if part.start == part.stop:
+            continue
+        turned = np.concatenate((start[part][:1] if is_span else [0.0], end[part][:-1]))
+        plans = _parts(start[part], end[part], turned, _made(end, source[part]), plan.objective)
+        turned = measured.turned[part].copy()
+        turned[0] = measured.start[part][0] if is_span else 0.0
+        made = _made(measured.end, source[part])
+        found = _parts(measured.start[part], measured.end[part], turned, made, length)
+        rows.append(RankAccount(rank, plans, found))
+    return Account(measured.step, measured.replica, plan.objective, length, tuple(rows))
+
+
+def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ...]:
+    """Planned and measured durations by rank and letter, over all these steps.
+
+    Per stage the median over its microbatches and the steps counts, and stages by their number of actions.
+    """
+    orders, durations = plan.orders, plan.problem.arrays.duration
+    found = []
+    for rank in sorted(set().union(*(step.ranks for step in steps))):
+        part = orders.slice_of(rank)
+        took = np.array([(step.end - step.start)[part] for step in steps])
+        took = took[~np.isnan(took).any(axis=1)]
+        for code, letter in enumerate(LETTERS):
+            is_one = orders.letter[part] == code
+            if not is_one.any():
+                continue
+            stages, counts = np.unique(orders.stage[part][is_one], return_counts=True)
+            medians = [float(np.median(took[:, is_one & (orders.stage[part] == stage)])) for stage in stages]
+            found.append(
+                KindTimes(
+                    rank,
+                    letter,
+                    int(counts.sum()),
+                    float(durations[code, stages] @ counts) / float(counts.sum()),
+                    float(np.array(medians) @ counts) / float(counts.sum()),
+                )
+            )
+    return tuple(found)
+
+
+def _made(end: FloatArray, source: IntArray) -> FloatArray:
+    """When the inputs were made; nan where none came from another rank, or nobody knows."""
+    return np.where(source >= 0, end[source], np.nan)
+
+
+def _parts(start: FloatArray, end: FloatArray, turned: FloatArray, made: FloatArray, length: float) -> Parts:
+    """A rank's step that begins when it turns to its first action, and is ``length`` long."""
+    still = start - turned
+    # Of the time since the input was made, as much as the rank stood still for; nan where nothing was sent.
+    transfer = float(np.nansum(np.clip(start - made, 0.0, still)))
+    slack = turned[0] + length - end[-1]
+    return Parts(
+        compute=float((end - start).sum()),
+        transfer=transfer,
+        waiting=float(still.sum()) - transfer + float(slack),
+        between=float((turned[1:] - end[:-1]).sum()),
+    )

@@ -1,0 +1,281 @@
+"""Why a step took longer or shorter than planned: what each cause alone would have changed.
+
+A rank that waits is seldom to blame: it waits for another. So causes are judged by replaying the plan's order
+with one thing as it was measured and all others as planned: the actions of one letter on one rank, of a
+rank, of a letter, all actions, the transfers, the time between actions, or that every rank starts as early as
+it can, where a span counts on ranks that start staggered. What such a replay takes longer than the plan is
+that cause's effect. Effects need not add up: causes hide behind each other, and what differs from one
+microbatch to the next is in none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from zbv_solver.export.quantities import percent
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
+
+from zbv_service.runs.measured.accounts import Account
+from zbv_service.runs.measured.step import MeasuredStep, sources
+
+FloatArray = NDArray[np.float64]
+CauseKind = Literal["actions", "transfers", "between", "start"]
+
+REPLAYED = 12
+"""Ranks, and pairs of rank and letter, that are replayed: those whose time differs most."""
+CONVINCING = 0.6
+"""A cause that explains this share of the difference is the finding, however specific it is."""
+COMMON = 0.8
+"""What all are off by at least this share of what one is off by is said of all."""
+NEGLIGIBLE = 0.01
+"""A step that differs by less than this share took as long as planned."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Something that was not as planned.
+
+    Attributes
+    ----------
+    rank, letter
+        Whose actions; None for those of all.
+    ratio
+        Measured time of it over planned; None where none is planned.
+    effect
+        By how much longer the step would have been if nothing else had differed, in the plan's unit.
+    """
+
+    kind: CauseKind
+    rank: int | None
+    letter: str | None
+    ratio: float | None
+    effect: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The main cause, None when the step took as long as planned; and all that were replayed."""
+
+    planned: float
+    measured: float
+    main: Cause | None
+    causes: tuple[Cause, ...]
+
+    @property
+    def difference(self) -> float:
+        """Measured minus planned."""
+        return self.measured - self.planned
+
+    def share(self, cause: Cause) -> float:
+        """Which part of the difference a cause alone accounts for."""
+        return cause.effect / self.difference if self.difference else 0.0
+
+
+def explain(plan: Plan, measured: MeasuredStep, account: Account) -> Explanation:
+    """The causes of the difference between a step and its plan."""
+    took = _mean_durations(plan, measured)
+    found = tuple(sorted(_causes(plan, measured, account, took), key=lambda cause: -abs(cause.effect)))
+    return Explanation(account.planned, account.measured, _main(found, account), found)
+
+
+def sentence(explanation: Explanation) -> str:
+    """The finding in words."""
+    planned, difference, main = explanation.planned, explanation.difference, explanation.main
+    change = difference / planned if planned > 0 else 0.0
+    if main is None:
+        return f"The step took as long as planned ({_signed(change)})."
+    direction = "longer" if difference > 0 else "less"
+    head = f"The step took {percent(abs(change), 1)} {direction} than planned."
+    share = explanation.share(main)
+    if share < CONVINCING / 2:
+        return f"{head} No single cause explains it; the largest: {_lower(told(main))}."
+    extent = "all" if 0.95 <= share <= 1.05 else percent(share, 0)
+    more = "" if share <= 1.05 else "; other things made up for a part of it"
+    return f"{head} {told(main)}: that alone explains {extent} of the difference{more}."
+
+
+def told(cause: Cause) -> str:
+    """A cause in words, without what it changed."""
+    if cause.kind == "start":
+        return "Ranks started as early as they could, and then waited; the span has them start staggered"
+    if cause.kind == "between":
+        return "Ranks spent time between their actions, of which none was planned"
+    times = "" if cause.ratio is None else f"{cause.ratio:.2f} ×"
+    if cause.kind == "transfers":
+        return f"Transfers took {times} what was planned"
+    if cause.rank is None:
+        return f"{cause.letter or 'Actions of every kind'} took {times} what was planned, over all ranks"
+    return f"Rank {cause.rank}'s {cause.letter or 'actions'} took {times} what was planned"
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:] if text.startswith(("Rank", "Transfers", "Actions")) else text
+
+
+def _signed(share: float) -> str:
+    return percent(share, 1) if share <= 0 else f"+{percent(share, 1)}"
+
+
+def _main(causes: tuple[Cause, ...], account: Account) -> Cause | None:
+    """The most specific cause that explains most of the difference, else the one that explains most."""
+    difference = account.difference
+    if abs(difference) <= NEGLIGIBLE * account.planned or not causes:
+        return None
+    helpful = [cause for cause in causes if cause.effect * difference > 0]
+    for specific in (2, 1, 0):
+        for cause in helpful:
+            if _specific(cause) >= specific and cause.effect / difference >= CONVINCING:
+                return _widened(cause, helpful)
+    return helpful[0] if helpful else causes[0]
+
+
+def _widened(cause: Cause, causes: list[Cause]) -> Cause:
+    """The cause said of all ranks or letters instead of one, where the others were off by about as much."""
+    wider = [
+        each
+        for each in causes
+        if each.kind == cause.kind
+        and _specific(each) == _specific(cause) - 1
+        and each.rank in (None, cause.rank)
+        and each.letter in (None, cause.letter)
+    ]
+    for each in wider:
+        if _off(each) * _off(cause) > 0 and abs(_off(each)) >= COMMON * abs(_off(cause)):
+            return _widened(each, causes)
+    return cause
+
+
+def _off(cause: Cause) -> float:
+    """By which share of the planned time a cause's time differs."""
+    return 0.0 if cause.ratio is None else cause.ratio - 1
+
+
+def _specific(cause: Cause) -> int:
+    if cause.kind != "actions":
+        return 2  # nothing narrower is known of these
+    return (cause.rank is not None) + (cause.letter is not None)
+
+
+def _causes(plan: Plan, measured: MeasuredStep, account: Account, took: FloatArray) -> Iterator[Cause]:
+    planned = plan.problem.arrays.duration
+    base = _value(plan, plan.problem)
+    if plan.problem.objective == "span":
+        yield Cause("start", None, None, None, _early(plan) - base)
+    counts = _counts(plan)
+    for rank, letter in _groups(plan, measured, counts * (took - planned)):
+        chosen = _chosen(plan.problem, rank, letter)
+        changed = np.where(chosen, took, planned)
+        time = float((counts * planned)[chosen].sum())
+        ratio = float((counts * took)[chosen].sum()) / time if time > 0 else None
+        effect = _value(plan, _with_durations(plan.problem, changed)) - base
+        yield Cause("actions", rank, None if letter is None else LETTERS[letter], ratio, effect)
+    yield from _transfers(plan, measured, base)
+    held_up = np.zeros(plan.problem.n_stages)
+    for row in account.ranks:
+        part = plan.orders.slice_of(row.rank)
+        stages = list(plan.problem.placement.stages_of[row.rank])
+        held_up[stages] = max(row.measured.between, 0.0) / (part.stop - part.start)
+    if held_up.any():
+        effect = _value(plan, _with_durations(plan.problem, planned + held_up)) - base
+        yield Cause("between", None, None, None, effect)
+
+
+def _groups(
+    plan: Plan, measured: MeasuredStep, change: FloatArray
+) -> Iterator[tuple[int | None, int | None]]:
+    """Which actions to replay as measured: a rank's of a letter, a rank's, a letter's, all. (4, S) change."""
+    letters = [code for code in range(len(LETTERS)) if change[code].any()]
+    stages_of = plan.problem.placement.stages_of
+    of_rank = {
+        (rank, code): float(change[code, list(stages_of[rank])].sum())
+        for rank in measured.ranks
+        for code in letters
+    }
+    yield from sorted(of_rank, key=lambda group: -abs(of_rank[group]))[:REPLAYED]
+    if len(letters) > 1:
+        whole = {rank: abs(sum(of_rank[rank, code] for code in letters)) for rank in measured.ranks}
+        yield from ((rank, None) for rank in sorted(whole, key=lambda rank: -whole[rank])[:REPLAYED])
+        yield None, None
+    yield from ((None, code) for code in letters)
+
+
+def _transfers(plan: Plan, measured: MeasuredStep, base: float) -> Iterator[Cause]:
+    """All transfers as measured: per boundary the median of those that a rank waited for."""
+    source = sources(plan)
+    at = np.flatnonzero(source >= 0)
+    sent, turned = measured.end[source[at]], measured.turned[at]
+    waited = np.isfinite(sent) & np.isfinite(turned) & (turned <= sent)
+    at, sent = at[waited], sent[waited]
+    if not len(at):
+        return
+    stage = plan.orders.stage[at]
+    boundary = np.where(plan.orders.letter[at] == F, stage - 1, stage)
+    took = np.maximum(measured.start[at] - sent, 0.0)
+    p2p = np.array(plan.problem.costs.p2p)
+    changed = p2p.copy()
+    for each in np.unique(boundary):
+        changed[each] = np.median(took[boundary == each])
+    seen = np.unique(boundary)
+    planned = float(p2p[seen].sum())
+    problem = replace(plan.problem, costs=replace(plan.problem.costs, p2p=tuple(changed.tolist())))
+    ratio = float(changed[seen].sum()) / planned if planned > 0 else None
+    yield Cause("transfers", None, None, ratio, _value(plan, problem) - base)
+
+
+def _value(plan: Plan, problem: Problem) -> float:
+    """What the plan's order takes under the costs of another problem."""
+    from zbv_solver.timing.start_times import evaluate  # numba: only who asks waits for it
+
+    timing = evaluate(problem, plan.orders)
+    return timing.span if problem.objective == "span" else timing.makespan
+
+
+def _early(plan: Plan) -> float:
+    """The longest window of a rank when all start as early as they can."""
+    from zbv_solver.timing.start_times import earliest_start_span
+
+    return earliest_start_span(plan.problem, plan.orders)
+
+
+def _mean_durations(plan: Plan, measured: MeasuredStep) -> FloatArray:
+    """(4, S): mean measured duration by letter and stage; as planned where nothing was measured."""
+    orders, n_stages = plan.orders, plan.problem.n_stages
+    took = measured.end - measured.start
+    known = np.isfinite(took)
+    row = (orders.letter.astype(np.int64) * n_stages + orders.stage)[known]
+    size = len(LETTERS) * n_stages
+    sums, count = np.bincount(row, took[known], size), np.bincount(row, minlength=size)
+    means = np.divide(sums, count, out=plan.problem.arrays.duration.ravel().copy(), where=count > 0)
+    return means.reshape(len(LETTERS), n_stages)
+
+
+def _counts(plan: Plan) -> FloatArray:
+    """(4, S): how many actions the plan has, by letter and stage."""
+    orders, n_stages = plan.orders, plan.problem.n_stages
+    row = orders.letter.astype(np.int64) * n_stages + orders.stage
+    counts = np.bincount(row, minlength=len(LETTERS) * n_stages).astype(np.float64)
+    return counts.reshape(len(LETTERS), n_stages)
+
+
+def _chosen(problem: Problem, rank: int | None, letter: int | None) -> NDArray[np.bool_]:
+    """(4, S): the actions of a rank and letter; None chooses all."""
+    chosen = np.ones((len(LETTERS), problem.n_stages), dtype=bool)
+    if rank is not None:
+        chosen &= problem.arrays.rank_of == rank
+    if letter is not None:
+        chosen &= (np.arange(len(LETTERS)) == letter)[:, None]
+    return chosen
+
+
+def _with_durations(problem: Problem, duration: FloatArray) -> Problem:
+    """The problem with these durations (4, S)."""
+    forward, inputs, weights, fused = (tuple(duration[code].tolist()) for code in (F, I, W, B))
+    costs = replace(
+        problem.costs, forward=forward, backward_input=inputs, backward_weight=weights, backward=fused
+    )
+    return replace(problem, costs=costs)

@@ -1,0 +1,170 @@
+"""A measured step of a run, laid along its plan: which action ran when, and how long the step took.
+
+Times are in the plan's unit. Where a step's time went is the business of :mod:`zbv_service.runs.measured.accounts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from zbv_solver.errors import InvalidInput
+from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
+from zbv_solver.measure.refit import NANOSECONDS
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import F, W
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredStep:
+    """One step of one replica, laid along the flat order of its plan's n actions.
+
+    Attributes
+    ----------
+    turned, start, end
+        (n,) float64: when the rank turned to the action, when its input was there, when it was done. 0 is
+        first start of all; nan on ranks that sent nothing.
+    ranks
+        The ranks of the pipeline that sent the step, ascending.
+    uncertainty
+        By which times of different ranks may be shifted against each other.
+    """
+
+    step: int
+    replica: int
+    turned: FloatArray
+    start: FloatArray
+    end: FloatArray
+    ranks: tuple[int, ...]
+    uncertainty: float
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class ClockConflict:
+    """Inputs that were there before they were made, by more than the clocks are uncertain.
+
+    Attributes
+    ----------
+    inputs
+        Those that came from another rank, of which ``count`` were too early.
+    worst
+        By how much, in the plan's unit.
+    """
+
+    count: int
+    inputs: int
+    worst: float
+
+
+def nanoseconds_of_unit(plan: Plan, traces: Sequence[RankTrace]) -> tuple[float, bool]:
+    """Nanoseconds in the plan's time unit, and whether the plan says so.
+
+    A unit that says nothing is chosen as :func:`zbv_solver.measure.refit.refit` does: so that the measured actions
+    took as long in all as planned.
+    """
+    named = NANOSECONDS.get(plan.problem.units.time or "")
+    if named is not None:
+        return named, True
+    durations = plan.problem.arrays.duration
+    steps = [step for trace in traces for step in trace.steps]
+    planned = sum(float(durations[s.orders.letter, s.orders.stage].sum()) for s in steps)
+    measured = sum(float((s.times[:, END] - s.times[:, START]).sum()) for s in steps)
+    return (measured / planned if planned > 0 and measured > 0 else 1.0), False
+
+
+def lay_out(plan: Plan, traces: Sequence[RankTrace], step: int, nanoseconds: float) -> MeasuredStep:
+    """A step of one replica along its plan.
+
+    Parameters
+    ----------
+    traces
+        Of some or all ranks of one replica, on one clock.
+    nanoseconds
+        In a unit of the plan.
+
+    Raises
+    ------
+    InvalidInput
+        When no trace has the step, or a rank did not run its list of the plan.
+    """
+    columns = np.full((3, len(plan.orders)), np.nan)
+    chosen = {trace.pp_rank: each for trace in traces for each in trace.steps if each.step == step}
+    if not chosen:
+        raise InvalidInput.at("/steps", f"found no rank that has step {step}.")
+    origin = min((int(each.times[0, START]) for each in chosen.values() if len(each.times)), default=0)
+    for rank, each in chosen.items():
+        _require_list(plan, rank, each.orders.all_text()[0])
+        columns[:, plan.orders.slice_of(rank)] = (each.times.T - origin) / nanoseconds
+    losses = [each.loss for each in chosen.values() if each.loss is not None]
+    return MeasuredStep(
+        step=step,
+        replica=traces[0].replica,
+        turned=columns[WAIT],
+        start=columns[START],
+        end=columns[END],
+        ranks=tuple(sorted(chosen)),
+        uncertainty=max(trace.uncertainty for trace in traces) / nanoseconds,
+        loss=losses[0] if losses else None,
+    )
+
+
+def step_length(plan: Plan, measured: MeasuredStep) -> float:
+    """How long a step took, as the plan's objective measures it."""
+    parts = [plan.orders.slice_of(rank) for rank in measured.ranks]
+    parts = [part for part in parts if part.start < part.stop]
+    first = np.array([measured.start[part][0] for part in parts])
+    last = np.array([measured.end[part][-1] for part in parts])
+    if plan.problem.objective == "span":
+        return float((last - first).max(initial=0.0))
+    return float(last.max(initial=0.0) - first.min(initial=0.0))
+
+
+def typical(plan: Plan, steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """The step of the median length (the shorter of two), so that what is shown did happen."""
+    ordered = sorted(steps, key=lambda step: (step_length(plan, step), step.step))
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def clock_conflict(plan: Plan, measured: MeasuredStep) -> ClockConflict:
+    """How far the ranks' clocks contradict the order of events: no input is there before it is made."""
+    source = sources(plan)
+    remote = np.flatnonzero(source >= 0)
+    early = measured.end[source[remote]] - measured.start[remote]
+    early = early[~np.isnan(early)]
+    wrong = early[early > measured.uncertainty]
+    return ClockConflict(len(wrong), len(early), float(wrong.max(initial=0.0)))
+
+
+def sources(plan: Plan) -> IntArray:
+    """(n,): the action that makes the input that an action gets from another rank, -1 where there is none."""
+    problem, orders = plan.problem, plan.orders
+    n_stages, stage = problem.n_stages, orders.stage.astype(np.int64)
+    down, makes = orders.letter == F, orders.letter != W
+    made_at = np.full((2, n_stages, problem.microbatches), -1, dtype=np.int64)
+    made_at[down[makes].astype(np.int64), stage[makes], orders.microbatch[makes]] = np.flatnonzero(makes)
+    before = stage + np.where(down, -1, 1)
+    has_one = makes & (before >= 0) & (before < n_stages)
+    rank_of = problem.arrays.rank_of
+    near = np.where(has_one, before, stage)
+    has_one &= rank_of[near] != rank_of[stage]
+    found = np.full(len(orders), -1, dtype=np.int64)
+    found[has_one] = made_at[down[has_one].astype(np.int64), before[has_one], orders.microbatch[has_one]]
+    return found
+
+
+def _require_list(plan: Plan, rank: int, ran: list[str]) -> None:
+    p = plan.problem.pp_degree
+    if rank >= p:
+        raise InvalidInput.at("/pp_rank", f"found {rank}; the plan has ranks 0 to {p - 1}.")
+    if ran != plan.orders.text(rank):
+        raise InvalidInput.at(
+            "/steps",
+            f"rank {rank} ran {len(ran)} actions that are not its list of plan {plan.plan_id[:12]}; take the "
+            f"plan that the trace names.",
+        )

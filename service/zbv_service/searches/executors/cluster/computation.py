@@ -1,0 +1,109 @@
+"""One search on a Dask cluster, as the service sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+
+from distributed.scheduler import KilledWorker
+
+from zbv_service.records.searches import NewPlan, Update
+from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
+from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
+from zbv_service.searches.executors.task import SearchFunction, SearchTask
+
+
+class DaskComputation:
+    """One search on a cluster.
+
+    Parameters
+    ----------
+    look_now
+        Has the cluster looked at without waiting for the next look.
+    compute
+        Has the search computed, and waits for ``outcome``.
+
+    Attributes
+    ----------
+    place
+        Identity of the worker that has it, once one said so.
+    allowed
+        Identities of the workers that may take it, once it is submitted.
+    """
+
+    def __init__(
+        self,
+        task: SearchTask,
+        search: SearchFunction,
+        on_update: Callable[[Update], None],
+        look_now: Callable[[], None],
+        compute: Callable[[DaskComputation], Awaitable[NewPlan]],
+    ):
+        self._look_now = look_now
+        self._compute = compute
+        self._on_update = on_update
+        self._is_stopped = False
+        self._seen = 0
+        self.task = task
+        self.search = search
+        self.token = secrets.token_hex(16)
+        self.place: str | None = None
+        self.allowed: frozenset[str] = frozenset()
+        self.outcome: asyncio.Future[NewPlan] = asyncio.get_running_loop().create_future()
+
+    def stop(self) -> None:
+        """Ask the search to return what it has, now or as soon as it begins."""
+        self._is_stopped = True
+        self._look_now()
+
+    def kill(self) -> None:
+        """Give it up: a thread cannot be ended. Its place is taken until the search stops, or its worker."""
+        self.fail(SearchCrashed("it did not stop when it was told to, and was given up"))
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a worker has said that it has it."""
+        return self.place is not None
+
+    async def plan(self) -> NewPlan:
+        """Compute it; raises :class:`SearchCrashed`, :class:`SearchLost`, or what the search raised."""
+        return await self._compute(self)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What its worker is told."""
+        return Wanted(self._is_stopped, self._seen)
+
+    def found(self, place: str, found: Found) -> None:
+        """Its worker's answer."""
+        self.place = place
+        # Dask may have given it to another process meanwhile, which counts from the beginning.
+        if found.update is not None and found.number != self._seen:
+            self._seen = found.number
+            self._on_update(found.update)
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, unless it has ended."""
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+    def take_outcome(self, submitted: asyncio.Future[NewPlan]) -> None:
+        """End it as Dask says that it has ended."""
+        if submitted.cancelled():
+            self.fail(SearchLost("the Dask scheduler forgot it."))
+            return
+        error = submitted.exception()
+        if error is None:
+            if not self.outcome.done():
+                self.outcome.set_result(submitted.result())
+        elif isinstance(error, KilledWorker):
+            self.fail(SearchCrashed("every worker that had it died"))
+        elif isinstance(error, OutOfMemory):
+            self.fail(SearchCrashed("its worker ran out of memory"))
+        elif isinstance(error, Evicted):
+            self.fail(SearchEvicted(str(error)))
+        elif isinstance(error, Abandoned):
+            self.fail(SearchLost(str(error)))
+        else:
+            self.fail(error if isinstance(error, Exception) else SearchLost(repr(error)))

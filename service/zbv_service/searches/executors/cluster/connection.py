@@ -1,0 +1,224 @@
+"""A connection to a Dask scheduler, and what is known of the workers behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Executor
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from distributed import Client
+
+from zbv_service.records.searches import NewPlan
+from zbv_service.searches.executors.cluster.computation import DaskComputation
+from zbv_service.searches.executors.cluster.worker import describe, exchange, run_on_worker, welcome
+from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.25
+"""How often the cluster is looked at …"""
+LOOKED_AT_PER_LOOK = 25
+"""… of this many workers; larger ones less often, so that their scheduler has other things to do as well."""
+CONNECT_SECONDS, CALL_SECONDS, CLOSE_SECONDS = 5.0, 10.0, 0.25
+
+_CLOSING = ("closing", "closing_gracefully")
+
+logger = logging.getLogger(__name__)
+
+
+class Cluster:
+    """A connection to a scheduler, and what is known of the workers behind it."""
+
+    def __init__(self, client: Client):
+        self._client = client
+        self._loop: asyncio.AbstractEventLoop = cast("Any", client.loop).asyncio_loop
+        self._name = secrets.token_hex(16)
+        self._mine = describe()
+        self._differences: dict[str, str | None] = {}
+        self._threads: dict[str, int] = {}
+        self._addresses: dict[str, str] = {}
+        self._others: dict[str, int] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    @classmethod
+    async def connect(cls, address: str) -> Cluster:
+        """Connect to a scheduler; raises OSError or TimeoutError."""
+
+        def connect() -> Client:
+            return Client(  # type: ignore[no-untyped-call]
+                address,
+                timeout=CONNECT_SECONDS,
+                set_as_default=False,
+                name="zbv-service",
+                direct_to_workers=False,
+            )
+
+        return cls(await asyncio.to_thread(connect))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        for asking in self._asking.values():
+            asking.cancel()
+        with suppress(OSError, TimeoutError, RuntimeError):
+            await asyncio.to_thread(self._client.close, timeout=CLOSE_SECONDS)
+
+    @property
+    def room(self) -> int:
+        """How many searches of this service its usable workers have threads for."""
+        usable = sum(self._threads[place] for place in self._usable)
+        return max(0, usable - sum(self._others.values()))
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no search can be computed now."""
+        if self._usable:
+            return None
+        differing = [found for found in self._differences.values() if found is not None]
+        if not differing:
+            return "The Dask cluster has no workers."
+        return f"No worker of the Dask cluster can be used; of the first, {differing[0]}."
+
+    @property
+    def look_seconds(self) -> float:
+        """How long to wait between looks."""
+        return LOOK_SECONDS * max(1.0, len(self._threads) / LOOKED_AT_PER_LOOK)
+
+    @property
+    def _usable(self) -> list[str]:
+        return [place for place in self._threads if self._differences.get(place, "") is None]
+
+    async def submit(self, computation: DaskComputation, patience: float) -> NewPlan:
+        """Have a usable worker compute a search."""
+        computation.allowed = frozenset(self._usable)
+        workers = [self._addresses[place] for place in computation.allowed]
+        if not workers:
+            raise SearchLost("no worker can be used.")
+        executor: Executor = self._client.get_executor(  # type: ignore[no-untyped-call]
+            pure=False, retries=0, workers=workers, allow_other_workers=False
+        )
+        run = partial(run_on_worker, computation.task, computation.search, computation.token)
+        future = await asyncio.to_thread(lambda: executor.submit(run, self._name, patience))
+        return await asyncio.wrap_future(future)
+
+    async def look(self, computations: Mapping[str, DaskComputation]) -> None:
+        """Learn what the workers are and do, and exchange requests and reports with them.
+
+        Raises
+        ------
+        OSError, TimeoutError, RuntimeError
+            When the scheduler does not answer.
+        """
+        if self._client.status != "running":
+            raise OSError(f"the connection is {self._client.status}")
+        info = await self._call(lambda: self._scheduler.identity(n_workers=-1))
+        workers = {_place(address, worker): (address, worker) for address, worker in info["workers"].items()}
+        gone = self._threads.keys() - workers.keys()
+        self._threads = {place: int(worker["nthreads"]) for place, (_, worker) in workers.items()}
+        former, self._addresses = self._addresses, {place: address for place, (address, _) in workers.items()}
+        self._others = {place: count for place, count in self._others.items() if place in workers}
+        for computation in computations.values():
+            if computation.place is None and computation.allowed and not computation.allowed & workers.keys():
+                computation.fail(SearchLost("the workers that it waited for are gone."))
+        for place in gone:
+            self._differences.pop(place, None)
+            await self._mourn(former[place], [c for c in computations.values() if c.place == place])
+        await self._exchange(computations)
+
+    async def _difference(self, address: str) -> str | None:
+        """What keeps a worker from being used: other versions than this service's own."""
+        try:
+            found = await self._on_worker(address, welcome)
+        except (OSError, TimeoutError, RuntimeError):
+            raise
+        except Exception as error:  # an import that fails, most often; whatever it is, it is said once
+            difference = f"it cannot load zbv: {error}"
+        else:
+            different = [name for name, value in self._mine.items() if found.get(name) != value]
+            if not different:
+                return None
+            told = (f"{name} is {found.get(name)} and must be {self._mine[name]}" for name in different)
+            difference = ", ".join(told)
+        logger.warning("the Dask worker %s is not used: %s", address, difference)
+        return difference
+
+    async def _mourn(self, address: str, computations: list[DaskComputation]) -> None:
+        """A worker is gone. One that Dask closes says so before; else its search may have been why."""
+        if not computations:
+            return
+        events = await self._call(lambda: self._scheduler.events(topic=address))
+        logger.warning("the Dask worker %s is gone, with %d searches", address, len(computations))
+        was_closed = any(event.get("status") in _CLOSING for _, event in events or ())
+        for computation in computations:
+            if was_closed:
+                computation.fail(SearchEvicted(f"its worker {address} was closed."))
+            else:
+                computation.fail(SearchCrashed("its worker died"))
+
+    @property
+    def _scheduler(self) -> Any:
+        if self._client.scheduler is None:
+            raise OSError("the connection was closed")
+        return self._client.scheduler
+
+    async def _exchange(self, computations: Mapping[str, DaskComputation]) -> None:
+        for place, address in self._addresses.items():
+            if place not in self._asking and self._differences.get(place) is None:
+                self._asking[place] = asyncio.create_task(self._ask(place, address, computations))
+        if self._asking:
+            # A worker that hangs must not keep the others waiting.
+            await asyncio.wait(self._asking.values(), timeout=LOOK_SECONDS)
+
+    async def _ask(self, place: str, address: str, computations: Mapping[str, DaskComputation]) -> None:
+        try:
+            if place not in self._differences:
+                self._differences[place] = await self._difference(address)
+            if self._differences[place] is not None:
+                return
+            concerned = {token: c for token, c in computations.items() if c.place in (None, place)}
+            wanted = {token: computation.wanted for token, computation in concerned.items()}
+            held = await self._on_worker(address, exchange, self._name, wanted)
+            self._others[place] = held.others
+            if held.is_leaving:
+                self._differences[place] = "it was told to end"
+            for token, found in held.searches.items():
+                concerned[token].found(place, found)
+        except (OSError, TimeoutError, RuntimeError) as error:
+            logger.info("the Dask worker %s does not answer: %s", address, error or "not in time")
+        finally:
+            del self._asking[place]
+
+    async def _on_worker(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in a worker, beside its tasks; raises what it raised."""
+        answers = await self._call(
+            lambda: self._client.run(function, *arguments, workers=[address], on_error="return")
+        )
+        answer = answers.get(address, OSError("the worker is gone"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def _call(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Carry out a call of Dask's in its own loop, which is another thread's."""
+
+        async def call() -> T:
+            return await asyncio.wait_for(begin(), CALL_SECONDS)
+
+        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        try:
+            # Waited for here as well: a loop that was stopped carries out nothing any more.
+            return await asyncio.wait_for(asyncio.wrap_future(future), 2 * CALL_SECONDS)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise OSError("the connection was closed") from None
+
+
+def _place(address: str, worker: Mapping[str, Any]) -> str:
+    """Names a process: one that takes another's name and address after it has a scratch folder of its own."""
+    return f"{address} {worker['local_directory']}"

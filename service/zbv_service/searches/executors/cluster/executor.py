@@ -1,0 +1,144 @@
+"""Searches on a Dask cluster.
+
+The service connects out to a scheduler that its operator named, and to nothing else. Dask's connections
+carry pickled objects: whoever reaches the scheduler can run code on the cluster and in this service. So the
+scheduler belongs on a network where only its own machines are, or behind TLS with certificates of its own.
+
+Losing the scheduler loses no search: what ran is queued again with what it had found, and the connection is
+tried again, at growing intervals, for as long as the service lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from zbv_service.records.searches import NewPlan, Update
+from zbv_service.searches.executors.cluster.computation import DaskComputation
+from zbv_service.searches.executors.cluster.connection import Cluster
+from zbv_service.searches.executors.executor import SearchLost
+from zbv_service.searches.executors.task import SearchFunction, SearchTask
+
+LEAST_PAUSE, MOST_PAUSE = 0.25, 10.0
+"""Seconds between attempts to reach a scheduler: each pause is twice the one before."""
+
+logger = logging.getLogger(__name__)
+
+
+class DaskExecutor:
+    """Computes searches on the workers of a Dask cluster that have this service's version.
+
+    Parameters
+    ----------
+    address
+        Of the scheduler: ``tcp://host:port`` or ``tls://host:port``. TLS takes its certificates from Dask's
+        own configuration (``DASK_DISTRIBUTED__COMM__TLS__…``).
+    most
+        Most searches of this service at the same time; None for as many as the workers have threads.
+    patience
+        Seconds without this service after which a worker gives its searches up.
+    """
+
+    def __init__(self, address: str, most: int | None, patience: float):
+        self._address = address
+        self._most = most
+        self._patience = patience
+        self._cluster: Cluster | None = None
+        self._trouble: str | None = "The Dask scheduler was not reached yet."
+        self._computations: dict[str, DaskComputation] = {}
+        self._due = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to connect; nobody waits for it."""
+        for noisy in ("distributed", "distributed.client", "tornado"):
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)  # what matters of it, this module says
+        if self._address.startswith("tcp:"):
+            logger.warning(
+                "the connection to %s is not encrypted; whoever reaches it can run code", self._address
+            )
+        self._supervisor = asyncio.create_task(self._supervise(), name="zbv-dask")
+
+    async def stop(self) -> None:
+        """Close the connection."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervisor
+        await self._disconnect("the service stops")
+
+    def kill(self) -> None:
+        """Give up every computation; the workers do so as soon as nobody asks for it."""
+        for computation in list(self._computations.values()):
+            computation.fail(SearchLost("it did not stop in time."))
+
+    @property
+    def slots(self) -> int:
+        """How many searches of this service there is room for."""
+        room = 0 if self._cluster is None else self._cluster.room
+        return room if self._most is None else min(room, self._most)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no search can be computed now."""
+        return self._trouble
+
+    def expect(
+        self, task: SearchTask, search: SearchFunction, on_update: Callable[[Update], None]
+    ) -> DaskComputation:
+        """A search that is to be computed by some worker."""
+        return DaskComputation(task, search, on_update, self._due.set, self._compute)
+
+    async def _compute(self, computation: DaskComputation) -> NewPlan:
+        """Submit a computation and wait for its outcome."""
+        cluster = self._cluster
+        if cluster is None:
+            raise SearchLost("the Dask scheduler is out of reach.")
+        self._computations[computation.token] = computation
+        try:
+            submitted = asyncio.ensure_future(cluster.submit(computation, self._patience))
+            submitted.add_done_callback(computation.take_outcome)
+            try:
+                return await computation.outcome
+            finally:
+                submitted.cancel()
+        finally:
+            del self._computations[computation.token]
+
+    async def _supervise(self) -> None:
+        pause = LEAST_PAUSE
+        while True:
+            try:
+                if self._cluster is None:
+                    self._cluster = await Cluster.connect(self._address)
+                    logger.info("connected to the Dask scheduler %s", self._address)
+                self._due.clear()
+                await self._cluster.look(self._computations)
+                self._trouble = self._cluster.trouble
+                pause = LEAST_PAUSE
+            except Exception as error:  # whatever it is, the cluster may be well again in a moment
+                self._trouble = "The Dask scheduler does not answer."
+                surprise = None if isinstance(error, (OSError, TimeoutError)) else error
+                logger.warning(
+                    "the Dask scheduler %s does not answer: %s; it is tried again in %g s",
+                    self._address,
+                    error or "not in time",
+                    pause,
+                    exc_info=surprise,
+                )
+                await self._disconnect("the scheduler is out of reach")
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MOST_PAUSE)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._cluster.look_seconds):
+                    await self._due.wait()
+
+    async def _disconnect(self, why: str) -> None:
+        cluster, self._cluster = self._cluster, None
+        for computation in list(self._computations.values()):
+            computation.fail(SearchLost(f"{why}."))
+        if cluster is not None:
+            await cluster.close()

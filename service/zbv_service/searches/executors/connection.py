@@ -1,0 +1,121 @@
+"""The search's end of its connection to the service on the same machine.
+
+Better plans go out on it, a request to stop comes in, and its end means that the service is gone. Reports are
+sent by a thread of its own, the newest only, so that the search never waits for the network.
+
+Wire format: the task sends its token and a newline; then for every report a line of JSON whose
+``size`` counts the bytes of packed ranks that follow it. The service sends ``stop`` and a newline.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import asdict
+from types import TracebackType
+
+from zbv_service.records.searches import NewPlan, Refusal
+from zbv_service.searches.executors.task import ProgressLike, SearchFunction, SearchTask, compute, update_of
+
+CONNECT_SECONDS = 10.0
+SEND_SECONDS = 30.0
+REPORT_SECONDS = 0.25
+"""Least time between two reports of one search."""
+
+
+def run_connected(task: SearchTask, search: SearchFunction, address: tuple[str, int], token: str) -> NewPlan:
+    """Run a search, reporting to an address; the token says which search it is.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no plan fits.
+    OSError
+        When the service cannot be reached.
+    """
+    with Connection(address, token) as connection:
+        return compute(task, search, connection)
+
+
+class Connection:
+    """A connection to the service; a :class:`zbv_service.searches.executors.task.Reporter`."""
+
+    def __init__(self, address: tuple[str, int], token: str):
+        self._socket = socket.create_connection(address, timeout=CONNECT_SECONDS)
+        self._socket.settimeout(SEND_SECONDS)
+        self._socket.sendall(token.encode() + b"\n")
+        self._stopped = threading.Event()
+        self._closed = threading.Event()
+        self._fresh = threading.Event()
+        self.refusal: Refusal | None = None
+        self._latest: ProgressLike | None = None
+        self._threads = [
+            threading.Thread(target=target, name=f"zbv-{target.__name__}", daemon=True)
+            for target in (self._listen, self._send_reports)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def report(self, progress: ProgressLike) -> None:
+        """Have a better plan or bound sent soon; a newer one takes its place. Never waits."""
+        self._latest = progress
+        self._fresh.set()
+
+    def is_stopped(self) -> bool:
+        """Whether the search should return what it has: told to, or nobody is left to tell."""
+        return self._stopped.is_set()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._closed.set()
+        self._fresh.set()
+        with suppress(OSError):  # the service may have closed it first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(timeout=SEND_SECONDS)
+        self._socket.close()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                received = self._socket.recv(64)
+            except TimeoutError:
+                continue  # silence is the normal case
+            except OSError:
+                received = b""
+            # Either the word "stop", or the end of the connection, which means the same.
+            del received
+            self._stopped.set()
+            return
+
+    def _send_reports(self) -> None:
+        while True:
+            self._fresh.wait()
+            self._fresh.clear()
+            if self._closed.is_set():
+                return
+            progress = self._latest
+            if progress is not None:
+                try:
+                    self._socket.sendall(_report(progress, self.refusal))
+                except OSError:
+                    self._stopped.set()
+                    return
+            self._closed.wait(REPORT_SECONDS)
+
+
+def _report(progress: ProgressLike, refusal: Refusal | None) -> bytes:
+    fields = asdict(update_of(progress, refusal))
+    ranks = fields.pop("incumbent")
+    header = json.dumps(fields | {"size": len(ranks)}, allow_nan=False)
+    return header.encode() + b"\n" + bytes(ranks)

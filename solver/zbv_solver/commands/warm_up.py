@@ -1,0 +1,44 @@
+"""Compile all kernels once: ``python -m zbv_solver.commands.warm_up``.
+
+Numba keeps the machine code on disk, so that no later command waits for it. Installing does this; without
+it the first plan takes some twenty seconds longer.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.stage_document import parse_problem
+
+
+def main() -> int:
+    """Plan tiny problems, which run every kernel."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        progress.add_task("compiling kernels (once)", total=None)
+        from zbv_solver.search.search import SearchOptions, search
+
+        costs = {"forward": [2, 3, 2, 4], "backward_input": 2, "backward_weight": 1, "p2p": 1}
+        memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 6}
+        for objective in ("span", "makespan"):
+            problem = {
+                "pp_degree": 2,
+                "microbatches": 3,
+                "costs": costs,
+                "memory": memory,
+                "objective": objective,
+            }
+            search(parse_problem(problem), SearchOptions(without=("windows", "exact")))
+        layer = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 9}
+        for placement in ("v", "loop"):
+            layered = {"pp_degree": 2, "microbatches": 2, "placement": placement, "layers": [layer]}
+            search(parse_question(layered), SearchOptions("quick"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What a rank measured: the trace that each rank of a run writes, read and checked at the edge.
+
+A trace holds the newest steps of one plan, and per action when the rank turned to it, when its input was
+there and when it was done (docs/formats.md). :mod:`zbv_solver.measure.refit` makes costs of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zbv_solver.errors import InvalidInput
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.stage_document import MAX_ACTIONS, AtMost, refusal
+
+Nanoseconds = Annotated[int, Field(strict=True, ge=-(2**62), le=2**62)]
+Index = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Bytes = Annotated[int, Field(strict=True, ge=0, le=2**62)]
+Record = tuple[str, Nanoseconds, Nanoseconds, Nanoseconds, Bytes]
+"""Action, wait, start, end, bytes received from another rank."""
+
+MAX_STEPS = 1000
+
+WAIT, START, END = range(3)
+"""Columns of :attr:`StepTrace.times`."""
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class StepTraceDocument(_Document):
+    """One step of one rank."""
+
+    step: Index
+    loss: float | None = Field(None, description="Of the ranks that have the last stage.")
+    seconds: Annotated[float, Field(ge=0)]
+    actions: Annotated[list[Record], AtMost(MAX_ACTIONS)] = Field(
+        description="In execution order: the action, when the rank turned to it, when its input was there, "
+        "when it was done (nanoseconds of the rank's clock), and the bytes received for it."
+    )
+
+
+class RankTraceDocument(_Document):
+    """What one rank measured in the newest steps of one plan."""
+
+    rank: Index
+    pp_rank: Index = Field(description="Its rank of the pipeline.")
+    replica: Index = 0
+    plan_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    clock_offset_ns: Nanoseconds = Field(0, description="What its clock shows more than rank 0's.")
+    uncertainty_ns: Nanoseconds = Field(0, description="The offset is wrong by at most this.")
+    steps: Annotated[list[StepTraceDocument], AtMost(MAX_STEPS)]
+
+
+@dataclass(frozen=True, eq=False)
+class StepTrace:
+    """One step of one rank, n actions.
+
+    Attributes
+    ----------
+    orders
+        The rank's actions in execution order, as the orders of one rank.
+    times
+        (n, 3) int64, nanoseconds of rank 0's clock: wait, start, end.
+    received
+        (n,) int64: bytes that came from another rank.
+    """
+
+    step: int
+    loss: float | None
+    orders: Orders
+    times: NDArray[np.int64]
+    received: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class RankTrace:
+    """What one rank measured; ``steps`` ascend. ``uncertainty`` is that of its times, in nanoseconds."""
+
+    rank: int
+    pp_rank: int
+    replica: int
+    plan_id: str
+    uncertainty: int
+    steps: tuple[StepTrace, ...]
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The numbers of its steps."""
+        return frozenset(step.step for step in self.steps)
+
+    def only(self, numbers: frozenset[int]) -> RankTrace:
+        """The same trace with only these steps."""
+        kept = tuple(step for step in self.steps if step.step in numbers)
+        return RankTrace(self.rank, self.pp_rank, self.replica, self.plan_id, self.uncertainty, kept)
+
+
+def parse_rank_trace(document: Any) -> RankTrace:
+    """Read a decoded trace; its times are translated to rank 0's clock.
+
+    Raises
+    ------
+    InvalidInput
+        When it has not the shape of a trace, or its steps do not ascend.
+    """
+    try:
+        parsed = RankTraceDocument.model_validate(document)
+    except ValidationError as error:
+        raise refusal(error, document) from None
+    steps = tuple(_step(index, step, parsed.clock_offset_ns) for index, step in enumerate(parsed.steps))
+    for index in range(1, len(steps)):
+        if steps[index].step <= steps[index - 1].step:
+            raise InvalidInput.at(
+                f"/steps/{index}/step",
+                f"found {steps[index].step} after {steps[index - 1].step}; must ascend.",
+            )
+    return RankTrace(
+        parsed.rank, parsed.pp_rank, parsed.replica, parsed.plan_id, parsed.uncertainty_ns, steps
+    )
+
+
+def _step(index: int, document: StepTraceDocument, ahead: int) -> StepTrace:
+    try:
+        orders = Orders.from_text([[record[0] for record in document.actions]])
+    except InvalidInput as error:
+        (issue,) = error.issues
+        action = issue.pointer.rpartition("/")[2]
+        raise InvalidInput.at(f"/steps/{index}/actions/{action}/0", issue.detail) from None
+    numbers = np.array([record[1:] for record in document.actions], dtype=np.int64).reshape(-1, 4)
+    times = numbers[:, :3] - ahead
+    if (np.diff(times, axis=1) < 0).any():
+        at = int(np.argmax((np.diff(times, axis=1) < 0).any(axis=1)))
+        raise InvalidInput.at(
+            f"/steps/{index}/actions/{at}",
+            "its times do not ascend; must be wait, start, end in nanoseconds.",
+        )
+    return StepTrace(document.step, document.loss, orders, times, numbers[:, 3])

@@ -1,0 +1,225 @@
+"""From what ranks measured to the problem that they really had: the costs a plan should have been made for.
+
+Per stage the median over all steps, replicas and microbatches counts: a garbage collection or a page fault
+in one of them says nothing about the next. A transfer is timed from its producer's end to its consumer's
+start, and only where the consumer was there before the producer was done: any other input may have lain
+there for long. What nobody measured stays as planned; where of B, I and W only some were run, the others keep
+their proportion to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.errors import InvalidInput
+from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
+from zbv_solver.measure.stage_costs import with_stage_costs
+from zbv_solver.problem.problem import LETTERS, B, Costs, F, I, Problem, W
+
+NANOSECONDS: dict[str, float] = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+"""Nanoseconds in one time unit."""
+
+_DIGITS = 6
+"""Significant digits of a measured cost: more would be noise, and make every plan another one."""
+
+
+def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
+    """The problem with its costs as they were measured; everything else stays, and layers say the same.
+
+    Parameters
+    ----------
+    traces
+        Of some or all ranks, replicas and steps of a plan of this problem, on one clock.
+
+    A problem whose time unit is none of :data:`NANOSECONDS` says only how costs relate to each other. Its
+    unit is then chosen so that the measured actions take as long in all as planned.
+
+    Raises
+    ------
+    InvalidInput
+        When a trace is not of this problem, or none holds a step.
+    """
+    samples = _collect(problem, traces)
+    medians = _medians(samples, problem.n_stages)
+    scale = NANOSECONDS.get(problem.units.time or "") or _fitted_unit(problem, samples)
+    forward, inputs, weights, fused = medians / scale
+    costs = problem.costs
+    planned = np.array([costs.fused(stage) for stage in range(problem.n_stages)])
+    inputs, weights = _halves(costs, inputs, weights, fused, planned)
+    measured = Costs(
+        forward=_or_planned(forward, costs.forward),
+        backward_input=_rounded(inputs),
+        backward_weight=_rounded(weights),
+        backward=_fused(costs, inputs, weights, fused, planned),
+        p2p=_or_planned(_latencies(problem, samples) / scale, costs.p2p),
+    )
+    return with_stage_costs(problem, measured)
+
+
+def largest_change(planned: Problem, measured: Problem) -> float:
+    """The largest relative difference of any stage's F, I, W or B from what was planned; inf from 0."""
+    changes = [0.0]
+    for letter in (F, I, W, B):
+        before, after = planned.arrays.duration[letter], measured.arrays.duration[letter]
+        changes += map(relative_change, before.tolist(), after.tolist())
+    return max(changes)
+
+
+def relative_change(planned: float, measured: float) -> float:
+    """By which share of the planned number the measured one differs from it."""
+    if planned == measured:
+        return 0.0
+    return abs(measured - planned) / planned if planned else math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class _Samples:
+    """All actions of all traces, n in all; ``run`` numbers replica and step together. Times are ns."""
+
+    run: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    letter: NDArray[np.int64]
+    microbatch: NDArray[np.int64]
+    times: NDArray[np.int64]
+
+    @property
+    def duration(self) -> NDArray[np.float64]:
+        """(n,) in nanoseconds."""
+        return (self.times[:, END] - self.times[:, START]).astype(np.float64)
+
+
+def _collect(problem: Problem, traces: Sequence[RankTrace]) -> _Samples:
+    runs: dict[tuple[int, int], int] = {}
+    columns: list[list[NDArray[Any]]] = [[], [], [], [], []]
+    for trace in traces:
+        for step in trace.steps:
+            _require_of(problem, trace, step.orders.stage, step.orders.microbatch)
+            run = runs.setdefault((trace.replica, step.step), len(runs))
+            orders = step.orders
+            row: tuple[NDArray[Any], ...] = (
+                np.full(len(orders), run),
+                orders.stage,
+                orders.letter,
+                orders.microbatch,
+                step.times,
+            )
+            for column, values in zip(columns, row, strict=True):
+                column.append(values.astype(np.int64))
+    if not columns[0] or not sum(map(len, columns[0])):
+        raise InvalidInput.at("/steps", "found no measured action; let the ranks finish a step first.")
+    return _Samples(*map(np.concatenate, columns))
+
+
+def _require_of(
+    problem: Problem, trace: RankTrace, stages: NDArray[np.int32], microbatches: NDArray[np.int32]
+) -> None:
+    p, m = problem.pp_degree, problem.microbatches
+    if trace.pp_rank >= p:
+        raise InvalidInput.at("/pp_rank", f"found {trace.pp_rank}; the problem has ranks 0 to {p - 1}.")
+    hosted = np.array(problem.placement.stages_of[trace.pp_rank])
+    for found, allowed, name in ((stages, hosted, "stage"), (microbatches, np.arange(m), "microbatch")):
+        wrong = np.setdiff1d(found, allowed)
+        if len(wrong):
+            raise InvalidInput.at(
+                "/steps",
+                f"rank {trace.rank} ran {name} {wrong[0]}, which the problem does not give to rank "
+                f"{trace.pp_rank} of the pipeline; take traces of a plan of this very problem.",
+            )
+
+
+def _medians(samples: _Samples, n_stages: int) -> NDArray[np.float64]:
+    """(4, S): median duration by letter and stage, in nanoseconds; nan where there was none."""
+    return _grouped_medians(
+        samples.letter * n_stages + samples.stage, samples.duration, len(LETTERS) * n_stages
+    ).reshape(len(LETTERS), n_stages)
+
+
+def _grouped_medians(
+    group: NDArray[np.int64], values: NDArray[np.float64], groups: int
+) -> NDArray[np.float64]:
+    """The median of the values of every group; nan of an empty one."""
+    by_group = np.argsort(group, kind="stable")
+    begins = np.searchsorted(group[by_group], np.arange(groups + 1))
+    found = np.full(groups, np.nan)
+    for index in np.flatnonzero(np.diff(begins)):
+        found[index] = np.median(values[by_group[begins[index] : begins[index + 1]]])
+    return found
+
+
+def _fitted_unit(problem: Problem, samples: _Samples) -> float:
+    """Nanoseconds in a unit of the problem if its plan took as long as it says."""
+    planned = problem.arrays.duration[samples.letter, samples.stage].sum()
+    measured = samples.duration.sum()
+    return float(measured / planned) if planned > 0 and measured > 0 else 1.0
+
+
+def _halves(
+    costs: Costs,
+    inputs: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    fused: NDArray[np.float64],
+    planned: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """I and W per stage: measured, else in proportion to a measured B, else as planned."""
+    ratio = _ratio(fused, planned)
+    found = []
+    for measured, before in ((inputs, costs.backward_input), (weights, costs.backward_weight)):
+        whole = np.where(planned > 0, np.array(before) * ratio, fused / 2)
+        supposed = np.where(np.isnan(fused), before, whole)
+        found.append(np.where(np.isnan(measured), supposed, measured))
+    return found[0], found[1]
+
+
+def _fused(
+    costs: Costs,
+    inputs: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    fused: NDArray[np.float64],
+    planned: NDArray[np.float64],
+) -> tuple[float, ...] | None:
+    """B per stage: measured, else in proportion to I and W; None where nothing says that it is not I + W."""
+    if costs.backward is None and np.isnan(fused).all():
+        return None
+    before = np.array(costs.backward_input) + np.array(costs.backward_weight)
+    supposed = np.where(before > 0, planned * _ratio(inputs + weights, before), inputs + weights)
+    return _rounded(np.where(np.isnan(fused), supposed, fused))
+
+
+def _ratio(measured: NDArray[np.float64], planned: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Measured over planned, 1 where nothing was planned."""
+    return np.divide(measured, planned, out=np.ones_like(measured), where=planned > 0)
+
+
+def _latencies(problem: Problem, samples: _Samples) -> NDArray[np.float64]:
+    """(S-1,): median latency of every boundary in nanoseconds, both directions together; nan without one."""
+    n_stages, m = problem.n_stages, problem.microbatches
+    down = samples.letter == F
+    shape = (int(samples.run.max()) + 1, 2, n_stages, m)
+    done = np.full(shape, np.iinfo(np.int64).min)
+    makes = samples.letter != W
+    at = (samples.run, down.astype(np.int64), samples.stage, samples.microbatch)
+    done[tuple(index[makes] for index in at)] = samples.times[makes, END]
+    source = samples.stage + np.where(down, -1, 1)
+    boundary = np.minimum(samples.stage, source)
+    is_remote = np.zeros(n_stages + 1, dtype=bool)  # by boundary; the last entry serves -1
+    is_remote[: n_stages - 1] = [not problem.placement.is_local(b) for b in range(n_stages - 1)]
+    taken = makes & (source >= 0) & (source < n_stages) & is_remote[boundary]
+    sent = done[samples.run[taken], at[1][taken], source[taken], samples.microbatch[taken]]
+    times = samples.times[taken]
+    waited_for = (sent > np.iinfo(np.int64).min) & (times[:, WAIT] < sent)
+    latency = np.maximum(times[waited_for, START] - sent[waited_for], 0).astype(np.float64)
+    return _grouped_medians(boundary[taken][waited_for], latency, max(n_stages - 1, 0))
+
+
+def _or_planned(measured: NDArray[np.float64], planned: tuple[float, ...]) -> tuple[float, ...]:
+    return _rounded(np.where(np.isnan(measured), planned, measured))
+
+
+def _rounded(values: NDArray[np.float64]) -> tuple[float, ...]:
+    return tuple(float(f"{value:.{_DIGITS}g}") for value in values.tolist())

@@ -1,0 +1,152 @@
+"""The cuts that a layered problem allows on a placement, counted in parts that are never cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+from operator import ge
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.placement import Placement
+
+IntArray = NDArray[Any]
+Bounds = tuple[int, ...]
+"""(S+1,) of the parts: stage s has those from ``bounds[s]`` to before ``bounds[s + 1]``."""
+
+MOST_TRIED = 8
+"""Stages per rank up to which every choice of recomputed ones is looked at."""
+
+
+@dataclass(frozen=True, eq=False)
+class CutSpace:
+    """A layered problem on one placement, and its tables."""
+
+    problem: LayeredProblem
+    placement: Placement
+    tables: CutTables
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages S."""
+        return self.placement.n_stages
+
+    @property
+    def least(self) -> int:
+        """Fewest parts of a stage."""
+        return 0 if self.problem.rules.allow_empty else 1
+
+    @cached_property
+    def ranges(self) -> tuple[IntArray, IntArray]:
+        """Smallest and largest value of every bound, (S+1,) each."""
+        fixed = self.problem.fixed_bounds(self.n_stages) or {}
+        number = np.arange(self.n_stages + 1)
+        lower = np.zeros(self.n_stages + 1, np.int64)
+        upper = np.full(self.n_stages + 1, self.tables.n)
+        for bound, place in fixed.items():
+            at = int(np.searchsorted(self.problem.places, place))
+            steps = self.least * (number - bound)
+            lower = np.maximum(lower, np.where(number >= bound, at + steps, 0))
+            upper = np.minimum(upper, np.where(number <= bound, at + steps, self.tables.n))
+        return lower, upper
+
+    def repaired(self, bounds: IntArray) -> Bounds:
+        """The nearest bounds that the rules allow, from left to right."""
+        lower, upper = self.ranges
+        repaired = np.clip(bounds, lower, upper)
+        for number in range(1, len(repaired)):
+            repaired[number] = max(repaired[number], repaired[number - 1] + self.least)
+        return tuple(map(int, np.minimum(repaired, upper)))
+
+    def allows(self, bounds: Bounds) -> bool:
+        """Whether the rules allow these bounds."""
+        lower, upper = self.ranges
+        inside = all(low <= bound <= high for low, bound, high in zip(lower, bounds, upper, strict=True))
+        return inside and all(end - begin >= self.least for begin, end in pairwise(bounds))
+
+    def cut(self, bounds: Bounds, recompute: tuple[bool, ...]) -> Cut:
+        """A cut of the model's layers."""
+        return Cut.at(self.problem.places[list(bounds)], recompute)
+
+    def bounds_of(self, cut: Cut) -> Bounds:
+        """The bounds of a cut, in parts."""
+        return tuple(map(int, np.searchsorted(self.problem.places, cut.bounds)))
+
+    def load(self, bounds: Bounds, rank: int, recompute: tuple[bool, ...]) -> float:
+        """Work of a rank for one microbatch; ``recompute`` is one value per stage of the rank."""
+        sums, total = self.tables.sums, 0.0
+        for stage, variant in zip(self.placement.stages_of[rank], recompute, strict=True):
+            forward, split, fused = (
+                sums[int(variant), :3, bounds[stage + 1]] - sums[int(variant), :3, bounds[stage]]
+            )
+            total += float(forward + min(split, fused))
+        return total
+
+    def needs(self, bounds: Bounds, rank: int, recompute: tuple[bool, ...]) -> float:
+        """Least memory that a rank's layers need."""
+        held, workspace = 0.0, 0.0
+        for stage, variant in zip(self.placement.stages_of[rank], recompute, strict=True):
+            begin, end, at = bounds[stage], bounds[stage + 1], int(variant)
+            held += float(self.tables.sums[at, 3, end] - self.tables.sums[at, 3, begin])
+            workspace = max(workspace, float(self.tables.workspace[at, begin, end]))
+        return held + workspace
+
+    def fitting(self, bounds: Bounds, with_these: tuple[bool, ...] = ()) -> tuple[bool, ...] | None:
+        """The stages to recompute (S,) so that every rank fits with the least work; None where none fits.
+
+        ``with_these`` (S,) are recomputed in any case.
+        """
+        recompute = [False] * self.n_stages
+        for rank, stages in enumerate(self.placement.stages_of):
+            options = self._variants(len(stages))
+            if with_these:
+                kept = [with_these[stage] for stage in stages]
+                options = [variant for variant in options if all(map(ge, variant, kept))]
+            fitting = [
+                variant for variant in options if self.needs(bounds, rank, variant) <= self.tables.room[rank]
+            ]
+            if not fitting:
+                return None
+            best = min(fitting, key=lambda variant: self.load(bounds, rank, variant))
+            for stage, variant in zip(stages, best, strict=True):
+                recompute[stage] = variant
+        return tuple(recompute)
+
+    def leanest(self, bounds: Bounds) -> tuple[bool, ...]:
+        """The stages to recompute (S,) so that every rank needs the least memory."""
+        recompute = [False] * self.n_stages
+        for rank, stages in enumerate(self.placement.stages_of):
+            options = self._variants(len(stages))
+            best = min(options, key=lambda variant: self.needs(bounds, rank, variant))
+            for stage, variant in zip(stages, best, strict=True):
+                recompute[stage] = variant
+        return tuple(recompute)
+
+    def excess(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+        """What the worst rank needs beyond its room; not positive where every rank fits."""
+        return max(
+            self.needs(bounds, rank, tuple(recompute[stage] for stage in stages))
+            - float(self.tables.room[rank])
+            for rank, stages in enumerate(self.placement.stages_of)
+        )
+
+    def worst_load(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+        """Work of the most loaded rank for one microbatch."""
+        return max(
+            self.load(bounds, rank, tuple(recompute[stage] for stage in stages))
+            for rank, stages in enumerate(self.placement.stages_of)
+        )
+
+    def _variants(self, chunks: int) -> list[tuple[bool, ...]]:
+        """Choices of recomputed stages of a rank, fewest first."""
+        if self.tables.variants == 1:
+            return [(False,) * chunks]
+        if chunks > MOST_TRIED:
+            return [tuple(chunk < count for chunk in range(chunks)) for count in range(chunks + 1)]
+        return sorted(product((False, True), repeat=chunks), key=sum)

@@ -1,0 +1,89 @@
+"""What no cut can beat, whatever the placement: bounds on the load of the most loaded rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import ROUNDING
+
+MOST_SUMS = 200_000
+"""Loads that are told apart; where layers are of more kinds, the mean load has to do."""
+
+
+def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
+    """A lower bound on the most loaded rank's work for one microbatch, for any placement.
+
+    It is at least the mean, with as much recomputed as the memory of all ranks together demands; it is
+    at least what the rank with the most parts has; and it is a sum of whole layers. Lemmas 31, 32, 33 and
+    37 of bounds/PROOFS.md.
+    """
+    mean = max(_least_total(tables) / problem.pp_degree, _most_parts(problem.pp_degree, tables))
+    sums = _possible_loads(problem)
+    if sums is None:
+        return mean
+    at = int(np.searchsorted(sums, mean * (1 - ROUNDING)))
+    return max(mean, float(sums[at])) if at < len(sums) else mean
+
+
+def _most_parts(p: int, tables: CutTables) -> float:
+    """Of the kp + 1 largest parts some rank has k + 1, whatever the cut: at least the smallest of them.
+
+    The pigeonhole bound of scheduling on identical machines (Dell'Amico and Martello 1995, section 2.2).
+    """
+    parts = np.sort(np.diff(tables.cheapest))[::-1]
+    more = np.arange(1, (len(parts) - 1) // p + 1)
+    up_to = np.concatenate(([0.0], np.cumsum(parts)))
+    crowded = up_to[more * p + 1] - up_to[more * p - more]
+    return float(max(parts[0], crowded.max(initial=0.0))) * (1 - ROUNDING)
+
+
+def _least_total(tables: CutTables) -> float:
+    """Least work of all layers together, where their memory together has to fit all ranks together.
+
+    Parts may be recomputed in fractions (a knapsack's relaxation): those first whose memory costs least.
+    """
+    plain, again = np.diff(tables.sums, axis=2)
+    load, held = plain[0] + np.minimum(plain[1], plain[2]), plain[3]
+    load_again = again[0] + np.minimum(again[1], again[2])
+    lacking = float(held.sum() - tables.most_room.sum())
+    if tables.variants == 1 or not lacking > 0:
+        return float(tables.cheapest[-1])
+    costs = np.maximum(load_again - load, 0.0)
+    saved = held - again[3]
+    saving = np.flatnonzero(saved > 0)
+    order = saving[np.argsort(costs[saving] / saved[saving])]
+    total = float(np.minimum(load, load_again).sum())
+    for part in order:
+        if lacking <= 0:
+            break
+        share = min(1.0, lacking / saved[part])
+        total += share * costs[part]
+        lacking -= share * saved[part]
+    return max(float(tables.cheapest[-1]), total)
+
+
+def _possible_loads(problem: LayeredProblem) -> np.ndarray | None:
+    """Every load that a set of layers can have, ascending; None where there are too many to list."""
+    counts: dict[tuple[float, ...], int] = {}
+    gains = set()
+    for layer in problem.model.each:
+        variants = [layer.costs] if layer.recompute is None else [layer.costs, layer.recompute]
+        gains |= {np.sign(costs.fused - costs.split) for costs in variants}
+        loads = tuple(costs.forward + min(costs.fused, costs.split) for costs in variants)
+        counts[loads] = counts.get(loads, 0) + 1
+    if {-1.0, 1.0} <= gains:
+        return None  # a stage's cheaper backward is not the sum of its layers' cheaper ones
+    sums = np.zeros(1)
+    for loads, count in counts.items():
+        taken = np.arange(count + 1)
+        if len(loads) == 1:
+            more = taken * loads[0]
+        else:
+            first, second = np.meshgrid(taken, taken)
+            more = (first * loads[0] + second * loads[1])[first + second <= count]
+        if len(sums) * len(more) > MOST_SUMS:
+            return None
+        sums = np.unique(np.add.outer(sums, more).ravel())
+    return sums

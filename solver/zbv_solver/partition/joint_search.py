@@ -1,0 +1,106 @@
+"""Cut and order optimised together: bounds move while the constructors find better orders for it.
+
+A cut that only evens out the loads says nothing about how well its stages can be ordered. From the best
+start, a part at a time moves between two stages, or a stage begins or ends to be recomputed; what cannot beat
+the best by load alone is not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.judge import Judge
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+
+MOST_IN_VAIN = 12
+"""Times the number of stages: moves in a row without a gain, after which the climb ends."""
+RECOMPUTING = 0.4
+"""Share of the moves that change what is recomputed, where anything can be."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cut, what made it, and what it is judged to reach."""
+
+    name: str
+    bounds: Bounds
+    recompute: tuple[bool, ...]
+    value: float
+
+
+def improve_cut(
+    judge: Judge, start: Candidate, placements: int, seed: int, is_over: Callable[[], bool]
+) -> Candidate:
+    """The best cut found by moves from a start.
+
+    Parameters
+    ----------
+    placements
+        Actions that the judge may place.
+    is_over
+        Polled between cuts.
+    """
+    random = np.random.default_rng(seed)
+    best, space = start, judge.space
+    until, in_vain = judge.placed + placements, 0
+    while judge.placed < until and in_vain < MOST_IN_VAIN * space.n_stages and not is_over():
+        in_vain += 1
+        moved = neighbour(space, best, random)
+        if moved is None or judge.floor(*moved) >= best.value:
+            continue
+        value = judge.value(*moved)
+        if value <= best.value:
+            if value < best.value * (1 - OPTIMAL_GAP):
+                in_vain = 0
+            best = Candidate("moved", *moved, value)
+    return best
+
+
+def neighbour(
+    space: CutSpace, start: Candidate, random: np.random.Generator
+) -> tuple[Bounds, tuple[bool, ...]] | None:
+    """A random cut beside another; None where the rules or the memory limit forbid what was drawn."""
+    if space.tables.variants > 1 and random.random() < RECOMPUTING:
+        recompute = _recomputed_elsewhere(start.recompute, random)
+        return (start.bounds, recompute) if _fits(space, start.bounds, recompute) else None
+    if space.n_stages == 1:
+        return None
+    low, high = sorted(map(int, random.choice(space.n_stages, 2, replace=False)))
+    step = int(random.choice((-1, 1)))
+    bounds = tuple(
+        bound + step if low < number <= high else bound for number, bound in enumerate(start.bounds)
+    )
+    if not space.allows(bounds):
+        return None
+    recompute = start.recompute
+    if not _fits(space, bounds, recompute):
+        fitting = space.fitting(bounds, recompute)
+        if fitting is None:
+            return None
+        recompute = fitting
+    return bounds, recompute
+
+
+def _recomputed_elsewhere(recompute: tuple[bool, ...], random: np.random.Generator) -> tuple[bool, ...]:
+    """One stage changes, or a run of stages becomes alike, or a stage is recomputed in place of another."""
+    changed, stages = list(recompute), len(recompute)
+    one, other = sorted(map(int, random.integers(stages, size=2)))
+    kind = int(random.integers(3))
+    if kind == 0:
+        changed[one] = not changed[one]
+    elif kind == 1:
+        changed[one : other + 1] = [bool(random.integers(2))] * (other + 1 - one)
+    else:
+        changed[one], changed[other] = changed[other], changed[one]
+    return tuple(changed)
+
+
+def _fits(space: CutSpace, bounds: Bounds, recompute: tuple[bool, ...]) -> bool:
+    return all(
+        space.needs(bounds, rank, tuple(recompute[stage] for stage in stages)) <= space.tables.room[rank]
+        for rank, stages in enumerate(space.placement.stages_of)
+    )

@@ -1,0 +1,81 @@
+"""What a lower bound says about a plan: the one place that decides it, and the one that computes a gap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from zbv_solver.errors import ContradictedBound
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+
+if TYPE_CHECKING:
+    from zbv_solver.problem.layered_problem import LayeredProblem
+    from zbv_solver.problem.problem import Problem
+
+Status = Literal["optimal", "feasible"]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is proven about an objective.
+
+    Attributes
+    ----------
+    lower_bound
+        Never above the objective: a bound that exceeds it by rounding alone is the objective.
+    gap
+        objective / lower_bound - 1.
+    """
+
+    lower_bound: float
+    gap: float
+    status: Status
+
+
+def verdict(objective: float, lower_bound: float) -> Literal["contradicted", "optimal", "feasible"]:
+    """What a lower bound says about the objective of a verified plan; only rounding is forgiven."""
+    if lower_bound > objective * (1 + OPTIMAL_GAP):
+        return "contradicted"
+    return "optimal" if gap_of(objective, lower_bound) == 0 else "feasible"
+
+
+def gap_of(objective: float, lower_bound: float) -> float:
+    """Relative distance of an objective from a lower bound; 0 when both are 0, and for rounding alone."""
+    if lower_bound > 0:
+        gap = objective / lower_bound - 1
+        return 0.0 if abs(gap) <= OPTIMAL_GAP else gap
+    return 0.0 if objective <= 0 else math.inf
+
+
+def certify(
+    problem: Problem | LayeredProblem, objective: float, lower_bound: float, source: str
+) -> Certificate:
+    """The certificate of a verified plan of a problem.
+
+    Parameters
+    ----------
+    source
+        Where the bound comes from, for the report of a contradiction.
+
+    Raises
+    ------
+    ContradictedBound
+        Where the objective is below the bound by more than rounding.
+    """
+    found = verdict(objective, lower_bound)
+    if found == "contradicted":
+        raise ContradictedBound(_document(problem), objective, lower_bound, source)
+    if found == "optimal":
+        return Certificate(objective, 0.0, "optimal")
+    return Certificate(lower_bound, gap_of(objective, lower_bound), "feasible")
+
+
+def _document(problem: Problem | LayeredProblem) -> Mapping[str, Any]:
+    """The problem as JSON, by stages or by layers."""
+    from zbv_solver.problem.layered_problem import LayeredProblem
+    from zbv_solver.problem.stage_document import problem_json
+    from zbv_solver.problem.writing import layered_json
+
+    return layered_json(problem) if isinstance(problem, LayeredProblem) else problem_json(problem)

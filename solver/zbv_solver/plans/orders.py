@@ -1,0 +1,265 @@
+"""Execution orders: every rank's list of actions, as arrays and as text.
+
+An action is a stage, a letter and a microbatch; ``7I3`` in text. An order of p ranks keeps its actions
+in three flat arrays, rank after rank, because plans reach hundreds of thousands of actions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.errors import InvalidInput
+from zbv_solver.problem.problem import LETTERS, MAX_CELLS, B, F, I, W
+
+_ACTION = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")
+
+
+class Action(NamedTuple):
+    """One action: ``letter`` is one of F, I, W, B."""
+
+    stage: int
+    letter: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.letter}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read ``7I3``; raises :class:`InvalidInput` on anything else, trailing characters included."""
+        match = _ACTION.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise InvalidInput.at(
+                "",
+                f"found {str(text)[:60]!r}; an action is a stage, one of F, I, W, B, and a microbatch: 7I3.",
+            )
+        return cls(int(match[1]), match[2], int(match[3]))
+
+
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """Action lists of p ranks, n actions in all.
+
+    Attributes
+    ----------
+    stage, microbatch
+        (n,) int32.
+    letter
+        (n,) int8 codes, indices into ``LETTERS``.
+    offset
+        (p + 1,) int64: rank r's actions are ``offset[r]:offset[r + 1]``.
+    """
+
+    stage: NDArray[np.int32]
+    letter: NDArray[np.int8]
+    microbatch: NDArray[np.int32]
+    offset: NDArray[np.int64]
+
+    @classmethod
+    def from_actions(cls, ranks: Sequence[Sequence[tuple[int, str, int]]]) -> Orders:
+        """Pack lists of actions."""
+        return cls.pack([[(s, LETTERS.index(letter), j) for s, letter, j in actions] for actions in ranks])
+
+    @classmethod
+    def pack(cls, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> Orders:
+        """Pack lists of (stage, letter code, microbatch)."""
+        return cls.of_rows([np.array(actions, dtype=np.int32).reshape(-1, 3) for actions in ranks])
+
+    @classmethod
+    def of_rows(cls, ranks: Sequence[NDArray[np.int32]]) -> Orders:
+        """Pack one (n, 3) array per rank: stage, letter code, microbatch."""
+        rows = np.concatenate(ranks) if ranks else np.empty((0, 3), dtype=np.int32)
+        return cls(
+            np.ascontiguousarray(rows[:, 0]),
+            rows[:, 1].astype(np.int8),
+            np.ascontiguousarray(rows[:, 2]),
+            _offsets(ranks),
+        )
+
+    @classmethod
+    def from_text(cls, ranks: Sequence[Sequence[str]]) -> Orders:
+        """Parse lists of action texts; errors point at ``/ranks/{rank}/{index}``."""
+        rows = _parse([text for texts in ranks for text in texts])
+        if rows is None:
+            return cls.from_actions(_parse_each(ranks))
+        return cls(*rows, offset=_offsets(ranks))
+
+    @property
+    def pp_degree(self) -> int:
+        """Number of ranks."""
+        return len(self.offset) - 1
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Orders):
+            return NotImplemented
+        return all(
+            np.array_equal(mine, theirs)
+            for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # arrays are compared, not hashed
+
+    def slice_of(self, rank: int) -> slice:
+        """Where a rank's actions lie in the flat arrays."""
+        return slice(int(self.offset[rank]), int(self.offset[rank + 1]))
+
+    def rank_index(self) -> NDArray[np.int32]:
+        """The rank of every action, (n,)."""
+        return np.repeat(np.arange(self.pp_degree, dtype=np.int32), np.diff(self.offset))
+
+    def actions(self, rank: int) -> list[Action]:
+        """A rank's actions in execution order."""
+        part = self.slice_of(rank)
+        return [
+            Action(stage, LETTERS[letter], microbatch)
+            for stage, letter, microbatch in zip(
+                self.stage[part].tolist(),
+                self.letter[part].tolist(),
+                self.microbatch[part].tolist(),
+                strict=True,
+            )
+        ]
+
+    def text_at(self, index: int) -> str:
+        """The action at a place in the flat arrays, as text; for messages, so it knows no wrong letter."""
+        code = int(self.letter[index])
+        letter = LETTERS[code] if 0 <= code < len(LETTERS) else f"(letter {code})"
+        return f"{self.stage[index]}{letter}{self.microbatch[index]}"
+
+    def text(self, rank: int, at_most: int | None = None) -> list[str]:
+        """A rank's actions as text; the first ones where only some are asked for."""
+        part = self.slice_of(rank)
+        stop = part.stop if at_most is None else min(part.stop, part.start + at_most)
+        return self._texts(slice(part.start, stop))
+
+    def all_text(self) -> list[list[str]]:
+        """Every rank's actions as text, as a plan file carries them."""
+        texts = self._texts(slice(None))
+        return [texts[begin:end] for begin, end in pairwise(self.offset.tolist())]
+
+    def _texts(self, part: slice) -> list[str]:
+        stage, letter, microbatch = self.stage[part], self.letter[part], self.microbatch[part]
+        if not all(n.min(initial=0) >= 0 and n.max(initial=0) <= MAX_CELLS for n in (stage, microbatch)):
+            # No problem has such numbers, but a list may say so until it is verified: no tables of them.
+            return [
+                f"{s}{LETTERS[k]}{j}"
+                for s, k, j in zip(stage.tolist(), letter.tolist(), microbatch.tolist(), strict=True)
+            ]
+        heads = _spelled(
+            stage * np.int32(len(LETTERS)) + letter,
+            lambda k: f"{k // len(LETTERS)}{LETTERS[k % len(LETTERS)]}",
+        )
+        texts: list[str] = (heads + _spelled(microbatch, str)).tolist()
+        return texts
+
+
+def _spelled(numbers: NDArray[np.int32], spell: Callable[[int], str]) -> NDArray[np.object_]:
+    """The text of every number; equal ones are spelled once."""
+    seen = np.flatnonzero(np.bincount(numbers))
+    table = np.empty(int(seen.max(initial=-1)) + 1, dtype=object)
+    table[seen] = [spell(number) for number in seen.tolist()]
+    return table[numbers]
+
+
+def _offsets(ranks: Sequence[Sequence[object] | NDArray[np.int32]]) -> NDArray[np.int64]:
+    """Where every list begins when they are joined, and where the last one ends."""
+    offset = np.zeros(len(ranks) + 1, dtype=np.int64)
+    np.cumsum([len(actions) for actions in ranks], out=offset[1:])
+    return offset
+
+
+def _parse_each(ranks: Sequence[Sequence[str]]) -> list[list[Action]]:
+    """Parse action by action: slow, but it can point at a wrong one."""
+    parsed = []
+    for rank, texts in enumerate(ranks):
+        actions = []
+        for index, text in enumerate(texts):
+            try:
+                actions.append(Action.parse(text))
+            except InvalidInput as error:
+                raise error.below(f"/ranks/{rank}/{index}") from None
+        parsed.append(actions)
+    return parsed
+
+
+def _parse(texts: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32]] | None:
+    """Stages, letters and microbatches of all texts at once, or None when one of them is no action."""
+    try:
+        joined = "\n".join([*texts, ""]).encode("ascii")
+    except (TypeError, UnicodeEncodeError):
+        return None
+    characters = np.frombuffer(joined, dtype=np.uint8)
+    code = _CODE[characters]
+    ends, letters = np.flatnonzero(code == _END), np.flatnonzero((code >= 0) & (code < _END))
+    if len(ends) != len(texts) or len(letters) != len(texts) or (code == _STRANGE).any():
+        return None
+    stage = _numbers(characters, np.concatenate([[0], ends[:-1] + 1]), letters)
+    microbatch = _numbers(characters, letters + 1, ends)
+    if stage is None or microbatch is None:
+        return None
+    return stage, code[letters], microbatch
+
+
+def _numbers(
+    characters: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64]
+) -> NDArray[np.int32] | None:
+    """Decimal numbers of 1 to 9 digits without leading zeros at ``begin:end``, or None when one is not."""
+    width = end - begin
+    if not len(width):
+        return np.zeros(0, dtype=np.int32)
+    if width.min() < 1 or width.max() > 9 or ((width > 1) & (characters[begin] == ord("0"))).any():
+        return None
+    value = np.zeros(len(begin), dtype=np.int32)
+    for place in range(int(width.max())):
+        # Numbers that end before this place read a digit of theirs once more, and drop it.
+        digit = characters[np.minimum(begin + place, end - 1)] - np.int32(ord("0"))
+        value = np.where(place < width, value * 10 + digit, value)
+    return value
+
+
+_DIGIT, _END, _STRANGE = -1, len(LETTERS), len(LETTERS) + 1
+_CODE = np.full(256, _STRANGE, dtype=np.int8)
+"""What a character of an action is: a letter by its code, a digit, the end, or nothing of these."""
+_CODE[[ord(digit) for digit in "0123456789"]] = _DIGIT
+_CODE[ord("\n")] = _END
+_CODE[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
+
+
+def first_in_first_out(orders: Orders, n_stages: int) -> Orders:
+    """The same order with microbatches relabelled so that every stage runs every letter in ascending order.
+
+    Always executable when the original is, and never slower: microbatches are alike, so the k-th action
+    of a stage may as well be microbatch k's. I and B share one line; a W takes the oldest I without one.
+    """
+    letter, stage = orders.letter, orders.stage
+    microbatch = np.zeros(len(orders), dtype=np.int32)
+    _number(microbatch, stage, letter == F, n_stages)
+    _number(microbatch, stage, (letter == I) | (letter == B), n_stages)
+    inputs, weights = np.flatnonzero(letter == I), np.flatnonzero(letter == W)
+    microbatch[_by_stage(weights, stage)] = microbatch[_by_stage(inputs, stage)]
+    return Orders(stage, letter, microbatch, orders.offset)
+
+
+def _by_stage(at: NDArray[np.int64], stage: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Actions sorted by stage, in order within each."""
+    # Numpy sorts numbers of 16 bits by counting, several times faster; no problem has more stages.
+    return at[np.argsort(stage[at].astype(np.uint16), kind="stable")]
+
+
+def _number(
+    microbatch: NDArray[np.int32], stage: NDArray[np.int32], chosen: NDArray[np.bool_], n: int
+) -> None:
+    """Number the chosen actions of every stage 0, 1, 2, … in order."""
+    at = _by_stage(np.flatnonzero(chosen), stage)
+    begins = np.searchsorted(stage[at], np.arange(n))
+    microbatch[at] = np.arange(len(at)) - begins[stage[at]]

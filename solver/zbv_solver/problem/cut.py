@@ -1,0 +1,147 @@
+"""Where a model is cut into stages, and which of them are recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.problem.layer import Model
+from zbv_solver.problem.numeric import MIN_NUMBER
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects two ranks: a transfer takes ``latency + bytes / bandwidth``, in the unit of time."""
+
+    latency: float
+    bandwidth: float
+
+    def transfer(self, output_bytes: float) -> float:
+        """Duration of sending so many bytes; 0 where it is shorter than any duration that zbv accepts."""
+        duration = self.latency + output_bytes / self.bandwidth
+        return duration if duration >= MIN_NUMBER else 0.0
+
+
+@dataclass(frozen=True)
+class CutRules:
+    """Which cuts are allowed.
+
+    Attributes
+    ----------
+    together
+        Groups of names; the layers from the first to the last of a group stay in one stage.
+    first, last
+        Number of layers of the first and the last stage (Megatron-LM's first and last pipeline stage); None
+        leaves it open.
+    allow_empty
+        Whether a stage may have no layer: it passes on what it gets.
+    """
+
+    together: tuple[tuple[str, ...], ...] = ()
+    first: int | None = None
+    last: int | None = None
+    allow_empty: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in S contiguous stages.
+
+    Attributes
+    ----------
+    bounds
+        (S+1,) places: stage s has the layers from ``bounds[s]`` to before ``bounds[s + 1]``.
+    recompute
+        (S,): which stages are recomputed.
+    """
+
+    bounds: tuple[int, ...]
+    recompute: tuple[bool, ...]
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages S."""
+        return len(self.recompute)
+
+    @classmethod
+    def at(cls, bounds: Iterable[int], recompute: Iterable[bool] | None = None) -> Cut:
+        """A cut; recomputes nothing unless told."""
+        places = tuple(map(int, bounds))
+        if recompute is None:
+            recompute = (False,) * (len(places) - 1)
+        return cls(places, tuple(map(bool, recompute)))
+
+    def partition(self, model: Model) -> tuple[tuple[str, ...], ...]:
+        """The layer names of every stage."""
+        return tuple(model.names[begin:end] for begin, end in zip(self.bounds, self.bounds[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """The layers of a problem whose costs are those of a cut of them.
+
+    Attributes
+    ----------
+    link
+        What p2p costs were computed from; None where they were given.
+    static
+        (p,) memory of every rank beside its layers.
+    """
+
+    model: Model
+    cut: Cut
+    rules: CutRules
+    link: Link | None
+    static: tuple[float, ...]
+
+    @cached_property
+    def partition(self) -> tuple[tuple[str, ...], ...]:
+        """The layer names of every stage."""
+        return self.cut.partition(self.model)
+
+    def static_of(self, hosted: Sequence[Sequence[int]]) -> tuple[float, ...]:
+        """(p,) static memory of ranks with these stages: their own, the layers', the largest workspace."""
+        totals = []
+        for own, stages in zip(self.static, hosted, strict=True):
+            of_layers = [
+                layer.costs_when(self.cut.recompute[stage]).memory
+                for stage in stages
+                for layer in self.model.each[self.cut.bounds[stage] : self.cut.bounds[stage + 1]]
+            ]
+            held = sum(memory.static for memory in of_layers)
+            totals.append(own + held + max((memory.workspace for memory in of_layers), default=0.0))
+        return tuple(totals)
+
+    def merged(self, chunks: int) -> CutModel | None:
+        """Every ``chunks`` neighbouring stages as one; None where only some of them are recomputed."""
+        groups = [self.cut.recompute[k : k + chunks] for k in range(0, self.cut.n_stages, chunks)]
+        if any(len(set(group)) > 1 for group in groups):
+            return None
+        return replace(self, cut=Cut.at(self.cut.bounds[::chunks], [group[0] for group in groups]))
+
+
+def cut_of_partition(model: Model, partition: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """The bounds of a partition given by names.
+
+    Raises
+    ------
+    InvalidInput
+        When it is not the model's layers in their order.
+    """
+    bounds = [0]
+    for stage, names in enumerate(partition):
+        for index, name in enumerate(names):
+            place = bounds[stage] + index
+            if place >= model.n_layers or model.names[place] != name:
+                expected = repr(model.names[place]) if place < model.n_layers else "no more layers"
+                raise InvalidInput.at(
+                    f"/partition/{stage}/{index}",
+                    f"found {name!r}; here comes {expected}. A partition has all layers in model order.",
+                )
+        bounds.append(bounds[stage] + len(names))
+    if bounds[-1] != model.n_layers:
+        missing = model.names[bounds[-1]]
+        raise InvalidInput([Issue("/partition", f"{missing!r} and what follows is in no stage.")])
+    return tuple(bounds)

@@ -1,0 +1,193 @@
+"""A model as a sequence of layers, and what each costs.
+
+A :class:`Model` that exists is valid. Layers are given in model order; a layer with ``repeat`` stands for
+that many copies, ``block.0``, ``block.1``, ….
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.problem.numeric import broken_rule, delta_rule
+
+MAX_LAYERS = 512
+"""Most layers, copies counted."""
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """What a layer holds, in the caller's unit of memory.
+
+    Attributes
+    ----------
+    forward, backward_input, backward_weight
+        Changes by the layer's F, I and W; they sum to 0.
+    static
+        Held whether or not the layer runs: parameters, gradients, optimizer states.
+    workspace
+        Needed on top while an action of the layer runs, and free again at its end. A rank runs one action at
+        a time, so it needs the largest of its layers'.
+    """
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    static: float = 0.0
+    workspace: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Durations and memory of a layer. ``backward`` is the fused one; None means I + W."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    backward: float | None = None
+    memory: LayerMemory = LayerMemory()
+
+    @property
+    def split(self) -> float:
+        """I and W together."""
+        return self.backward_input + self.backward_weight
+
+    @property
+    def fused(self) -> float:
+        """B."""
+        return self.split if self.backward is None else self.backward
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, or ``repeat`` equal copies of it.
+
+    Attributes
+    ----------
+    recompute
+        What it costs where its stage is recomputed; None where it cannot be.
+    parameters_bytes
+        Of its parameters alone.
+    output_bytes
+        What is sent where the model is cut after it.
+    repeat
+        Number of copies; None for one layer that keeps its name.
+    """
+
+    name: str
+    costs: LayerCosts
+    recompute: LayerCosts | None = None
+    parameters_bytes: float = 0.0
+    output_bytes: float = 0.0
+    repeat: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the copies."""
+        return (self.name,) if self.repeat is None else tuple(f"{self.name}.{k}" for k in range(self.repeat))
+
+    def costs_when(self, recomputed: bool) -> LayerCosts:
+        """What it costs in a stage that is recomputed, or is not."""
+        return self.recompute if recomputed and self.recompute is not None else self.costs
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers in model order.
+
+    Raises
+    ------
+    InvalidInput
+        Naming every broken rule; its pointers are those of the JSON document.
+    """
+
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        issues = _count_issues(self)
+        for index, layer in enumerate(self.layers):
+            issues += [
+                replace(issue, pointer=f"/layers/{index}{issue.pointer}") for issue in _layer_issues(layer)
+            ]
+        if issues:
+            raise InvalidInput(issues)
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers, copies counted."""
+        return sum(1 if layer.repeat is None else layer.repeat for layer in self.layers)
+
+    @cached_property
+    def each(self) -> tuple[Layer, ...]:
+        """One entry per layer: a repeated one is there as often as it has copies."""
+        return tuple(layer for layer in self.layers for _ in layer.names)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Name of every layer."""
+        return tuple(name for layer in self.layers for name in layer.names)
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Place of every name in ``names``."""
+        return {name: place for place, name in enumerate(self.names)}
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether any layer has an alternative."""
+        return any(layer.recompute is not None for layer in self.layers)
+
+
+def _count_issues(model: Model) -> list[Issue]:
+    if not model.layers:
+        return [Issue("/layers", "found none; a model has at least one layer.")]
+    if any(layer.repeat is not None and layer.repeat < 1 for layer in model.layers):
+        return []  # reported with its layer
+    if model.n_layers > MAX_LAYERS:
+        count = model.n_layers if model.n_layers < 10**12 else "more than 10^12"
+        rule = f"found {count} layers, copies counted; must be at most {MAX_LAYERS}. "
+        return [Issue("/layers", rule + "Join some: nobody cuts a model between all of them.")]
+    seen: set[str] = set()
+    for index, layer in enumerate(model.layers):
+        for name in layer.names:
+            if name in seen:
+                return [Issue(f"/layers/{index}/name", f"found {name!r} twice; a name is one layer's.")]
+            seen.add(name)
+    return []
+
+
+def _layer_issues(layer: Layer) -> list[Issue]:
+    issues = []
+    if not layer.name:
+        issues.append(Issue("/name", "found an empty name; every layer needs one."))
+    if layer.repeat is not None and layer.repeat < 1:
+        issues.append(Issue("/repeat", f"found {layer.repeat}; must be at least 1."))
+    for name in ("parameters_bytes", "output_bytes"):
+        issues += _number_issues(f"/{name}", getattr(layer, name))
+    issues += _cost_issues("", layer.costs)
+    if layer.recompute is not None:
+        issues += _cost_issues("/recompute", layer.recompute)
+    return issues
+
+
+def _cost_issues(at: str, costs: LayerCosts) -> list[Issue]:
+    issues = []
+    for name in ("forward", "backward_input", "backward_weight", "backward"):
+        value = getattr(costs, name)
+        if value is not None:
+            issues += _number_issues(f"{at}/{name}", value)
+    memory = costs.memory
+    for name in ("forward", "static", "workspace"):
+        issues += _number_issues(f"{at}/memory/{name}", getattr(memory, name))
+    for name in ("backward_input", "backward_weight"):
+        issues += _number_issues(f"{at}/memory/{name}", getattr(memory, name), signed=True)
+    broken = delta_rule(memory.forward, memory.backward_input, memory.backward_weight) if not issues else None
+    if broken is not None:
+        issues.append(Issue(f"{at}/memory{broken[0]}", broken[1]))
+    return issues
+
+
+def _number_issues(pointer: str, value: float, *, signed: bool = False) -> list[Issue]:
+    rule = broken_rule(value, signed)
+    return [] if rule is None else [Issue(pointer, rule)]

@@ -1,0 +1,136 @@
+"""Layered problems as JSON documents: their shape (docs/formats.md, "Layers")."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from zbv_solver.problem.layer import MAX_LAYERS
+from zbv_solver.problem.problem import MAX_CELLS, MAX_PP_DEGREE, Objective
+from zbv_solver.problem.stage_document import (
+    MAX_CHUNKS,
+    MAX_NAME,
+    MAX_STAGES,
+    AtMost,
+    Count,
+    Document,
+    Number,
+    NumberOrList,
+    UnitsDocument,
+    refusal,
+)
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+Flag = Annotated[bool, Field(strict=True)]
+# A name with the number of its copy is a little longer than the name.
+_CopyName = Annotated[str, Field(max_length=MAX_NAME + 10)]
+Partition = Annotated[list[Annotated[list[_CopyName], AtMost(MAX_LAYERS)]], AtMost(MAX_STAGES)]
+"""Layer names of every stage."""
+
+
+class LayerMemoryDocument(Document):
+    """Memory deltas of a layer, what it holds always, and what it needs while it runs."""
+
+    forward: Number = 0.0
+    backward_input: Number = 0.0
+    backward_weight: Number = 0.0
+    static: Number | None = Field(None, description="Absent: parameters_bytes.")
+    workspace: Number = 0.0
+
+
+class RecomputeDocument(Document):
+    """What a layer costs where its stage is recomputed; absent keys are the layer's own."""
+
+    forward: Number | None = None
+    backward_input: Number | None = None
+    backward_weight: Number | None = None
+    backward: Number | None = Field(
+        None, description="Absent: the layer's own fused backward and what I and W grew by."
+    )
+    memory: LayerMemoryDocument | None = None
+
+
+class LayerDocument(Document):
+    """A layer, or `repeat` equal copies of it."""
+
+    name: Name
+    forward: Number
+    backward_input: Number
+    backward_weight: Number
+    backward: Number | None = Field(None, description="Fused backward; null means I + W.")
+    memory: LayerMemoryDocument | None = None
+    parameters_bytes: Number = 0.0
+    output_bytes: Number = 0.0
+    repeat: Count | None = None
+    recompute: RecomputeDocument | None = None
+
+
+class LinkDocument(Document):
+    """A transfer takes `latency + bytes / bandwidth`, in the unit of time."""
+
+    latency: Number = 0.0
+    bandwidth: Number = Field(description="Bytes per unit of time.")
+
+
+class LayeredCostsDocument(Document):
+    """How transfers cost; the costs of stages once there is a partition."""
+
+    p2p: NumberOrList | None = None
+    link: LinkDocument | None = None
+    forward: NumberOrList | None = None
+    backward_input: NumberOrList | None = None
+    backward_weight: NumberOrList | None = None
+    backward: NumberOrList | None = None
+
+
+class LayeredMemoryDocument(Document):
+    """Static use beside the layers and limit; the deltas of stages once there is a partition."""
+
+    static: NumberOrList = 0.0
+    limit: NumberOrList | None = Field(None, description="null means unlimited.")
+    static_beside_layers: NumberOrList | None = Field(
+        None, description="Of a plan's problem, whose `static` holds the layers too."
+    )
+    forward: NumberOrList | None = None
+    backward_input: NumberOrList | None = None
+    backward_weight: NumberOrList | None = None
+
+
+class CutRulesDocument(Document):
+    """Which cuts are allowed."""
+
+    together: Annotated[list[Annotated[list[Name], AtMost(MAX_LAYERS)]], AtMost(MAX_LAYERS)] = Field(
+        [],
+        description="Groups of names; from a group's first layer to its last nothing is cut.",
+    )
+    first: Annotated[int, Field(strict=True, ge=0)] | None = None
+    last: Annotated[int, Field(strict=True, ge=0)] | None = None
+    allow_empty: Flag = False
+
+
+class LayeredProblemDocument(Document):
+    """A planning problem given by layers."""
+
+    pp_degree: Annotated[int, Field(strict=True, ge=1, le=MAX_PP_DEGREE)]
+    microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_CELLS)]
+    placement: Literal["auto", "v", "loop", "single"] = "v"
+    chunks: Count | None = Field(None, le=MAX_CHUNKS, description="Stages per rank; only for placement loop.")
+    objective: Objective = "span"
+    layers: Annotated[list[LayerDocument], AtMost(MAX_LAYERS)]
+    costs: LayeredCostsDocument | None = None
+    memory: LayeredMemoryDocument | None = None
+    cut: CutRulesDocument | None = None
+    units: UnitsDocument | None = None
+    partition: Partition | None = Field(None, description="Layer names of every stage: a cut that is given.")
+    recompute: Annotated[list[Flag], AtMost(MAX_STAGES)] | None = Field(
+        None, description="Of a given partition: the stages recomputed."
+    )
+
+
+def parse_layered(document: Any) -> LayeredProblemDocument:
+    """Check a decoded document's shape; raises :class:`InvalidInput`."""
+    try:
+        return LayeredProblemDocument.model_validate(document)
+    except ValidationError as error:
+        raise refusal(error, document) from None

@@ -1,0 +1,325 @@
+"""The question: a pipeline, what its stages cost, and the memory they may use.
+
+A :class:`Problem` that exists is valid: constructing one checks every rule and raises
+:class:`~zbv_solver.errors.InvalidInput` naming each broken one. Reading JSON is the business of
+:mod:`zbv_solver.problem.stage_document`; this module knows only numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue
+from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.numeric import FEASIBLE_MEMORY, broken_rule, clean_deltas, delta_rule
+from zbv_solver.problem.numeric import MAX_NUMBER as MAX_NUMBER
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE as MEMORY_TOLERANCE
+from zbv_solver.problem.numeric import exceeds as exceeds
+from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
+
+Objective = Literal["span", "makespan"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+
+LETTERS = "FIWB"
+"""Action letters; an action's code is its letter's index here."""
+F, I, W, B = range(4)  # noqa: E741 - the field's own letter
+
+MAX_PP_DEGREE = 1024
+MAX_CELLS = 1_000_000
+"""Largest ``pp_degree * microbatches`` accepted: 6 million actions, about what a machine holds in memory."""
+
+PerStage = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations, one per stage (S,), in the caller's unit.
+
+    Attributes
+    ----------
+    backward
+        The fused backward B; None means that it costs I + W.
+    p2p
+        Transfer latency per stage boundary (S-1,); ignored where the boundary lies inside one rank.
+    """
+
+    forward: PerStage
+    backward_input: PerStage
+    backward_weight: PerStage
+    p2p: PerStage
+    backward: PerStage | None = None
+
+    def fused(self, stage: int) -> float:
+        """Duration of the fused backward of a stage."""
+        if self.backward is not None:
+            return self.backward[stage]
+        return self.backward_input[stage] + self.backward_weight[stage]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory deltas, one per stage (S,), and static use and limit, one per rank (p,).
+
+    ``forward + backward_input + backward_weight`` is 0 per stage, up to rounding: these are the numbers as
+    the user stated them, and part of a plan's identity. Whoever adds them up over microbatches takes
+    :attr:`ProblemArrays.delta` instead, where the sum is exact. ``limit`` is None when unlimited.
+    """
+
+    forward: PerStage
+    backward_input: PerStage
+    backward_weight: PerStage
+    static: tuple[float, ...]
+    limit: tuple[float, ...] | None = None
+
+    @classmethod
+    def unlimited(cls, placement: Placement) -> Memory:
+        """No memory accounted for and no limit."""
+        zeros = (0.0,) * placement.n_stages
+        return cls(zeros, zeros, zeros, (0.0,) * placement.pp_degree)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Names of the caller's units, for display only."""
+
+    time: str | None = None
+    memory: str | None = None
+
+
+@dataclass(frozen=True)
+class ProblemArrays:
+    """A problem as arrays, the form that kernels take.
+
+    Attributes
+    ----------
+    duration
+        (4, S) float64, indexed [letter code, stage].
+    delta
+        (4, S) float64, change of the rank's memory by an action. F + I + W and F + B are exactly 0.
+    transfer
+        (S-1,) float64, latency of a boundary; 0 inside one rank.
+    rank_of
+        (S,) int32.
+    static, limit
+        (p,) float64; the limit is inf where there is none.
+    """
+
+    duration: NDArray[np.float64]
+    delta: NDArray[np.float64]
+    transfer: NDArray[np.float64]
+    rank_of: NDArray[np.int32]
+    static: NDArray[np.float64]
+    limit: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One pipeline-parallel training iteration to be ordered.
+
+    Attributes
+    ----------
+    model
+        The layers that the stages are made of, where they were cut here.
+
+    Raises
+    ------
+    InvalidInput
+        When a rule is broken; its pointers are those of the JSON document.
+    """
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    memory: Memory
+    objective: Objective = "span"
+    units: Units = field(default_factory=Units)
+    model: CutModel | None = None
+
+    def __post_init__(self) -> None:
+        issues = [issue for rule in _RULES for issue in rule(self)]
+        if issues:
+            raise InvalidInput(issues)
+
+    @property
+    def pp_degree(self) -> int:
+        """Number of ranks p."""
+        return self.placement.pp_degree
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages S."""
+        return self.placement.n_stages
+
+    @property
+    def max_actions(self) -> int:
+        """Number of actions when every backward is split: 3 S m."""
+        return 3 * self.n_stages * self.microbatches
+
+    @cached_property
+    def arrays(self) -> ProblemArrays:
+        """The problem as arrays (read-only)."""
+        costs, memory, placement = self.costs, self.memory, self.placement
+        fused = [costs.fused(stage) for stage in range(self.n_stages)]
+        cleaned = list(map(clean_deltas, memory.forward, memory.backward_input))
+        inputs, weights = zip(*cleaned, strict=True)
+        freed = [0.0 - forward for forward in memory.forward]
+        transfer = [0.0 if placement.is_local(boundary) else cost for boundary, cost in enumerate(costs.p2p)]
+        unlimited = (math.inf,) * self.pp_degree
+        arrays = ProblemArrays(
+            duration=np.array([costs.forward, costs.backward_input, costs.backward_weight, fused]),
+            delta=np.array([memory.forward, inputs, weights, freed]),
+            transfer=np.array(transfer, dtype=np.float64),
+            rank_of=np.array(placement.rank_of, dtype=np.int32),
+            static=np.array(memory.static, dtype=np.float64),
+            limit=np.array(memory.limit or unlimited, dtype=np.float64),
+        )
+        for array in vars(arrays).values():
+            array.flags.writeable = False
+        return arrays
+
+    @cached_property
+    def smallest_limit(self) -> tuple[float, ...]:
+        """The smallest feasible memory limit of every rank, exact.
+
+        Of every microbatch, a rank holds the forwards of all its stages at once: the first backward of
+        any of them waits for the last forward of the model, which waits for all of them. So no order
+        needs less than static + the sum of its stages' forward deltas; and one microbatch at a time with
+        fused backwards (which never allocate) needs no more.
+        """
+        forward = self.memory.forward
+        return tuple(
+            static + sum(forward[stage] for stage in stages)
+            for static, stages in zip(self.memory.static, self.placement.stages_of, strict=True)
+        )
+
+    def require_feasible(self) -> None:
+        """Raise :class:`InfeasibleMemory` when a rank's limit is below its smallest feasible one."""
+        limits = self.memory.limit
+        if limits is not None and any(
+            exceeds(need, limit, FEASIBLE_MEMORY)
+            for need, limit in zip(self.smallest_limit, limits, strict=True)
+        ):
+            raise InfeasibleMemory(self.smallest_limit, limits)
+
+    def busy_time(self, rank: int) -> float:
+        """Least total work of a rank: m times F and the cheaper of B and I + W on each of its stages."""
+        costs = self.costs
+        return self.microbatches * math.fsum(
+            costs.forward[s] + min(costs.fused(s), costs.backward_input[s] + costs.backward_weight[s])
+            for s in self.placement.stages_of[rank]
+        )
+
+
+def require_same_problem(asked: Problem, of_plan: Problem) -> None:
+    """Raise :class:`InvalidPlan` where a plan was made for another problem than the one that was asked.
+
+    Names of units may differ.
+    """
+    names = [name for name in Problem.__dataclass_fields__ if name != "units"]
+    differing = [name for name in names if getattr(asked, name) != getattr(of_plan, name)]
+    if differing:
+        raise InvalidPlan(
+            f"the plan was made for another problem; they differ in {', '.join(differing)}. Start from a "
+            f"plan of this problem, or from none."
+        )
+
+
+def _shape_rules(problem: Problem) -> list[Issue]:
+    placement, issues = problem.placement, []
+    p, m = placement.pp_degree, problem.microbatches
+    if placement.kind not in PLACEMENT_KINDS:
+        issues.append(
+            Issue("/placement", f"found {placement.kind!r}; must be one of {', '.join(PLACEMENT_KINDS)}.")
+        )
+    if not 1 <= p <= MAX_PP_DEGREE:
+        issues.append(Issue("/pp_degree", f"found {p}; must be an integer from 1 to {MAX_PP_DEGREE}."))
+    if m < 1:
+        issues.append(Issue("/microbatches", f"found {m}; must be an integer of at least 1."))
+    if p >= 1 and m >= 1 and p * placement.chunks * m > 2 * MAX_CELLS:
+        issues.append(
+            Issue(
+                "/microbatches",
+                f"found {placement.n_stages} stages times {m} microbatches; their product must be at most "
+                f"{2 * MAX_CELLS}. Plan fewer microbatches: the steady state repeats.",
+            )
+        )
+    if problem.objective not in OBJECTIVES:
+        issues.append(
+            Issue("/objective", f"found {problem.objective!r}; must be one of {', '.join(OBJECTIVES)}.")
+        )
+    return issues
+
+
+def _number_rules(problem: Problem) -> list[Issue]:
+    costs, memory = problem.costs, problem.memory
+    stages, boundaries = problem.n_stages, problem.n_stages - 1
+    issues = []
+    for name, values, length, signed in (
+        ("/costs/forward", costs.forward, stages, False),
+        ("/costs/backward_input", costs.backward_input, stages, False),
+        ("/costs/backward_weight", costs.backward_weight, stages, False),
+        ("/costs/backward", costs.backward, stages, False),
+        ("/costs/p2p", costs.p2p, boundaries, False),
+        ("/memory/forward", memory.forward, stages, False),
+        ("/memory/backward_input", memory.backward_input, stages, True),
+        ("/memory/backward_weight", memory.backward_weight, stages, True),
+        ("/memory/static", memory.static, problem.pp_degree, False),
+        ("/memory/limit", memory.limit, problem.pp_degree, False),
+    ):
+        if values is not None:
+            found = _check_values(name, values, length, signed)
+            if not found and length == stages:
+                found = _check_sums(name, values, problem.placement.chunks)
+            issues += found
+    return issues
+
+
+def _check_values(pointer: str, values: Sequence[float], length: int, signed: bool) -> list[Issue]:
+    if len(values) != length:
+        return [Issue(pointer, f"found {len(values)} values; must be {length}.")]
+    for index, value in enumerate(values):
+        rule = broken_rule(value, signed)
+        if rule is not None:
+            # Of equal values, the user wrote one.
+            at = f"{pointer}/{index}" if len(set(map(repr, values))) > 1 else pointer
+            return [Issue(at, rule)]
+    return []
+
+
+def _check_sums(pointer: str, values: Sequence[float], chunks: int) -> list[Issue]:
+    """Classical schedules merge as many neighbouring stages as a rank has into one."""
+    for first in range(0, len(values), chunks):
+        together = sum(values[first : first + chunks])
+        if abs(together) > MAX_NUMBER:
+            return [
+                Issue(
+                    pointer,
+                    f"found {together:.15g} for stages {first} to {first + chunks - 1} together; the stages "
+                    f"of one rank must be at most {MAX_NUMBER:g} together. Use a larger unit.",
+                )
+            ]
+    return []
+
+
+def _delta_rules(problem: Problem) -> list[Issue]:
+    memory = problem.memory
+    for stage, deltas in enumerate(
+        zip(memory.forward, memory.backward_input, memory.backward_weight, strict=False)
+    ):
+        if not all(map(math.isfinite, deltas)):
+            return []  # reported by _number_rules
+        # A stage may be a sum of layers, each within the tolerance, and adding them up rounds too.
+        broken = delta_rule(*deltas, tolerance=2 * MEMORY_TOLERANCE)
+        if broken is not None:
+            return [Issue(f"/memory{broken[0]}", f"stage {stage}: {broken[1]}")]
+    return []
+
+
+_RULES: tuple[Callable[[Problem], list[Issue]], ...] = (_shape_rules, _number_rules, _delta_rules)

@@ -1,0 +1,98 @@
+"""Verified plans from orders: of a search, of a baseline, or made elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zbv_solver import bounds
+from zbv_solver.construct.baselines import BASELINES, baseline, without_limit
+from zbv_solver.plans.certificate import certify
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Baseline, Metrics, Plan, Provenance
+from zbv_solver.problem.numeric import SEARCH_MEMORY
+from zbv_solver.problem.problem import Problem, exceeds
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify, verify_orders
+
+
+def make_plan(
+    problem: Problem,
+    orders: Orders,
+    *,
+    method: str,
+    lower_bound: float | None = None,
+    source: str = "bounds",
+    seed: int = 0,
+    seconds: float = 0.0,
+    extra: dict[str, Any] | None = None,
+) -> Plan:
+    """A verified plan, without baselines, from orders made elsewhere.
+
+    Parameters
+    ----------
+    lower_bound, source
+        A proven bound on the objective, and where it comes from; None computes one.
+
+    Raises
+    ------
+    InvalidPlan
+        When the orders break a rule of the problem.
+    ContradictedBound
+        When the orders undercut the bound, which is then none.
+    """
+    verify_orders(problem, orders)
+    timing = evaluate(problem, orders)
+    bound = bounds.lower_bound(problem).value if lower_bound is None else lower_bound
+    value = timing.span if problem.objective == "span" else timing.makespan
+    certificate = certify(problem, value, bound, source)
+    metrics = Metrics(
+        makespan=timing.makespan,
+        span=timing.span,
+        bubble_rate=timing.bubble_rate,
+        peak_memory=timing.peak_memory,
+        lower_bound=certificate.lower_bound,
+        gap=certificate.gap,
+        status=certificate.status,
+    )
+    plan = Plan(problem, orders, metrics, (), Provenance(method, seed, seconds, extra=extra or {}))
+    verify(plan)
+    return plan
+
+
+def baseline_plan(name: str, problem: Problem) -> Plan:
+    """A classical schedule of the same model as a verified plan, under its own placement.
+
+    Its memory limit is dropped when it does not fit, so that it can be shown and run all the same.
+    """
+    own_problem, orders = baseline(name, problem)
+    unlimited = without_limit(own_problem)
+    peaks = evaluate(unlimited, orders).peak_memory
+    return make_plan(own_problem if _fits(own_problem, peaks) else unlimited, orders, method=name)
+
+
+def compare(problem: Problem) -> tuple[Baseline, ...]:
+    """What every baseline achieves on the problem's model; ``fits`` judges its memory limit."""
+    results = []
+    for name in BASELINES:
+        own_problem, orders = baseline(name, problem)
+        unlimited = without_limit(own_problem)
+        verify_orders(unlimited, orders)
+        timing = evaluate(unlimited, orders)
+        results.append(
+            Baseline(
+                name,
+                timing.span,
+                timing.makespan,
+                timing.bubble_rate,
+                timing.peak_memory,
+                _fits(own_problem, timing.peak_memory),
+            )
+        )
+    return tuple(results)
+
+
+def _fits(problem: Problem, peaks: tuple[float, ...]) -> bool:
+    limits = problem.memory.limit
+    return limits is None or not any(
+        exceeds(p, limit, SEARCH_MEMORY) for p, limit in zip(peaks, limits, strict=True)
+    )

@@ -1,0 +1,309 @@
+"""Which claims of a plan file are verified, and which are only claims.
+
+The orders and everything that follows from them are recomputed by :mod:`zbv_solver.verify.verifier`, the
+baselines by the planner. A lower bound does not follow from the orders: that no other order is better takes
+a proof. By default a bound is reported as not verified, and so is the status "optimal", which depends on
+it. With ``prove`` the proof is made again, and a bound that zbv cannot prove is refused.
+
+This is not :mod:`zbv_solver.verify.verifier`: the proofs use the planner's own bounds and CP-SAT, so they are no
+independent check of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.kernels.jit import can_compile
+from zbv_solver.plans.certificate import verdict
+from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.plans.plan import Plan, PlanDocument, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP, SAME_METRIC
+from zbv_solver.problem.problem import Problem
+from zbv_solver.verify.verifier import compare, verify, verify_orders
+
+PROOF_EFFORT = 16.0
+"""CP-SAT's deterministic time for a proof: twice what a thorough search spends."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of a plan file.
+
+    Attributes
+    ----------
+    pointer
+        JSON pointer to the claim in the plan file.
+    text
+        What is claimed.
+    is_verified
+        Whether it was checked and holds; a claim that was checked and does not hold raises instead.
+    reason
+        How it was checked, or why it was not.
+    """
+
+    pointer: str
+    text: str
+    is_verified: bool
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedPlan:
+    """A plan file whose checks all passed."""
+
+    problem: Problem
+    orders: Orders
+    claims: tuple[Claim, ...]
+
+    @property
+    def verified(self) -> tuple[Claim, ...]:
+        """The claims that hold."""
+        return tuple(claim for claim in self.claims if claim.is_verified)
+
+    @property
+    def unverified(self) -> tuple[Claim, ...]:
+        """The claims that were not checked."""
+        return tuple(claim for claim in self.claims if not claim.is_verified)
+
+
+def check_plan(
+    document: Any,
+    asked: Problem | LayeredProblem | None = None,
+    *,
+    prove: bool = False,
+    cancelled: Callable[[], bool] | None = None,
+) -> CheckedPlan:
+    """Check every claim of a decoded plan file.
+
+    Parameters
+    ----------
+    asked
+        The problem that the plan must answer; None accepts the plan's own.
+    prove
+        Prove the stated bounds again. This can take as long as a thorough search.
+    cancelled
+        Polled during a proof; once true, the proof ends without a result, and the bound is refused.
+
+    Raises
+    ------
+    InvalidInput
+        When the document is no plan, or answers another problem.
+    InvalidPlan
+        When a claim is false, or ``prove`` finds no proof.
+    """
+    parsed = parse_plan_document(document)
+    problem, orders = parse_orders(parsed)
+    if asked is not None:
+        require_answer(problem, asked)
+    if parsed.metrics is None:
+        verify_orders(problem, orders)
+        plan = None
+    else:
+        plan = parse_plan(document)
+        verify(plan)
+    claims = [*_order_claims(parsed, problem), *_metric_claims(parsed)]
+    claims += _baseline_claims(parsed, problem)
+    if plan is not None:
+        claims += _bound_claims(plan, parsed, prove, cancelled)
+        claims += _cut_claims(plan, asked, prove)
+    elif parsed.cut is not None:
+        raise InvalidInput.at(
+            "/cut", "states a bound, but the plan states no metrics. State `metrics`, or leave `cut` out."
+        )
+    if "provenance" in parsed.model_fields_set:
+        claims.append(
+            Claim(
+                "/provenance",
+                f"found by zbv {parsed.provenance.version}, method {parsed.provenance.method}",
+                False,
+                "how a plan was found does not follow from it",
+            )
+        )
+    return CheckedPlan(problem, orders, tuple(claims))
+
+
+def require_answer(problem: Problem, asked: Problem | LayeredProblem) -> None:
+    """Raise :class:`InvalidInput` when a plan's problem is not the one that was asked."""
+    wanted = asked.as_cut_in(problem) if isinstance(asked, LayeredProblem) else asked
+    if problem != wanted:
+        names = Problem.__dataclass_fields__
+        differing = ", ".join(name for name in names if getattr(wanted, name) != getattr(problem, name))
+        raise InvalidInput.at(
+            "/problem", f"the plan was made for another problem; they differ in {differing}."
+        )
+
+
+def _order_claims(parsed: PlanDocument, problem: Problem) -> Iterator[Claim]:
+    yield Claim("/ranks", "the orders are complete and free of deadlocks", True, "verified action by action")
+    if problem.memory.limit is not None:
+        yield Claim("/ranks", "the orders fit the memory limit", True, "verified action by action")
+    if parsed.plan_id is not None:
+        yield Claim("/plan_id", f"plan_id {parsed.plan_id[:12]}…", True, "hashed again")
+    for name in ("partition", "recompute"):
+        if getattr(parsed, name) is not None:
+            yield Claim(f"/{name}", name, True, "compared with the problem")
+
+
+def _metric_claims(parsed: PlanDocument) -> Iterator[Claim]:
+    if parsed.metrics is None:
+        return
+    for name in ("makespan", "span", "bubble_rate"):
+        value = getattr(parsed.metrics, name)
+        yield Claim(f"/metrics/{name}", f"{name} {value:.9g}", True, "recomputed from the orders")
+    peak = max(parsed.metrics.peak_memory, default=0.0)
+    yield Claim("/metrics/peak_memory", f"peak_memory up to {peak:.9g}", True, "recomputed from the orders")
+
+
+def _baseline_claims(parsed: PlanDocument, problem: Problem) -> Iterator[Claim]:
+    """Baselines are recomputed where they are classical schedules of the same stages."""
+    if not parsed.baselines:
+        return
+    if not can_compile():
+        known = {}
+        reason = "recomputing baselines needs numba; install zbv[solver]"
+    else:
+        from zbv_solver.search.assemble import compare as baselines_of
+
+        known = {baseline.name: baseline for baseline in baselines_of(problem)}
+        reason = "no classical schedule of the same stages; it comes from a search of its own"
+    for index, stated in enumerate(parsed.baselines):
+        pointer, text = f"/baselines/{index}", f"baseline {stated.name}"
+        found = known.get(stated.name)
+        if found is None:
+            yield Claim(pointer, text, False, reason)
+            continue
+        for name in ("span", "makespan", "bubble_rate"):
+            compare(f"{name} of {text}", getattr(stated, name), getattr(found, name))
+        if len(stated.peak_memory) != len(found.peak_memory):
+            raise InvalidPlan(
+                f"the stated peak_memory of {text} has {len(stated.peak_memory)} values, not "
+                f"{len(found.peak_memory)}."
+            )
+        for rank, (own, recomputed) in enumerate(zip(stated.peak_memory, found.peak_memory, strict=True)):
+            compare(f"peak_memory of {text} on rank {rank}", own, recomputed)
+        if stated.fits != found.fits:
+            raise InvalidPlan(f"the stated fits of {text} is {stated.fits}; recomputed it is {found.fits}.")
+        yield Claim(pointer, text, True, "recomputed")
+
+
+def _bound_claims(
+    plan: Plan, parsed: PlanDocument, prove: bool, cancelled: Callable[[], bool] | None
+) -> Iterator[Claim]:
+    metrics = parsed.metrics
+    if metrics is None or "lower_bound" not in metrics.model_fields_set:
+        return
+    stated = metrics.lower_bound
+    objective = plan.problem.objective
+    optimal = ", so the plan is optimal" if metrics.status == "optimal" else ""
+    text = f"lower bound {stated:.9g} of the {objective}{optimal}"
+    if stated <= 0:
+        yield Claim("/metrics/lower_bound", text, True, "no schedule takes less time than none")
+    elif prove:
+        if metrics.status == "optimal":
+            _require_met(plan, stated)
+        yield Claim("/metrics/lower_bound", text, True, prove_bound(plan, stated, cancelled))
+    else:
+        yield Claim("/metrics/lower_bound", text, False, "a proof is needed: zbv check --prove")
+    yield Claim(
+        "/metrics/gap", f"gap {plan.metrics.gap:.3g}", True, "recomputed from objective and lower bound"
+    )
+
+
+def _require_met(plan: Plan, bound: float) -> None:
+    """Raise :class:`InvalidPlan` where the orders, timed again, miss a bound by more than rounding."""
+    from zbv_solver.timing.start_times import evaluate
+
+    timing = evaluate(plan.problem, plan.orders)
+    value = timing.span if plan.problem.objective == "span" else timing.makespan
+    if verdict(value, bound) == "feasible":
+        raise InvalidPlan(
+            f"the stated status is optimal, but the orders reach {value:.15g}, above the stated lower_bound "
+            f"{bound:.15g}."
+        )
+
+
+def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None = None) -> str:
+    """Prove a stated lower bound of a plan's problem; returns how.
+
+    First the closed bounds (:mod:`zbv_solver.bounds`), then CP-SAT where the problem is as small as those
+    that a thorough search gives to it.
+
+    Raises
+    ------
+    InvalidPlan
+        When neither proves it, or a better plan refutes it.
+    """
+    from zbv_solver.bounds import lower_bound
+    from zbv_solver.search.options import BUDGETS
+    from zbv_solver.search.search_unit import in_search_unit
+
+    # As a search does: in the caller's unit, CP-SAT's grid may be coarser and prove less.
+    problem, unit = in_search_unit(plan.problem)
+    # Stricter than a metric: "optimal" is decided by differences of this size.
+    enough = stated * (1 - OPTIMAL_GAP)
+    bound = lower_bound(problem).value * unit
+    if bound >= enough:
+        return f"proved again: {bound:.9g}, in closed form"
+    if problem.max_actions <= BUDGETS["thorough"].exact_actions:
+        from zbv_solver.improve.exact import objective_of, refine
+
+        found = refine(
+            problem,
+            first_in_first_out(plan.orders, problem.n_stages),
+            lower_bound=bound / unit,
+            effort=PROOF_EFFORT,
+            cancelled=cancelled,
+        )
+        if found.orders is not None and (better := objective_of(plan.problem, found.orders)) < enough:
+            raise InvalidPlan(
+                f"the stated lower_bound {stated:.15g} is false: an order reaches {better:.15g}."
+            )
+        bound = max(bound, found.lower_bound * unit)
+        if bound >= enough:
+            return f"proved again: {bound:.9g}, by CP-SAT"
+    raise InvalidPlan(
+        f"the stated lower_bound {stated:.15g} is not supported: zbv proves {bound:.15g}. State that one, or "
+        f"leave lower_bound, gap and status out."
+    )
+
+
+def _cut_claims(plan: Plan, asked: Problem | LayeredProblem | None, prove: bool) -> Iterator[Claim]:
+    """The bound over all cuts of a layered problem."""
+    if plan.cut is None:
+        return
+    stated, value = plan.cut.lower_bound, plan.objective
+    _check_cut_gap(plan.cut.gap, stated, value)
+    text = f"lower bound {stated:.9g} over all cuts of the layers"
+    if stated <= 0:
+        yield Claim("/cut/lower_bound", text, True, "no schedule takes less time than none")
+    elif not prove:
+        yield Claim("/cut/lower_bound", text, False, "a proof is needed: zbv check --prove")
+    elif not isinstance(asked, LayeredProblem):
+        raise InvalidPlan(
+            f"the stated bound {stated:.15g} over all cuts cannot be proved for a problem whose layers are "
+            f"cut already. Check the plan against the problem without a partition, or leave `cut` out."
+        )
+    else:
+        from zbv_solver.search.layered import bound_over_all_cuts
+
+        bound = bound_over_all_cuts(asked)
+        if bound < stated * (1 - OPTIMAL_GAP):
+            raise InvalidPlan(
+                f"the stated bound {stated:.15g} over all cuts is not supported: zbv proves {bound:.15g}. "
+                f"State that one, or leave `cut` out."
+            )
+        yield Claim("/cut/lower_bound", text, True, f"proved again: {bound:.9g}")
+
+
+def _check_cut_gap(gap: float, bound: float, value: float) -> None:
+    if bound > value * (1 + SAME_METRIC):
+        raise InvalidPlan(
+            f"the stated bound {bound:.15g} over all cuts is above the objective {value:.15g}, so it is no "
+            f"bound."
+        )
+    if bound > 0:
+        compare("gap of the cut", 1 + gap, value / bound)

@@ -1,0 +1,360 @@
+"""From layers to a verified plan: placement, cut and order chosen together.
+
+Every placement's cuts are judged briefly and improved (:mod:`.joint_search`); then the real search runs on
+the best of all, and on every other finalist that its lower bound does not rule out. So the plan is never
+worse than the search on GPipe's histogram cut, which is always among them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from zbv_solver.bounds import lower_bound
+from zbv_solver.construct.baselines import without_limit
+from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.floors import least_worst_load
+from zbv_solver.partition.joint_search import Candidate, improve_cut
+from zbv_solver.partition.judge import Judge
+from zbv_solver.partition.least_memory import least_memory_cut
+from zbv_solver.partition.roomy_cuts import roomy_cuts
+from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.partition.starts import EVEN, HISTOGRAM, Start, fitting_starts
+from zbv_solver.plans.certificate import certify, verdict
+from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
+from zbv_solver.problem.problem import Problem, require_same_problem
+from zbv_solver.problem.writing import layered_json
+from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.layered_unit import OwnUnit
+from zbv_solver.search.options import STAGES, SearchOptions
+from zbv_solver.search.pipeline import Cancelled, OnProgress, Pipeline, Progress
+
+JUDGED = {"quick": 1_500_000, "standard": 15_000_000, "thorough": 150_000_000}
+"""Actions that may be placed to tell cuts apart, on all placements together."""
+FINALISTS = {"quick": 3, "standard": 4, "thorough": 6}
+"""Cuts that the real search may run on."""
+JUDGE_SHARE, SEARCH_SHARE = 0.25, 0.85
+"""Of a time limit: until when cuts are told apart, and searched; the rest is for what stands beside."""
+LEAST_SECONDS = 0.01
+Starts = dict[str, Start]
+
+
+@dataclass(frozen=True, eq=False)
+class _Entrant:
+    """A cut on a placement, as a problem."""
+
+    name: str
+    judged: float
+    problem: Problem
+
+
+def plan_layers(
+    problem: LayeredProblem,
+    options: SearchOptions | None = None,
+    on_progress: OnProgress | None = None,
+    cancelled: Cancelled | None = None,
+    incumbent: Plan | None = None,
+) -> Plan:
+    """Cut the model, place and order its stages, prove a bound over all cuts, verify.
+
+    Parameters
+    ----------
+    on_progress, cancelled
+        As in :func:`zbv_solver.search.search.search`; progress carries the problem whose orders it reports.
+    incumbent
+        A plan to start from, as of an earlier search of the same layers that was cut short.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no cut has a plan that fits the memory limit.
+    InvalidPlan
+        When the incumbent is no plan of these layers, or its orders break a rule.
+    ContradictedBound
+        When a plan undercuts a bound.
+    """
+    own = OwnUnit.of(problem)
+    start = None if incumbent is None else own.incumbent(_checked(problem, incumbent))
+    hear = None if on_progress is None else lambda heard: on_progress(own.progress(heard))
+    try:
+        return own.plan(_LayersSearch(own.problem, options or SearchOptions(), hear, cancelled).run(start))
+    except ContradictedBound as error:
+        objective, bound = error.objective * own.length, error.bound * own.length
+        raise ContradictedBound(layered_json(problem), objective, bound, error.source) from None
+
+
+def bound_over_all_cuts(problem: LayeredProblem) -> float:
+    """A lower bound on the objective of every plan of every cut, on every placement asked for.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no cut has a plan that fits the memory limit.
+    """
+    own = OwnUnit.of(problem)
+    search = _LayersSearch(own.problem, SearchOptions(), None, None)
+    search.feasible()
+    return min(search.floors.values()) * own.length
+
+
+class _LayersSearch:
+    def __init__(
+        self,
+        problem: LayeredProblem,
+        options: SearchOptions,
+        on_progress: OnProgress | None,
+        cancelled: Cancelled | None,
+    ):
+        self.problem, self.options = problem, options
+        self.on_progress, self.cancelled = on_progress, cancelled
+        self.began = time.monotonic()
+        tables = CutTables.of(problem)
+        self.spaces = [CutSpace(problem, placement, tables) for placement in problem.placements]
+        self.least = least_worst_load(problem, tables)
+        self.floors: dict[Placement, float] = {}
+        self.best: Plan | None = None
+        self.method = "resumed"
+        self.heard = np.inf
+
+    def feasible(self) -> list[tuple[CutSpace, Starts]]:
+        """Cuts to begin with on every placement where one fits; also computes the bounds over all cuts."""
+        starts = [(space, self._starts(space, level_cut(space))) for space in self.spaces]
+        return [(space, found) for space, found in starts if found] or self._hard_starts()
+
+    def run(self, incumbent: Plan | None) -> Plan:
+        self.best = incumbent
+        feasible = self.feasible()
+        if incumbent is None:
+            self._begin(*feasible[0])
+        entrants = self._entrants(feasible)
+        if incumbent is not None:
+            entrants.insert(0, _Entrant("resumed", incumbent.objective, incumbent.problem))
+        self._search(entrants)
+        return self._finish(entrants)
+
+    def _starts(self, space: CutSpace, level: Bounds) -> Starts:
+        """Cuts to begin with, by name, that fit; also notes what no cut of the placement can beat."""
+        found, worst = fitting_starts(space, level, self.options.seed)
+        if worst is not None:
+            self.floors[space.placement] = max(self.least, worst) * self.problem.microbatches
+        return found
+
+    def _hard_starts(self) -> list[tuple[CutSpace, Starts]]:
+        """Cuts that fit where none was found at first sight; that there are none is an error."""
+        limit, found = self.options.time_limit, []
+        for space in self.spaces:
+            seconds = None if limit is None else JUDGE_SHARE * limit / len(self.spaces)
+            least = least_memory_cut(
+                space,
+                level_cut(space),
+                enough=0.0,
+                seed=self.options.seed,
+                seconds=seconds,
+                cancelled=self.cancelled,
+            )
+            found.append((space, least))
+        fits = [
+            (space, self._starts(space, space.bounds_of(least.cut))) for space, least in found if least.fits
+        ]
+        if fits:
+            return fits
+        space, best = min(found, key=lambda each: each[1].excess)
+        problem = self.problem.cut_into(space.placement, best.cut)
+        raise InfeasibleMemory(
+            problem.smallest_limit,
+            problem.memory.limit or (),
+            of_cut=True,
+            is_proved=all(least.bound > 0 for _, least in found),
+        )
+
+    def _begin(self, space: CutSpace, starts: Starts) -> None:
+        """A first plan, as soon as can be: telling cuts apart takes a while."""
+        name, (bounds, recompute) = next(iter(starts.items()))
+        problem = self.problem.cut_into(space.placement, space.cut(bounds, recompute))
+        options = replace(self._limited(JUDGE_SHARE), effort="quick", without=STAGES)
+        with Pipeline(problem, options, self._hear, self.cancelled) as pipeline:
+            pipeline.run()
+            self.best, self.method = pipeline.finish(), name
+
+    def _entrants(self, feasible: list[tuple[CutSpace, Starts]]) -> list[_Entrant]:
+        """What the real search is to run on, the most promising first."""
+        judges = [Judge(space) for space, _ in feasible]
+        judged = [
+            [
+                Candidate(name, bounds, recompute, judge.value(bounds, recompute))
+                for name, bounds, recompute in self._judged(space, found)
+            ]
+            for judge, (space, found) in zip(judges, feasible, strict=True)
+        ]
+        lowest = min(candidate.value for candidates in judged for candidate in candidates)
+        climbing = [
+            number for number, (space, _) in enumerate(feasible) if self.floors[space.placement] < lowest
+        ]
+        for number in climbing:
+            placements = JUDGED[self.options.effort] // len(climbing)
+            start = min(judged[number], key=lambda candidate: candidate.value)
+            moved = improve_cut(
+                judges[number], start, placements, self.options.seed, lambda: self._is_over(JUDGE_SHARE)
+            )
+            if moved is not start:
+                judged[number].append(moved)
+        entrants: dict[tuple[Placement, Bounds, tuple[bool, ...]], _Entrant] = {}
+        for (space, _), candidates in zip(feasible, judged, strict=True):
+            for each in sorted(candidates, key=lambda candidate: candidate.value):
+                key = space.placement, each.bounds, each.recompute
+                if key not in entrants or each.name == HISTOGRAM:
+                    entrants[key] = _Entrant(each.name, each.value, self._problem_of(space, each))
+        return sorted(entrants.values(), key=lambda entrant: entrant.judged)
+
+    def _judged(self, space: CutSpace, found: Starts) -> Iterator[tuple[str, Bounds, tuple[bool, ...]]]:
+        """What is judged on a placement: cuts that just fit, and such that have room to spare."""
+        for name, (bounds, recompute) in found.items():
+            yield name, bounds, recompute
+        start, _ = next(iter(found.values()))
+        for bounds, recompute in roomy_cuts(space, start):
+            if self._is_over(JUDGE_SHARE):
+                return
+            yield "roomy", bounds, recompute
+
+    def _search(self, entrants: list[_Entrant]) -> None:
+        """The real search on the most promising, and on the rest while they could be better."""
+        most = FINALISTS[self.options.effort]
+        histograms = [entrant for entrant in entrants[most:] if entrant.name == HISTOGRAM]
+        finalists = [*entrants[:most], *histograms]
+        for number, entrant in enumerate(finalists):
+            if self.best is not None and (self._is_over(SEARCH_SHARE) or self._is_ruled_out(entrant.problem)):
+                continue
+            self._search_one(entrant, 1 / (len(finalists) - number))
+
+    def _search_one(self, entrant: _Entrant, share: float) -> None:
+        options = self._limited(share * (SEARCH_SHARE - self._spent()))
+        best = self.best
+        with Pipeline(entrant.problem, options, self._hear, self.cancelled) as pipeline:
+            if best is not None and best.problem == entrant.problem:
+                pipeline.resume_from(best.orders)
+            pipeline.run()
+            plan = pipeline.finish()
+        self._take(entrant.name, plan)
+
+    def _take(self, name: str, plan: Plan) -> None:
+        """Make a plan the best if it is; one as good of the same cut too: it knows a better bound."""
+        best = self.best
+        if (
+            best is None
+            or plan.objective < best.objective * (1 - OPTIMAL_GAP)
+            or (plan.problem == best.problem and plan.objective <= best.objective)
+        ):
+            self.best, self.method = plan, name
+
+    def _limited(self, share: float) -> SearchOptions:
+        """The options with a share of the time limit, where there is one."""
+        limit = self.options.time_limit
+        if limit is None:
+            return self.options
+        return replace(self.options, time_limit=max(LEAST_SECONDS, share * limit))
+
+    def _spent(self) -> float:
+        """Share of the time limit that has gone; 0 without one."""
+        limit = self.options.time_limit
+        return 0.0 if limit is None else (time.monotonic() - self.began) / limit
+
+    def _finish(self, entrants: list[_Entrant]) -> Plan:
+        if self.best is None:
+            raise RuntimeError("no cut was searched; this is a fault of ours, please report it.")
+        is_cancelled = self.cancelled is not None and self.cancelled()
+        # Whoever interrupts a search waits for its plan: the baselines would take some searches more.
+        beside = () if is_cancelled else tuple(self._beside(entrants))
+        best = self.best
+        certificate = certify(self.problem, best.objective, min(self.floors.values()), "cuts")
+        extra = {**best.provenance.extra, "effort": self.options.effort}
+        if not self.options.without:
+            extra.pop("without", None)
+        if is_cancelled:
+            extra["cut"] = "cancelled"
+        provenance = replace(best.provenance, seconds=time.monotonic() - self.began, extra=extra)
+        return replace(
+            best,
+            baselines=(*best.baselines, *beside),
+            cut=CutCertificate(self.method, certificate.lower_bound, certificate.gap),
+            provenance=provenance,
+        )
+
+    def _beside(self, entrants: list[_Entrant]) -> Iterator[Baseline]:
+        """The simple cuts on the plan's placement, and the best of every other placement."""
+        if self.best is None:
+            return
+        chosen = self.best.problem.placement
+        space = next(space for space in self.spaces if space.placement == chosen)
+        others = {each.problem.placement: each for each in reversed(entrants)}
+        others.pop(chosen, None)
+        share = (1 - SEARCH_SHARE) / (2 + len(others))
+        for name, bounds in ((EVEN, even_cut(space)), (HISTOGRAM, histogram_cut(space))):
+            recompute = space.fitting(bounds) or (False,) * space.n_stages
+            problem = self.problem.cut_into(chosen, space.cut(bounds, recompute))
+            yield self._baseline(name, problem, share)
+        for placement in sorted(others, key=lambda each: (PLACEMENT_KINDS.index(each.kind), each.chunks)):
+            name = placement.kind if placement.kind != "loop" else f"loop-{placement.chunks}"
+            yield self._baseline(name, others[placement].problem, share)
+
+    def _baseline(self, name: str, problem: Problem, share: float) -> Baseline:
+        """What a brief search finds for another cut; without the limit where it does not fit."""
+        fits = True
+        try:
+            problem.require_feasible()
+        except InfeasibleMemory:
+            fits, problem = False, without_limit(problem)
+        options = replace(self._limited(share), effort="quick")
+        with Pipeline(problem, options, None, self.cancelled) as pipeline:
+            pipeline.run()
+            plan = pipeline.finish()
+        if fits:
+            self._take(name, plan)  # where time was short, it may be the better one
+        metrics = plan.metrics
+        return Baseline(name, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits)
+
+    def _hear(self, progress: Progress) -> None:
+        """Pass on what is better than every cut before, with the bound over all cuts."""
+        bound = min(self.floors.values())
+        if self.on_progress is None or progress.objective >= self.heard * (1 - OPTIMAL_GAP):
+            return
+        if verdict(progress.objective, bound) == "contradicted":
+            return  # _finish() raises
+        self.heard = progress.objective
+        certificate = certify(self.problem, progress.objective, bound, "cuts")
+        self.on_progress(
+            replace(
+                progress,
+                lower_bound=certificate.lower_bound,
+                gap=certificate.gap,
+                seconds=time.monotonic() - self.began,
+            )
+        )
+
+    def _is_ruled_out(self, problem: Problem) -> bool:
+        return self.best is not None and lower_bound(problem).value >= self.best.objective * (1 - OPTIMAL_GAP)
+
+    def _is_over(self, share: float) -> bool:
+        """Whether a share of the time limit has gone, or nobody wants to know more."""
+        return self._spent() >= share or (self.cancelled is not None and self.cancelled())
+
+    def _problem_of(self, space: CutSpace, candidate: Candidate) -> Problem:
+        return self.problem.cut_into(space.placement, space.cut(candidate.bounds, candidate.recompute))
+
+
+def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:
+    """The incumbent, checked, with metrics computed here; raises :class:`InvalidPlan`."""
+    try:
+        cut = problem.as_cut_in(incumbent.problem)
+    except InvalidInput as error:
+        raise InvalidPlan(f"the incumbent is no plan of these layers: {error}") from None
+    require_same_problem(cut, incumbent.problem)
+    plan = make_plan(cut, incumbent.orders, method=incumbent.provenance.method)
+    return replace(plan, baselines=compare(cut), provenance=incumbent.provenance)

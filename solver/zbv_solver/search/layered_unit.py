@@ -1,0 +1,122 @@
+"""Layers in the unit of time of a search (see :mod:`zbv_solver.search.search_unit`), and plans in the caller's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zbv_solver.plans.certificate import certify
+from zbv_solver.plans.plan import CutCertificate, Plan
+from zbv_solver.problem.cut import Link
+from zbv_solver.problem.layer import Layer, LayerCosts, Model
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.pipeline import Progress
+from zbv_solver.search.search_unit import SearchUnit
+
+
+@dataclass(frozen=True, eq=False)
+class OwnUnit:
+    """A layered problem in the caller's unit and in the search's.
+
+    Attributes
+    ----------
+    given, problem
+        As the caller gave it, and as the search takes it.
+    length
+        Of the search's unit, in the caller's.
+    """
+
+    given: LayeredProblem
+    problem: LayeredProblem
+    length: float
+
+    @classmethod
+    def of(cls, given: LayeredProblem) -> OwnUnit:
+        """The problem with all costs converted; memory stays."""
+        link, each = given.link, given.model.layers
+        transfers = [given.p2p] if link is None else [link.latency, *(_transfer(link, it) for it in each)]
+        times = [time for layer in each for costs in _variants(layer) for time in _times(costs)]
+        unit = SearchUnit.of([*times, *transfers])
+        latency = 0.0 if link is None else unit.converted([link.latency])[0]
+
+        def converted(layer: Layer) -> Layer:
+            # Transfers take latency + bytes / bandwidth: with bandwidth 1, bytes are a time.
+            bytes_time = 0.0 if link is None else unit.converted([_transfer(link, layer)])[0] - latency
+            return replace(
+                layer,
+                costs=_converted(layer.costs, unit),
+                recompute=None if layer.recompute is None else _converted(layer.recompute, unit),
+                output_bytes=max(0.0, bytes_time),
+            )
+
+        problem = replace(
+            given,
+            model=Model(tuple(map(converted, each))),
+            p2p=unit.converted([given.p2p])[0] if link is None else 0.0,
+            link=None if link is None else Link(latency, 1.0),
+        )
+        return cls(given, problem, unit.length)
+
+    def given_cut(self, problem: Problem) -> Problem:
+        """The problem of a cut in the caller's unit."""
+        return _same_cut(self.given, problem)
+
+    def progress(self, heard: Progress) -> Progress:
+        """What the search reports, in the caller's unit."""
+        return replace(
+            heard,
+            objective=heard.objective * self.length,
+            lower_bound=heard.lower_bound * self.length,
+            problem=self.given_cut(heard.problem),
+        )
+
+    def incumbent(self, plan: Plan) -> Plan:
+        """A plan of the caller's in the unit of the search."""
+        own = make_plan(_same_cut(self.problem, plan.problem), plan.orders, method=plan.provenance.method)
+        baselines = tuple(
+            replace(row, span=row.span / self.length, makespan=row.makespan / self.length)
+            for row in plan.baselines
+        )
+        return replace(own, baselines=baselines, provenance=plan.provenance)
+
+    def plan(self, found: Plan) -> Plan:
+        """A plan of the search's in the caller's unit; raises :class:`ContradictedBound`."""
+        plan = make_plan(
+            self.given_cut(found.problem),
+            found.orders,
+            method=found.provenance.method,
+            lower_bound=found.metrics.lower_bound * self.length,
+        )
+        cut = found.cut
+        if cut is not None:
+            proven = certify(self.given, plan.objective, cut.lower_bound * self.length, "cuts")
+            cut = CutCertificate(cut.method, proven.lower_bound, proven.gap)
+        baselines = tuple(
+            replace(row, span=row.span * self.length, makespan=row.makespan * self.length)
+            for row in found.baselines
+        )
+        return replace(plan, baselines=baselines, provenance=found.provenance, cut=cut)
+
+
+def _same_cut(problem: LayeredProblem, other: Problem) -> Problem:
+    if other.model is None:
+        raise TypeError("a problem of layers remembers how they are cut.")
+    return problem.cut_into(other.placement, other.model.cut)
+
+
+def _variants(layer: Layer) -> list[LayerCosts]:
+    return [layer.costs] if layer.recompute is None else [layer.costs, layer.recompute]
+
+
+def _times(costs: LayerCosts) -> list[float]:
+    return [costs.forward, costs.backward_input, costs.backward_weight, costs.fused]
+
+
+def _transfer(link: Link, layer: Layer) -> float:
+    return link.transfer(layer.output_bytes)
+
+
+def _converted(costs: LayerCosts, unit: SearchUnit) -> LayerCosts:
+    forward, inputs, weights, fused = unit.converted(_times(costs))
+    return LayerCosts(forward, inputs, weights, None if costs.backward is None else fused, costs.memory)

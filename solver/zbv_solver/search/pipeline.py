@@ -1,0 +1,416 @@
+"""The stages of a search: construct, tune, anneal, prove.
+
+Tuning and annealing run as two chains with seeds of their own, on two threads where the caller allows; what
+they find is put together at the end of a stage in the chains' order, so threads change the time and not the
+plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Lock
+from types import TracebackType
+
+from zbv_solver.bounds import lower_bound
+from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.greedy_v import get_v_schedule
+from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial, simple_rule
+from zbv_solver.improve.annealing import anneal
+from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
+from zbv_solver.improve.rest_search import rest_search
+from zbv_solver.plans.certificate import certify, verdict
+from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.problem.problem import Problem
+from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.halt import Halt, Turn
+from zbv_solver.search.options import BUDGETS, SearchOptions
+from zbv_solver.search.search_unit import in_search_unit
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify_orders
+
+CHAINS = 2
+WINDOW_ACTIONS, WINDOW_TIME = 120, 0.015
+"""Size of CP-SAT's windows, and its deterministic time for each."""
+REST_SHARE = 0.5
+"""Of what tuning may place: for laying the rest of the best order again."""
+TUNE_SHARE, ANNEAL_SHARE = 0.8, 0.8
+"""Of a time limit's rest, for these stages."""
+ROUNDS = 12
+"""Of annealing; every third starts again from the best order."""
+WARMEST = 0.1
+"""Temperature of annealing's first round of three, as a share of the mean duration."""
+FIRST_ATTEMPTS = 8
+"""Constructed orders that are tried whatever the size."""
+FINISH_SECONDS = 1.3e-6
+"""Per action: what timing, verifying and comparing the final plan takes, kept free before a deadline."""
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """A better plan or a better bound, as reported while searching.
+
+    ``orders`` are verified, and of ``problem``: where layers are cut, that may be another one each time.
+    ``objective`` may still be lowered a little at the end, when a span is computed exactly instead of from
+    earliest starts.
+    """
+
+    objective: float
+    lower_bound: float
+    gap: float
+    method: str
+    seconds: float
+    orders: Orders
+    problem: Problem
+
+
+OnProgress = Callable[[Progress], None]
+Cancelled = Callable[[], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """An order and its objective, in the unit of the search."""
+
+    value: float
+    orders: Orders
+    method: str
+
+
+class Pipeline:
+    """State of one search: incumbent, bound, budget, and who wants to hear of it. A context manager.
+
+    Attributes
+    ----------
+    given
+        The caller's problem: orders are verified, and the plan is timed, by its numbers.
+    problem, unit
+        The same in the unit of the search, in which all times are here (:mod:`zbv_solver.search.search_unit`).
+    bound, source
+        The best proven bound, and where it comes from.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        options: SearchOptions,
+        on_progress: OnProgress | None,
+        cancelled: Cancelled | None,
+    ):
+        self.given, self.options = problem, options
+        self.problem, self.unit = in_search_unit(problem)
+        self.budget = BUDGETS[options.effort].of(problem.max_actions)
+        self.on_progress = on_progress
+        self.began = time.monotonic()
+        deadline = None
+        if options.time_limit is not None:
+            kept = min(0.5 * options.time_limit, FINISH_SECONDS * problem.max_actions)
+            deadline = self.began + options.time_limit - kept
+        self.halt = Halt(cancelled, deadline)
+        self.pool = ThreadPoolExecutor(min(options.workers, CHAINS))
+        self.lock = Lock()
+        self.bound, self.source = 0.0, "bounds"
+        self.found: Found | None = None
+        self.heard = float("inf")
+
+    def __enter__(self) -> Pipeline:
+        self.halt.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.halt.flag[0] = 1  # whatever ends the search ends its chains
+        self.pool.shutdown()
+        self.halt.__exit__(kind, error, trace)
+
+    def resume_from(self, incumbent: Orders) -> None:
+        """Start from an order found earlier; raises :class:`InvalidPlan` where the problem forbids it."""
+        verify_orders(self.given, incumbent)
+        orders = first_in_first_out(incumbent, self.problem.n_stages)
+        self._take(Found(self._exact_value(orders), orders, "resumed"))
+
+    def run(self) -> None:
+        """All stages, until the bound is met or the search is cut."""
+        stages: tuple[tuple[str | None, Callable[[], None]], ...] = (
+            (None, self._begin),
+            (None, self._bound),
+            (None, self._construct),
+            ("tune", self._tune),
+            ("anneal", self._anneal),
+            ("windows", self._windows),
+            ("exact", self._refine),
+        )
+        for name, stage in stages:
+            if name not in self.options.without and not self._is_over():
+                stage()
+
+    def finish(self) -> Plan:
+        """The verified plan of the incumbent, with baselines beside it.
+
+        Raises
+        ------
+        ContradictedBound
+            Where the plan undercuts the bound.
+        """
+        if self.found is None:
+            raise RuntimeError(
+                "the search ended without an order; this is a fault of ours, please report it."
+            )
+        extra: dict[str, object] = {"effort": self.options.effort}
+        if self.options.without:
+            extra["without"] = list(self.options.without)
+        if self.halt.reason is not None:
+            extra["cut"] = self.halt.reason
+        plan = make_plan(
+            self.given,
+            self.found.orders,
+            method=self.found.method,
+            lower_bound=self.bound * self.unit,
+            source=self.source,
+            seed=self.options.seed,
+            seconds=time.monotonic() - self.began,
+            extra=extra,
+        )
+        return replace(plan, baselines=compare(self.given))
+
+    def _begin(self) -> None:
+        """A first plan, as soon as can be."""
+        self.bound = lower_bound(self.problem, effort="quick").value
+        rule = simple_rule(self.problem, "backward-deep", 1.0, 0.5)
+        attempt = ListScheduler(self.problem).attempt(rule, "list(first)") or serial(self.problem)
+        if self._is_better(attempt.value):
+            self._take(_of(attempt))
+
+    def _bound(self) -> None:
+        """The full bound."""
+        self._raise_bound(lower_bound(self.problem).value, "bounds")
+
+    def _construct(self) -> None:
+        """Greedy and list-scheduled orders, in turns."""
+        listed = priority_schedules(self.problem)
+        attempts = listed
+        if self.problem.placement.kind == "v":
+            attempts = _in_turns(get_v_schedule(self.problem), listed)
+        most = max(FIRST_ATTEMPTS, self.budget.constructed // self.problem.max_actions)
+        for _, attempt in zip(range(most), attempts, strict=False):
+            if self._is_better(attempt.value):
+                self._take(_of(attempt))
+            if self._is_over():
+                return
+
+    def _tune(self) -> None:
+        """Constructors with searched parameters."""
+        most = self.budget.most_tuned * at_few_microbatches(self.problem).max_actions
+        most += CHAINS * 2 * FINALISTS * self.problem.max_actions if self.budget.most_tuned else 0
+        placements = min(self.budget.tuned, most) // CHAINS
+        rest = int(REST_SHARE * placements)
+
+        def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+            seed, best, rule = self.options.seed * CHAINS + number, self.found, None
+            tuned = partial(turn.spent, 1 - REST_SHARE)
+            for attempt in parameter_search(self.problem, placements - rest, seed, turn.flag, tuned):
+                found = None if attempt is None else _of(attempt)
+                if attempt is not None and (best is None or attempt.value < best.value):
+                    best, rule = found, attempt.rule
+                yield found
+            if best is not None:
+                for attempt in rest_search(self.problem, best.orders, rest, seed, turn.flag, rule):
+                    yield None if attempt is None else _of(attempt)
+
+        self._race(chain_of, TUNE_SHARE)
+
+    def _anneal(self) -> None:
+        """Single actions moved, from the incumbent."""
+        moves = min(self.budget.most_annealed, self.budget.annealed // self.problem.max_actions)
+        moves //= CHAINS * ROUNDS
+        if moves < 1 or self.found is None:
+            return
+        best = self.found
+        unit = float(self.problem.arrays.duration[:3].mean())
+
+        def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+            own = start = best
+            for round_number in range(ROUNDS):
+                round_of_three = round_number % 3
+                result = anneal(
+                    self.problem,
+                    (own if round_of_three == 0 else start).orders,
+                    moves=moves,
+                    temperature=WARMEST * unit * (1 - round_of_three / 3) * (0.3 if number else 1.0),
+                    seed=(self.options.seed * CHAINS + number) * ROUNDS + round_number,
+                    halt=turn.flag,
+                )
+                start = Found(result.value, result.last, "annealing")
+                if result.value < own.value * (1 - OPTIMAL_GAP):
+                    own = Found(result.value, result.orders, "annealing")
+                    yield own
+                else:
+                    yield None
+
+        self._race(chain_of, ANNEAL_SHARE)
+
+    def _windows(self) -> None:
+        """CP-SAT on one stretch of time after another, where the size allows."""
+        if self.problem.max_actions > self.budget.window_actions or self.found is None:
+            return
+        # OR-Tools takes a second to import; many searches never get here.
+        from zbv_solver.improve.windows import sweep_windows
+
+        orders = sweep_windows(
+            self.problem,
+            self.found.orders,
+            effort=self.budget.window_time,
+            window_effort=WINDOW_TIME,
+            actions=WINDOW_ACTIONS,
+            seed=self.options.seed,
+            time_limit=self._seconds_left(),
+            cancelled=self.halt.check,
+        )
+        if orders is not None:
+            value = self._exact_value(orders)
+            if self._is_better(value):
+                self._take(Found(value, orders, "cp-sat windows"))
+
+    def _refine(self) -> None:
+        """CP-SAT on the whole problem, where its size allows."""
+        if self.problem.max_actions > self.budget.exact_actions or self.found is None:
+            return
+        from zbv_solver.improve.exact import refine  # late, as above
+
+        refine(
+            self.problem,
+            self.found.orders,
+            lower_bound=self.bound,
+            effort=self.budget.exact_time,
+            time_limit=self._seconds_left(),
+            seed=self.options.seed,
+            cancelled=self.halt.check,
+            on_solution=lambda orders, value: self._take(Found(value, orders, "cp-sat")),
+            on_bound=lambda bound: self._raise_bound(bound, "cp-sat"),
+        )
+
+    def _seconds_left(self) -> float | None:
+        if self.options.time_limit is None:
+            return None
+        return max(0.01, self.options.time_limit - (time.monotonic() - self.began))
+
+    def _race(self, chain_of: Callable[[int, Turn], Iterator[Found | None]], share: float) -> None:
+        """Run the chains; the best order of all becomes the incumbent.
+
+        A chain that meets the bound ends the others, each as soon as it has made as many steps: so the plan
+        does not depend on which chain was faster. Of a time limit a stage takes no more than ``share`` of
+        what is left, and where one worker runs the chains one after another, they divide that evenly.
+        """
+        left = self._seconds_left()
+        until = None if left is None else time.monotonic() + share * left
+        met: dict[int, int] = {}  # steps after which a chain met the bound
+
+        def run(number: int) -> Found | None:
+            best = None
+            with self._turn(until, 1 if self.options.workers > 1 else CHAINS - number) as turn:
+                for step, found in enumerate(chain_of(number, turn)):
+                    if found is not None and (best is None or found.value < best.value):
+                        best = found
+                        self._hear(found)
+                        if self._meets_bound(found):
+                            met[number] = step
+                    is_last = any(step >= other for other in met.copy().values())
+                    if is_last or self._is_over() or turn.spent() >= 1:
+                        break
+            return best
+
+        bests = list(self.pool.map(run, range(CHAINS)))
+        for number in sorted(range(CHAINS), key=lambda number: (met.get(number, float("inf")), number)):
+            best = bests[number]
+            if best is not None and self._is_better(best.value):
+                self._take(best)
+
+    @contextmanager
+    def _turn(self, until: float | None, waiting: int) -> Iterator[Turn]:
+        """The turn of a chain: with others waiting for theirs, an even part of the time until then."""
+        began = time.monotonic()
+        if until is None:
+            yield Turn(self.halt.flag, began, None)
+        elif waiting == 1:
+            yield Turn(self.halt.flag, began, until - began)
+        else:
+            seconds = (until - began) / waiting
+            with Halt(self.halt.check, began + seconds) as halt:
+                yield Turn(halt.flag, began, seconds)
+
+    def _hear(self, found: Found) -> None:
+        """Report a chain's order before the stage has ended."""
+        with self.lock:
+            if found.value < self.heard * (1 - OPTIMAL_GAP):
+                verify_orders(self.given, found.orders)
+                self.heard = found.value
+                self._report(found)
+
+    def _take(self, found: Found) -> None:
+        """Make an order the incumbent."""
+        verify_orders(self.given, found.orders)
+        with self.lock:
+            self.found = found
+            if found.value < self.heard * (1 - OPTIMAL_GAP):
+                self.heard = found.value
+                self._report(found)
+
+    def _raise_bound(self, bound: float, source: str) -> None:
+        with self.lock:
+            if bound > self.bound * (1 + OPTIMAL_GAP):
+                self.bound, self.source = bound, source
+                if self.found is not None:
+                    self._report(self.found)
+
+    def _report(self, found: Found) -> None:
+        # A contradicted bound ends the search at once, and then finish() raises: it is no progress.
+        if self.on_progress is None or verdict(found.value, self.bound) == "contradicted":
+            return
+        certificate = certify(self.problem, found.value, self.bound, self.source)
+        self.on_progress(
+            Progress(
+                objective=found.value * self.unit,
+                lower_bound=certificate.lower_bound * self.unit,
+                gap=certificate.gap,
+                method=found.method,
+                seconds=time.monotonic() - self.began,
+                orders=found.orders,
+                problem=self.given,
+            )
+        )
+
+    def _is_better(self, value: float) -> bool:
+        return self.found is None or value < self.found.value * (1 - OPTIMAL_GAP)
+
+    def _is_over(self) -> bool:
+        return self.found is not None and (self._meets_bound(self.found) or self.halt.check())
+
+    def _meets_bound(self, found: Found) -> bool:
+        return found.value <= self.bound * (1 + OPTIMAL_GAP)
+
+    def _exact_value(self, orders: Orders) -> float:
+        timing = evaluate(self.problem, orders)
+        return timing.span if self.problem.objective == "span" else timing.makespan
+
+
+def _of(attempt: Attempt) -> Found:
+    return Found(attempt.value, attempt.orders, attempt.method)
+
+
+def _in_turns(*attempts: Iterator[Attempt]) -> Iterator[Attempt]:
+    """One of each in turns, until all are used up."""
+    waiting = list(attempts)
+    while waiting:
+        for iterator in list(waiting):
+            attempt = next(iterator, None)
+            if attempt is None:
+                waiting.remove(iterator)
+            else:
+                yield attempt

@@ -1,0 +1,81 @@
+"""From a problem to a verified plan, anytime: the public face of the pipeline.
+
+Budgets are counted in placed actions, moves and CP-SAT's deterministic time, never in seconds, so the same
+problem, options and version give the same plan on every machine. A time limit is a cap on top; the plan's
+provenance says when it, or a cancellation, cut the search short.
+"""
+
+from __future__ import annotations
+
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem, require_same_problem
+from zbv_solver.search.assemble import baseline_plan, compare, make_plan
+from zbv_solver.search.options import BUDGETS, EFFORTS, STAGES, Budget, Effort, SearchOptions
+from zbv_solver.search.pipeline import Cancelled, OnProgress, Pipeline, Progress
+
+__all__ = [
+    "BUDGETS",
+    "EFFORTS",
+    "STAGES",
+    "Budget",
+    "Cancelled",
+    "Effort",
+    "OnProgress",
+    "Progress",
+    "SearchOptions",
+    "baseline_plan",
+    "compare",
+    "make_plan",
+    "search",
+]
+
+
+def search(
+    problem: Problem | LayeredProblem,
+    options: SearchOptions | None = None,
+    on_progress: OnProgress | None = None,
+    cancelled: Cancelled | None = None,
+    incumbent: Orders | Plan | None = None,
+) -> Plan:
+    """Find a plan, prove a bound, verify.
+
+    Parameters
+    ----------
+    problem
+        Where layers are still to be cut, cut, placement and order are chosen together
+        (:mod:`zbv_solver.search.layered`).
+    on_progress
+        Called at every better plan or bound, one call at a time.
+    cancelled
+        Polled from another thread twenty times a second; once true, the best plan so far is returned.
+    incumbent
+        An order to start from, as of an earlier search that was cut short; for layers a whole plan, since
+        the order is one of its cut.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no plan fits the memory limit.
+    InvalidPlan
+        When ``incumbent`` is not an order of this problem, or a plan of another one.
+    ContradictedBound
+        When the plan undercuts a lower bound: one of the two is wrong, and neither is returned.
+    """
+    if isinstance(problem, LayeredProblem):
+        # Layers are rare, and their kernels take a moment to load.
+        from zbv_solver.search.layered import plan_layers
+
+        if isinstance(incumbent, Orders):
+            raise TypeError("an incumbent of layers is a Plan: orders alone do not say where they are cut.")
+        return plan_layers(problem, options, on_progress, cancelled, incumbent)
+    problem.require_feasible()
+    if isinstance(incumbent, Plan):
+        require_same_problem(problem, incumbent.problem)
+        incumbent = incumbent.orders
+    with Pipeline(problem, options or SearchOptions(), on_progress, cancelled) as pipeline:
+        if incumbent is not None:
+            pipeline.resume_from(incumbent)
+        pipeline.run()
+        return pipeline.finish()

@@ -1,0 +1,65 @@
+"""The costs that a search computes with: the caller's, in a unit of the search's own.
+
+A search decides by comparing sums of times. In the caller's unit, 0.1 + 0.2 and 0.3 differ, and the same
+costs in seconds and in milliseconds tie in different places, so the plan would depend on the unit. Costs with
+a common divisor become integers here, whose sums are exact; others become shares of the largest cost with
+:data:`~zbv_solver.problem.numeric.SIGNIFICANT_BITS` binary digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from zbv_solver.problem.numeric import MIN_NUMBER, integer_scale, rounded_to_bits
+from zbv_solver.problem.problem import Costs, Problem
+
+LARGEST_COST = 1 << 32
+"""Integer costs up to this are exact in sums of a million of them."""
+
+
+@dataclass(frozen=True)
+class SearchUnit:
+    """The unit of time of a search.
+
+    Attributes
+    ----------
+    length
+        In the caller's unit.
+    scale
+        What makes costs integers; None where they have no common divisor.
+    """
+
+    length: float
+    scale: float | None
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> SearchUnit:
+        """The unit of all times that a search adds up."""
+        scale = integer_scale(times, LARGEST_COST)
+        return cls(max(times), None) if scale is None else cls(1 / scale, scale)
+
+    def converted(self, times: Sequence[float]) -> tuple[float, ...]:
+        """Times of the caller's in this unit."""
+        row = np.array(times, dtype=np.float64)
+        found = rounded_to_bits(row / self.length) if self.scale is None else np.rint(row * self.scale)
+        return tuple(np.where(found < MIN_NUMBER, 0.0, found).tolist())
+
+
+def in_search_unit(problem: Problem) -> tuple[Problem, float]:
+    """The problem in the unit of the search, without its layers; and how long that unit is.
+
+    Times of the returned problem, times that length, are times of the given one, up to rounding.
+    """
+    arrays, costs = problem.arrays, problem.costs
+    unit = SearchUnit.of([*arrays.duration.ravel().tolist(), *arrays.transfer.tolist()])
+    own = Costs(
+        unit.converted(costs.forward),
+        unit.converted(costs.backward_input),
+        unit.converted(costs.backward_weight),
+        unit.converted(arrays.transfer.tolist()),
+        None if costs.backward is None else unit.converted(costs.backward),
+    )
+    return replace(problem, costs=own, model=None), unit.length

@@ -1,0 +1,209 @@
+"""When every action starts and ends under an order, and what the order achieves.
+
+One pass executes the order, or finds it deadlocked: it yields earliest times, and the *runs* in which it
+executed, stretches of consecutive actions of one rank. Each further longest-path question is then a linear
+sweep along the runs (kernels: :mod:`zbv_solver.timing.sweeps`). Definitions: docs/formats.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.errors import InvalidPlan
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.numeric import ROUNDING
+from zbv_solver.problem.problem import B, F, I, Problem
+from zbv_solver.timing import sweeps
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Timing:
+    """An order's earliest-start times and metrics.
+
+    Attributes
+    ----------
+    start, end
+        (n,) float64 in the flat order of the :class:`Orders`, in the problem's time unit.
+    makespan
+        Last end, with t = 0 at the first start.
+    span
+        Exact steady-state time of one iteration.
+    bubble_rate
+        1 - busy time / (p * span).
+    peak_memory
+        Per rank (p,), static memory included.
+    """
+
+    start: FloatArray
+    end: FloatArray
+    makespan: float
+    span: float
+    bubble_rate: float
+    peak_memory: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Executed:
+    """An order as it executes at earliest start; the arrays of :mod:`zbv_solver.timing.sweeps`."""
+
+    row: IntArray
+    source: IntArray
+    offset: IntArray
+    duration: FloatArray
+    lag: FloatArray
+    runs: IntArray
+    start: FloatArray
+    end: FloatArray
+
+    @property
+    def graph(self) -> tuple[IntArray, IntArray, IntArray, FloatArray, FloatArray, IntArray]:
+        """What sweeps take, in their order."""
+        return self.row, self.source, self.offset, self.duration, self.lag, self.runs
+
+
+def evaluate(problem: Problem, orders: Orders) -> Timing:
+    """Earliest-start times and metrics of an order.
+
+    Raises
+    ------
+    InvalidPlan
+        When the order deadlocks, or an action's input is produced nowhere before it.
+    """
+    executed = _execute_orders(problem, orders)
+    span = _exact_span(executed, orders)[0]
+    count = np.bincount(executed.row, minlength=len(executed.duration))
+    busy = float(count @ executed.duration)
+    arrays = problem.arrays
+    return Timing(
+        start=executed.start,
+        end=executed.end,
+        makespan=_makespan(executed, orders),
+        span=span,
+        bubble_rate=1 - busy / (problem.pp_degree * span) if span > 0 else 0.0,
+        peak_memory=tuple(
+            sweeps.peaks(executed.row, orders.offset, arrays.delta.ravel(), arrays.static).tolist()
+        ),
+    )
+
+
+def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
+    """Earliest start and end of every action, each (n,): what drawing needs, without the exact span.
+
+    Raises
+    ------
+    InvalidPlan
+        As :func:`evaluate`.
+    """
+    executed = _execute_orders(problem, orders)
+    return executed.start, executed.end
+
+
+def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, float]:
+    """Makespan, and the largest (last end - first start) over the ranks at earliest start.
+
+    The latter is an upper bound of the span. Costs a fraction of :func:`evaluate`.
+
+    Raises
+    ------
+    InvalidPlan
+        As :func:`evaluate`.
+    """
+    executed = _execute_orders(problem, orders)
+    first, last = _ends_of_ranks(orders)
+    window = executed.end[last] - executed.start[first]
+    return _makespan(executed, orders), float(window.max(initial=0.0))
+
+
+def earliest_start_span(problem: Problem, orders: Orders) -> float:
+    """Largest (last end - first start) over the ranks at earliest start: an upper bound of the span."""
+    return earliest_start_values(problem, orders)[1]
+
+
+def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
+    """Start times (n,) under which every rank's window fits the exact span.
+
+    The first starts x solve x[q] >= x[r] + D[r][q] - span, a system without positive cycles; every other
+    action then starts as early as its rank's first start allows.
+    """
+    executed = _execute_orders(problem, orders)
+    _, release = _exact_span(executed, orders)
+    origin, length = np.empty(len(orders), np.int32), np.empty(len(orders))
+    sweeps.sweep(*executed.graph, release, origin, length)
+    start: FloatArray = release[origin] + length - executed.duration[executed.row]
+    return start - start.min(initial=np.inf) if len(start) else start
+
+
+def memory_profile(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
+    """Memory held by an action's rank while the action runs and after it has ended, each (n,).
+
+    Independent of time: for a fixed order it is a prefix sum per rank.
+    """
+    arrays = problem.arrays
+    delta = arrays.delta[orders.letter, orders.stage]
+    after = np.empty(len(orders))
+    for rank in range(orders.pp_degree):
+        part = orders.slice_of(rank)
+        after[part] = arrays.static[rank] + np.cumsum(delta[part])
+    before = after - delta
+    return before + np.maximum(delta, 0.0), after
+
+
+def _ends_of_ranks(orders: Orders) -> tuple[IntArray, IntArray]:
+    """First and last action of every rank that has any."""
+    filled = np.diff(orders.offset) > 0
+    return orders.offset[:-1][filled], orders.offset[1:][filled] - 1
+
+
+def _makespan(executed: _Executed, orders: Orders) -> float:
+    first, last = _ends_of_ranks(orders)
+    return float(executed.end[last].max() - executed.start[first].min()) if len(first) else 0.0
+
+
+def _execute_orders(problem: Problem, orders: Orders) -> _Executed:
+    n_stages, m = problem.n_stages, problem.microbatches
+    if orders.pp_degree != problem.pp_degree:
+        raise InvalidPlan(f"found {orders.pp_degree} ranks; the problem has {problem.pp_degree}.")
+    for names, amount in ((orders.stage, n_stages), (orders.microbatch, m)):
+        if names.min(initial=0) < 0 or names.max(initial=0) >= amount:
+            at = int(np.argmax((names < 0) | (names >= amount)))
+            raise InvalidPlan(
+                f"found {orders.text_at(at)}; the problem has {n_stages} stages and {m} microbatches."
+            )
+    arrays = problem.arrays
+    duration, lag = arrays.duration.ravel(), np.full((4, n_stages), -1.0)
+    lag[F, 1:] = lag[I, :-1] = lag[B, :-1] = arrays.transfer
+    row = orders.letter * np.int32(n_stages) + orders.stage
+    cell = orders.stage * np.int32(m) + orders.microbatch
+    start, end, source, runs, reached = sweeps.execute(
+        row, cell, orders.offset, duration, lag.ravel(), n_stages, m
+    )
+    if (reached < orders.offset[1:]).any():
+        raise InvalidPlan(_deadlock_message(orders, reached))
+    return _Executed(row, source, orders.offset, duration, lag.ravel(), runs, start, end)
+
+
+def _deadlock_message(orders: Orders, reached: IntArray) -> str:
+    stuck = [
+        f"rank {rank} at {orders.text_at(at)}"
+        for rank, at in enumerate(reached.tolist())
+        if at < orders.offset[rank + 1]
+    ]
+    shown = ", ".join(stuck[:6]) + (", …" if len(stuck) > 6 else "")
+    return f"the order deadlocks: every rank waits for an input that nobody will produce ({shown})."
+
+
+def _exact_span(executed: _Executed, orders: Orders) -> tuple[float, FloatArray]:
+    """The span, and first starts of the ranks (p,) under which every window fits it."""
+    release = np.zeros(orders.pp_degree)
+    filled = np.diff(orders.offset) > 0
+    # Where nothing can be gained by starting later, earliest starts are the answer already.
+    release[filled] = executed.start[orders.offset[:-1][filled]]
+    span = sweeps.policy_iteration(*executed.graph, release, ROUNDING)
+    return float(span), release

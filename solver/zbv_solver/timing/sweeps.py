@@ -1,0 +1,208 @@
+"""Kernels of :mod:`zbv_solver.timing.start_times`: executing an order, and longest paths along its runs.
+
+Arrays that several take, for n actions on p ranks of S stages:
+
+row            (n,) letter code * S + stage: the index of an action's costs in ``duration`` and ``lag``
+duration, lag  (4 S,) how long an action takes, and its remote input is underway; lag is -1 where an action
+               has no remote input
+source         (n,) the action that makes the remote input, or -1
+offset         (p + 1,) rank r's actions are ``offset[r]:offset[r + 1]``
+runs           (k, 2) stretches of consecutive actions: a rank, and where they stop. Every input of a run
+               lies in an earlier one, or earlier in it
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.kernels.jit import compiled
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[Any]
+
+
+@compiled
+def execute(
+    row: IntArray,
+    cell: IntArray,
+    offset: IntArray,
+    duration: FloatArray,
+    lag: FloatArray,
+    n_stages: int,
+    m: int,
+) -> tuple[FloatArray, FloatArray, IntArray, IntArray, IntArray]:  # pragma: no cover - compiled
+    """Start, end, source and runs of an order, and where every rank came to a halt.
+
+    Ranks take turns, each running as far as its inputs are there.
+    """
+    n, p = len(row), len(offset) - 1
+    forward_at = np.full(n_stages * m, -1, np.int32)
+    backward_at = np.full(n_stages * m, -1, np.int32)
+    start, end, source = np.empty(n), np.empty(n), np.full(n, -1, np.int32)
+    runs, n_runs = np.empty((n, 2), np.int32), 0
+    reached = offset[:-1].copy()
+    progress = True
+    while progress:
+        progress = False
+        for rank in range(p):
+            at = reached[rank]
+            free = end[at - 1] if at > offset[rank] else 0.0
+            while at < offset[rank + 1]:
+                kind, where = row[at], cell[at]
+                is_weight = 2 * n_stages <= kind < 3 * n_stages
+                if kind >= n_stages and (backward_at if is_weight else forward_at)[where] < 0:
+                    break
+                begin = free
+                if lag[kind] >= 0:
+                    feed = forward_at[where - m] if kind < n_stages else backward_at[where + m]
+                    if feed < 0:
+                        break
+                    source[at] = feed
+                    begin = max(begin, end[feed] + lag[kind])
+                if kind < n_stages:
+                    forward_at[where] = at
+                elif not is_weight:
+                    backward_at[where] = at
+                free = begin + duration[kind]
+                start[at], end[at] = begin, free
+                at += 1
+            if at > reached[rank]:
+                runs[n_runs, 0], runs[n_runs, 1] = rank, at
+                n_runs += 1
+                reached[rank] = at
+                progress = True
+    return start, end, source, runs[:n_runs], reached
+
+
+@compiled
+def sweep(
+    row: IntArray,
+    source: IntArray,
+    offset: IntArray,
+    duration: FloatArray,
+    lag: FloatArray,
+    runs: IntArray,
+    release: FloatArray,
+    origin: IntArray,
+    length: FloatArray,
+) -> None:  # pragma: no cover - compiled
+    """Critical paths when rank r may not start before ``release[r]``.
+
+    An action ends at ``release[origin] + length``: ``origin`` is the rank with whose first start its
+    critical path begins, ``length`` the path's own, so sums of whole costs stay whole.
+    """
+    reached = offset[:-1].copy()
+    for run in range(len(runs)):
+        rank, stop = runs[run]
+        at = reached[rank]
+        begun, path = np.int32(rank), 0.0
+        if at > offset[rank]:
+            begun, path = origin[at - 1], length[at - 1]
+        while at < stop:
+            feed, kind = source[at], row[at]
+            if feed >= 0:
+                arrival = length[feed] + lag[kind]
+                if release[origin[feed]] + arrival > release[begun] + path:
+                    begun, path = origin[feed], arrival
+            path += duration[kind]
+            origin[at], length[at] = begun, path
+            at += 1
+        reached[rank] = stop
+
+
+@compiled
+def policy_iteration(
+    row: IntArray,
+    source: IntArray,
+    offset: IntArray,
+    duration: FloatArray,
+    lag: FloatArray,
+    runs: IntArray,
+    release: FloatArray,
+    tolerance: float,
+) -> float:  # pragma: no cover - compiled
+    """Largest mean weight of a cycle of D (Howard's policy iteration), D known only through sweeps.
+
+    ``release`` is a first guess of first starts and becomes one under which every window fits. Every sweep
+    tells, of each rank, the critical path to its last end: an arc of D. Arcs that break a window of the
+    span so far form cycles, whose largest mean is the next span, or lengthen a forest, whose values are the
+    next releases. Both only grow, and once every window fits, the releases prove the span.
+    """
+    n, p = len(row), len(offset) - 1
+    origin, length = np.empty(n, np.int32), np.empty(n)
+    parent, weight = np.full(p, -1, np.int32), np.zeros(p)
+    span, is_first = 0.0, True
+    for _ in range(4 * p + 64):  # a handful in practice; only rounding could ask for more than this
+        sweep(row, source, offset, duration, lag, runs, release, origin, length)
+        widest, latest = 0.0, 0.0
+        for rank in range(p):
+            if offset[rank] < offset[rank + 1]:
+                last = offset[rank + 1] - 1
+                end = release[origin[last]] + length[last]
+                latest = max(latest, abs(end))
+                widest = max(widest, end - release[rank])
+                if is_first or end - release[rank] > span + tolerance * abs(end):
+                    parent[rank], weight[rank] = origin[last], length[last]
+        span, is_first = max(span, _cut_cycles(parent, weight)), False
+        if widest <= span + tolerance * latest:
+            break
+        _settle(parent, weight, span, release)
+    return span
+
+
+@compiled
+def _cut_cycles(parent: IntArray, weight: FloatArray) -> float:  # pragma: no cover - compiled
+    """Largest mean weight of a cycle of parents, or 0; one node of every cycle becomes a root."""
+    seen, best = np.zeros(len(parent), np.int32), 0.0
+    for node in range(len(parent)):
+        at = node
+        while at >= 0 and seen[at] == 0:
+            seen[at] = node + 1
+            at = parent[at]
+        if at < 0 or seen[at] != node + 1:
+            continue
+        total, count, root = 0.0, 0, at
+        while count == 0 or at != root:
+            total += weight[at]
+            count += 1
+            at = parent[at]
+        best = max(best, total / count)
+        parent[root] = -1
+    return best
+
+
+@compiled
+def _settle(
+    parent: IntArray, weight: FloatArray, span: float, release: FloatArray
+) -> None:  # pragma: no cover - compiled
+    """release[q] = release[parent] + weight - span all over the forest, from its roots."""
+    p = len(parent)
+    settled, path = np.zeros(p, np.bool_), np.empty(p, np.int32)
+    for node in range(p):
+        depth, at = 0, node
+        while parent[at] >= 0 and not settled[at]:
+            path[depth] = at
+            depth += 1
+            at = parent[at]
+        for step in range(depth - 1, -1, -1):
+            at = path[step]
+            release[at] = release[parent[at]] + weight[at] - span
+            settled[at] = True
+
+
+@compiled
+def peaks(
+    row: IntArray, offset: IntArray, delta: FloatArray, static: FloatArray
+) -> FloatArray:  # pragma: no cover - compiled
+    """Most memory held on every rank, (p,)."""
+    most = static.copy()
+    for rank in range(len(static)):
+        grown = 0.0
+        for at in range(offset[rank], offset[rank + 1]):
+            change = delta[row[at]]
+            most[rank] = max(most[rank], static[rank] + grown + max(change, 0.0))
+            grown += change
+    return most

@@ -1,0 +1,254 @@
+"""An independent check of lists with communication, as PyTorch's pipelining runtime walks them.
+
+That runtime checks little: with a wrong order of receives, of losses, or without the division of the
+gradients it computes something else and says nothing. Every rule here is one of those faults. Like
+:mod:`zbv_solver.verify.verifier` it shares no code with what makes the lists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zbv_solver.errors import InvalidPlan
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import Problem
+
+_ACTION = re.compile(
+    r"(?P<stage>0|[1-9]\d{0,8})"
+    r"(?:(?P<letter>[FIWB]|SEND_F|RECV_F|SEND_B|RECV_B)(?P<microbatch>0|[1-9]\d{0,8})"
+    r"|(?P<once>UNSHARD|REDUCE_GRAD|RESHARD))"
+)
+
+Lists = Sequence[Sequence[str]]
+
+
+class _Step(NamedTuple):
+    """One entry of a rank's list; the microbatch is -1 where there is none."""
+
+    text: str
+    stage: int
+    name: str
+    microbatch: int
+
+    @property
+    def is_compute(self) -> bool:
+        return len(self.name) == 1
+
+
+class _Transfer(NamedTuple):
+    """One tensor on its way: what is sent, by which stage's action."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}SEND_{self.kind}{self.microbatch}"
+
+
+def verify_comms(problem: Problem, orders: Orders, lists: Lists) -> None:
+    """Check that lists with communication execute a plan's orders, and step into no trap of the runtime.
+
+    Parameters
+    ----------
+    orders
+        Checked already by :func:`zbv_solver.verify.verifier.verify_orders`; microbatches as in ``lists``.
+    lists
+        Per rank, in PyTorch's spelling: ``0UNSHARD``, ``0F0``, ``0SEND_F0``, ….
+
+    Raises
+    ------
+    InvalidPlan
+        Naming the entry, the rank, and the rule that it breaks.
+    """
+    if len(lists) != problem.pp_degree:
+        raise InvalidPlan(f"found lists of {len(lists)} ranks; the plan has {problem.pp_degree}.")
+    ranks = [[_parse(text, rank) for text in texts] for rank, texts in enumerate(lists)]
+    _check_compute(orders, ranks)
+    _check_losses(problem, ranks)
+    _check_once_per_stage(problem, ranks)
+    _check_ends(problem, ranks)
+    _check_pairs(problem, ranks)
+    _check_progress(problem, ranks)
+
+
+def _parse(text: str, rank: int) -> _Step:
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise InvalidPlan(
+            f"rank {rank}: found {text!r}; an entry is a stage, an action and a microbatch and nothing after "
+            f"it, as in 0F3, 1RECV_F0 or 0REDUCE_GRAD. The runtime would ignore what follows."
+        )
+    if match["once"]:
+        return _Step(text, int(match["stage"]), match["once"], -1)
+    return _Step(text, int(match["stage"]), match["letter"], int(match["microbatch"]))
+
+
+def _check_compute(orders: Orders, ranks: Sequence[Sequence[_Step]]) -> None:
+    """The actions of every list are the plan's, in its order: none twice, none left out."""
+    for rank, steps in enumerate(ranks):
+        found = [step.text for step in steps if step.is_compute]
+        planned = orders.text(rank)
+        if found == planned:
+            continue
+        at = next((k for k, (a, b) in enumerate(zip(found, planned, strict=False)) if a != b), None)
+        at = min(len(found), len(planned)) if at is None else at
+        here, there = ([*texts, "the end"][min(at, len(texts))] for texts in (found, planned))
+        raise InvalidPlan(f"rank {rank}: action {at} is {here}; the plan has {there} there.")
+
+
+def _check_losses(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
+    """The runtime appends losses in run order and looks them up by microbatch."""
+    last = problem.n_stages - 1
+    ran = [s.microbatch for steps in ranks for s in steps if (s.stage, s.name) == (last, "F")]
+    wrong = next((k for k, microbatch in enumerate(ran) if microbatch != k), None)
+    if wrong is not None:
+        raise InvalidPlan(
+            f"the last stage runs {last}F{ran[wrong]} as its forward number {wrong}; its forwards must run "
+            f"in the order 0, 1, 2, …, because the runtime looks losses up by that number: gradients would "
+            f"be wrong without an error. Relabel the microbatches, as `zbv export --format torch-csv` does."
+        )
+
+
+def _check_once_per_stage(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
+    """Every stage is unsharded before its first action, reduced after its last, and released after that."""
+    for stage in range(problem.n_stages):
+        rank = problem.placement.rank_of[stage]
+        names = [step.name for step in ranks[rank] if step.stage == stage and step.name[:4] not in _MOVES]
+        expected = ["UNSHARD", *[name for name in names if len(name) == 1], "REDUCE_GRAD", "RESHARD"]
+        if names != expected:
+            raise InvalidPlan(
+                f"rank {rank}: stage {stage} must have one {stage}UNSHARD before its first action, and one "
+                f"{stage}REDUCE_GRAD and {stage}RESHARD after its last, in that order; found {_found(names)}"
+                f". REDUCE_GRAD divides the gradients by the number of microbatches: without it they would "
+                f"be too large and no error would say so."
+            )
+
+
+_MOVES = ("SEND", "RECV")
+
+
+def _found(names: Sequence[str]) -> str:
+    """Where the entries without microbatch stand among a stage's actions."""
+    said = [f"{name} at {at}" for at, name in enumerate(names) if len(name) > 1]
+    return f"{', '.join(said) or 'none'} of {len(names)}"
+
+
+def _check_ends(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
+    """Every tensor that crosses is sent once after it was made, and received once before it is used."""
+    for rank, steps in enumerate(ranks):
+        done: set[str] = set()
+        for step in steps:
+            if step.text in done:
+                raise InvalidPlan(f"rank {rank}: {step.text} comes twice; every entry comes once.")
+            for needed in _needs(problem, step):
+                if not done.intersection(needed):
+                    raise InvalidPlan(
+                        f"rank {rank}: {step.text} comes before {' or '.join(needed)}, which it needs."
+                    )
+            done.add(step.text)
+        for move in (step for step in steps if step.name[:4] in _MOVES):
+            if not _crosses(problem, rank, move):
+                raise InvalidPlan(
+                    f"rank {rank}: found {move.text}; that tensor does not cross ranks there, and the "
+                    f"runtime hands over inside a rank by itself."
+                )
+    sent = {_transfer_of(step) for steps in ranks for step in steps if step.name.startswith("SEND")}
+    received = {_transfer_of(step) for steps in ranks for step in steps if step.name.startswith("RECV")}
+    for one_sided in sorted(sent ^ received):
+        raise InvalidPlan(f"{one_sided} has only one end; every send has its receive on the other rank.")
+
+
+def _needs(problem: Problem, step: _Step) -> Iterator[tuple[str, ...]]:
+    """For each thing that an entry needs on its own rank, the entries that provide it."""
+    stage, name, j = step.stage, step.name, step.microbatch
+    rank_of = problem.placement.rank_of
+    if name == "SEND_F":
+        yield (f"{stage}F{j}",)
+    elif name == "SEND_B":
+        yield (f"{stage}I{j}", f"{stage}B{j}")
+    elif name == "F" and stage > 0:
+        local = rank_of[stage - 1] == rank_of[stage]
+        yield (f"{stage - 1}F{j}",) if local else (f"{stage}RECV_F{j}",)
+    elif name in ("I", "B") and stage < problem.n_stages - 1:
+        local = rank_of[stage + 1] == rank_of[stage]
+        yield (f"{stage + 1}I{j}", f"{stage + 1}B{j}") if local else (f"{stage}RECV_B{j}",)
+
+
+def _crosses(problem: Problem, rank: int, step: _Step) -> bool:
+    """Whether a send or receive is one that the plan has on this rank."""
+    source, target = _ends_of(_transfer_of(step))
+    if min(source, target) < 0 or max(source, target) >= problem.n_stages:
+        return False
+    rank_of = problem.placement.rank_of
+    return rank_of[step.stage] == rank and rank_of[source] != rank_of[target]
+
+
+def _transfer_of(step: _Step) -> _Transfer:
+    kind = step.name[-1]
+    back = {"SEND_F": 0, "SEND_B": 0, "RECV_F": -1, "RECV_B": 1}[step.name]
+    return _Transfer(kind, step.stage + back, step.microbatch)
+
+
+def _ends_of(transfer: _Transfer) -> tuple[int, int]:
+    """The stages that a transfer comes from and goes to."""
+    return transfer.stage, transfer.stage + (1 if transfer.kind == "F" else -1)
+
+
+def _peer_of(problem: Problem, rank: int, transfer: _Transfer) -> int:
+    source, target = (problem.placement.rank_of[stage] for stage in _ends_of(transfer))
+    return target if source == rank else source
+
+
+def _check_pairs(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
+    """Two ranks list what moves between them in one order: messages carry no other name."""
+    between: dict[tuple[int, int], list[_Transfer]] = defaultdict(list)
+    for rank, steps in enumerate(ranks):
+        for step in steps:
+            if step.name[:4] in _MOVES:
+                transfer = _transfer_of(step)
+                between[rank, _peer_of(problem, rank, transfer)].append(transfer)
+    for (rank, peer), transfers in sorted(between.items()):
+        theirs = between[peer, rank]
+        at = next((k for k, (a, b) in enumerate(zip(transfers, theirs, strict=False)) if a != b), None)
+        if rank < peer and at is not None:
+            raise InvalidPlan(
+                f"ranks {rank} and {peer}: transfer {at} between them is {transfers[at]} on one and "
+                f"{theirs[at]} on the other; both must list their transfers in one order. Messages of two "
+                f"ranks are matched by their order: tensors would be mistaken for each other without an "
+                f"error. Do not reorder receives (defer_pp_recv=True does)."
+            )
+
+
+def _check_progress(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
+    """Nobody waits for ever, not even where a send waits until its receive is posted."""
+    at = [0] * len(ranks)
+    woken = list(range(len(ranks)))
+    while woken:
+        rank = woken.pop()
+        while at[rank] < len(ranks[rank]):
+            step = ranks[rank][at[rank]]
+            if step.name[:4] in _MOVES:
+                transfer = _transfer_of(step)
+                peer = _peer_of(problem, rank, transfer)
+                if not _stands_at(ranks[peer], at[peer], transfer):
+                    break
+                at[peer] += 1
+                woken.append(peer)
+            at[rank] += 1
+    for rank, steps in enumerate(ranks):
+        if at[rank] < len(steps):
+            raise InvalidPlan(
+                f"rank {rank} can wait for ever at {steps[at[rank]].text}: the ranks' sends and receives "
+                f"wait for each other in a circle. List them in the order of one execution, as `zbv export "
+                f"--format torch-comms-csv` does."
+            )
+
+
+def _stands_at(steps: Sequence[_Step], at: int, transfer: _Transfer) -> bool:
+    if at >= len(steps) or steps[at].name[:4] not in _MOVES:
+        return False
+    return _transfer_of(steps[at]) == transfer

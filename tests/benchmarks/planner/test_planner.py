@@ -1,0 +1,388 @@
+"""``zbv bench``: what counts against a plan, what a suite must look like, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from support.problems import uniform_document
+from support.suites import BENCHMARKS, entry, peer, suite
+from zbv_solver.commands.cli import main
+from zbv_solver.commands.interrupt import interruptible
+from zbv_solver.search.search import STAGES, SearchOptions
+
+from benchmarks.planner import speed
+from benchmarks.planner.ablation import contribution
+from benchmarks.planner.measure import Outcome, Point, measure
+from benchmarks.planner.report import Report, Run, report_json
+from benchmarks.planner.run import bench
+from benchmarks.planner.suite import Instance, parse_suite
+from benchmarks.planner.tables import WIDTH, Table, figure
+from benchmarks.planner.tally import tally
+from benchmarks.planner.verdicts import judge, reached, reached_after
+
+Capture = pytest.CaptureFixture[str]
+
+QUICK = SearchOptions(effort="quick")
+
+
+def instance(**changes: Any) -> Instance:
+    return parse_suite(suite(entry(**changes)), "suite.json")[0]
+
+
+def outcome(
+    *points: tuple[float, float, float], of: Instance | None = None, method: str = "greedy-v(costs=true)"
+) -> Outcome:
+    """An outcome whose curve is (seconds, value, bound) per point."""
+    curve = tuple(Point(s, value, bound, value / bound - 1, method) for s, value, bound in points)
+    return Outcome(of or instance(), QUICK, seconds=points[-1][0], curve=curve)
+
+
+def write(path: Path, document: object) -> str:
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+@contextmanager
+def no_spinner(_text: str) -> Iterator[Callable[[str], None]]:
+    yield lambda _changed: None
+
+
+# What a plan is held to
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"), [(99, "win"), (99.9999999, "tie"), (100, "tie"), (100.00005, "tie"), (101, "loss")]
+)
+def test_the_smaller_value_wins_and_a_millionth_is_no_difference(ours: float, verdict: str) -> None:
+    found = judge(outcome((1, ours, 90), of=instance(peers={"a": peer(100)})))
+    assert found.verdict == verdict
+    assert found.ratio == pytest.approx(ours / 100)
+
+
+def test_the_best_contender_decides() -> None:
+    peers = {"slow": peer(120), "best": peer(100), "loop": peer(105, placement="loop")}
+    found = judge(outcome((1, 110, 90), of=instance(peers=peers)))
+    assert found.best is not None
+    assert (found.best.peer.name, found.best.value, found.verdict) == ("best", 100, "loss")
+
+
+def test_peers_that_fail_or_do_not_fit_are_no_contenders() -> None:
+    peers = {"large": peer(50, fits=False), "failed": {"placement": "v", "error": "no"}, "null": peer(None)}
+    found = judge(outcome((1, 110, 90), of=instance(peers=peers)))
+    assert (found.verdict, found.best, found.ratio) == ("no peer", None, None)
+
+
+def test_a_peer_of_another_placement_counts_unless_no_plan_of_ours_can_reach_it() -> None:
+    def with_single_at(value: float) -> Outcome:
+        return outcome((1, 110, 100), of=instance(peers={"zb": peer(value, placement="single")}))
+
+    assert judge(with_single_at(100)).verdict == "loss"
+    assert judge(with_single_at(99.9999999)).verdict == "loss"  # below by rounding only
+    below = judge(with_single_at(99))
+    assert below.verdict == "no peer"
+    assert [entry.value for entry in below.below_bound] == [99]
+    assert below.contradicting == ()
+
+
+def test_a_peer_of_the_same_placement_below_the_bound_is_a_loss_and_a_contradiction() -> None:
+    found = judge(outcome((1, 110, 100), of=instance(peers={"v": peer(95)})))
+    assert found.verdict == "loss"
+    assert [entry.value for entry in found.contradicting] == [95]
+
+
+def test_peers_are_compared_by_the_objective_of_the_problem() -> None:
+    problem = uniform_document(2, 4, limit=4, objective="makespan")
+    peers = {"a": {"placement": "v", "span": 50, "makespan": 100, "fits": True}}
+    assert judge(outcome((1, 90, 80), of=instance(problem=problem, peers=peers))).verdict == "win"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_reached"), [(5, True), (3, True), (2.9, False), (None, True)], ids=str
+)
+def test_a_target_is_reached_when_the_gap_is_proven_in_time(seconds: float | None, is_reached: bool) -> None:
+    target = instance(reach={"gap": 0.02, "seconds": seconds})
+    found = outcome((1, 110, 100), (3, 102, 100), (9, 101, 100), of=target)
+    assert reached_after(found) == 3
+    assert reached(found) is is_reached
+
+
+def test_a_target_never_proven_is_missed() -> None:
+    found = outcome((1, 110, 100), of=instance(reach={"gap": 0}))
+    assert reached_after(found) is None
+    assert not reached(found)
+
+
+def test_the_sum_counts_every_instance_once() -> None:
+    outcomes = [
+        outcome((1, 100, 100), of=instance(peers={"a": peer(125)}, reach={"gap": 0})),
+        outcome((2, 110, 100), of=instance(peers={"a": peer(110)}, reach={"gap": 0.05})),
+        outcome((3, 120, 100), of=instance(name="worst", peers={"a": peer(99, placement="loop")})),
+        Outcome(instance(), QUICK, 0.5, infeasible="no plan fits"),
+    ]
+    total = tally(outcomes)
+    assert (total.wins, total.ties, total.losses, total.no_peer) == (1, 1, 0, 2)
+    assert (total.instances, total.infeasible, total.optimal, total.below_bound) == (4, 1, 1, 1)
+    assert (total.reached, total.targets, total.seconds) == (1, 2, 6.5)
+    assert total.mean_gap == pytest.approx(0.1)
+    assert total.worst_gap == pytest.approx(0.2)
+    assert total.worst_name == "worst"
+    assert total.ratio == pytest.approx(math.sqrt(100 / 125))
+
+
+def test_a_stage_adds_what_is_missing_without_it() -> None:
+    full = [outcome((2, 100, 100)), outcome((2, 100, 90)), outcome((2, 101, 90))]
+    without = [outcome((1, 110, 90)), outcome((1, 100, 90)), outcome((1, 100, 90))]
+    added = contribution("exact", full, without)
+    assert (added.better, added.worse, added.tighter, added.proved) == (1, 1, 1, 1)
+    assert added.log_ratio == pytest.approx(math.log(1.1) + math.log(100 / 101))
+    assert added.seconds == 3
+
+
+# Measuring
+
+
+def test_a_measurement_is_the_search_with_a_clock() -> None:
+    found = measure(instance(), QUICK)
+    seconds = [point.seconds for point in found.curve]
+    values = [point.objective for point in found.curve]
+    assert (found.value, found.lower_bound, found.gap) == (24, 24, 0)
+    assert seconds == sorted(seconds)
+    assert values == sorted(values, reverse=True)
+    assert found.first_plan_seconds == seconds[0]
+    assert found.seconds == seconds[-1]
+
+
+def test_options_of_an_instance_override_the_commands() -> None:
+    own = instance(options={"effort": "quick", "time_limit": 5})
+    assert own.options(SearchOptions(effort="thorough", seed=3)) == SearchOptions("quick", 5, seed=3)
+    assert instance(options={"effort": None}).options(QUICK) == QUICK
+
+
+def test_an_instance_that_cannot_fit_is_an_outcome() -> None:
+    found = measure(instance(problem=uniform_document(2, 4, limit=1.5)), QUICK)
+    assert found.infeasible == "no plan fits: limit of rank 0 is 1.5, needs 2"
+    assert (found.value, found.curve) == (math.inf, ())
+
+
+def test_a_peer_that_fits_where_we_say_none_can_is_a_contradiction() -> None:
+    impossible = instance(problem=uniform_document(2, 4, limit=1.5), peers={"v": peer(24)})
+    found = judge(measure(impossible, QUICK))
+    assert found.verdict == "loss"
+    assert [entry.peer.name for entry in found.contradicting] == ["v"]
+
+
+def test_ctrl_c_keeps_what_was_measured() -> None:
+    @contextmanager
+    def interrupting(text: str) -> Iterator[Callable[[str], None]]:
+        if "second" in text:
+            raise KeyboardInterrupt
+        yield lambda _changed: None
+
+    out = StringIO()
+    instances = parse_suite(suite(entry("first"), entry("second"), entry("third")), "suite.json")
+    report = bench(instances, QUICK, ablate=True, out=out, spinner=interrupting)
+    assert report.interrupted
+    assert [found.instance.name for run in report.runs for found in run.outcomes] == ["first"]
+    assert "1 instances in" in out.getvalue()
+    assert report_json(report)["interrupted"] is True
+
+
+@pytest.mark.parametrize("delay", [0, 0.3])
+def test_ctrl_c_stops_the_work_before_it_is_passed_on(delay: float) -> None:
+    stopped = Event()
+
+    def work(cancelled: Callable[[], bool]) -> None:
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not stopped.wait(0.01):
+            if cancelled():
+                stopped.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        interruptible(work)
+    assert stopped.is_set()
+
+
+def test_interruptible_work_answers_and_fails_as_it_would_otherwise() -> None:
+    assert interruptible(lambda cancelled: cancelled()) is False
+    with pytest.raises(ZeroDivisionError):
+        interruptible(lambda _: 1 // 0)
+
+
+def test_an_ablation_runs_the_suite_without_each_stage() -> None:
+    out = StringIO()
+    report = bench([instance()], QUICK, ablate=True, out=out, spinner=no_spinner)
+    assert [run.without for run in report.runs] == [(), *((stage,) for stage in STAGES)]
+    assert [added.stage for added in report.contributions] == list(STAGES)
+    assert all(stage in out.getvalue().rpartition("what each stage adds")[2] for stage in STAGES)
+
+
+def test_an_ablation_of_a_reduced_search_leaves_out_one_stage_more() -> None:
+    options = SearchOptions(effort="quick", without=STAGES[:1])
+    report = bench([instance()], options, ablate=True, out=StringIO(), spinner=no_spinner)
+    assert [run.without for run in report.runs] == [STAGES[:1], *((STAGES[0], s) for s in STAGES[1:])]
+
+
+# What is printed
+
+
+def test_rows_fit_120_columns_and_line_up() -> None:
+    public = json.loads((BENCHMARKS / "public.json").read_text(encoding="utf-8"))
+    instances = parse_suite(public, "public.json")
+    table = Table(instances)
+    rows = [
+        table.row(outcome((0.2, 14_906_864, 14_000_000), (118.25, 13_782_480, 13_000_000), of=instance))
+        for instance in instances
+    ]
+    figures = [row.splitlines()[0] for row in rows]
+    assert all(len(line) <= WIDTH for line in [*table.header().splitlines(), *figures])
+    assert {line.index("13782480") for line in figures} == {figures[0].index("13782480")}
+    assert {line.index("greedy-v") for line in figures} == {figures[0].index("greedy-v")}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (24, "24"),
+        (0.1 + 0.2, "0.3"),
+        (1234567.1234, "1234567.1"),
+        (123456789, "123456789"),
+        (12345678912, "1.235e+10"),
+        (0.000123456789, "0.0001235"),
+        (math.inf, "–"),
+    ],
+    ids=str,
+)
+def test_figures_have_the_digits_that_fit(value: float, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_a_row_names_peers_below_the_bound() -> None:
+    known = instance(peers={"v": peer(110), "zb": peer(99, placement="single")})
+    row, note = Table([known]).row(outcome((1, 108, 100), of=known)).splitlines()
+    assert "win  -1.82%" in row
+    assert "below bound: zb 99;" in note
+
+
+def test_columns_that_would_say_nothing_are_left_out() -> None:
+    plain = Table([instance()]).header()
+    full = Table([instance(peers={"a": peer(1)}, reach={"gap": 0})]).header()
+    assert "best peer" not in plain
+    assert "target" not in plain
+    assert "best peer" in full
+    assert "target" in full
+
+
+def test_the_command_prints_rows_and_a_sum(tmp_path: Path, capsys: Capture) -> None:
+    path = write(
+        tmp_path / "suite.json",
+        suite(
+            entry("wins", peers={"a": peer(25)}, reach={"gap": 0}),
+            entry("loses", peers={"a": peer(1)}),
+            entry("full", problem=uniform_document(2, 4, limit=1.5)),
+        ),
+    )
+    assert main(["bench", path, "--effort", "quick"]) == 0
+    out, err = capsys.readouterr()
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "win  -4.00%" in lines["wins"]
+    assert "reached" in lines["wins"]
+    assert "loss" in lines["loses"]
+    assert "infeasible" in lines["full"]
+    assert "no plan fits: limit of rank 0 is 1.5, needs 2" in out
+    assert "win 1, tie 0, loss 1, no peer 1" in out
+    assert "targets: 1 of 1 reached" in out
+    assert err == ""
+
+
+def test_json_on_standard_output_is_nothing_but_the_document(tmp_path: Path, capsys: Capture) -> None:
+    path = write(
+        tmp_path / "suite.json", suite(entry(peers={"a": peer(25)}, reach={"gap": 0, "seconds": 60}))
+    )
+    assert main(["bench", path, "--effort", "quick", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    (run,) = document["runs"]
+    (found,) = run["instances"]
+    assert (found["value"], found["lower_bound"], found["verdict"]) == (24, 24, "win")
+    assert found["peer"] == {"name": "a", "placement": "v", "value": 25}
+    assert found["reach"]["reached"] is True
+    assert found["progress"][-1]["objective"] == 24
+    assert run["sum"]["wins"] == 1
+    assert "win 1" in err
+
+
+def test_the_document_of_an_infeasible_instance_has_no_figures() -> None:
+    impossible = instance(problem=uniform_document(2, 4, limit=1.5), peers={"v": peer(24)}, reach={"gap": 0})
+    found = measure(impossible, QUICK)
+    text = json.dumps(report_json(Report(QUICK, (Run((), (found,)),))), allow_nan=False)
+    (row,) = json.loads(text)["runs"][0]["instances"]
+    assert row["status"] == "infeasible"
+    assert [row[key] for key in ("value", "lower_bound", "gap", "ratio", "method")] == [None] * 5
+    assert row["reach"]["reached"] is False
+
+
+def test_every_key_of_the_document_is_documented() -> None:
+    def keys(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from value
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from keys(inner)
+
+    known = instance(peers={"a": peer(1)}, reach={"gap": 0})
+    found = outcome((1, 108, 100), of=known)
+    report = Report(QUICK, (Run((), (found,)),), (contribution("x", [found], [found]),))
+    readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    documented = {word for span in re.findall(r"`([^`\n]+)`", readme) for word in re.findall(r"\w+", span)}
+    assert set(keys(report_json(report))) - documented == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", "other"], "matches none"),
+        (["--without", "nothing"], "/without"),
+        (["--time-limit", "0"], "/time_limit"),
+        (["--json", "no/such/folder/results.json"], "no/such/folder"),
+        (["missing.json"], "missing.json: No such file"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_input_is_status_2_before_anything_is_searched(
+    arguments: list[str], says: str, tmp_path: Path, capsys: Capture
+) -> None:
+    path = write(tmp_path / "suite.json", suite(entry()))
+    assert main(["bench", path, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+
+
+def test_the_speed_table_has_a_row_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "measure_speed", partial(speed.measure_speed, seconds=0.02))
+    lines = speed.speed_table(((2, 4), (4, 4))).splitlines()
+    assert len(lines) == 3
+    for line, actions in zip(lines[1:], (48, 96), strict=True):
+        size, figures = line[:20].strip(), line[20:].split()
+        assert size.split(" × ")[1] == "4"
+        assert figures[0] == str(actions)
+        assert all(float(figure.replace(",", "")) > 0 for figure in figures[1:])
+
+
+def test_bench_wants_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    assert "name one or more" in capsys.readouterr().err

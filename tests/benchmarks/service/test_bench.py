@@ -1,0 +1,127 @@
+"""The load benchmarks: that they count right and judge right. How fast anything is, no test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import fake_searches
+from support.live import Live, listening
+from zbv_service.app import create_app
+from zbv_service.commands.cli import main
+from zbv_service.settings import Settings
+
+from benchmarks.service import served
+from benchmarks.service.findings import Finding, quantile
+from benchmarks.service.fuzz import is_unshaped
+from benchmarks.service.load import get, offer, saturate
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "at_most", "verdict"),
+    [
+        (1.0, 2.0, True, "met"),
+        (2.0, 2.0, True, "met"),
+        (3.0, 2.0, True, "missed"),
+        (3.0, 2.0, False, "met"),
+        (1.0, 2.0, False, "missed"),
+        (1.0, None, True, ""),
+    ],
+)
+def test_a_finding_is_held_against_its_target(
+    value: float, target: float | None, at_most: bool, verdict: str
+) -> None:
+    found = Finding("x", value, "ms", target, at_most=at_most)
+    assert (found.verdict, found.is_met) == (verdict, verdict != "missed")
+
+
+def test_quantiles_are_values_that_were_measured() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert [quantile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert quantile([7.0], 0.99) == 7.0
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    database = f"sqlite:///{tmp_path_factory.mktemp('bench')}/zbv.db"
+    settings = Settings(auth="none", database=database, searches=1)
+    with listening(create_app(settings, search=fake_searches.immediate)) as found:
+        yield found
+
+
+def test_a_load_counts_every_answer(live: Live) -> None:
+    requests = [get(live.address, path) for path in ("/healthz", "/v1/searches/x", "/static/zbv.css")]
+    load = asyncio.run(saturate(live.address, requests, connections=3, seconds=0.3))
+    assert set(load.statuses) == {200, 404}
+    assert len(load.latencies) == sum(load.statuses.values()) >= 3
+    assert load.rate == len(load.latencies) / load.seconds > 0
+
+
+def test_an_offered_load_has_its_rate_and_counts_from_when_requests_were_due(live: Live) -> None:
+    load = asyncio.run(offer(live.address, [get(live.address, "/healthz")], 4, seconds=0.5, rate=40))
+    assert load.statuses == {200: 20}
+    assert load.seconds >= 19 / 40
+    slow = asyncio.run(offer(live.address, [get(live.address, "/healthz")], 1, seconds=1e-3, rate=50_000))
+    assert max(slow.latencies) >= slow.seconds / 2  # the last one was due at once
+
+
+def test_the_command_measures_a_service_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBV_DATABASE", f"sqlite:///{tmp_path}/mine.db")
+    monkeypatch.setenv("ZBV_TOKEN", "of-another-service")
+    output = tmp_path / "found.json"
+    status = main(["bench", "fuzz", "--bodies", "20", "-o", str(output)])
+    found = json.loads(output.read_text())["fuzz"]
+    assert {row["what"]: row["value"] for row in found}["malformed bodies answered"] == 20
+    assert status == int(any(row["verdict"] == "missed" for row in found)) == 0
+    assert "Malformed bodies" in capsys.readouterr().out
+    assert not (tmp_path / "mine.db").exists()
+    assert os.environ["ZBV_TOKEN"] == "of-another-service"
+
+
+@pytest.mark.parametrize(
+    "flags", [["--connections", "0"], ["--seconds", "nan"], ["--searches", "-1"], ["--offered", "x"]]
+)
+def test_wrong_numbers_are_said(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "ranks", *flags])
+    assert f"found '{flags[1]}'" in capsys.readouterr().err
+
+
+def test_an_error_without_the_one_shape_is_counted() -> None:
+    document = {"type": "t", "title": "T", "status": 422, "detail": "D"}
+    assert not is_unshaped((422, json.dumps(document)))
+    assert not is_unshaped((200, "whatever"))
+    assert is_unshaped((422, json.dumps({**document, "type": None} | {"title": "T"}).replace("detail", "d")))
+    assert is_unshaped((400, "Invalid HTTP request received."))
+
+
+def test_a_service_that_does_not_start_is_said_with_its_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no reason')"))
+    assert main(["bench", "stored"]) == 1
+    assert "the service did not start; its log:\nno reason" in capsys.readouterr().err
+
+
+def test_a_wrong_name_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "everything"]) == 2
+    assert "streams" in capsys.readouterr().err
+
+
+def test_heartbeats_of_a_run_are_measured_and_nobody_is_lost(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    database = f"sqlite:///{tmp_path}/beats.db"
+    main(
+        ["bench", "heartbeats", "--agents", "8", "--seconds", "1", "--database", database, "-o", str(output)]
+    )
+    found = {row["what"]: row for row in json.loads(output.read_text())["heartbeats"]}
+    assert found["8 agents: heartbeats"]["value"] == 4
+    for name in ("answered otherwise than 200", "agents lost", "the run went on undisturbed"):
+        assert found[name]["verdict"] == "met", name

@@ -1,0 +1,108 @@
+"""The soak: its independent model, what it checks, and that it notices a wrong bound."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from zbv_solver import bounds
+from zbv_solver.problem.problem import Problem
+
+from benchmarks.soak import checks
+from benchmarks.soak.draw import draw
+from benchmarks.soak.optimum import enumerated, solved
+from benchmarks.soak.pipeline import read
+from benchmarks.soak.run import replay, soak, summary
+
+SEED = 3
+
+
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+def test_a_short_run_finds_nothing_and_says_what_it_did(tmp_path: Path) -> None:
+    ended = soak(SEED, tmp_path, problems=6, say=quiet)
+    assert ended.found is None
+    assert ended.tally.problems.total() == 6
+    assert ended.tally.exact.total() > 0
+    assert {"bound: quick", "bound: full", "windows: head", "round trip"} <= set(ended.tally.checks)
+    assert "6 problems" in summary(ended)
+
+
+def test_a_wrong_bound_stops_it_with_a_file_whose_replay_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = bounds.lower_bound
+
+    def wrong(problem: Problem, effort: bounds.BoundEffort = "full") -> bounds.Bound:
+        bound = true(problem, effort)
+        return bounds.Bound(bound.value * 1.5 + 1e-3, bound.reason)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bounds, "lower_bound", wrong)
+        ended = soak(SEED, tmp_path, problems=20, say=quiet)
+        assert ended.found is not None
+        case = json.loads(ended.found.read_text())
+        assert case["found"].startswith("bound: quick")
+        assert case["command"] == f"python -m benchmarks.soak --replay {ended.found}"
+        assert not replay(ended.found, quiet)
+    assert replay(ended.found, quiet)
+
+
+def test_an_exception_of_the_library_is_a_contradiction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(problem: Problem, effort: bounds.BoundEffort = "full") -> bounds.Bound:
+        raise ZeroDivisionError("integer modulo by zero")
+
+    monkeypatch.setattr(bounds, "lower_bound", broken)
+    ended = soak(SEED, tmp_path, problems=20, say=quiet)
+    assert ended.found is not None
+    assert "ZeroDivisionError" in json.loads(ended.found.read_text())["traceback"]
+
+
+def test_enumeration_and_cp_sat_agree_on_the_optimum() -> None:
+    agreed = 0
+    for number in range(60):
+        document = draw(Random(f"agree/{number}"))[1]
+        if "layers" in document or not read(document).is_feasible():
+            continue
+        listed = enumerated(read(document))
+        found = solved(read(document), with_presolve=number % 2 == 0) if listed else None
+        if listed is None or found is None or not found.is_exact:
+            continue
+        assert abs(listed.value - found.value) <= listed.value * Fraction(1, 10**9)
+        agreed += 1
+    assert agreed > 5
+
+
+def test_an_order_is_timed_as_the_formats_say() -> None:
+    """Two ranks, one microbatch, a transfer of 1/2 each way; the span of rank 0 alone is its window."""
+    document: dict[str, Any] = {
+        "pp_degree": 2,
+        "microbatches": 1,
+        "placement": "single",
+        "objective": "span",
+        "costs": {
+            "forward": [1.0, 2.0],
+            "backward_input": [3.0, 4.0],
+            "backward_weight": [5.0, 6.0],
+            "backward": None,
+            "p2p": [0.5],
+        },
+    }
+    order = (((0, 0, 0), (1, 0, 0), (2, 0, 0)), ((0, 1, 0), (1, 1, 0), (2, 1, 0)))
+    assert read(document).value(order) == 1 + 0.5 + 2 + 4 + 0.5 + 3 + 5
+    assert read({**document, "objective": "makespan"}).value(order) == 16
+    unwound = (((1, 0, 0), (0, 0, 0), (2, 0, 0)), order[1])
+    assert read(document).value(unwound) is None
+
+
+def test_microbatches_are_renumbered_to_ascend_with_their_weights() -> None:
+    order = (((0, 0, 1), (0, 0, 0), (1, 0, 0), (3, 0, 1), (2, 0, 0)),)
+    assert checks.ascending(order) == (((0, 0, 0), (0, 0, 1), (1, 0, 0), (3, 0, 1), (2, 0, 0)),)

@@ -1,0 +1,103 @@
+"""``zbv-worker bench``: every comparison runs from end to end on small workloads. How long it takes is not
+asserted: what is measured here, under whatever load, means nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+from zbv_worker.commands.cli import main
+
+from benchmarks.worker.gpt import GptWorkload
+from benchmarks.worker.memory import MemoryWorkload
+from benchmarks.worker.rehearse import RehearseWorkload
+from benchmarks.worker.split import SplitWorkload
+from benchmarks.worker.workload import read_workload
+
+FILES = ROOT / "benchmarks" / "worker"
+GPT = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
+SMALL: dict[str, dict[str, Any]] = {
+    "overhead": {"pp_degrees": [2], "microbatches": 4, "in_a_row": 1, "rounds": 3, "warm_up": 1},
+    "gpt": {"microbatches": [4], "model": GPT, "profile_repeats": 1, "rounds": 3},
+    "split": {"widths": [32], "tokens": 16, "rounds": 3, "warm_up": 1},
+    "memory": {"pp_degrees": [2], "microbatches": 4, "limits": [1.0], "model": GPT, "steps": 1},
+    "rehearse": {
+        "pp_degree": 2,
+        "microbatches": 3,
+        "forward": [2, 2],
+        "backward_input": [2, 2],
+        "backward_weight": [1, 1],
+        "p2p": 0.1,
+        "steps": 2,
+    },
+}
+
+
+def bench(name: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    workload, output = folder / "workload.json", folder / "bench.json"
+    workload.write_text(json.dumps(SMALL[name]))
+    status = main(["bench", name, "--workload", str(workload), "-o", str(output)])
+    findings: list[dict[str, Any]] = json.loads(output.read_text())[name]["findings"]
+    return status, findings
+
+
+@pytest.mark.parametrize("name", ["overhead", "gpt", "split", "rehearse"])
+def test_a_comparison_is_measured_judged_and_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, findings = bench(name, tmp_path)
+    judged = [finding for finding in findings if finding["target"] is not None]
+    assert judged
+    late = [finding["what"] for finding in judged if finding["missed_by"] > 0]
+    assert status == (1 if late else 0)
+    said = capsys.readouterr()
+    assert all(f"zbv-worker: {what}: asked" in said.err for what in late)
+    assert "verdict" in said.out
+
+
+def test_memory_that_is_really_held_is_the_plans(tmp_path: Path) -> None:
+    """No time is measured here, so the target itself is asserted."""
+    status, findings = bench("memory", tmp_path)
+    assert [finding["missed_by"] for finding in findings] == [0, 0]
+    assert status == 0
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
+def test_the_workloads_of_the_repository_are_read(path: Path) -> None:
+    kinds: dict[str, type[Any]] = {
+        "gpt": GptWorkload,
+        "memory": MemoryWorkload,
+        "rehearse": RehearseWorkload,
+        "split": SplitWorkload,
+    }
+    kind = kinds[path.stem.partition("-")[0]]
+    assert read_workload(kind, path) != kind()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"widht": [3]}', r"widht: found \[3\]"),
+        ('{"rounds": "many"}', "rounds: found 'many'"),
+        ("{", "not JSON"),
+        (None, "No such file"),
+    ],
+)
+def test_a_workload_that_does_not_fit_is_refused_with_status_2(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "workload.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["bench", "split", "--workload", str(path)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_workload_belongs_to_one_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "all", "--workload", "x.json"]) == 2
+    assert "Name that" in capsys.readouterr().err

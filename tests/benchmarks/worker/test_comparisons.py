@@ -1,0 +1,97 @@
+"""What every comparison makes of the ranks' answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from zbv_solver.search.search import baseline_plan
+from zbv_solver.verify.verifier import verify_orders
+from zbv_worker.errors import WorkerError
+
+from benchmarks.worker import gpt, overhead, rehearse
+from benchmarks.worker.memory import compare
+from benchmarks.worker.rehearse import RehearseWorkload, torch_zbv
+
+MS = 1_000_000
+
+
+def turn(start: int, end: int, loss: float | None) -> dict[str, float | None]:
+    return {"start": start * MS, "end": end * MS, "loss": loss}
+
+
+def turns(zbv_loss: float = 2.0) -> gpt.Turns:
+    others = ("ScheduleZBVZeroBubble", "ScheduleInterleaved1F1B", "Schedule1F1B")
+    rank_0 = {gpt.OURS: [turn(0, 6, zbv_loss)], **{name: [turn(10, 19, None)] for name in others}}
+    rank_1 = {gpt.OURS: [turn(2, 8, None)], **{name: [turn(11, 20, 2.0)] for name in others}}
+    return gpt.Turns.of_ranks([rank_0, rank_1])
+
+
+def test_a_turn_lasts_from_the_first_ranks_start_to_the_last_ones_end() -> None:
+    found = gpt.findings(turns(), 2, 4, planned=0.01)
+    ratios = {finding.what.rpartition("/ ")[2]: finding.value for finding in found}
+    assert ratios == pytest.approx(
+        {
+            "ScheduleZBVZeroBubble": 0.8,
+            "ScheduleInterleaved1F1B": 0.8,
+            "Schedule1F1B": 0.8,
+            "its plan": 0.8,
+        }
+    )
+    assert [finding.target is None for finding in found] == [False, False, False, True]
+
+
+def test_schedules_that_train_another_model_are_an_error() -> None:
+    turns(2.0).check_losses()
+    with pytest.raises(WorkerError, match=r"step 0: the loss of Schedule\w+ is 2\.0.*that of zbv 2\.001"):
+        turns(2.001).check_losses()
+
+
+def test_overhead_is_what_a_runtime_uses_beyond_the_plain_loops_per_action() -> None:
+    def samples(microseconds: int) -> list[tuple[int, int]]:
+        return [(10 * 1000 * microseconds, 10 * 1000 * (microseconds + 5))] * 3
+
+    answer = {
+        "zbv": samples(60),
+        "torch with our split": samples(220),
+        "torch as shipped": samples(180),
+        "plain loop": samples(20),
+        "plain loop with bare transfers": samples(45),
+        "actions": 10,
+    }
+    found = {finding.what: finding.value for finding in overhead.findings(2, [answer, answer])}
+    assert found["p=2: CPU per action beyond compute, executor's thread"] == pytest.approx(40)
+    own = "p=2: CPU per action beyond compute and bare transfers"
+    assert found[f"{own}, executor's thread"] == found[f"{own}, whole process"] == pytest.approx(15)
+    assert found["p=2: zbv / torch with our split, whole process"] == pytest.approx(0.2)
+    assert found["p=2: zbv / torch as shipped, whole process"] == pytest.approx(0.25)
+
+
+def test_a_rehearsals_excess_is_held_against_the_plan_with_its_parts() -> None:
+    rank = {"busy": 0.98, "planned_busy": 0.9, "between": 0.01, "waiting": 0.05, "planned_waiting": 0.1}
+    outcome = {"planned": 1.0, "steps": [1.05, 1.04, 1.03], "ranks": [rank, rank]}
+    total, *parts = rehearse.findings(RehearseWorkload(), outcome)
+    assert total.value == pytest.approx(4.0)
+    assert total.verdict == "missed by 1.00 %"
+    assert [part.value for part in parts] == pytest.approx([8.0, 1.0, -5.0])
+    assert sum(part.value for part in parts) == pytest.approx(total.value)
+
+
+def test_memory_is_compared_rank_by_rank_whichever_side_it_is_on() -> None:
+    plan = baseline_plan("1f1b", RehearseWorkload().problem(2, 4))
+    held = plan.metrics.peak_memory
+    peaks = [round(1100 * held[0]), round(970 * held[1])]
+    thousandfold = replace(plan.metrics, peak_memory=tuple(1000 * x for x in held))
+    above, below = compare(replace(plan, metrics=thousandfold), 0.7, peaks)
+    assert (above.value, below.value) == pytest.approx((10.0, 3.0))
+    assert "rank 0: above planned" in above.what
+    assert "rank 1: below planned" in below.what
+    assert (above.excess > 0, below.excess > 0) == (True, False)
+
+
+@pytest.mark.parametrize(("p", "microbatches"), [(2, 4), (4, 8), (8, 16)])
+def test_pytorchs_order_is_a_plan_of_the_same_problem(p: int, microbatches: int) -> None:
+    problem = RehearseWorkload().problem(p, microbatches)
+    orders = torch_zbv(problem)
+    verify_orders(problem, orders)
+    assert len(orders) >= 2 * problem.n_stages * microbatches

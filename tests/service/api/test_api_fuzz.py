@@ -1,0 +1,59 @@
+"""Malformed bodies get answers that say what is wrong; `zbv-service bench fuzz` sends ten thousand."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+from support.serving import Serving
+
+from benchmarks.service import fuzz
+from benchmarks.service.malformed import ID, RUN_ID, TARGETS, malformed
+
+pytestmark = pytest.mark.anyio
+OPENAPI = json.loads((ROOT / "service" / "openapi.json").read_text())
+
+
+def test_every_address_that_takes_a_body_is_a_target() -> None:
+    documented = {
+        (method.upper(), path)
+        for path, methods in OPENAPI["paths"].items()
+        for method, operation in methods.items()
+        if "requestBody" in operation
+    }
+    names = {"{agent_id}": ID, "{run_id}": RUN_ID, "{generation}": "0", "{rank}": "0"}
+
+    def filled(path: str) -> str:
+        for name, value in names.items():
+            path = path.replace(name, value)
+        return path
+
+    assert {(target.method, target.path) for target in TARGETS} == {
+        (method, filled(path)) for method, path in documented
+    }
+
+
+def test_a_seed_names_its_bodies() -> None:
+    once, again, other = ([malformed(random) for _ in range(50)] for random in map(Random, (1, 1, 2)))
+    assert once == again != other
+    assert len({made.content for made in once}) > 40
+
+
+async def test_no_malformed_body_makes_the_service_fail(serving: Serving) -> None:
+    statuses: dict[int, int] = {}
+    async with serving("immediate", agent_timeout_seconds=3600.0, max_trace_bytes=2**20) as service:
+        run_id = await fuzz.prepare(service.http)
+        for request in fuzz.requests(250, seed=1):
+            status, text = await fuzz.send(service.http, request, run_id)
+            assert status < 500, (request, text)
+            if status >= 400:
+                body: dict[str, Any] = json.loads(text)
+                assert body["type"].startswith("/problems/"), (request, text)
+            statuses[status] = statuses.get(status, 0) + 1
+        assert (await service.http.get("/readyz")).status_code == 200
+    # Bodies were refused for many reasons, and not all before they were read.
+    assert {400, 413, 415, 422} <= set(statuses)
+    assert statuses[422] > 30

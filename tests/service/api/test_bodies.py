@@ -1,0 +1,112 @@
+"""How much of bodies and answers is in memory at the same time."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import pytest
+from pydantic import BaseModel
+from starlette.types import Message, Receive, Scope, Send
+from support.serving import PROBLEM, Serving
+from zbv_service.api.bodies import FREE, MEDIUM_VALUES, SMALL, BodyMemory, parse_medium
+from zbv_service.api.limits import SLICE, Limited
+from zbv_service.errors import ProblemError
+from zbv_service.observability.context import CALLER
+from zbv_solver.errors import MOST_ISSUES, InvalidInput
+
+from benchmarks.service.malformed import ID
+
+pytestmark = pytest.mark.anyio
+
+
+def hold(memory: BodyMemory, stack: ExitStack, caller: str, size: int) -> None:
+    CALLER.set(caller)
+    stack.enter_context(memory.reserved(FREE + size))
+
+
+async def test_bodies_in_memory_are_limited_of_all_and_of_one_caller() -> None:
+    memory = BodyMemory(most=100, most_each=60)
+    with ExitStack() as stack:
+        hold(memory, stack, "a", 60)
+        for caller, size in (("a", 1), ("b", 41)):
+            with pytest.raises(ProblemError) as caught:
+                hold(memory, stack, caller, size)
+            assert caught.value.kind.status == 503
+            assert int(caught.value.headers["Retry-After"]) > 0
+        hold(memory, stack, "b", 40)
+        hold(memory, stack, "c", 0)  # small ones are not counted
+        hold(memory, stack, "c", -FREE)
+    with ExitStack() as stack:
+        hold(memory, stack, "a", 1000)  # one alone is as large as the operator lets it be
+
+
+async def test_a_refused_body_is_told_so(serving: Serving) -> None:
+    async with serving("honest", max_body_bytes=10**6) as service:
+        service.app.state.body_memory = BodyMemory(most=FREE, most_each=FREE)
+        content = json.dumps({"problem": PROBLEM}) + " " * 2 * FREE
+        headers = {"Content-Type": "application/json"}
+        with service.app.state.body_memory.reserved(2 * FREE):
+            answer = await service.http.post("/v1/problems/check", content=content, headers=headers)
+            assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+            assert (await service.submit()).status_code == 202  # a small one
+        answer = await service.http.post("/v1/problems/check", content=content, headers=headers)
+        assert (answer.status_code, answer.json()["is_valid"]) == (200, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/runs"),
+        ("POST", f"/v1/runs/{ID}/plan"),
+        ("POST", "/v1/agents"),
+        ("POST", f"/v1/agents/{ID}/heartbeat"),
+        ("POST", f"/v1/agents/{ID}/ended"),
+    ],
+)
+async def test_many_mistakes_are_not_collected_while_others_wait(
+    method: str, path: str, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collecting those of one body of a megabyte takes a quarter of a second."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("checked in the process that answers everybody")
+
+    body = {f"key {number}": number for number in range(5000)}
+    assert len(json.dumps(body)) > SMALL
+    async with serving("honest", max_body_bytes=10**6) as service:
+        monkeypatch.setattr(BaseModel, "model_validate", refuse)
+        answer = await service.http.request(method, path, json=body)
+    assert (answer.status_code, len(answer.json()["errors"])) == (422, MOST_ISSUES), answer.text[:300]
+
+
+def test_a_document_of_very_many_values_is_refused_and_one_with_commas_is_not() -> None:
+    values = b"[" + b"0," * MEDIUM_VALUES + b"0]"
+    with pytest.raises(InvalidInput, match="values"):
+        parse_medium(values)
+    assert parse_medium(b'["' + b"," * 2 * MEDIUM_VALUES + b'"]') == ["," * 2 * MEDIUM_VALUES]
+
+
+@pytest.mark.parametrize("size", [0, 1, SLICE, SLICE + 1, 3 * SLICE])
+async def test_a_large_answer_is_sent_bit_by_bit(size: int) -> None:
+    content = bytes(index % 251 for index in range(size))
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": content})
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "raw_path": b"/", "query_string": b"", "headers": []}
+    await Limited(app)(scope, receive, send)
+    bodies = sent[1:]
+    assert b"".join(message.get("body", b"") for message in bodies) == content
+    assert all(len(message["body"]) <= SLICE for message in bodies)
+    assert [message.get("more_body", False) for message in bodies] == [True] * (len(bodies) - 1) + [False]

@@ -1,0 +1,162 @@
+"""The types of errors are a contract: their names, statuses and titles, each with a page at its address."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.serving import Serving
+from zbv_service.api.problem_advice import ADVICE
+from zbv_service.errors import document, kinds
+
+pytestmark = pytest.mark.anyio
+
+TYPES = {
+    "malformed-request": (400, "The request is not HTTP"),
+    "malformed-json": (400, "The body is not JSON"),
+    "invalid-idempotency-key": (400, "The Idempotency-Key breaks a rule"),
+    "unauthenticated": (401, "The request does not say who sends it"),
+    "insufficient-scope": (403, "The token does not allow this"),
+    "agent-of-others": (403, "The agent belongs to another token"),
+    "other-origin": (403, "Another site's page sent the request"),
+    "not-found": (404, "There is no such thing"),
+    "method-not-allowed": (405, "This address does not take this method"),
+    "body-too-slow": (408, "The body took too long to arrive"),
+    "run-state": (409, "The run is in no state for this"),
+    "search-in-use": (409, "A run waits for the search"),
+    "idempotency-key-in-use": (409, "A request with this Idempotency-Key is being answered"),
+    "search-discarded": (410, "The search that this Idempotency-Key named was discarded"),
+    "run-removed": (410, "The run that this Idempotency-Key named was removed"),
+    "agent-gone": (410, "The agent is lost or has left"),
+    "address-too-long": (414, "The address is too long"),
+    "headers-too-large": (431, "The header fields are too large"),
+    "body-too-large": (413, "The body is too large"),
+    "unsupported-media-type": (415, "The body has the wrong content type"),
+    "invalid-body": (422, "The body breaks a rule"),
+    "invalid-parameter": (422, "A parameter of the address breaks a rule"),
+    "idempotency-key-reused": (422, "The Idempotency-Key belongs to another request"),
+    "invalid-plan": (422, "The plan cannot be executed as its problem demands"),
+    "infeasible-memory": (422, "No plan fits the memory limit"),
+    "unknown-host": (421, "The service has no such name"),
+    "too-many-searches": (429, "The token has too many unfinished searches"),
+    "too-many-attempts": (429, "A wrong token came from this address too often"),
+    "internal-error": (500, "The service failed"),
+    "contradicted-bound": (500, "A verified plan undercuts a lower bound"),
+    "search-crashed": (500, "The search process died"),
+    "run-failed": (500, "The run failed"),
+    "missing-dependency": (501, "This part of the service is not installed"),
+    "not-ready": (503, "The service cannot work now"),
+    "too-many-connections": (503, "The service has too many connections"),
+}
+
+
+def test_the_types_are_stable() -> None:
+    assert {name: (kind.status, kind.title) for name, kind in kinds().items()} == TYPES
+
+
+def test_every_type_says_what_it_means_and_what_to_do() -> None:
+    assert set(ADVICE) == set(TYPES)
+    for advice in ADVICE.values():
+        assert advice.meaning.endswith(".")
+        assert advice.remedy.endswith(".")
+
+
+async def test_the_address_of_every_type_leads_to_its_page(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        for name, kind in kinds().items():
+            page = await service.http.get(document(kind, "")["type"])
+            assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+            assert name in page.text
+            assert str(kind.status) in page.text
+        assert (await service.http.get("/problems/none")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/v1/searches", {"GET", "HEAD", "POST", "OPTIONS"}),
+        ("PATCH", "/v1/searches/x", {"GET", "HEAD", "DELETE", "OPTIONS"}),
+        ("GET", "/v1/searches/x/cancel", {"POST", "OPTIONS"}),
+        ("POST", "/healthz", {"GET", "HEAD", "OPTIONS"}),
+        ("POST", "/static/zbv.css", {"GET", "HEAD", "OPTIONS"}),
+    ],
+)
+async def test_a_wrong_method_is_told_the_right_ones(
+    serving: Serving, method: str, path: str, allowed: set[str]
+) -> None:
+    async with serving("immediate") as service:
+        answer = await service.http.request(method, path)
+        assert (answer.status_code, answer.json()["type"]) == (405, "/problems/method-not-allowed")
+        assert set(answer.headers["allow"].split(", ")) == allowed
+        options = await service.http.options(path)
+        assert (options.status_code, options.content) == (204, b"")
+        assert set(options.headers["allow"].split(", ")) == allowed
+
+
+async def test_head_is_get_without_its_body(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        search_id = (await service.submit()).json()["id"]
+        plan_id = (await service.ended(search_id))["plan_id"]
+        paths = (
+            "/",
+            "/healthz",
+            f"/v1/searches/{search_id}",
+            f"/v1/plans/{plan_id}",
+            f"/v1/plans/{plan_id}/ranks/0",
+            f"/v1/searches/{search_id}/events",
+            "/v1/searches/none",
+            "/nothing",
+            "/static/zbv.css",
+        )
+        for path in paths:
+            get, head = await service.http.get(path), await service.http.head(path)
+            assert (head.status_code, head.content) == (get.status_code, b""), path
+            own = {"x-request-id", "etag", "last-modified", "content-length"}
+            assert {*head.headers} - own == {*get.headers} - own, path
+            if "404" not in str(get.status_code):
+                assert head.headers.get("content-length") == get.headers.get("content-length"), path
+
+
+async def test_the_head_of_an_endless_stream_ends(serving: Serving) -> None:
+    async with serving("held") as service:
+        search_id = (await service.submit()).json()["id"]
+        answer = await service.http.head(
+            f"/v1/searches/{search_id}/events", headers={"Accept": "text/event-stream"}
+        )
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_addresses_and_headers_have_limits(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        long = await service.http.get("/healthz", params={"x": "y" * 10_000})
+        large = await service.http.get("/healthz", headers={"X-Large": "y" * 40_000})
+    assert (long.status_code, long.json()["type"]) == (414, "/problems/address-too-long")
+    assert (large.status_code, large.json()["type"]) == (431, "/problems/headers-too-large")
+
+
+async def test_readiness_names_every_check_that_failed(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        ready = await service.http.get("/readyz")
+        assert (ready.status_code, ready.headers["cache-control"]) == (200, "no-store")
+        await service.app.state.rooms.runner.stop()
+        answer = await service.http.get("/readyz")
+        assert (await service.http.get("/healthz")).status_code == 200
+    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+    assert [entry["check"] for entry in answer.json()["errors"]] == ["searches"]
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_crash_tells_its_id_and_nothing_else(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: object) -> None:
+        raise RuntimeError("secret detail")
+
+    async with serving("immediate") as service:
+        monkeypatch.setattr(service.app.state.rooms.searches, "get", failing)
+        answer = await service.http.get("/v1/searches/x")
+    body = answer.json()
+    assert (answer.status_code, body["type"]) == (500, "/problems/internal-error")
+    assert body["request_id"] == answer.headers["x-request-id"]
+    assert "secret" not in json.dumps(body)

@@ -1,0 +1,216 @@
+"""Every error is a problem document (RFC 9457), and a wrong request stores nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.serving import PROBLEM, Service, Serving
+from zbv_service import errors as problems
+from zbv_service.api.bodies import parse_json
+from zbv_service.errors import ProblemError
+from zbv_service.searches.searches import parse_request
+from zbv_service.settings import Settings
+from zbv_solver.errors import InvalidInput
+
+pytestmark = pytest.mark.anyio
+
+JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong request, and the kind of error that must answer it."""
+
+    method: str
+    path: str
+    status: int
+    kind: str
+    body: bytes | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    pointer: str | None = None
+
+
+def wrong_body(
+    change: dict[str, Any] | None = None, pointer: str = "", options: Any = None, path: str = "/v1/searches"
+) -> Wrong:
+    body = {"problem": {**PROBLEM, **(change or {})}, **({} if options is None else {"options": options})}
+    return Wrong("POST", path, 422, "invalid-body", json.dumps(body).encode(), JSON, pointer)
+
+
+def sent(body: bytes, status: int, kind: str, headers: dict[str, str] = JSON) -> Wrong:
+    return Wrong("POST", "/v1/searches", status, kind, body, headers)
+
+
+COSTS, MEMORY = PROBLEM["costs"], PROBLEM["memory"]
+
+WRONG = {
+    "unknown route": Wrong("GET", "/v2/nothing", 404, "not-found"),
+    "unknown search": Wrong("GET", "/v1/searches/nothing", 404, "not-found"),
+    "unknown search to cancel": Wrong("POST", "/v1/searches/nothing/cancel", 404, "not-found"),
+    "unknown plan": Wrong("GET", "/v1/plans/nothing", 404, "not-found"),
+    "rank of an unknown plan": Wrong("GET", "/v1/plans/nothing/ranks/0", 404, "not-found"),
+    "rank that is no number": Wrong("GET", "/v1/plans/nothing/ranks/x", 422, "invalid-parameter"),
+    "export of an unknown plan": Wrong("GET", "/v1/plans/nothing/export/svg", 404, "not-found"),
+    "unknown format": Wrong("GET", "/v1/plans/nothing/export/none", 404, "not-found"),
+    "wrong method": Wrong("DELETE", "/v1/searches", 405, "method-not-allowed"),
+    "list limit": Wrong("GET", "/v1/searches?limit=0", 422, "invalid-parameter"),
+    "list limit that is no number": Wrong("GET", "/v1/searches?limit=x", 422, "invalid-parameter"),
+    "no body": sent(b"", 400, "malformed-json"),
+    "no content type": sent(b"{}", 415, "unsupported-media-type", {}),
+    "form": sent(
+        b"a=1", 415, "unsupported-media-type", {"content-type": "application/x-www-form-urlencoded"}
+    ),
+    "odd content type": sent(b"{}", 415, "unsupported-media-type", {"content-type": ";;=/"}),
+    "broken JSON": sent(b'{"problem": ', 400, "malformed-json"),
+    "NaN": sent(b'{"problem": NaN}', 400, "malformed-json"),
+    "Infinity": sent(b'{"problem": -Infinity}', 400, "malformed-json"),
+    "not UTF-8": sent(b'{"problem": "\xff"}', 400, "malformed-json"),
+    "nested too deeply": sent(b"[" * 40_000, 400, "malformed-json"),
+    "endless integer": sent(b'{"problem": ' + b"9" * 5000 + b"}", 400, "malformed-json"),
+    "large body": sent(b" " * 100_001, 413, "body-too-large"),
+    "not an object": Wrong("POST", "/v1/searches", 422, "invalid-body", b"[]", JSON, ""),
+    "null": Wrong("POST", "/v1/searches", 422, "invalid-body", b"null", JSON, ""),
+    "no problem": Wrong("POST", "/v1/searches", 422, "invalid-body", b"{}", JSON, "/problem"),
+    "half a surrogate": Wrong(
+        "POST", "/v1/searches", 422, "invalid-body", b'{"problem": "\\ud800", "\\udfff": 1}', JSON, ""
+    ),
+    "unknown key": Wrong("POST", "/v1/searches", 422, "invalid-body", b'{"x": 1}', JSON, "/x"),
+    "negative cost": wrong_body({"costs": {**COSTS, "forward": -1}}, "/problem/costs/forward"),
+    "number too large": wrong_body({"costs": {**COSTS, "forward": 10**400}}, "/problem/costs/forward"),
+    "text for a number": wrong_body({"costs": {**COSTS, "forward": "1"}}, "/problem/costs/forward"),
+    "wrong length": wrong_body({"costs": {**COSTS, "forward": [1, 2, 3]}}, "/problem/costs/forward"),
+    "one of a list": wrong_body({"costs": {**COSTS, "forward": [1, 2, -3, 4]}}, "/problem/costs/forward/2"),
+    "unknown cost": wrong_body({"costs": {**COSTS, "sideways": 1}}, "/problem/costs/sideways"),
+    "leaking deltas": wrong_body({"memory": {**MEMORY, "forward": 2}}, "/problem/memory"),
+    "no ranks": wrong_body({"pp_degree": 0}, "/problem/pp_degree"),
+    "half a rank": wrong_body({"pp_degree": 1.5}, "/problem/pp_degree"),
+    "absurdly many microbatches": wrong_body({"microbatches": 10**30}, "/problem/microbatches"),
+    "too many for the planner": wrong_body(
+        {"pp_degree": 1000, "microbatches": 10**5}, "/problem/microbatches"
+    ),
+    "too many for this service": wrong_body({"pp_degree": 8, "microbatches": 5000}, "/problem/microbatches"),
+    "unknown effort": wrong_body(pointer="/options/effort", options={"effort": "heroic"}),
+    "negative time limit": wrong_body(pointer="/options/time_limit", options={"time_limit": -1}),
+    "endless time limit": wrong_body(pointer="/options/time_limit", options={"time_limit": 1e9}),
+    "negative seed": wrong_body(pointer="/options/seed", options={"seed": -1}),
+    "unknown option": wrong_body(pointer="/options/speed", options={"speed": 1}),
+    "options that are none": wrong_body(pointer="/options", options=[1]),
+    "plan without ranks": Wrong("POST", "/v1/plans", 422, "invalid-body", b'{"problem": {}}', JSON, "/ranks"),
+    "plan that is no object": Wrong("POST", "/v1/plans", 422, "invalid-body", b"7", JSON, ""),
+    "large plan": Wrong("POST", "/v1/plans", 413, "body-too-large", b" " * 200_001, JSON),
+}
+
+
+async def refused(service: Service, wrong: Wrong) -> httpx.Response:
+    return await service.http.request(wrong.method, wrong.path, content=wrong.body, headers=wrong.headers)
+
+
+async def test_every_error_has_the_one_shape_and_stores_nothing(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        for name, wrong in WRONG.items():
+            answer = await refused(service, wrong)
+            assert answer.headers["content-type"] == "application/problem+json", name
+            body = answer.json()
+            assert (answer.status_code, body["status"]) == (wrong.status, wrong.status), (name, body)
+            assert body["type"] == f"/problems/{wrong.kind}", (name, body)
+            assert set(body) <= {"type", "title", "status", "detail", "errors", "request_id"}, name
+            assert body["title"], name
+            assert len(body["detail"]) > 10, name
+            for entry in body.get("errors", []):
+                assert set(entry) in ({"pointer", "detail"}, {"parameter", "detail"}), name
+            if wrong.pointer is not None:
+                assert wrong.pointer in [entry["pointer"] for entry in body["errors"]], (name, body)
+        assert (await service.http.get("/v1/searches")).json()["searches"] == []
+
+
+async def test_every_broken_rule_of_a_body_is_named_at_once(serving: Serving) -> None:
+    problem = {**PROBLEM, "pp_degree": 0, "costs": {"forward": "x"}, "colour": "red"}
+    async with serving("immediate") as service:
+        errors = (await service.submit(problem, effort="heroic")).json()["errors"]
+        assert {entry["pointer"] for entry in errors} == {
+            "/problem/pp_degree",
+            "/problem/costs/forward",
+            "/problem/costs/backward_input",
+            "/problem/costs/backward_weight",
+            "/problem/colour",
+            "/options/effort",
+        }
+
+
+async def test_a_wrong_method_is_told_the_right_ones(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        assert (await refused(service, WRONG["wrong method"])).headers["allow"]
+
+
+async def test_a_body_without_declared_length_is_bounded_too(serving: Serving) -> None:
+    async def endless() -> Any:
+        for _ in range(10_000):
+            yield b" " * 1000
+
+    async with serving("immediate") as service:
+        answer = await service.http.post("/v1/searches", content=endless(), headers=JSON)
+        assert (answer.status_code, answer.json()["type"]) == (413, "/problems/body-too-large")
+
+
+async def test_a_crash_tells_nothing_of_the_inside(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving("immediate") as service:
+
+        async def crash(*_: Any) -> None:
+            raise RuntimeError("secret detail")
+
+        monkeypatch.setattr(service.app.state.rooms.searches, "page", crash)
+        answer = await service.http.get("/v1/searches")
+        assert (answer.status_code, answer.json()["type"]) == (500, "/problems/internal-error")
+        assert "secret" not in answer.text
+        assert "secret" in caplog.text
+
+
+_NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+_JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | _NUMBERS | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(_JSON_VALUES)
+def test_strict_reading_takes_what_json_writes(value: Any) -> None:
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+@given(st.binary(max_size=40))
+def test_strict_reading_refuses_or_reads_any_bytes(body: bytes) -> None:
+    try:
+        value = parse_json(body)
+    except ProblemError as error:
+        refused_with = error.kind
+    else:
+        json.dumps(value, allow_nan=False)
+        return
+    assert refused_with.status == 400
+
+
+_ODD_VALUES = [None, True, 0, -1, 1.5, 10**30, "", "v", "\ud800", [], [1, "x"], {}, {"\ud800": 1}]
+_KEYS = ["problem", "options", "costs", "memory", "units", "pp_degree", "objective", "placement"]
+
+
+@pytest.mark.parametrize("key", _KEYS)
+@pytest.mark.parametrize("value", _ODD_VALUES, ids=repr)
+def test_any_value_anywhere_is_accepted_or_answered(key: str, value: Any) -> None:
+    body: dict[str, Any] = {"problem": dict(PROBLEM), "options": {}}
+    (body if key in body else body["problem"])[key] = value
+    try:
+        parse_request(body, Settings())
+    except InvalidInput as error:
+        answered = problems.response(problems.document(problems.INVALID_BODY, str(error)))
+    else:
+        return
+    json.loads(bytes(answered.body))

@@ -1,0 +1,149 @@
+"""What answers promise is true: that nothing was stored, and what may be repeated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from support.runs_over_http import MODEL, import_plan
+from support.serving import PROBLEM, Service, Serving
+from zbv_service.api.problem_advice import ADVICE
+from zbv_service.database import Database, DatabaseAway
+from zbv_service.database.models import Base
+
+pytestmark = pytest.mark.anyio
+
+KEY_2 = {"Idempotency-Key": "two"}
+KEY = {"Idempotency-Key": "one"}
+PROMISES = {
+    "invalid-body": "Nothing of it was stored.",
+    "other-origin": "so they change nothing.",
+}
+"""What advice promises, by type; the tests below hold the service to it."""
+
+
+def test_no_advice_promises_what_no_test_checks() -> None:
+    for name, advice in ADVICE.items():
+        text = f"{advice.meaning} {advice.remedy}"
+        if name in PROMISES:
+            assert PROMISES[name] in text
+            text = text.replace(PROMISES[name], "")
+        assert not re.search(r"nothing (of|was|is|change)|\bsafe", text, re.IGNORECASE), f"{name}: {text}"
+
+
+async def rows(database: Database) -> dict[str, int]:
+    """How many rows every table has but the one in which services note by themselves that they listen."""
+    async with database.reading() as session:
+        tables = [table for table in Base.metadata.sorted_tables if table.name != "listeners"]
+        return {t.name: await session.scalar(select(func.count()).select_from(t)) or 0 for t in tables}
+
+
+async def submit_run(service: Service, plan_id: str) -> Any:
+    body = {"plan_id": plan_id, "model": MODEL, "nodes": 2, "steps": 5}
+    return await service.http.post("/v1/runs", json=body, headers=KEY)
+
+
+def lose_the_answers_to_commits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Have the database commit and then cut the connection, so often."""
+    real, left = Database.writing, count
+
+    @asynccontextmanager
+    async def writing(self: Database) -> AsyncIterator[AsyncSession]:
+        nonlocal left
+        async with real(self) as session:
+            yield session
+        left -= 1
+        if left >= 0:
+            raise DatabaseAway("cut off after COMMIT")
+
+    monkeypatch.setattr(Database, "writing", writing)
+
+
+async def test_a_commit_whose_answer_was_lost_is_not_denied(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving("immediate", preload="at-first-search") as service:
+        await service.app.state.rooms.runner.stop()
+        await service.app.state.rooms.dispatcher.stop()
+        plan_id = await import_plan(service)
+        for send, listed in (
+            (lambda: submit_run(service, plan_id), "runs"),
+            (lambda: service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=KEY_2), "searches"),
+        ):
+            with monkeypatch.context() as patch:
+                lose_the_answers_to_commits(patch, 1)
+                answer = await send()
+            assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+            assert "may have been carried out" in answer.json()["detail"]
+            (stored,) = (await service.http.get(f"/v1/{listed}")).json()[listed]
+            again = await send()
+            assert (again.status_code, again.json()["id"]) == (202, stored["id"])
+
+
+async def test_a_crash_after_a_commit_is_not_called_harmless(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving("immediate") as service:
+        plan_id = await import_plan(service)
+
+        def failing() -> None:
+            raise RuntimeError("after the run was stored")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service.app.state.rooms.dispatcher, "wake", failing)
+            answer = await submit_run(service, plan_id)
+        assert (answer.status_code, answer.json()["type"]) == (500, "/problems/internal-error")
+        assert "may have been carried out" in answer.json()["detail"]
+        (stored,) = (await service.http.get("/v1/runs")).json()["runs"]
+        assert (await submit_run(service, plan_id)).json()["id"] == stored["id"]
+
+
+async def test_a_get_that_fails_may_be_repeated(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(*_: object) -> None:
+        raise DatabaseAway("away")
+
+    async with serving("immediate") as service:
+        monkeypatch.setattr(service.app.state.rooms.searches, "get", away)
+        detail = (await service.http.get("/v1/searches/x")).json()["detail"]
+    assert detail == "The database does not answer now. Repeat the request in a moment."
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/searches", {"problem": {**PROBLEM, "pp_degree": 0}}),
+        ("/v1/searches", {"problem": PROBLEM, "options": {"effort": "none"}}),
+        ("/v1/runs", {"problem": PROBLEM, "model": MODEL, "nodes": 3, "steps": 5}),
+        (
+            "/v1/runs",
+            {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5, "search_options": {"seed": -1}},
+        ),
+        ("/v1/runs", {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5}),
+        ("/v1/plans", {"problem": PROBLEM, "ranks": []}),
+        ("/v1/agents", {"id": "a" * 32, "name": "h", "address": "h", "port": 0, "slots": 1}),
+    ],
+)
+async def test_of_a_body_that_breaks_a_rule_nothing_is_stored(
+    serving: Serving, path: str, body: dict[str, Any]
+) -> None:
+    async with serving("immediate") as service:
+        before = await rows(service.app.state.rooms.database)
+        answer = await service.http.post(path, json=body, headers=KEY)
+        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-body"), answer.text
+        assert await rows(service.app.state.rooms.database) == before
+
+
+async def test_what_another_site_sends_changes_nothing(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        before = await rows(service.app.state.rooms.database)
+        for path in ("/v1/searches", "/example", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/sign-in-links"):
+            answer = await service.http.post(
+                path, json={"problem": PROBLEM}, headers={"Origin": "http://evil"}
+            )
+            assert (answer.status_code, answer.json()["type"]) == (403, "/problems/other-origin"), path
+        assert await rows(service.app.state.rooms.database) == before

@@ -1,0 +1,111 @@
+"""Behind a proxy and on a public address: what docker/haproxy.cfg sends, and what the service says."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from support import fake_searches
+from support.paths import ROOT
+from support.tokens import add_token
+from zbv_service.app import create_app
+from zbv_service.commands import serving
+from zbv_service.commands.serving import CannotServe, config_of, exposure
+from zbv_service.settings import Settings
+
+CONFIGURATION = ROOT / "docker/haproxy.cfg"
+CLIENT = "203.0.113.9"
+
+
+def frontend() -> list[str]:
+    """The directives of the frontend, in order."""
+    text = CONFIGURATION.read_text().partition("frontend http\n")[2].partition("\nbackend ")[0]
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def passed_on(headers: httpx.Headers, *, over_tls: bool) -> httpx.Headers:
+    """What the balancer makes of a request's fields: the few directives that the file uses."""
+    found = httpx.Headers(headers)
+    for line in frontend():
+        if match := re.fullmatch(r"http-request del-header (\S+)( -m beg)?", line):
+            name = match[1].lower()
+            for known in list(found):
+                if known == name or (match[2] and known.startswith(name)):
+                    del found[known]
+        elif match := re.fullmatch(r"http-request set-header (\S+) (\S+) if (!?)\{ ssl_fc \}", line):
+            if over_tls != bool(match[3]):
+                found[match[1]] = match[2]
+        elif line == "option forwardfor":
+            found["X-Forwarded-For"] = CLIENT
+        else:
+            assert re.match(r"(bind|default_backend) ", line), f"this test does not know {line!r}"
+    return found
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("over_tls", [True, False])
+async def test_the_balancer_sends_what_the_service_needs(settings: Settings, over_tls: bool) -> None:
+    settings = settings.model_copy(update={"auth": "tokens", "trusted_proxies": "*"})
+    app = create_app(settings, search=fake_searches.immediate)
+    transport = httpx.ASGITransport(config_of(app, settings).loaded_app, client=("10.0.0.2", 1))
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
+        token = await add_token(app.state.rooms.database, "admin")
+        claims = {"X-Forwarded-Proto": "http" if over_tls else "https", "X-Forwarded-For": "10.0.0.3"}
+        origin = {"Origin": f"http{'s' if over_tls else ''}://zbv", "Forwarded": "proto=https"}
+        fields = passed_on(httpx.Headers({"Host": "zbv", **claims, **origin}), over_tls=over_tls)
+        answer = await http.post("http://zbv/sign-in", data={"token": token}, headers=fields)
+        assert answer.status_code == 303, answer.text
+        cookie = answer.headers["set-cookie"]
+        assert cookie.startswith("__Host-") == ("Secure" in cookie) == over_tls
+        assert ("strict-transport-security" in answer.headers) == over_tls
+        for _ in range(21):
+            refused = await http.post("http://zbv/sign-in", data={"token": "wrong"}, headers=fields)
+        assert CLIENT in refused.text, "the client's own address is limited, not the balancer's"
+
+
+@pytest.mark.parametrize(
+    ("host", "warns"), [("0.0.0.0", True), ("::", True), ("planner.example", True), ("127.0.0.1", False)]
+)
+def test_a_public_address_without_tls_is_warned_of(
+    host: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    settings: Settings,
+) -> None:
+    resolve(monkeypatch, "planner.example", "0.0.0.0")
+    monkeypatch.setattr(serving._Server, "run", lambda *_args, **_more: None)
+    serving.serve(settings.model_copy(update={"host": host, "port": 0, "auth": "tokens"}))
+    assert ("without TLS" in caplog.text) == warns
+    if warns:
+        assert "--tls-cert" in caplog.text
+        assert "--trusted-proxies" in caplog.text
+
+
+def test_neither_tls_nor_a_known_proxy_is_warned_of() -> None:
+    assert exposure("10.0.0.1", Settings(host="10.0.0.1")) is not None
+    with_tls = Settings(host="10.0.0.1", tls_cert=Path("c"), tls_key=Path("k"))
+    assert exposure("10.0.0.1", with_tls) is None
+    assert exposure("10.0.0.1", Settings(host="10.0.0.1", trusted_proxies="10.0.0.2")) is None
+
+
+def test_a_local_name_that_stands_for_a_public_address_is_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    """Its token would be one that does everything, and hosts would be checked as if nobody else came in."""
+    resolve(monkeypatch, "localhost", "0.0.0.0")
+    with pytest.raises(CannotServe, match=r"localhost, which is 0\.0\.0\.0 here"):
+        serving.serve(settings.model_copy(update={"host": "localhost", "port": 0, "auth": "tokens"}))
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, name: str, address: str) -> None:
+    """Have a name stand for an address."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *more, **named: real(address if host == name else host, *more, **named),
+    )

@@ -1,0 +1,70 @@
+"""The worst bodies that we know of, each sent once: an orderly answer, and a service that goes on."""
+
+from __future__ import annotations
+
+import pytest
+from support.runs_over_http import import_plan
+from support.serving import Serving
+
+from benchmarks.service.malformed import ID
+from benchmarks.service.worst_bodies import Sizes, worst
+
+pytestmark = pytest.mark.anyio
+
+SMALL = Sizes(body=90_000, plan=180_000, trace=180_000)
+TRACE = f"/v1/agents/{ID}/runs/{ID}/generations/0/ranks/0/trace"
+FIXED = {
+    "groups of names",
+    "layers at their limits",
+    "65,536 stages written out",
+    "arguments of a run",
+    "devices",
+    "failures",
+}
+"""As large as limits of number make them, whatever those of size are."""
+ORDERLY = {200, 201, 202, 204, 303, 400, 404, 409, 410, 413, 415, 422, 503}
+
+
+async def test_every_one_has_an_orderly_answer(serving: Serving) -> None:
+    async with serving("immediate", max_searches_per_token=10_000) as service:
+        plan_id = await import_plan(service)
+        for request in worst(plan_id, TRACE, SMALL):
+            if request.make is None:
+                continue
+            headers = {"Content-Type": request.media_type}
+            if request.encoding:
+                headers["Content-Encoding"] = request.encoding
+            answer = await service.http.request(
+                request.method, request.path, content=request.make(), headers=headers
+            )
+            assert answer.status_code in ORDERLY, (request.name, request.path, answer.text[:500])
+            if answer.status_code >= 400 and request.path.startswith("/v1/"):
+                assert answer.headers["content-type"] == "application/problem+json", request
+                assert len(answer.content) < 64 * 1024, request
+            if answer.status_code == 503:
+                assert int(answer.headers["retry-after"]) > 0
+        assert (await service.http.get("/healthz")).status_code == 200
+
+
+def test_every_address_that_takes_a_body_has_one() -> None:
+    found = list(worst("0" * 64, TRACE))
+    named = {(request.method, request.path.replace(ID, "…").partition("?")[0]) for request in found}
+    assert {
+        ("POST", "/v1/searches"),
+        ("POST", "/v1/problems/check"),
+        ("POST", "/v1/problems/estimate"),
+        ("POST", "/v1/compare"),
+        ("POST", "/v1/plans"),
+        ("POST", "/v1/runs"),
+        ("POST", "/v1/agents"),
+        ("POST", "/v1/agents/…/heartbeat"),
+        ("POST", "/v1/agents/…/ended"),
+    } <= named
+
+
+def test_bodies_stay_within_the_limits_of_size() -> None:
+    limits = {"/v1/plans": SMALL.plan}
+    for request in worst("0" * 64, TRACE, SMALL):
+        if request.make is not None and request.method == "POST":
+            is_fixed = request.name.removeprefix("run of ") in FIXED
+            assert is_fixed or len(request.make()) <= limits.get(request.path, SMALL.body), request

@@ -1,0 +1,155 @@
+"""Both clients against the real service over a real socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import fake_searches
+from support.clients import KINDS, Driver, driving
+from support.layered import LAYERED, NAMES
+from support.live import Live, listening
+from support.serving import DEADLINE, PROBLEM
+from zbv_service.app import create_app
+from zbv_service.client import InvalidRequest, NotFound, Search
+from zbv_service.settings import Settings
+from zbv_solver.verify.verifier import verify
+
+from benchmarks.service.malformed import PLAN
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("contract")
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Live]:
+    search = fake_searches.InDirectory(fake_searches.held, folder)
+    settings = Settings(auth="none", database=f"sqlite:///{folder}/zbv.db", searches=1)
+    with listening(create_app(settings, search=search)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def driver(request: pytest.FixtureRequest, live: Live) -> Iterator[Driver]:
+    with driving(request.param, live.address, timeout=DEADLINE) as made:
+        yield made
+
+
+def test_a_search_is_followed_from_its_beginning_to_its_plan(driver: Driver, folder: Path) -> None:
+    release = folder / "release"
+    release.unlink(missing_ok=True)
+    search: Search = driver.do(lambda made: made.submit(PROBLEM, {"seed": hash(driver.client) % 2**31}))
+    seen: list[Search] = []
+
+    def watch(found: Search) -> None:
+        seen.append(found)
+        if found.objective is not None:
+            release.touch()
+
+    ended = driver.do(lambda made: made.wait(search.id, watch, timeout=DEADLINE))
+    assert (ended.state, ended.method) == ("done", "released")
+    assert 9.0 in [found.objective for found in seen if found.state == "running"]
+    assert seen[-1] == ended
+    events = driver.do(lambda made: made.events(search.id))
+    kinds = [event.kind for event in events]
+    assert kinds[-1] == "end"
+    assert "improvement" in kinds
+    rest = driver.do(lambda made: made.events(search.id, events[-2].id))
+    assert [event.id for event in rest] == [events[-1].id]
+
+    document = driver.do(lambda made: made.plan_document(ended.plan_id))
+    assert document["plan_id"] == ended.plan_id
+    rank = driver.do(lambda made: made.rank(ended.plan_id, 1))
+    assert rank == driver.do(lambda made: made.rank(ended.plan_id, 1))  # the second one is a 304
+    assert [str(action) for action in rank.actions] == document["ranks"][1]
+
+
+def test_searches_are_cancelled_listed_and_discarded(driver: Driver, folder: Path) -> None:
+    (folder / "release").unlink(missing_ok=True)
+    seeds = [hash((driver.client, number)) % 2**31 for number in range(3)]
+    ids = [driver.do(partial(_submit, seed)).id for seed in seeds]
+    assert {search.id for search in driver.do(lambda made: made.searches(state="queued"))} >= set(ids[1:])
+    for search_id in ids:
+        driver.do(partial(_cancel, search_id))
+    assert driver.do(lambda made: made.wait(ids[0], timeout=DEADLINE)).state == "cancelled"
+    listed = [search.id for search in driver.do(lambda made: made.all_searches(2))]
+    assert listed[:3] == ids[::-1]
+    assert len(listed) == len(set(listed))
+    driver.do(lambda made: made.delete(ids[1]))
+    with pytest.raises(NotFound):
+        driver.do(lambda made: made.search(ids[1]))
+
+
+def test_layers_are_checked_searched_and_their_cut_fetched(driver: Driver, folder: Path) -> None:
+    (folder / "release").touch()
+    checked = driver.do(lambda made: made.check(LAYERED))
+    assert (checked.is_valid, checked.facts, checked.layers["layers"]) == (True, None, 8)
+    search = driver.do(lambda made: made.submit(LAYERED, {"seed": hash(driver.client) % 2**31}))
+    ended = driver.do(lambda made: made.wait(search.id, timeout=DEADLINE))
+    plan = driver.do(lambda made: made.plan(ended.plan_id))
+    assert [name for names in plan.problem.model.partition for name in names] == NAMES
+    rank = driver.do(lambda made: made.rank(ended.plan_id, 0))
+    assert (rank.partition, rank.recompute) == (plan.problem.model.partition, None)
+
+
+def _submit(seed: int, made: Any) -> Any:
+    return made.submit(PROBLEM, {"seed": seed})
+
+
+def _cancel(search_id: str, made: Any) -> Any:
+    return made.cancel(search_id)
+
+
+def test_a_key_makes_submissions_one(driver: Driver, folder: Path) -> None:
+    (folder / "release").touch()
+    key = f"key-{id(driver)}"
+    first = driver.do(lambda made: made.submit(PROBLEM, key=key))
+    assert driver.do(lambda made: made.submit(PROBLEM, key=key)).id == first.id
+    with pytest.raises(InvalidRequest) as caught:
+        driver.do(lambda made: made.submit(PROBLEM, {"seed": 9}, key=key))
+    assert caught.value.kind == "/problems/idempotency-key-reused"
+
+
+def test_plans_are_imported_read_and_exported(driver: Driver) -> None:
+    plan_id = driver.do(lambda made: made.import_plan(PLAN))
+    verify(driver.do(lambda made: made.plan(plan_id)))
+    assert driver.do(lambda made: made.export(plan_id, "torch-csv")).count("\n") >= 1
+    with pytest.raises(NotFound):
+        driver.do(lambda made: made.export(plan_id, "none"))
+
+
+def test_baselines_of_a_problem_are_compared(driver: Driver) -> None:
+    unplanned = {**PROBLEM, "microbatches": 3}  # the service's fake plans state made-up metrics
+    found: dict[str, Any] = driver.do(lambda made: made.compare(unplanned))
+    assert {row["name"] for row in found["baselines"]} >= {"1f1b", "interleaved-1f1b"}
+
+
+def test_a_problem_is_checked_and_estimated_before_it_is_searched(driver: Driver) -> None:
+    unlimited = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
+    found = driver.do(lambda made: made.check(unlimited, {"effort": "quick"}, limit_fraction=1.0))
+    assert found.is_valid
+    assert found.facts["limit_fraction"] == 1
+    wrong = driver.do(lambda made: made.check({**PROBLEM, "microbatches": 0}, {"effort": "most"}))
+    assert (wrong.is_valid, wrong.facts) == (False, None)
+    assert "/problem/microbatches" in [issue.pointer for issue in wrong.issues]
+
+    estimate = driver.do(lambda made: made.estimate(PROBLEM))
+    assert 0 < estimate.lower_bound <= estimate.plan["span"]
+    assert "1f1b" in [row["name"] for row in estimate.baselines]
+    with pytest.raises(InvalidRequest):
+        driver.do(lambda made: made.estimate({**PROBLEM, "microbatches": 0}))
+
+
+def test_what_is_wrong_is_said(driver: Driver) -> None:
+    wrong = json.loads(json.dumps(PROBLEM))
+    wrong["costs"]["forward"] = -1
+    with pytest.raises(InvalidRequest) as caught:
+        driver.do(lambda made: made.submit(wrong))
+    assert [issue.pointer for issue in caught.value.issues] == ["/problem/costs/forward"]
+    assert caught.value.request_id

@@ -1,0 +1,310 @@
+"""``zbv-service run``: what it submits, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from support.orders import random_orders
+from support.problems import uniform, uniform_document
+from zbv_service import client_runs
+from zbv_service.client_runs import RunClient
+from zbv_service.commands import run as run_command
+from zbv_service.commands.cli import main
+from zbv_solver.plans.plan import plan_json
+from zbv_solver.search.search import make_plan
+
+NEEDED = ["--model", "a.b:c", "--nodes", "2", "--steps", "5"]
+REFUSAL = {"status": 422, "title": "T", "detail": "D", "errors": [{"pointer": "/nodes", "detail": "wrong"}]}
+
+
+class Service:
+    """Answers as a service; a run is running for one look, and then in its last state."""
+
+    def __init__(self, last: str = "succeeded") -> None:
+        self.last = last
+        self.requests: list[tuple[str, Any]] = []
+        self.keys: set[str] = set()
+        self.looks = 0
+        self.refusal: dict[str, Any] | None = None
+        self.refused_with = 422
+        self.on_look: Callable[[int], None] = lambda _count: None
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if request.method == "POST":
+            self.requests.append((path, json.loads(request.content or b"null")))
+        if request.method == "POST" and path == "/v1/runs":
+            self.keys.add(request.headers["idempotency-key"])
+        if path == "/v1/plans":
+            return httpx.Response(201, json={"plan_id": "f" * 64})
+        if self.refusal is not None:
+            return httpx.Response(self.refused_with, json=self.refusal)
+        if path.endswith("/events"):
+            return httpx.Response(200, json={"events": self._events(int(request.url.params["after"]))})
+        if request.method == "GET":
+            self.looks += 1
+            self.on_look(self.looks)
+        return httpx.Response(200, json=self._run())
+
+    def _run(self) -> dict[str, Any]:
+        state = "running" if self.looks < 2 else self.last
+        ranks = [{"rank": 0, "step": 3}, {"rank": 1, "step": None}]
+        return {
+            "id": "r1",
+            "state": state,
+            "plan_id": None,
+            "error": None,
+            "members": [{"ranks": ranks}],
+            "steps": 5,
+        }
+
+    def _events(self, after: int) -> list[dict[str, Any]]:
+        at = "2030-01-01T00:00:00Z"
+        told = {1: ("starting", "on one"), 2: (self.last, "")}
+        return [
+            {"id": number, "at": at, "kind": kind, "detail": detail}
+            for number, (kind, detail) in told.items()
+            if after < number <= self.looks
+        ]
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+    found = Service()
+
+    class Connected(RunClient):
+        def __init__(self, address: str) -> None:
+            super().__init__(address, transport=httpx.MockTransport(found), retries=0)
+
+    monkeypatch.setattr(client_runs, "RunClient", Connected)
+    monkeypatch.setattr(run_command, "POLL_SECONDS", 0.0)
+    return found
+
+
+def write(folder: Path, document: Any) -> str:
+    path = folder / "file.json"
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def test_a_stored_plan_is_run_and_followed_to_its_end(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 0
+    ((path, body),) = service.requests
+    assert path == "/v1/runs"
+    assert len(service.keys) == 1
+    assert body == {
+        "plan_id": "e" * 64,
+        "model": {"factory": "a.b:c", "arguments": {}, "seed": 0},
+        "nodes": 2,
+        "steps": 5,
+        "options": {},
+        "search_options": None,
+    }
+    printed = capsys.readouterr()
+    assert printed.out == "r1\n"
+    lines = printed.err.splitlines()
+    assert lines[0] == "run r1 (http://127.0.0.1:8000/v1/runs/r1)"
+    assert [line.split(" ", 1)[1] for line in lines[1:]] == ["starting: on one", "succeeded"]
+
+
+def test_a_plan_file_is_imported_and_a_problem_file_is_planned(service: Service, tmp_path: Path) -> None:
+    problem = uniform(2, 3)
+    plan = plan_json(make_plan(problem, random_orders(problem, Random(1)), method="random"))
+    assert main(["run", write(tmp_path, plan), *NEEDED]) == 0
+    (imported, submitted) = service.requests
+    assert imported == ("/v1/plans", plan)
+    assert (submitted[1]["plan_id"], "problem" in submitted[1]) == ("f" * 64, False)
+
+    service.looks = 0
+    document = uniform_document(2, 3)
+    assert main(["run", write(tmp_path, document), *NEEDED, "--effort", "quick", "--seed", "4"]) == 0
+    body = service.requests[-1][1]
+    assert (body["plan_id"], body["problem"]) == (None, document)
+    assert body["search_options"] == {"effort": "quick", "seed": 4}
+
+
+def test_every_flag_is_the_option_of_its_name(service: Service) -> None:
+    flags = ["--data-parallel", "2", "--shard", "--precision", "bfloat16", "--clip-norm", "1.5"]
+    flags += ["--evaluate-every", "7", "--retries", "0", "--replan", "ask", "--replan-threshold", "0.1"]
+    flags += ["--checkpoint-dir", "/shared", "--checkpoint-every", "9", "--threads", "3", "--timeout", "4"]
+    flags += ["--backend", "nccl", "--model-args", '{"layers": 2}', "--model-seed", "6"]
+    assert main(["run", "--plan", "e" * 64, *NEEDED, *flags]) == 0
+    body = service.requests[0][1]
+    assert body["model"] == {"factory": "a.b:c", "arguments": {"layers": 2}, "seed": 6}
+    assert body["options"] == {
+        "data_parallel": 2,
+        "shard": True,
+        "precision": "bfloat16",
+        "clip_norm": 1.5,
+        "evaluate_every": 7,
+        "retries": 0,
+        "replan": "ask",
+        "replan_threshold": 0.1,
+        "checkpoint": {"directory": "/shared", "every": 9},
+        "threads": 3,
+        "timeout": 4.0,
+        "backend": "nccl",
+    }
+
+
+@pytest.mark.parametrize("last", ["failed", "cancelled"])
+def test_a_run_that_does_not_succeed_is_a_status_of_1(service: Service, last: str) -> None:
+    service.last = last
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "found neither of a file and --plan"),
+        (["--plan", "e", "x.json"], "found both of a file and --plan"),
+        (["absent.json"], "cannot read absent.json"),
+        (["--plan", "e", "--checkpoint-every", "9"], "--checkpoint-every without --checkpoint-dir"),
+        (["--plan", "e", "--checkpoint-dir", "ck"], "found 'ck'; must be an absolute path that all nodes"),
+        (["--plan", "e", "--model-args", "{"], "--model-args: not JSON"),
+        (["--plan", "e", "--model-args", "[]"], "--model-args: found []; give a JSON object"),
+        (["--plan", "e", "--model-args", '{"a": 1e999}'], "found a number that is not finite"),
+        (["--plan", "e", "--timeout", "nan"], "found a number that is not finite"),
+    ],
+)
+def test_wrong_input_is_a_status_of_2_and_nothing_is_sent(
+    service: Service, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main(["run", *flags, *NEEDED]) == 2
+    assert message in capsys.readouterr().err
+    assert service.requests == []
+
+
+def test_what_the_service_refuses_is_a_status_of_2(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.refusal = REFUSAL
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 2
+    assert "the run was refused:\n  /nodes: wrong" in capsys.readouterr().err
+
+
+def interrupt(count: int) -> None:
+    if count == 1:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_the_run_and_says_how_to_cancel_it(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.on_look = interrupt
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    said = capsys.readouterr().err
+    assert "run r1 goes on; to cancel it:\n  curl -X POST" in said
+    assert 'Bearer $(zbv-service token show-local --server http://127.0.0.1:8000)"' in said
+    assert said.endswith("http://127.0.0.1:8000/v1/runs/r1/cancel\n")
+    assert [path for path, _ in service.requests] == ["/v1/runs"]
+
+
+def test_an_interrupt_cancels_the_run_where_that_was_asked_for(service: Service) -> None:
+    service.on_look, service.last = interrupt, "cancelled"
+    assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
+    assert [path for path, _ in service.requests] == ["/v1/runs", "/v1/runs/r1/cancel"]
+    assert service.looks > 1
+
+
+def test_a_service_that_is_away_when_it_is_told_to_cancel_is_said(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt_and_go(count: int) -> None:
+        service.refusal = {**REFUSAL, "status": 422, "detail": "no more"}
+        interrupt(count)
+
+    service.on_look = interrupt_and_go
+    assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
+    said = capsys.readouterr().err
+    assert "no more" in said
+    assert "The run itself needs no service" in said
+
+
+def test_a_second_interrupt_leaves_a_run_that_is_being_cancelled(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def twice(count: int) -> None:
+        if count <= 2:
+            raise KeyboardInterrupt
+
+    service.on_look = twice
+    assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
+    assert "run r1 goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [401, 403, 429])
+def test_a_refusal_of_the_caller_is_not_one_of_the_input(
+    service: Service, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    service.refusal = {"title": "T", "detail": "not you"}
+    service.refused_with = status
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    assert "not you" in capsys.readouterr().err
+
+
+def test_a_service_that_is_away_is_waited_for(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    def away(count: int) -> None:
+        if count == 1:
+            raise httpx.ConnectError("refused")
+
+    service.on_look = away
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 0
+    assert "Waiting for it; the run does not need it meanwhile." in capsys.readouterr().err
+
+
+def test_and_not_for_ever(
+    service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_count: int) -> None:
+        raise httpx.ConnectError("refused")
+
+    service.on_look = away
+    monkeypatch.setattr(run_command, "AWAY_SECONDS", 0.0)
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    assert "no answer from" in capsys.readouterr().err
+
+
+def test_a_run_whose_answers_were_lost_may_have_been_accepted(
+    service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(_request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("cut off")
+
+    monkeypatch.setattr(Service, "__call__", lambda _self, request: cut_off(request))
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    said = capsys.readouterr().err
+    assert "may have accepted the run" in said
+    assert "http://127.0.0.1:8000/runs before" in said
+
+
+def test_progress_is_that_of_the_slowest_rank_that_has_begun() -> None:
+    def run(*steps: int | None) -> client_runs.Run:
+        ranks = [{"rank": rank, "step": step} for rank, step in enumerate(steps)]
+        return client_runs.Run("r", "running", None, None, {"members": [{"ranks": ranks}], "steps": 9})
+
+    assert run_command.progress(run(4, 3, None)) == "last reported step 3 of 9"
+    assert run_command.progress(run(None)) == run_command.progress(run()) == ""
+
+
+def test_the_command_needs_no_web_framework() -> None:
+    code = (
+        "import sys\nfrom zbv_service.commands.cli import main\n"
+        "main(['run', '--plan', 'e', '--model', 'a:b', '--nodes', '1', '--steps', '1', "
+        "'--server', 'nonsense://'])\n"
+        "print([name for name in ('fastapi', 'sqlalchemy', 'torch') if name in sys.modules])"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert made.stdout.strip() == "[]"

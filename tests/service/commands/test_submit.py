@@ -1,0 +1,178 @@
+"""`zbv-service submit`: follows the search, writes the plan, and on Ctrl-C keeps the best plan found."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support import fake_searches
+from support.live import Live, listening
+from support.serving import DEADLINE, PROBLEM
+from zbv_service.app import create_app
+from zbv_service.client import Client, Search
+from zbv_service.commands.cli import main
+from zbv_service.settings import Settings
+from zbv_solver.plans.plan import parse_plan
+
+COMMAND = [sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("submit")
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Live]:
+    search = fake_searches.InDirectory(fake_searches.held, folder)
+    settings = Settings(
+        auth="none",
+        database=f"sqlite:///{folder}/zbv.db",
+        searches=2,
+        heartbeat_seconds=0.2,
+    )
+    with listening(create_app(settings, search=search)) as found:
+        yield found
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> Path:
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(PROBLEM))
+    return path
+
+
+@pytest.fixture
+def released(folder: Path) -> Iterator[None]:
+    """Searches end as soon as they began."""
+    (folder / "release").touch()
+    yield
+    (folder / "release").unlink()
+
+
+Ran = tuple[int, str, str]
+Submit = Callable[..., Ran]
+
+
+@pytest.fixture
+def submit(live: Live, capsys: pytest.CaptureFixture[str]) -> Submit:
+    """Runs the command in this process; its status and what it wrote."""
+
+    def run(*arguments: object) -> Ran:
+        status = main(["submit", "--server", live.address, *map(str, arguments)])
+        written = capsys.readouterr()
+        return status, written.out, written.err
+
+    return run
+
+
+@pytest.mark.usefixtures("released")
+def test_the_plan_goes_to_standard_output_and_the_course_to_standard_error(
+    submit: Submit, problem: Path
+) -> None:
+    status, out, err = submit(problem, "--seed", 1)
+    assert status == 0
+    plan = parse_plan(json.loads(out))
+    *course, last = err.splitlines()
+    assert any("running" in line for line in course)
+    assert plan.plan_id in last
+    assert all(word in last for word in ("objective 8", "bound 4", "gap 100.00%", "released", "http://"))
+
+
+@pytest.mark.usefixtures("released")
+def test_a_plan_goes_to_a_file_and_quiet_says_nothing(submit: Submit, problem: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    assert submit(problem, "--seed", 1, "-q", "-o", output) == (0, "", "")
+    parse_plan(json.loads(output.read_text()))
+
+
+@pytest.mark.usefixtures("released")
+def test_options_reach_the_search(submit: Submit, live: Live, problem: Path) -> None:
+    assert submit(problem, "--effort", "quick", "--seed", 5, "--time-limit", 7, "-q")[0] == 0
+    with Client(live.address) as client:
+        assert client.searches(1)[0].options == {"effort": "quick", "seed": 5, "time_limit": 7}
+
+
+def test_a_detached_search_is_left_to_the_service(submit: Submit, live: Live, problem: Path) -> None:
+    status, out, err = submit(problem, "--seed", 2, "--detach")
+    assert (status, err) == (0, "")
+    with Client(live.address) as client:
+        assert not client.search(out.strip()).is_finished
+        client.cancel(out.strip())
+        client.wait(out.strip(), timeout=DEADLINE)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "status", "said"),
+    [
+        ({"pp_degree": "two"}, (), 2, "/problem/pp_degree"),
+        ({}, ("--time-limit", "-1"), 2, "/options/time_limit"),
+        ({}, ("--time-limit", "nan"), 2, "not finite"),
+        ({"memory": {**PROBLEM["memory"], "limit": 1}}, (), 3, "infeasible"),
+    ],
+)
+def test_the_status_says_what_was_wrong(
+    submit: Submit, problem: Path, change: dict[str, Any], options: tuple[str, ...], status: int, said: str
+) -> None:
+    problem.write_text(json.dumps({**PROBLEM, **change}))
+    found, out, err = submit(problem, *options)
+    assert (found, out) == (status, "")
+    assert said in err
+
+
+def interrupted(live: Live, problem: Path, *options: str) -> tuple[subprocess.Popen[str], Search]:
+    """The command in a process of its own, following a search that has found a plan, after Ctrl-C."""
+    command = [*COMMAND, "submit", "--server", live.address, str(problem), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "objective" in line:
+            break
+    with Client(live.address) as client:
+        search = client.searches(1)[0]
+    process.send_signal(signal.SIGINT)
+    return process, search
+
+
+def test_ctrl_c_ends_the_search_and_keeps_the_best_plan(live: Live, problem: Path) -> None:
+    process, search = interrupted(live, problem, "--seed", "3")
+    with process:
+        out, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "Ctrl-C again" in err
+    assert parse_plan(json.loads(out)).metrics.gap == 1.0
+    with Client(live.address) as client:
+        assert client.search(search.id).state == "cancelled"
+
+
+def test_a_second_ctrl_c_leaves_at_once(folder: Path, problem: Path) -> None:
+    search = fake_searches.InDirectory(fake_searches.deaf, folder)
+    settings = Settings(auth="none", database=f"sqlite:///{folder}/deaf.db", searches=1, shutdown_seconds=0.5)
+    with listening(create_app(settings, search=search)) as live:
+        process, left = interrupted(live, problem, "--seed", "4")
+        with process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "Ctrl-C again" in line:
+                    break
+            until = time.monotonic() + DEADLINE
+            while not httpx.get(f"{live.address}/v1/searches/{left.id}").json()["cancel_requested"]:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=DEADLINE)
+        assert (process.returncode, out) == (130, "")
+        assert left.id in err
+        assert "Traceback" not in err
+        (folder / "release").touch()
+        with Client(live.address) as client:
+            client.wait(left.id, timeout=DEADLINE)
+    (folder / "release").unlink()

@@ -1,0 +1,261 @@
+"""Computations beside requests: a deadline that ends them, bounded memory, and turns between callers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.serving import DEADLINE, until
+from zbv_service.compute import computations
+from zbv_service.compute.computations import LARGE, LIGHT_BYTES, Computations, is_light
+from zbv_service.compute.fair_queue import NoRoom, Turns
+from zbv_service.errors import ProblemError
+from zbv_service.observability.context import CALLER, CLIENT_GONE
+from zbv_solver.errors import InvalidInput
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def computing(seconds: float = DEADLINE) -> AsyncIterator[Computations]:
+    found = Computations(seconds)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+def sleep(directory: str, _argument: object) -> None:
+    """Say which process this is, and take far too long."""
+    Path(directory, "process").write_text(str(os.getpid()))
+    time.sleep(10 * DEADLINE)
+
+
+def allocate(_argument: object) -> int:
+    return len(bytearray(2 * computations.MEMORY))
+
+
+def end(_argument: object) -> None:
+    os._exit(9)
+
+
+def process_of(_argument: object) -> int:
+    return os.getpid()
+
+
+def refuse(_argument: object) -> None:
+    raise InvalidInput.at("/x", "is wrong.")
+
+
+def double(content: Any) -> bytes:
+    return bytes(content) * 2
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    # One that was killed and that nobody has waited for is dead.
+    return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_a_computation_that_takes_too_long_is_ended_with_its_process(tmp_path: Path) -> None:
+    async with computing(seconds=0.5) as found:
+        with pytest.raises(ProblemError) as caught:
+            await found.run(partial(sleep, str(tmp_path)), None)
+        assert caught.value.kind.status == 503
+        assert "longer than 0.5 seconds" in caught.value.detail
+        assert int(caught.value.headers["Retry-After"]) > 0
+        started = tmp_path / "process"
+        if started.exists():  # else its time was over before it began
+            await until(lambda: not is_alive(int(started.read_text())), "the process ends")
+    async with computing() as found:
+        assert await found.run(process_of, None) != os.getpid()
+
+
+async def test_what_allocates_too_much_is_refused_and_others_go_on() -> None:
+    async with computing() as found:
+        for function in (allocate, end):
+            with pytest.raises(ProblemError) as caught:
+                await found.run(function, None)
+            assert caught.value.kind.status == 503
+            assert "memory" in caught.value.detail
+        assert await found.run(process_of, None) != os.getpid()
+
+
+async def test_what_a_computation_raises_is_raised() -> None:
+    async with computing() as found:
+        with pytest.raises(InvalidInput, match="is wrong"):
+            await found.run(refuse, None)
+        with pytest.raises(ProblemError, match="not JSON") as caught:
+            await found.of_body(process_of, b"[" * (LIGHT_BYTES + 1))
+        assert caught.value.kind.status == 400
+
+
+@pytest.mark.parametrize("size", [1, LARGE // 2 + 1, LARGE + 1])
+async def test_bytes_arrive_whole_both_ways_and_leave_no_file(size: int) -> None:
+    async with computing() as found:
+        folder = found._folder.name
+        content = os.urandom(size)
+        assert await found.run(double, bytearray(content)) == 2 * content
+        await until(lambda: os.listdir(folder) == [], "its files go")
+    assert not os.access(folder, os.F_OK)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_computation_that_nobody_waits_for_leaves_no_file(
+    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = computations._Stored.of
+
+    def store_slowly(content: bytes, folder: str) -> object:
+        stored = store(content, folder)
+        time.sleep(0.1)
+        return stored
+
+    monkeypatch.setattr(computations._Stored, "of", store_slowly)
+    async with computing() as found:
+        folder, started = Path(found._folder.name), tmp_path / "process"
+        waiting = asyncio.create_task(found.run(partial(sleep, str(tmp_path)), bytearray(2 * LARGE)))
+        await until(lambda: any(path.is_file() for path in folder.rglob("*")), "its file is written")
+        if has_begun:
+            await until(lambda: started.exists() and bool(started.read_text()), "it begins")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until(lambda: os.listdir(folder) == [], "its files go")
+
+
+async def test_only_what_stays_small_is_computed_at_once() -> None:
+    async with computing() as found:
+        assert await found.of_body(process_of, b'{"problem": {"pp_degree": 4}}') == os.getpid()
+        large = b'{"problem": {"pp_degree": 1024, "chunks": 64, "microbatches": 30}}'
+        assert await found.of_body(process_of, large) != os.getpid()
+        assert await found.of_body(process_of, b" " * LIGHT_BYTES + b"{}") != os.getpid()
+    for problem, expected in (
+        ({"pp_degree": 2, "chunks": 64}, True),
+        ({"pp_degree": 3, "chunks": 64}, False),
+        ({"pp_degree": 10**9}, False),
+        ({"pp_degree": "many"}, True),  # which nobody expands
+        ({"pp_degree": 2, "layers": [{"repeat": 512}]}, False),
+        (None, True),
+        ([], True),
+    ):
+        assert is_light({"problem": problem}) is expected, problem
+        if isinstance(problem, dict):
+            assert is_light(problem) is expected, problem
+
+
+async def test_a_computation_ends_when_its_client_leaves(tmp_path: Path) -> None:
+    async with computing() as found:
+        gone = asyncio.Event()
+        CLIENT_GONE.set(gone)
+        waiting = asyncio.create_task(found.for_client(partial(sleep, str(tmp_path)), None))
+        started = tmp_path / "process"
+        await until(lambda: started.exists() and bool(started.read_text()), "it begins")
+        gone.set()
+        with pytest.raises(ProblemError, match="went away"):
+            await waiting
+        assert not is_alive(int(started.read_text()))
+        # Nobody else is hurt, and those who only wait for their turn leave, too.
+        assert await found.run(process_of, None)
+        with pytest.raises(ProblemError, match="went away"):
+            await found.for_client(partial(sleep, str(tmp_path)), None)
+        assert found._turns.waiting == 0
+
+
+async def test_lists_are_written_one_at_a_time_and_in_turns() -> None:
+    async with computing() as found:
+        names = await asyncio.gather(
+            *(found.write(lambda: threading.current_thread().name) for _ in range(8))
+        )
+        assert len(set(names)) == 1
+        assert names[0] != threading.current_thread().name
+
+
+async def order_of(turns: Turns, callers: str) -> str:
+    """In which order callers get their turns, who ask in another while somebody works."""
+    came: list[str] = []
+
+    async def one(caller: str) -> None:
+        async with turns.turn(caller):
+            came.append(caller)
+
+    async with turns.turn("somebody"):
+        tasks = [asyncio.create_task(one(caller)) for caller in callers]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    return "".join(came)
+
+
+async def test_callers_take_turns_however_many_requests_each_has() -> None:
+    assert await order_of(Turns(1, 1, 99, 99), "aaaaabbc") == "abcabaaa"
+
+
+async def test_one_caller_leaves_room_for_others() -> None:
+    turns = Turns(3, 2, 99, 99)
+    async with turns.turn("a"), turns.turn("a"):
+        waiting = asyncio.create_task(order_of(turns, ""))  # takes a turn for somebody at once
+        third = asyncio.create_task(asyncio.wait_for(turns.turn("a").__aenter__(), DEADLINE))
+        await waiting
+        assert not third.done()
+    await third
+
+
+async def test_too_many_who_wait_are_sent_away() -> None:
+    turns = Turns(1, 1, 3, 2)
+    async with turns.turn("a"):
+        own = [asyncio.create_task(turns.turn("a").__aenter__()) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(NoRoom) as caught:
+            await turns.turn("a").__aenter__()
+        assert caught.value.is_own
+        other = asyncio.create_task(turns.turn("b").__aenter__())
+        await asyncio.sleep(0)
+        with pytest.raises(NoRoom) as caught:
+            await turns.turn("c").__aenter__()
+        assert not caught.value.is_own
+        for task in (*own, other):  # those who give up leave their places
+            task.cancel()
+        await asyncio.gather(*own, other, return_exceptions=True)
+        assert turns.waiting == 0
+    async with turns.turn("c"):
+        pass
+
+
+async def test_a_caller_that_leaves_as_its_turn_comes_keeps_no_place() -> None:
+    turns = Turns(1, 1, 3, 3)
+    async with turns.turn("a"):
+        leaving = asyncio.create_task(turns.turn("b").__aenter__())
+        staying = asyncio.create_task(order_of(turns, ""))
+        await asyncio.sleep(0)
+        leaving.cancel()  # it has not run since when the place becomes free
+    await asyncio.wait_for(staying, DEADLINE)
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert turns.waiting == 0
+    async with turns.turn("c"):
+        pass
+
+
+async def test_requests_of_a_token_share_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computations, "WAITING_EACH", 0)
+    monkeypatch.setattr(computations, "AT_A_TIME_EACH", 1)
+    async with computing() as found:
+        CALLER.set("mine")
+        async with found._turn(found._turns):
+            with pytest.raises(ProblemError, match="Your token") as caught:
+                await found.run(process_of, None)
+            assert int(caught.value.headers["Retry-After"]) > 0
+            CALLER.set("another")
+            assert await found.run(process_of, None)

@@ -1,0 +1,128 @@
+"""The queue serves tokens in rotation, whoever came first with how much, on several services at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+from support.stored import a_plan, a_search
+from zbv_service.database import Database, SearchTable
+from zbv_service.records.searches import Claim
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def table(any_database_url: str) -> AsyncIterator[SearchTable]:
+    opened = Database(any_database_url)
+    yield SearchTable(opened)
+    await opened.close()
+
+
+async def queue(table: SearchTable, caller: str | None, *names: str) -> None:
+    for name in names:
+        await table.add(a_search(name, created_by=caller))
+
+
+async def claimed(table: SearchTable, **options: int | None) -> str | None:
+    claim = await table.claim("me", 60, **options)  # type: ignore[arg-type]
+    return None if claim is None else claim.id
+
+
+async def finish(table: SearchTable, claim: Claim) -> None:
+    assert await table.finished(claim.id, claim.fence, a_plan(f"plan-{claim.id}"))
+
+
+async def test_tokens_are_served_in_rotation_and_their_searches_in_order(table: SearchTable) -> None:
+    await queue(table, "flood", *(f"f{index}" for index in range(6)))
+    await queue(table, "other", "o0", "o1")
+    await queue(table, None, "n0")
+    order = [await claimed(table) for _ in range(10)]
+    assert order == ["f0", "o0", "n0", "f1", "o1", "f2", "f3", "f4", "f5", None]
+
+
+async def test_whoever_comes_later_waits_for_one_round_and_not_for_all_before(table: SearchTable) -> None:
+    await queue(table, "flood", *(f"f{index}" for index in range(30)))
+    for _ in range(10):
+        claim = await table.claim("me", 60)
+        assert claim is not None
+        await finish(table, claim)
+    await queue(table, "late", "l0", "l1", "l2")
+    record = await table.get("l1")
+    assert record is not None
+    assert await table.queued_before(record) == 3, "f10, l0 and f11"
+    assert [await claimed(table) for _ in range(6)] == ["f10", "l0", "f11", "l1", "f12", "l2"]
+
+
+async def test_a_token_that_asks_for_one_at_a_time_is_served_as_often_as_one_that_floods(
+    table: SearchTable,
+) -> None:
+    await queue(table, "flood", *(f"f{index}" for index in range(20)))
+    served: Counter[str] = Counter()
+    for index in range(8):
+        await queue(table, "patient", f"p{index}")
+        for _ in range(2):
+            claim = await table.claim("me", 60)
+            assert claim is not None
+            served[claim.id[0]] += 1
+            await finish(table, claim)
+    assert served == {"f": 8, "p": 8}
+
+
+async def test_a_search_that_is_queued_again_keeps_its_turn(table: SearchTable) -> None:
+    await queue(table, "a", "a0", "a1")
+    await queue(table, "b", "b0", "b1")
+    first = await table.claim("me", 60)
+    assert first is not None
+    await table.release(first.id, first.fence, None)
+    assert [await claimed(table) for _ in range(4)] == ["a0", "b0", "a1", "b1"]
+
+
+async def test_a_token_with_its_share_running_waits_while_others_wait(table: SearchTable) -> None:
+    await queue(table, "busy", "b0", "b1", "b2", "b3")
+    assert [await claimed(table, share=2) for _ in range(3)] == ["b0", "b1", "b2"], "nobody else waits"
+    await queue(table, "late", "l0", "l1", "l2")
+    await queue(table, None, "n0")
+    assert [await claimed(table, share=2) for _ in range(3)] == ["l0", "n0", "l1"]
+    # Now everybody has a share, or has nothing queued: a free place is not left empty for that.
+    assert await claimed(table, share=2) == "b3"
+    assert await claimed(table, share=2) == "l2"
+    assert await claimed(table, share=2) is None
+
+
+async def test_whoever_has_no_name_has_a_share_too(table: SearchTable) -> None:
+    await queue(table, None, "n0", "n1")
+    await queue(table, "named", "a0")
+    assert [await claimed(table, share=1) for _ in range(3)] == ["n0", "a0", "n1"]
+
+
+async def test_a_cancelled_search_only_waits_for_cancelled_ones(table: SearchTable) -> None:
+    await queue(table, "a", "a0")
+    first = await table.claim("me", 60)
+    assert first is not None
+    await table.request_cancel("a0")
+    await table.release("a0", first.fence, None)
+    await queue(table, "b", "b0")
+    assert await claimed(table, cancelled_only=True) == "a0"
+    assert await claimed(table, cancelled_only=True) is None
+
+
+async def test_services_on_one_database_share_the_rotation(any_database_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        opened = [Database(any_database_url) for _ in range(3)]
+        for each in opened:
+            stack.push_async_callback(each.close)
+        tables = [SearchTable(each) for each in opened]
+        await queue(tables[0], "flood", *(f"f{index:02}" for index in range(40)))
+        await queue(tables[1], "other", *(f"o{index:02}" for index in range(10)))
+        found: list[str] = []
+        for _ in range(7):
+            claims = await asyncio.gather(*(each.claim(f"s{n}", 60) for n, each in enumerate(tables)))
+            found += [claim.id for claim in claims if claim is not None]
+        assert len(found) == len(set(found)) == 21
+        served = Counter(name[0] for name in found[:20])
+        # Two that look at the same moment may take the same turn's searches in either order.
+        assert abs(served["f"] - served["o"]) <= 2

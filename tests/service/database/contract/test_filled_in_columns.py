@@ -1,0 +1,72 @@
+"""What version 5 fills in for searches and plans that were there before it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import pytest
+from sqlalchemy import create_engine, text
+from zbv_service.database import Database, PlanTable, SearchEventTable, SearchTable
+from zbv_service.database.migrate import upgrade
+from zbv_service.database.url import async_url
+from zbv_service.documents.packing import problem_key
+from zbv_service.records.searches import SearchFilter
+
+pytestmark = pytest.mark.anyio
+
+_AT = "'2030-01-01 00:00:00'"
+_SUMMARY = """'{"pp_degree": 8, "microbatches": 4, "placement": "v", "objective": "makespan"}'"""
+_PROBLEM = {"pp_degree": 8, "microbatches": 4}
+_PLAN = zlib.compress(json.dumps({"problem": _PROBLEM, "ranks": []}).encode())
+
+
+def _searches() -> str:
+    columns = (
+        "id, state, summary, options, problem, objective, lower_bound, gap, plan_id, cancel_requested, "
+        "attempts, crashes, fence, created_at, updated_at"
+    )
+    rows = (
+        f"('{name}', '{state}', {_SUMMARY}, '{{}}', :bytes, 3, 2, 0.5, {plan}, :no, 1, 0, 1, {_AT}, {_AT})"
+        for name, state, plan in (("a", "done", "'p'"), ("b", "running", "NULL"))
+    )
+    return f"INSERT INTO searches ({columns}) VALUES {', '.join(rows)}"
+
+
+async def test_searches_and_plans_of_before_are_found_and_followed_like_others(
+    empty_database_url: str,
+) -> None:
+    url = async_url(empty_database_url)
+    is_sqlite = url.get_backend_name() == "sqlite"
+    engine = create_engine(url.set(drivername="sqlite" if is_sqlite else url.drivername))
+    with engine.connect() as connection, connection.begin():
+        upgrade(connection, "0004")
+        columns = "'p', :plan, 8, 4, 'v', 'makespan', 3, 2, 0.5, 'feasible', 0, 'm', NULL"
+        connection.execute(text(f"INSERT INTO plans VALUES ({columns}, {_AT})"), {"plan": _PLAN})
+        connection.execute(text(_searches()), {"bytes": b"", "no": False})
+    engine.dispose()
+    database = Database(empty_database_url)
+    await database.migrate()
+    table = SearchTable(database)
+    wanted = SearchFilter(pp_degree=8, microbatches=4, placement="v", objective="makespan")
+    assert [record.id for record in (await table.page(wanted, 9)).items] == ["b", "a"]
+    assert (await table.page(SearchFilter(objective="span"), 9)).items == ()
+    best = await PlanTable(database).best(problem_key(_PROBLEM))
+    assert best is not None
+    assert best.plan_id == "p"
+
+    events = await SearchEventTable(database).after({"a": 0, "b": 0})
+    assert [(event.search_id, event.number, event.kind) for event in events] == [
+        ("a", 1, "end"),
+        ("b", 1, "state"),
+    ]
+    assert (events[0].data["state"], events[0].data["plan_id"], events[0].data["objective"]) == (
+        "done",
+        "p",
+        3,
+    )
+    assert (events[1].data["state"], events[1].data["reason"]) == ("running", "upgraded")
+    assert await table.requeue_of({"x"}) == 0
+    assert (await table.request_cancel("b")) is not None
+    assert [event.number for event in await SearchEventTable(database).after({"b": 1})] == [2]
+    await database.close()

@@ -1,0 +1,242 @@
+"""Heartbeats in every kind of database: what they cost, what agents get to hear, and who is lost when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from typing import cast
+
+import pytest
+from sqlalchemy import update
+from support.stored import an_agent, begin, counting
+from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
+from zbv_service.database.run_models import AgentRow, ListenerRow
+from zbv_service.records.runs import Beat, BeatAnswer, NodeReport, RunOrders
+from zbv_service.runs.assignments import Assignments
+from zbv_service.runs.dispatch import Dispatcher
+from zbv_service.runs.heartbeats import Heartbeats
+from zbv_service.runs.watch import AgentWatch
+
+pytestmark = pytest.mark.anyio
+
+GO_ON = RunOrders(cancel_requested=False, stop_requested=False, target_plan_id=None)
+SILENCE = timedelta(seconds=60)
+
+
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+def in_step(agent_id: str, run_id: str, step: int | None = 1) -> Beat:
+    return Beat(agent_id, None, run_id, ({"rank": 0, "step": step, "action": None},))
+
+
+async def state_of(database: Database, run_id: str) -> str:
+    run = await RunTable(database).get(run_id)
+    assert run is not None
+    return run.state
+
+
+async def test_a_heartbeat_costs_the_same_in_a_run_of_any_size(database: Database) -> None:
+    table, costs = HeartbeatTable(database), []
+    for nodes in (2, 24):
+        agents = await begin(database, f"run-{nodes}", nodes)
+        await table.store([in_step(agent, f"run-{nodes}") for agent in agents])
+        assert await state_of(database, f"run-{nodes}") == "running"
+        with counting(database) as counts:
+            await table.store([in_step(agents[1], f"run-{nodes}", 2)])
+        costs.append(counts)
+    assert costs[0] == costs[1]
+    assert costs[0].nodes == 0
+
+
+async def test_work_and_the_end_of_a_node_read_one_node_and_the_last_end_reads_all(
+    database: Database,
+) -> None:
+    agents, runs = await begin(database, "run", 12), RunTable(database)
+    with counting(database) as counts:
+        work = await runs.work_of(agents[5])
+    assert work is not None
+    assert (work.node.node_rank, counts.nodes) == (5, 1)
+    with counting(database) as counts:
+        for agent in agents[:-1]:
+            await runs.ended(agent, NodeReport("run", 0, "succeeded", []))
+    assert counts.nodes == 11
+    assert await state_of(database, "run") == "starting"
+    await runs.ended(agents[-1], NodeReport("run", 0, "succeeded", []))
+    assert await state_of(database, "run") == "succeeded"
+
+
+async def test_agents_hear_what_their_run_wants_and_whether_they_are_known(database: Database) -> None:
+    first, second = await begin(database, "run", 2)
+    table, runs, agents = HeartbeatTable(database), RunTable(database), AgentTable(database)
+    await agents.add(an_agent("idle"))
+    beats = [in_step(first, "run"), Beat("idle", 2000), Beat("nobody"), in_step(second, "other")]
+    assert await table.store(beats) == [
+        BeatAnswer(first, "live", GO_ON),
+        BeatAnswer("idle", "live", None),
+        BeatAnswer("", None, None),
+        BeatAnswer(second, "live", None),
+    ]
+    idle = await agents.get("idle")
+    assert idle is not None
+    assert idle.port == 2000
+    await runs.request_cancel("run")
+    (answer,) = await table.store([in_step(first, "run")])
+    assert answer.orders == RunOrders(cancel_requested=True, stop_requested=True, target_plan_id=None)
+    await agents.leave("idle")
+    assert [found.state for found in await table.store([Beat("idle"), Beat(first)])] == ["left", "live"]
+
+
+async def test_first_steps_that_many_services_hear_at_once_start_a_run_once(any_database_url: str) -> None:
+    databases = [Database(any_database_url) for _ in range(3)]
+    agents = await begin(databases[0], "run", 12)
+    tables = [HeartbeatTable(database) for database in databases]
+    await tables[0].store([in_step(agent, "run", None) for agent in agents])
+    assert await state_of(databases[0], "run") == "starting"
+    await asyncio.gather(
+        *(tables[index % 3].store([in_step(agent, "run")]) for index, agent in enumerate(agents))
+    )
+    assert await state_of(databases[0], "run") == "running"
+    events = await RunTable(databases[0]).events("run", 0, 99)
+    assert [event.kind for event in events].count("running") == 1
+    for database in databases:
+        await database.close()
+
+
+async def test_heartbeats_and_ends_at_the_same_time_bring_no_node_back(any_database_url: str) -> None:
+    databases = [Database(any_database_url) for _ in range(2)]
+    agents = await begin(databases[0], "run", 8)
+    table, runs = HeartbeatTable(databases[0]), RunTable(databases[1])
+    report = NodeReport("run", 0, "succeeded", [])
+
+    async def beat(turn: int) -> None:
+        await table.store([in_step(agent, "run", turn) for agent in agents])
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*map(beat, range(4)), *(runs.ended(agent, report) for agent in agents))
+    run = await runs.get("run")
+    assert run is not None
+    assert (run.state, {node.state for node in run.members}) == ("succeeded", {"ended"})
+    for database in databases:
+        await database.close()
+
+
+async def test_heartbeats_that_come_together_are_written_together(database: Database) -> None:
+    agents = await begin(database, "run", 6)
+    heartbeats = Heartbeats(HeartbeatTable(database))
+    with counting(database) as alone:
+        assert (await heartbeats.store(in_step(agents[0], "run"))).orders == GO_ON
+    with counting(database) as together:
+        # One agent says two things at once, and each of them is answered.
+        both = (in_step(agents[1], "run"), Beat(agents[1]))
+        answers = await asyncio.gather(
+            *map(heartbeats.store, [*both, *(Beat(agent) for agent in agents[2:])])
+        )
+    assert [answer.orders for answer in answers] == [GO_ON, *[None] * 5]
+    assert together.statements < 3 * alone.statements
+    run = await RunTable(database).get("run")
+    assert run is not None
+    assert [bool(node.ranks) for node in run.members] == [True, True, *[False] * 4]
+    await heartbeats.stop()
+
+
+class Bell:
+    """A dispatcher, as far as those who wait for work know it."""
+
+    def __init__(self) -> None:
+        self.assigned = asyncio.Event()
+        self.is_stopping = False
+
+    def ring(self) -> None:
+        rung, self.assigned = self.assigned, asyncio.Event()
+        rung.set()
+
+
+async def test_agents_that_wait_for_work_share_one_look(database: Database) -> None:
+    agents, bell = AgentTable(database), Bell()
+    runs = RunTable(database)
+    names = [f"idle-{index}" for index in range(20)]
+    for name in names:
+        await agents.add(an_agent(name))
+    assignments = Assignments(runs, cast("Dispatcher", bell))
+    with ExitStack() as waits:
+        events = {name: waits.enter_context(assignments.expected(name)) for name in names}
+        with counting(database) as counts:
+            for _ in range(4):
+                bell.ring()
+                await asyncio.sleep(0.1)
+        assert counts.statements <= 5
+        assert not any(event.is_set() for event in events.values())
+        (holder,) = await begin(database, "run", 1)
+        bell.ring()
+        await asyncio.wait_for(events[holder].wait(), 30)
+        assert [name for name in names if events[name].is_set()] == [holder]
+        bell.is_stopping = True
+        bell.ring()
+        await asyncio.gather(*(asyncio.wait_for(event.wait(), 30) for event in events.values()))
+
+
+async def age(database: Database, seconds: float) -> None:
+    """Let time pass for what is known of agents and services."""
+    past = datetime.now(UTC) - timedelta(seconds=seconds)
+    async with database.writing() as session:
+        await session.execute(update(AgentRow).values(seen_at=past))
+        await session.execute(update(ListenerRow).values(listening_since=past))
+
+
+async def test_the_silence_of_an_agent_counts_only_while_every_service_listens(database: Database) -> None:
+    agents, listeners = AgentTable(database), ListenerTable(database)
+    await agents.add(an_agent("quiet"))
+
+    async def look(name: str, *, paused: bool = False) -> bool:
+        before = await listeners.look(name, SILENCE, paused=paused)
+        return before is not None and bool(await agents.lose(60, before))
+
+    assert not await look("one")
+    await age(database, 70)
+    assert not await look("two")  # which has begun just now
+    assert not await look("one")  # and the other judges as it does
+    await age(database, 70)
+    assert not await look("one", paused=True)
+    assert not await look("two")
+    await age(database, 70)
+    await agents.add(an_agent("talks"))
+    assert await look("two")
+    assert [record.id for record in await agents.newest(9)] == ["talks"]
+
+
+async def test_a_service_that_is_stopped_holds_up_losses_until_its_agents_could_turn_elsewhere(
+    database: Database,
+) -> None:
+    listeners = ListenerTable(database)
+    for name in ("stopped", "alive"):
+        assert await listeners.look(name, SILENCE, paused=False) is None
+    for seconds, may_judge in ((40, False), (110, False), (130, True)):
+        await age(database, 200)
+        async with database.writing() as session:
+            past = datetime.now(UTC) - timedelta(seconds=seconds)
+            stopped = update(ListenerRow).where(ListenerRow.id == "stopped")
+            await session.execute(stopped.values(looked_at=past))
+        assert (await listeners.look("alive", SILENCE, paused=False) is not None) == may_judge
+    # Back again, it has heartbeats to read first, whatever the other one thinks.
+    assert await listeners.look("stopped", SILENCE, paused=False) is None
+    assert await listeners.look("alive", SILENCE, paused=False) is None
+
+
+async def test_a_service_whose_loop_was_late_loses_nobody(database: Database) -> None:
+    agents, now = AgentTable(database), 0.0
+    await agents.add(an_agent("quiet"))
+    watch = AgentWatch(agents, ListenerTable(database), 60, clock=lambda: now)
+    assert await watch.look() == []
+    await age(database, 70)
+    now += watch.interval + 5
+    assert await watch.look() == []
+    await age(database, 70)
+    now += watch.interval
+    assert await watch.look() == ["quiet"]

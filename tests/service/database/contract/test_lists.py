@@ -1,0 +1,211 @@
+"""Lists by pages in every kind of database: each row once, the newest first, whatever comes in meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from support.stored import a_plan, a_search, begin, counting
+from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
+from zbv_service.records.runs import AgentFilter, NewAgent, NewRun, NodeReport, RunFilter
+from zbv_service.records.searches import Page, PlanFilter, Position, SearchFilter, SearchRecord
+
+pytestmark = pytest.mark.anyio
+
+NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
+
+
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+async def listed(table: SearchTable, wanted: SearchFilter, limit: int = 1000) -> list[str]:
+    return [record.id for record in (await table.page(wanted, limit)).items]
+
+
+async def test_pages_hold_every_search_once_the_newest_first(database: Database) -> None:
+    table = SearchTable(database)
+    # Three share each moment, so that the moment alone cannot tell them apart.
+    for index in range(11):
+        await table.add(a_search(f"s{index:02}", created_at=NOON + timedelta(microseconds=index // 3)))
+    found: list[str] = []
+    position: Position | None = None
+    pages = 0
+    while pages == 0 or position is not None:
+        page = await table.page(SearchFilter(), 2, position)
+        found.extend(record.id for record in page.items)
+        position, pages = page.next, pages + 1
+        # What comes in meanwhile is newer, and moves nothing.
+        await table.add(a_search(f"t{pages}", created_at=NOON + timedelta(seconds=1)))
+    assert found == [f"s{index:02}" for index in range(10, -1, -1)]
+    assert pages == 6
+
+
+async def test_a_full_last_page_has_no_next(database: Database) -> None:
+    table = SearchTable(database)
+    for name in "ab":
+        await table.add(a_search(name))
+    assert (await table.page(SearchFilter(), 2)).next is None
+    assert (await table.page(SearchFilter(), 1)).next is not None
+
+
+async def test_pages_lead_back_the_way_they_came(database: Database) -> None:
+    table = SearchTable(database)
+    for index in range(7):
+        await table.add(a_search(f"s{index}", created_at=NOON + timedelta(microseconds=index // 3)))
+
+    def ids(page: Page[SearchRecord]) -> str:
+        return "".join(record.id[1] for record in page.items)
+
+    first = await table.page(SearchFilter(), 3)
+    second = await table.page(SearchFilter(), 3, first.next)
+    third = await table.page(SearchFilter(), 3, second.next)
+    assert (ids(first), ids(second), ids(third)) == ("654", "321", "0")
+    assert (first.previous, third.next) == (None, None)
+    back = await table.page(SearchFilter(), 3, third.previous)
+    assert ids(back) == "321"
+    assert (back.next, back.previous) == (second.next, second.previous)
+    top = await table.page(SearchFilter(), 3, back.previous)
+    assert (ids(top), top.previous, top.next) == ("654", None, first.next)
+    # Newer ones that came in meanwhile are a page of their own.
+    await table.add(a_search("s7", created_at=NOON + timedelta(seconds=1)))
+    top = await table.page(SearchFilter(), 3, back.previous)
+    assert ids(top) == "654"
+    assert top.previous is not None
+    assert ids(await table.page(SearchFilter(), 3, top.previous)) == "7"
+    assert ids(await table.page(SearchFilter(), 3, Position(NOON + timedelta(days=1), "x", True))) == ""
+
+
+async def test_searches_are_filtered_by_what_they_are(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("old", created_at=NOON))
+    await table.add(a_search("wide", pp_degree=8, created_at=NOON + timedelta(seconds=1)))
+    await table.add(a_search("long", microbatches=64, created_at=NOON + timedelta(seconds=2)))
+    await table.add(a_search("loop", placement="loop", created_at=NOON + timedelta(seconds=3)))
+    await table.add(a_search("fast", objective="makespan", created_at=NOON + timedelta(seconds=4)))
+    await table.request_cancel("fast")
+    await table.claim("me", 60)
+    for wanted, expected in (
+        (SearchFilter(), ["fast", "loop", "long", "wide", "old"]),
+        (SearchFilter(pp_degree=8), ["wide"]),
+        (SearchFilter(microbatches=64), ["long"]),
+        (SearchFilter(placement="loop"), ["loop"]),
+        (SearchFilter(objective="makespan"), ["fast"]),
+        (SearchFilter(states=frozenset({"running"})), ["old"]),
+        (SearchFilter(states=frozenset({"running", "cancelled"})), ["fast", "old"]),
+        (SearchFilter(states=frozenset({"running", "cancelled"}), pp_degree=8), []),
+        (SearchFilter(created_after=NOON + timedelta(seconds=2)), ["fast", "loop"]),
+        (SearchFilter(created_before=NOON + timedelta(seconds=2)), ["wide", "old"]),
+    ):
+        assert await listed(table, wanted) == expected, wanted
+
+
+async def test_plans_are_filtered_and_paged_alike(database: Database) -> None:
+    table = PlanTable(database)
+    for index in range(5):
+        status = "optimal" if index == 3 else "feasible"
+        await table.add(a_plan(f"p{index}", status=status, pp_degree=2 + index % 2, created_at=NOON))
+    first = await table.page(PlanFilter(), 3)
+    rest = await table.page(PlanFilter(), 3, first.next)
+    assert [plan.plan_id for plan in (*first.items, *rest.items)] == ["p4", "p3", "p2", "p1", "p0"]
+    assert rest.next is None
+    assert [plan.plan_id for plan in (await table.page(PlanFilter(status="optimal"), 9)).items] == ["p3"]
+    assert [plan.plan_id for plan in (await table.page(PlanFilter(pp_degree=3), 9)).items] == ["p3", "p1"]
+
+
+async def test_a_text_finds_ids_that_begin_with_it(database: Database) -> None:
+    searches, plans = SearchTable(database), PlanTable(database)
+    for name in ("abc1", "abc2", "xabc"):
+        await searches.add(a_search(name))
+        await plans.add(a_plan(name))
+    for text, expected in (("abc", {"abc1", "abc2"}), ("ABC1", {"abc1"}), ("bc", set()), ("%", set())):
+        assert set(await listed(searches, SearchFilter(text=text))) == expected, text
+        found = await plans.page(PlanFilter(text=text), 9)
+        assert {plan.plan_id for plan in found.items} == expected, text
+
+
+async def test_runs_are_filtered_and_paged_alike(database: Database) -> None:
+    await PlanTable(database).add(a_plan("plan"))
+    table = RunTable(database)
+    for index in range(5):
+        model = {"factory": f"package.models:{'GPT' if index % 2 else 'llama'}", "arguments": {}, "seed": 0}
+        run = NewRun(f"r{index}", "plan", None, None, model, 1, 1, 5, {}, NOON + timedelta(seconds=index))
+        await table.add(run)
+    await table.request_cancel("r1")
+
+    async def names(wanted: RunFilter, limit: int = 9, after: Position | None = None) -> list[str]:
+        return [run.id for run in (await table.page(wanted, limit, after)).items]
+
+    first = await table.page(RunFilter(), 3)
+    assert [run.id for run in first.items] == ["r4", "r3", "r2"]
+    assert await names(RunFilter(), 3, first.next) == ["r1", "r0"]
+    for wanted, expected in (
+        (RunFilter(states=frozenset({"cancelled"})), ["r1"]),
+        (RunFilter(text="r3"), ["r3"]),
+        (RunFilter(text="plan"), ["r4", "r3", "r2", "r1", "r0"]),
+        (RunFilter(text="models:gpt"), ["r3", "r1"]),
+        (RunFilter(text="gpt", states=frozenset({"waiting"})), ["r3"]),
+        (RunFilter(text="m_dels"), []),
+        (RunFilter(created_after=NOON + timedelta(seconds=2)), ["r4", "r3"]),
+        (RunFilter(created_before=NOON + timedelta(seconds=2)), ["r1", "r0"]),
+    ):
+        assert await names(wanted) == expected, wanted
+
+
+async def test_agents_are_listed_while_they_are_there_and_later_when_asked_for(database: Database) -> None:
+    table = AgentTable(database)
+    for name in ("Gpu-1", "gpu-2", "cpu"):
+        await table.add(NewAgent(name.lower(), name, f"{name}.cluster", 1000, 1, [], {}, ["*"]))
+    await table.leave("cpu")
+    await table.drain("gpu-2")
+
+    async def names(wanted: AgentFilter) -> list[str]:
+        return [agent.name for agent in (await table.page(wanted, 9)).items]
+
+    for wanted, expected in (
+        (AgentFilter(), ["gpu-2", "Gpu-1"]),
+        (AgentFilter(states=frozenset({"draining"})), ["gpu-2"]),
+        (AgentFilter(states=frozenset({"left", "live"})), ["cpu", "Gpu-1"]),
+        (AgentFilter(text="GPU"), ["gpu-2", "Gpu-1"]),
+        (AgentFilter(text="-1.clu"), ["Gpu-1"]),
+        (AgentFilter(text="cpu"), []),
+    ):
+        assert await names(wanted) == expected, wanted
+    one = await table.page(AgentFilter(), 1)
+    assert [agent.name for agent in (await table.page(AgentFilter(), 1, one.next)).items] == ["Gpu-1"]
+
+
+async def test_the_best_plan_of_a_problem_is_found_by_its_key(database: Database) -> None:
+    table = PlanTable(database)
+    for name, value, problem in (("a", 5.0, "x"), ("b", 4.0, "x"), ("c", 4.0, "x"), ("d", 1.0, "y")):
+        await table.add(a_plan(name, value, problem))
+    best = await table.best("x")
+    assert best is not None
+    assert best.plan_id == "b"
+    assert await table.best("z") is None
+
+
+async def test_a_list_reads_its_page_and_the_nodes_that_it_shows(database: Database) -> None:
+    """Ten runs, each begun three times on four nodes: a page of six reads the last generation of these."""
+    runs, agents = RunTable(database), AgentTable(database)
+    for index in range(10):
+        members = await begin(database, f"r{index}", 4, created_at=NOON + timedelta(seconds=index))
+        for generation in range(2):
+            for member in members:
+                await runs.ended(member, NodeReport(f"r{index}", generation, "failed", []))
+            assert await runs.assign() == [f"r{index}"]
+    with counting(database) as counts:
+        page = await runs.page(RunFilter(), 6)
+    assert [run.id for run in page.items] == ["r9", "r8", "r7", "r6", "r5", "r4"]
+    assert {(run.generation, len(run.members)) for run in page.items} == {(2, 4)}
+    assert counts.statements <= 4
+    assert counts.loaded == {"RunRow": 7, "NodeRow": 6 * 4}
+    with counting(database) as counts:
+        await agents.page(AgentFilter(), 5)
+        await SearchTable(database).page(SearchFilter(), 5)
+        await runs.brief("r3")
+    assert counts.loaded == {"AgentRow": 6, "RunRow": 1}

@@ -1,0 +1,369 @@
+"""What is old is removed in every kind of database; what is recent, unfinished or referred to stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from support.clocks import days_later
+from support.stored import a_plan, a_search
+from zbv_service.database import (
+    Database,
+    Keep,
+    PlanTable,
+    Retention,
+    RunPlanTable,
+    RunTable,
+    SearchEventTable,
+    SearchTable,
+)
+from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow, SearchRow
+from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
+from zbv_service.database.sweeper import Sweeper
+from zbv_service.database.token_models import TokenRow
+from zbv_service.records.runs import NewRun
+from zbv_service.records.searches import NamedRequest, SearchState
+
+pytestmark = pytest.mark.anyio
+
+KEEP = Keep(ended=10, failed=40, plans=20, runs=30, agents=5, tokens=15)
+FOREVER = Keep(*[36_500.0] * 6)
+NAMES = {
+    "searches": SearchRow.id,
+    "events": SearchEventRow.search_id,
+    "plans": PlanRow.plan_id,
+    "keys": IdempotencyRow.key_hash,
+    "runs": RunRow.id,
+    "run events": EventRow.run_id,
+    "nodes": NodeRow.run_id,
+    "parts": PartRow.run_id,
+    "agents": AgentRow.id,
+    "tokens": TokenRow.id,
+}
+Stored = dict[str, set[str]]
+
+
+@pytest.fixture
+async def database(any_database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Database]:
+    for name in ("BATCH", "SEARCH_BATCH"):
+        monkeypatch.setattr(f"zbv_service.database.retention.{name}", 2)
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+async def stored(database: Database) -> Stored:
+    return {name: {row[0] for row in await database.rows(select(column))} for name, column in NAMES.items()}
+
+
+def without(before: Stored, gone: Mapping[str, set[str]]) -> Stored:
+    assert all(names <= before[table] for table, names in gone.items()), "they were there"
+    return {table: names - gone.get(table, set()) for table, names in before.items()}
+
+
+async def ended(database: Database, name: str, state: SearchState, plan_id: str | None = None) -> None:
+    """A search that is begun and ends now."""
+    table = SearchTable(database)
+    await table.add(a_search(name, created_at=None))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    if state == "cancelled":
+        await table.request_cancel(name)
+    if plan_id is None:
+        assert await table.ended(name, claim.fence, state, {"detail": "why"})
+    else:
+        assert await table.finished(name, claim.fence, a_plan(plan_id))
+
+
+def a_run(now: datetime, name: str, state: str, plan_id: str | None, **more: Any) -> RunRow:
+    values: dict[str, Any] = {
+        "model": {"factory": "a.b:c"},
+        "nodes": 1,
+        "ranks_per_node": 1,
+        "steps": 5,
+        "options": {},
+        "generation": 0,
+        "stop_requested": False,
+        "cancel_requested": False,
+        "failures": [],
+        "refusals": [],
+        "created_at": now,
+        "updated_at": now,
+        "finished_at": now if state in ("succeeded", "failed", "cancelled") else None,
+    }
+    return RunRow(id=name, state=state, plan_id=plan_id, **{**values, **more})
+
+
+def an_agent(now: datetime, name: str, state: str) -> AgentRow:
+    values: dict[str, Any] = {"name": name, "address": "h", "port": 1, "slots": 1, "devices": []}
+    return AgentRow(
+        id=name, state=state, versions={}, allowed_models=[], created_at=now, seen_at=now, **values
+    )
+
+
+def parts_of(now: datetime, name: str, agent: str, plan_id: str) -> list[Any]:
+    """An event, a node with its agent, a trace of a plan, and a log."""
+    place = {"run_id": name, "generation": 0}
+    node = {"node_rank": 0, "agent_name": agent, "rendezvous": "h:1", "state": "ended"}
+    return [
+        EventRow(run_id=name, at=now, kind="waiting", detail=""),
+        NodeRow(**place, **node, agent_id=agent, ranks=[], failures=[]),
+        *(
+            PartRow(**place, rank=0, kind=kind, plan_id=plan, body=b"body", updated_at=now)
+            for kind, plan in (("trace", plan_id), ("log", None))
+        ),
+    ]
+
+
+def a_token(now: datetime, name: str, kind: str = "token", **more: Any) -> TokenRow:
+    return TokenRow(id=name, kind=kind, name=name, secret_hash="", scopes=[], created_at=now, **more)
+
+
+async def fill(database: Database, of: str) -> None:
+    """One of everything that can be stored; names begin with ``of``."""
+    async with database.reading() as session:
+        now = await database.now(session)
+    table, plans = SearchTable(database), PlanTable(database)
+    await ended(database, f"{of}-done", "done", f"{of}-found")
+    for state in ("failed", "infeasible", "cancelled"):
+        await ended(database, f"{of}-{state}", state)
+    await ended(database, f"{of}-waited", "done", f"{of}-found")
+    await ended(database, f"{of}-measured", "done", f"{of}-found")
+    named = NamedRequest(f"{of}-key", "body", now + timedelta(days=1))
+    await table.add(a_search(f"{of}-running", created_at=None), named)
+    assert await table.claim("me", 60) is not None
+    await table.add(a_search(f"{of}-queued", created_at=None))
+    for name in ("alone", "fetched", "ran", "traced", "earlier", "live", "target", "offered", "replanned"):
+        await plans.add(a_plan(f"{of}-{name}", created_at=now))
+
+    replanning = {"plan_id": f"{of}-replanned", "search_id": f"{of}-measured", "generation": 0, "step": 1}
+    async with database.writing() as session:
+        session.add_all(
+            [an_agent(now, f"{of}-{state}", state) for state in ("left", "lost", "live", "had", "clings")]
+        )
+        session.add_all([an_agent(now, f"{of}-of-run", "left"), an_agent(now, f"{of}-of-open", "lost")])
+        session.add_all(
+            [
+                a_run(now, f"{of}-ended", "succeeded", f"{of}-ran"),
+                a_run(now, f"{of}-held", "failed", None),
+                a_run(now, f"{of}-planning", "planning", None, search_id=f"{of}-waited"),
+                a_run(
+                    now,
+                    f"{of}-open",
+                    "running",
+                    f"{of}-live",
+                    target_plan_id=f"{of}-target",
+                    offer={"plan_id": f"{of}-offered"},
+                    replanning=replanning,
+                ),
+            ]
+        )
+        await session.flush()
+        session.add_all(parts_of(now, f"{of}-ended", f"{of}-of-run", f"{of}-traced"))
+        session.add_all(parts_of(now, f"{of}-open", f"{of}-of-open", f"{of}-earlier"))
+        expired, later = now + timedelta(minutes=1), now + timedelta(days=10_000)
+        session.add_all(
+            [
+                a_token(now, f"{of}-ever"),
+                a_token(now, f"{of}-later", expires_at=later),
+                a_token(now, f"{of}-expired", expires_at=expired),
+                a_token(now, f"{of}-revoked", revoked_at=now),
+            ]
+        )
+        await session.flush()
+        session.add_all(
+            [
+                a_token(now, f"{of}-s1", "session", parent_id=f"{of}-ever", expires_at=expired),
+                a_token(now, f"{of}-s2", "session", parent_id=f"{of}-ever", expires_at=later),
+                a_token(now, f"{of}-s3", "session", parent_id=f"{of}-revoked", expires_at=later),
+                a_token(now, f"{of}-l1", "link", parent_id=f"{of}-expired", expires_at=later),
+            ]
+        )
+        for agent, run in (("had", "open"), ("clings", "held")):
+            row = await session.get_one(AgentRow, f"{of}-{agent}")
+            row.state, row.run_id = "left", f"{of}-{run}"
+
+
+AFTER: list[tuple[float, dict[str, set[str]]]] = [
+    # Days after what is old was stored, and what the sweep of that day removes of it.
+    (4.9, {"keys": {"old-key"}}),
+    (5.1, {"agents": {"old-left", "old-lost"}}),
+    (
+        10.1,
+        {
+            "searches": {"old-done", "old-infeasible", "old-cancelled"},
+            "events": {"old-done", "old-infeasible", "old-cancelled"},
+            "parts": {"old-ended"},
+        },
+    ),
+    (
+        15.1,
+        {"tokens": {"old-expired", "old-revoked", "old-s1", "old-s3", "old-l1"}},
+    ),
+    (20.1, {"plans": {"old-alone", "old-traced"}}),
+    (
+        30.1,
+        {
+            "runs": {"old-ended"},
+            "run events": {"old-ended"},
+            "nodes": {"old-ended"},
+            "plans": {"old-ran"},
+            "agents": {"old-of-run"},
+        },
+    ),
+    (32.1, {"plans": {"old-fetched"}}),
+    (40.1, {"searches": {"old-failed"}, "events": {"old-failed"}}),
+]
+
+
+async def test_everything_that_grows_goes_in_its_time_and_nothing_else(database: Database) -> None:
+    retention = Retention(database)
+    await fill(database, "old")
+    expected = await stored(database)
+    assert await retention.sweep(KEEP) == {}
+    with days_later(12):
+        await retention.note_uses(["old-fetched", "unknown"])
+    for days, gone in AFTER:
+        expected = without(expected, gone)
+        with days_later(days):
+            await retention.sweep(KEEP)
+            assert await stored(database) == expected, f"after {days} days"
+            assert await retention.sweep(KEEP) == {}, "all of it goes at once, in batches"
+
+    with days_later(1000):
+        assert await SearchTable(database).claim("me", 60) is not None, "old-queued"
+        await fill(database, "new")
+        before = await stored(database)
+        await retention.sweep(KEEP)
+        # Of what is old only what is unfinished, or referred to by that, is left.
+        assert await stored(database) == before
+        left = {name for names in before.values() for name in names if name.startswith("old")}
+        assert {name.removeprefix("old-") for name in left} == {
+            *("queued", "running", "waited", "measured", "planning", "open"),
+            *("found", "earlier", "live", "target", "offered", "replanned"),
+            *("held", "clings", "live", "had", "of-open", "ever", "later", "s2"),
+        }
+
+
+async def test_kept_for_ever_everything_stays_but_keys_that_have_expired(database: Database) -> None:
+    await fill(database, "old")
+    before = await stored(database)
+    with days_later(30_000):
+        assert await Retention(database).sweep(FOREVER) == {"idempotency keys": 1}
+        assert await stored(database) == without(before, {"keys": {"old-key"}})
+
+
+async def test_a_sweep_stops_after_the_batch_in_hand(database: Database) -> None:
+    for index in range(6):
+        await ended(database, f"s{index}", "infeasible")
+    asked = 0
+
+    def is_enough() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 7  # once for each of the five kinds before; searches take two batches
+
+    with days_later(100):
+        assert await Retention(database).sweep(KEEP, is_enough) == {"searches": 4}
+        assert len((await stored(database))["searches"]) == 2
+
+
+async def test_a_plan_that_is_found_again_is_as_good_as_new(database: Database) -> None:
+    plans = PlanTable(database)
+    for name in ("again", "not"):
+        await plans.add(a_plan(name))
+    with days_later(15):
+        assert not await plans.add(a_plan("again"))
+    with days_later(25):
+        await Retention(database).sweep(KEEP)
+        assert (await stored(database))["plans"] == {"again"}
+    with days_later(36):
+        await Retention(database).sweep(KEEP)
+        assert (await stored(database))["plans"] == set()
+
+
+async def test_after_its_search_is_gone_a_question_is_searched_again_and_finds_the_same_plan(
+    database: Database,
+) -> None:
+    await ended(database, "old", "done", "plan")
+    with days_later(11):
+        await Retention(database).sweep(KEEP)
+        assert await SearchTable(database).get("old") is None
+        assert await SearchEventTable(database).after({"old": 0}) == []
+        assert await PlanTable(database).document("plan") == b"document"
+        _, is_new = await SearchTable(database).add(a_search("again", "old"))
+        assert is_new
+
+
+async def test_a_run_that_has_its_plan_does_without_its_search(database: Database) -> None:
+    await ended(database, "served", "done", "plan")
+    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
+    runs = RunTable(database)
+    await runs.add(NewRun("r", None, "served", None, model, 1, 1, 5, {}, datetime.now(UTC)))
+    await RunPlanTable(database).settle_planned()
+    with days_later(11):
+        await Retention(database).sweep(KEEP)
+    run = await runs.get("r")
+    assert run is not None
+    assert (run.search_id, run.plan_id) == (None, "plan")
+
+
+async def test_the_sweeper_notes_which_plans_were_fetched_and_removes_the_others(database: Database) -> None:
+    for name in ("fetched", "not"):
+        await PlanTable(database).add(a_plan(name))
+    used = {"fetched"}
+    sweeper = Sweeper(Retention(database), KEEP, used)
+    with days_later(21):
+        await sweeper.sweep()
+        assert used == set()
+        assert (await stored(database))["plans"] == {"fetched"}
+    with days_later(42):
+        await sweeper.sweep()
+        assert (await stored(database))["plans"] == set()
+
+
+async def test_services_that_sweep_at_once_remove_everything_once(
+    database: Database, any_database_url: str
+) -> None:
+    for index in range(9):
+        await PlanTable(database).add(a_plan(f"p{index}"))
+        await ended(database, f"s{index}", "infeasible")
+    second = Database(any_database_url)
+    try:
+        with days_later(25):
+            gone = await asyncio.gather(*(Retention(each).sweep(KEEP) for each in (database, second)))
+            assert [sum(each.get(kind, 0) for each in gone) for kind in ("plans", "searches")] == [9, 9]
+    finally:
+        await second.close()
+    assert await SearchTable(database).newest(9) == []
+
+
+async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_refused(
+    database: Database, any_database_url: str
+) -> None:
+    """Never is a run stored whose plan is gone."""
+    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
+    names = [f"p{index}" for index in range(8)]
+    for name in names:
+        await PlanTable(database).add(a_plan(name))
+    second = Database(any_database_url)
+    try:
+        with days_later(25):
+            runs = RunTable(second)
+            new = [NewRun(f"r-{p}", p, None, None, model, 1, 1, 5, {}, datetime.now(UTC)) for p in names]
+            outcomes = await asyncio.gather(
+                Retention(database).sweep(KEEP), *(runs.add(each) for each in new), return_exceptions=True
+            )
+        left = (await stored(database))["plans"]
+        assert isinstance(outcomes[0], dict)
+        for name, outcome in zip(names, outcomes[1:], strict=True):
+            run = await runs.get(f"r-{name}")
+            assert (name in left) == (run is not None) == (not isinstance(outcome, Exception))
+            assert isinstance(outcome, IntegrityError) or run is not None
+    finally:
+        await second.close()

@@ -1,0 +1,226 @@
+"""Runs and agents in every kind of database, changed by several services at once."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from random import Random
+
+import pytest
+from sqlalchemy import delete
+from support.stored import a_search
+from zbv_service.database import (
+    AgentsTaken,
+    AgentTable,
+    Database,
+    HeartbeatTable,
+    NameTaken,
+    PlanTable,
+    RunRemoved,
+    RunTable,
+    SearchGone,
+    SearchInUse,
+    SearchTable,
+)
+from zbv_service.database.run_models import AgentRow, EventRow, RunRow
+from zbv_service.records.runs import Beat, NewAgent, NewRun, NodeOutcome, NodeReport
+from zbv_service.records.searches import NamedRequest, NewPlan, PlanSummary
+
+pytestmark = pytest.mark.anyio
+
+PLAN = "f" * 64
+
+
+def new_agent(name: str) -> NewAgent:
+    return NewAgent(name, name, "127.0.0.1", 1000, 1, [], {}, ["*"])
+
+
+def new_run(name: str, nodes: int) -> NewRun:
+    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
+    return NewRun(name, PLAN, None, None, model, nodes, 1, 5, {}, datetime.now(UTC))
+
+
+def a_plan() -> NewPlan:
+    now = datetime.now(UTC)
+    summary = PlanSummary(PLAN, 2, 4, "v", "span", 3.0, 2.0, 0.5, "feasible", 0.1, "fake", "us", now)
+    return NewPlan(summary, b"document", "problem")
+
+
+async def test_services_that_assign_at_once_give_each_agent_to_one_run(any_database_url: str) -> None:
+    """Three services, 4 agents, runs of 1 to 3 nodes; runs end and agents come free all the while."""
+    databases = [Database(any_database_url) for _ in range(3)]
+    await PlanTable(databases[0]).add(a_plan())
+    tables = [RunTable(database) for database in databases]
+    for index in range(4):
+        await AgentTable(databases[0]).add(new_agent(f"agent-{index}"))
+    names = [f"run-{index}" for index in range(6)]
+    await asyncio.gather(
+        *(tables[index % 3].add(new_run(name, 1 + index % 3)) for index, name in enumerate(names))
+    )
+
+    async def serve(table: RunTable) -> None:
+        for _ in range(200):
+            try:
+                await table.assign()
+            except AgentsTaken:
+                continue
+            await check(table)
+            for name in names:
+                run = await table.get(name)
+                assert run is not None
+                for node in run.members:
+                    await table.ended(node.agent_id, NodeReport(name, 0, "succeeded", []))
+            if all(record.state == "succeeded" for record in await table.newest(100)):
+                return
+
+    async def check(table: RunTable) -> None:
+        holders: dict[str, str] = {}
+        for run in await table.newest(100):
+            assert len(run.members) == (0 if run.state == "waiting" else run.nodes)
+            for node in run.members:
+                if node.state != "ended":
+                    assert holders.setdefault(node.agent_id, run.id) == run.id
+
+    await asyncio.gather(*map(serve, tables))
+    assert {record.state for record in await tables[0].newest(100)} == {"succeeded"}
+    assert [agent.run_id for agent in await AgentTable(databases[0]).newest(100)] == [None] * 4
+    for database in databases:
+        await database.close()
+
+
+async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_ever(
+    any_database_url: str,
+) -> None:
+    """Two services; agents fail, report, are lost and come back while runs are assigned and cancelled."""
+    databases = [Database(any_database_url) for _ in range(2)]
+    await PlanTable(databases[0]).add(a_plan())
+    names = [f"run-{index}" for index in range(8)]
+    for name in names:
+        await RunTable(databases[0]).add(new_run(name, 2))
+    for index in range(6):
+        await AgentTable(databases[0]).add(new_agent(f"agent-{index}"))
+
+    async def play(part: int) -> None:
+        random = Random(part)
+        runs, agents = RunTable(databases[part % 2]), AgentTable(databases[part % 2])
+        for turn in range(8):
+            with suppress(AgentsTaken):
+                await runs.assign()
+            for agent in await agents.newest(100):
+                run = None if agent.run_id is None else await runs.get(agent.run_id)
+                if run is None:
+                    continue
+                places = ({"rank": 0, "step": turn, "action": None},)
+                await HeartbeatTable(databases[part % 2]).store([Beat(agent.id, None, run.id, places)])
+                report = NodeReport(run.id, run.generation, random.choice(OUTCOMES), [])
+                match random.randrange(4):
+                    case 0 | 1:
+                        await runs.ended(agent.id, report)
+                    case 2:
+                        await agents.leave(agent.id)
+                        await agents.add(new_agent(f"{part}-{turn}-{agent.name[:10]}"))
+                    case _ if random.random() < 0.05:
+                        await runs.request_cancel(run.id)
+            await agents.lose(0.0, datetime.now(UTC) - timedelta(seconds=random.choice([0.05, 60.0])))
+            await agents.add(new_agent(f"more-{part}-{turn}"))
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(*map(play, range(4)))
+    states = {record.state for record in await RunTable(databases[0]).newest(100)}
+    assert states & {"succeeded", "failed", "cancelled"}
+    for database in databases:
+        await database.close()
+
+
+async def test_a_run_waits_only_for_a_search_that_is_there(any_database_url: str) -> None:
+    database = Database(any_database_url)
+    searches, runs = SearchTable(database), RunTable(database)
+    waiting = replace(new_run("waits", 1), plan_id=None, search_id="search")
+    with pytest.raises(SearchGone):
+        await runs.add(waiting)
+    await searches.add(a_search("search"))
+    assert (await runs.add(waiting)).state == "planning"
+    with pytest.raises(SearchInUse):
+        await searches.discard("search")
+    await database.close()
+
+
+OUTCOMES: tuple[NodeOutcome, ...] = ("succeeded", "failed", "stopped")
+
+
+async def test_what_is_registered_or_submitted_twice_at_once_is_there_once(any_database_url: str) -> None:
+    databases = [Database(any_database_url) for _ in range(2)]
+    await PlanTable(databases[0]).add(a_plan())
+    both = databases * 8
+    agents = await asyncio.gather(*(AgentTable(each).add(new_agent("same")) for each in both))
+    assert sorted(is_new for _, is_new in agents) == [False] * 15 + [True]
+    named = NamedRequest("name", "body", datetime.now(UTC) + timedelta(seconds=60), "run")
+    adding = (RunTable(each).add(new_run(f"r{index}", 1), named) for index, each in enumerate(both))
+    runs = await asyncio.gather(*adding)
+    assert len({run.id for run in runs}) == 1
+    assert [run.id for run in await RunTable(databases[0]).newest(9)] == [runs[0].id]
+    assert len(await RunTable(databases[0]).events(runs[0].id, 0, 9)) == 1
+    for database in databases:
+        await database.close()
+
+
+async def test_a_named_run_and_its_name_are_stored_together_or_not_at_all(any_database_url: str) -> None:
+    database = Database(any_database_url)
+    await PlanTable(database).add(a_plan())
+    runs = RunTable(database)
+    named = NamedRequest("name", "body", datetime.now(UTC) + timedelta(seconds=60), "run")
+    with pytest.raises(SearchGone):
+        await runs.add(replace(new_run("a", 1), plan_id=None, search_id="gone"), named)
+    assert await runs.of_request(named) is None, "the name of a request that failed is free"
+    assert (await runs.add(new_run("a", 1), named)).id == "a"
+    assert (await runs.add(new_run("b", 1), named)).id == "a"
+    for other in (replace(named, fingerprint="other"), replace(named, kind="search")):
+        with pytest.raises(NameTaken):
+            await runs.add(new_run("c", 1), other)
+    assert [run.id for run in await runs.newest(9)] == ["a"]
+    async with database.writing() as session:
+        await session.execute(delete(EventRow))
+        await session.execute(delete(RunRow))
+    with pytest.raises(RunRemoved):
+        await runs.add(new_run("d", 1), named)
+    expired = replace(named, key_hash="old", expires_at=datetime.now(UTC) - timedelta(seconds=1))
+    assert (await runs.add(new_run("e", 1), expired)).id == "e"
+    assert (await runs.add(new_run("f", 1), expired)).id == "f"
+    await database.close()
+
+
+async def test_an_agent_belongs_to_whom_it_was_registered_by_or_to_the_first_that_acts_for_it(
+    any_database_url: str,
+) -> None:
+    database = Database(any_database_url)
+    agents = AgentTable(database)
+    await agents.add(replace(new_agent("a"), owner="one"))
+    assert not (await agents.add(replace(new_agent("a"), owner="two")))[1]
+    assert await agents.owned("a", "two") == "one"
+    await agents.add(new_agent("older"))
+    found = await asyncio.gather(*(agents.owned("older", f"token-{index}") for index in range(8)))
+    assert len(set(found)) == 1, "all hear of the same owner"
+    assert await agents.owned("older", "late") == found[0]
+    assert await agents.owned("nobody", "one") is None
+    await database.close()
+
+
+async def test_an_agent_that_gives_a_sign_of_life_just_now_is_not_lost(any_database_url: str) -> None:
+    """Its sign comes between the look and the loss: it holds the row, and the loss waits for it."""
+    database, other = Database(any_database_url), Database(any_database_url)
+    agents = AgentTable(database)
+    await agents.add(new_agent("quiet"))
+    before = datetime.now(UTC)
+    async with other.writing() as session:
+        row = await session.get_one(AgentRow, "quiet", with_for_update=True)
+        losing = asyncio.create_task(agents.lose(1.0, before))
+        await asyncio.sleep(0.3)
+        row.seen_at = datetime.now(UTC)
+    assert await losing == []
+    record = await agents.get("quiet")
+    assert record is not None
+    assert record.state == "live"
+    for each in (database, other):
+        await each.close()

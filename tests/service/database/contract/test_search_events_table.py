@@ -1,0 +1,170 @@
+"""The events of searches in every kind of database: numbered in order, in the change's own transaction."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from support.stored import a_plan, a_search
+from zbv_service.database import Database, SearchEventTable, SearchTable, search_events
+from zbv_service.records.searches import SearchEvent, Update
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+def found(objective: float, lower_bound: float, ranks: bytes = b"ranks") -> Update:
+    return Update(objective, lower_bound, objective / lower_bound - 1, "m", ranks)
+
+
+async def told(database: Database, search_id: str = "a", after: int = 0) -> list[SearchEvent]:
+    return await SearchEventTable(database).after({search_id: after})
+
+
+async def test_what_is_stored_never_gets_worse(database: Database) -> None:
+    """Of an attempt that begins below what the one before it had found, nothing is seen."""
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    first = await table.claim("me", 60)
+    assert first is not None
+    assert await table.progressed("a", first.fence, found(10, 5, b"ten"))
+    assert await table.progressed("a", first.fence, found(8, 6, b"eight"))
+    assert await table.release("a", first.fence, None)
+    second = await table.claim("me", 60)
+    assert second is not None
+    assert second.incumbent == b"eight"
+    assert await table.progressed("a", second.fence, found(12, 4, b"twelve"))
+    assert await table.progressed("a", second.fence, found(9, 7, b"nine"))  # a bound is a fact all the same
+    record = await table.get("a")
+    assert record is not None
+    assert (record.objective, record.lower_bound, record.gap) == (8, 7, 8 / 7 - 1)
+    assert await table.finished("a", second.fence, a_plan("p", 7.5))  # of the bound 2
+    record = await table.get("a")
+    assert record is not None
+    assert (record.objective, record.lower_bound, record.plan_id) == (7.5, 7, "p")
+    seen = [
+        (e.kind, e.data["objective"], e.data["lower_bound"])
+        for e in await told(database)
+        if e.kind != "state"
+    ]
+    assert seen == [
+        ("improvement", 10, 5),
+        ("improvement", 8, 6),
+        ("bound", 8, 7),
+        ("improvement", 7.5, 7),
+        ("end", 7.5, 7),
+    ]
+
+
+async def test_a_report_that_says_nothing_new_is_no_event(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    for _ in range(3):
+        assert await table.progressed("a", claim.fence, found(10, 5))
+    assert [event.kind for event in await told(database)] == ["state", "state", "improvement"]
+
+
+async def test_a_change_that_is_refused_is_not_told(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    heard: list[str] = []
+    table.listen(heard.append)
+    assert not await table.progressed("a", claim.fence - 1, found(10, 5))
+    assert not await table.finished("a", claim.fence - 1, a_plan("p"))
+    assert (len(await told(database)), heard) == (2, [])
+    assert await table.finished("a", claim.fence, a_plan("p"))
+    assert (len(await told(database)), heard) == (4, ["a"])
+
+
+async def test_numbers_count_every_change_of_a_search(database: Database, any_database_url: str) -> None:
+    """Also of those that several services make at the same time."""
+    second = Database(any_database_url)
+    tables = [SearchTable(database), SearchTable(second)]
+    for name in "ab":
+        await tables[0].add(a_search(name))
+    claims = [await tables[0].claim("me", 60) for _ in range(2)]
+    changes = [
+        tables[step % 2].progressed(claim.id, claim.fence, found(100.0 - step, 1))
+        for step in range(20)
+        for claim in claims
+        if claim is not None
+    ]
+    assert all(await asyncio.gather(*changes))
+    for name in "ab":
+        events = await told(second, name)
+        assert [event.number for event in events] == list(range(1, len(events) + 1))
+        values = [event.data["objective"] for event in events if event.kind == "improvement"]
+        assert values == sorted(values, reverse=True)
+        assert (await SearchEventTable(database).last_numbers([name])) == {name: len(events)}
+        assert await told(database, name, after=3) == events[3:]
+    await second.close()
+
+
+async def test_of_many_improvements_the_newest_are_kept(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_events, "KEPT_EVENTS", 10)
+    monkeypatch.setattr(search_events, "PRUNED_EVERY", 5)
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    for step in range(40):
+        await table.progressed("a", claim.fence, found(100.0 - step, 1))
+    numbers = [event.number for event in await told(database)]
+    assert numbers[:2] == [1, 2]  # how it began stays
+    assert numbers[2:] == list(range(numbers[2], 43))
+    assert 10 <= len(numbers) - 2 <= 15
+
+
+async def test_many_searches_are_read_at_once(database: Database) -> None:
+    table, events = SearchTable(database), SearchEventTable(database)
+    names = [f"s{index}" for index in range(30)]
+    for name in names:
+        await table.add(a_search(name))
+    everything = dict.fromkeys([*names, *(f"gone{index}" for index in range(1000))], 0)
+    assert await events.last_numbers(everything) == dict.fromkeys(names, 1)
+    assert sorted(event.search_id for event in await events.after(everything)) == sorted(names)
+
+
+async def test_a_cancelled_search_with_a_plan_to_make_is_claimed_before_its_turn(database: Database) -> None:
+    table = SearchTable(database)
+    for name in "ab":
+        await table.add(a_search(name))
+    assert await table.claim("me", 60, cancelled_only=True) is None
+    first = await table.claim("me", 60)
+    second = await table.claim("me", 60)
+    assert first is not None
+    assert second is not None
+    await table.release("a", first.fence, None)
+    await table.release("b", second.fence, found(10, 5))
+    await table.request_cancel("b")
+    claim = await table.claim("me", 60, cancelled_only=True)
+    assert claim is not None
+    assert (claim.id, claim.cancel_requested, claim.incumbent) == ("b", True, b"ranks")
+
+
+async def test_the_unwanted_are_those_cancelled_discarded_or_taken_away(database: Database) -> None:
+    table = SearchTable(database)
+    fences = {}
+    for name in "abcd":
+        await table.add(a_search(name))
+        claim = await table.claim("me", 60)
+        assert claim is not None
+        fences[name] = claim.fence
+    await table.request_cancel("b")
+    await table.discard("c")
+    await table.release("d", fences["d"], None)
+    assert await table.unwanted(fences) == {"b", "c", "d"}
+    assert await table.unwanted({}) == set()

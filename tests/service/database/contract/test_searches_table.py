@@ -1,0 +1,284 @@
+"""Searches and plans in every kind of database: whole transactions, leases that fence."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+from sqlalchemy import func, select, text
+from zbv_service.database import Database, PlanTable, SearchTable
+from zbv_service.database.models import SearchRow
+from zbv_service.documents.packing import pack
+from zbv_service.records.searches import NewPlan, NewSearch, PlanSummary, Refusal, Update
+from zbv_solver.errors import ContradictedBound
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+def a_search(name: str, key: str | None = None) -> NewSearch:
+    summary = {"pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span"}
+    return NewSearch(name, key or name, b"problem", summary, {}, datetime.now(UTC))
+
+
+def a_plan(name: str = "p") -> NewPlan:
+    now = datetime.now(UTC)
+    summary = PlanSummary(name, 2, 4, "v", "span", 3.0, 2.0, 0.5, "feasible", 0.1, "fake", "us", now)
+    return NewPlan(summary, b"document", "problem")
+
+
+BETTER = Update(5.0, 2.0, 1.5, "m", b"ranks")
+
+
+async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
+    async def change_and_fail() -> None:
+        async with database.writing() as session:
+            await session.execute(text("UPDATE alembic_version SET version_num = 'x'"))
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        await change_and_fail()
+    async with database.reading() as session:
+        assert (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one() != "x"
+
+
+async def test_many_writers_at_once_all_succeed(database: Database, any_database_url: str) -> None:
+    second = Database(any_database_url)  # as another process has its own connections
+    tables = [SearchTable(database), SearchTable(second)]
+    await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(40)))
+    claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(41)))
+    ids = [claim.id for claim in claims if claim is not None]
+    assert sorted(ids) == sorted(f"s{index}" for index in range(40))
+    await second.close()
+
+
+async def test_searches_are_claimed_oldest_first(database: Database) -> None:
+    table = SearchTable(database)
+    for name in "bac":
+        await table.add(a_search(name))
+    claims = [await table.claim("me", 60) for _ in range(4)]
+    assert [claim and claim.id for claim in claims] == ["b", "a", "c", None]
+
+
+async def test_a_request_is_stored_once_until_it_is_given_up(database: Database) -> None:
+    table = SearchTable(database)
+    _, first_is_new = await table.add(a_search("a", "key"))
+    second, second_is_new = await table.add(a_search("b", "key"))
+    assert (first_is_new, second_is_new, second.id) == (True, False, "a")
+    await table.request_cancel("a")
+    third, third_is_new = await table.add(a_search("c", "key"))
+    assert (third_is_new, third.id) == (True, "c")
+
+
+async def test_only_the_current_owner_writes(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    old = await table.claim("old", 60)
+    assert old is not None
+    assert await table.progressed("a", old.fence, BETTER)
+    assert await table.requeue_of({"old"}) == 1
+    new = await table.claim("new", 60)
+    assert new is not None
+    assert (new.fence, new.attempts, new.incumbent) == (old.fence + 1, 2, b"ranks")
+
+    assert await table.renew("old", {"a": old.fence}, 60) == set()
+    assert not await table.progressed("a", old.fence, BETTER)
+    assert not await table.release("a", old.fence, None)
+    assert not await table.crashed("a", old.fence, None, 1, {})
+    assert not await table.evicted("a", old.fence, None, 1, {})
+    assert not await table.ended("a", old.fence, "failed", {})
+    assert not await table.finished("a", old.fence, a_plan())
+    record = await table.get("a")
+    assert record is not None
+    assert (record.state, record.crashes, record.plan_id) == ("running", 0, None)
+
+    assert await table.renew("new", {"a": new.fence}, 60) == {"a"}
+    assert await table.renew("new", {"a": old.fence}, 60) == set(), "of an attempt of its own before"
+    assert await table.finished("a", new.fence, a_plan())
+    assert not await table.finished("a", new.fence, a_plan())
+
+
+async def test_a_lease_that_is_renewed_does_not_end(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 0.0)
+    assert claim is not None
+    await table.renew("me", {"a": claim.fence}, 60)
+    assert await table.requeue_expired() == 0
+    await table.renew("me", {"a": claim.fence}, -1.0)
+    assert await table.requeue_expired() == 1
+
+
+async def test_a_search_that_is_cancelled_stays_its_owners_until_it_ends(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    record = await table.request_cancel("a")
+    assert record is not None
+    assert record.state == "running"
+    assert await table.renew("me", {"a": claim.fence}, 60) == {"a"}
+    assert await table.finished("a", claim.fence, a_plan())
+    ended = await table.get("a")
+    assert ended is not None
+    assert (ended.state, ended.plan_id) == ("cancelled", "p")
+
+
+async def test_a_search_that_is_given_back_goes_on_from_what_it_found(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    assert await table.release("a", claim.fence, BETTER)
+    record = await table.get("a")
+    assert record is not None
+    assert (record.state, record.objective, record.crashes) == ("queued", 5, 0)
+    again = await table.claim("another", 60)
+    assert again is not None
+    assert (again.incumbent, again.fence) == (b"ranks", claim.fence + 1)
+
+
+async def test_a_search_fails_when_its_process_dies_once_too_often(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a", "key"))
+    for death in range(3):
+        claim = await table.claim("me", 60)
+        assert claim is not None
+        assert claim.incumbent == (None if death == 0 else b"ranks")
+        assert await table.crashed("a", claim.fence, BETTER, 3, {"detail": "why"})
+    record = await table.get("a")
+    assert record is not None
+    assert (record.state, record.crashes, record.error, record.objective) == (
+        "failed",
+        3,
+        {"detail": "why"},
+        5,
+    )
+    assert (await table.add(a_search("b", "key")))[1], "it can be asked for again"
+
+
+async def test_a_search_fails_when_its_worker_is_told_to_end_over_and_over(database: Database) -> None:
+    """Unless it gets further in between."""
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    ended = None
+    states = []
+    for value in (None, None, 9.0, None, None, None):
+        claim = await table.claim("me", 60)
+        assert claim is not None
+        found = None if value is None else Update(value, 4.0, 1.0, "m", b"ranks")
+        assert await table.evicted("a", claim.fence, found, 4, {"detail": "why"})
+        ended = await table.get("a")
+        states.append(ended and ended.state)
+    assert states == ["queued"] * 5 + ["failed"]
+    assert ended is not None
+    assert (ended.crashes, ended.error) == (0, {"detail": "why"})
+
+
+async def test_a_session_that_reads_sees_one_state(database: Database, any_database_url: str) -> None:
+    writer = Database(any_database_url)
+    count = select(func.count()).select_from(SearchRow)
+    async with database.reading() as session:
+        before = await session.scalar(count)
+        await SearchTable(writer).add(a_search("a"))
+        assert await session.scalar(count) == before
+    assert (await database.rows(count))[0][0] == 1
+    await writer.close()
+
+
+async def test_a_plan_is_stored_once(database: Database) -> None:
+    table = PlanTable(database)
+    assert await table.add(a_plan())
+    assert not await table.add(NewPlan(a_plan().summary, b"another document", "problem"))
+    assert await table.document("p") == b"document"
+    assert await table.document("q") is None
+
+
+async def test_moments_come_back_in_utc(database: Database) -> None:
+    table = SearchTable(database)
+    new = a_search("a")
+    await table.add(new)
+    record = await table.get("a")
+    assert record is not None
+    assert (record.created_at, record.created_at.tzinfo) == (new.created_at, UTC)
+
+
+async def test_a_plan_that_undercuts_a_stored_bound_is_no_answer(database: Database) -> None:
+    table = SearchTable(database)
+    asked = pack({"pp_degree": 2})
+    await table.add(replace(a_search("a", "key"), problem=asked))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    assert await table.progressed("a", claim.fence, Update(9.0, 8.5, 0.5 / 8.5, "m", b"ranks"))
+    better, plan = Update(8.0, 8.0, 0.0, "n", b"others"), a_plan()  # of 3, whose own bound is 2
+    for store in (
+        table.progressed("a", claim.fence, better),
+        table.release("a", claim.fence, better),
+        table.crashed("a", claim.fence, better, 1, {}),
+        table.evicted("a", claim.fence, better, 1, {}),
+        table.finished("a", claim.fence, plan),
+    ):
+        with pytest.raises(ContradictedBound) as raised:
+            await store
+        assert raised.value.problem == {"pp_degree": 2}
+        assert raised.value.bound == 8.5
+    before = await table.get("a")
+    assert before is not None
+    assert (before.state, before.objective, before.lower_bound, before.crashes) == ("running", 9, 8.5, 0)
+    assert await PlanTable(database).document("p") is None
+
+    assert await table.contradicted("a", claim.fence, {"detail": "why"})
+    failed = await table.get("a")
+    assert failed is not None
+    assert (failed.state, failed.error, failed.crashes) == ("failed", {"detail": "why"}, 0)
+    assert (failed.objective, failed.lower_bound, failed.gap, failed.method) == (None, None, None, None)
+    assert await table.problem("a") == asked
+    assert (await table.add(a_search("b", "key")))[1], "it can be asked for again"
+
+
+async def test_a_bound_above_a_plan_by_rounding_is_lowered_to_it(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    assert await table.progressed("a", claim.fence, Update(9.0, 3 * (1 + 1e-13), 2.0, "m", b"ranks"))
+    assert await table.finished("a", claim.fence, a_plan())
+    done = await table.get("a")
+    assert done is not None
+    assert (done.state, done.lower_bound, done.gap) == ("done", 3.0, 0.0)
+
+
+async def test_an_incumbent_that_does_not_fit_is_forgotten_with_what_it_claimed(database: Database) -> None:
+    table = SearchTable(database)
+    for name in "abc":
+        await table.add(a_search(name))
+    for first in [await table.claim("me", 60) for _ in range(3)]:
+        assert first is not None
+        assert await table.release(first.id, first.fence, Update(1.0, 1.0, 0.0, "foreign", b"foreign"))
+    refusal = Refusal(hashlib.sha256(b"foreign").hexdigest(), "why")
+    claims = [await table.claim("me", 60) for _ in range(3)]
+    a, b, c = (claim for claim in claims if claim is not None)
+
+    own = replace(BETTER, refusal=refusal)
+    assert await table.progressed(a.id, a.fence, own)
+    # Every report of the attempt carries it; what the attempt itself found stays.
+    assert await table.progressed(a.id, a.fence, replace(own, objective=7.0, incumbent=b"worse"))
+    assert await table.finished(b.id, b.fence, replace(a_plan(), refusal=refusal))
+    unrelated = replace(own, lower_bound=0.5, refusal=Refusal("of another", "why"))
+    assert await table.progressed(c.id, c.fence, unrelated)
+    records = [await table.get(name) for name in "abc"]
+    assert [(record and (record.objective, record.lower_bound)) for record in records] == [
+        (5.0, 2.0),
+        (3.0, 2.0),
+        (1.0, 1.0),
+    ]

@@ -1,0 +1,163 @@
+"""The frontier of a plan whose layers were cut: every limit is searched as a question of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.fake_searches import plan_of
+from support.frontiers import ask, frontier, planned
+from support.layered import NAMES, RECOMPUTED
+from support.serving import Service, Serving
+from zbv_service.documents.problems import asked_of, parse_question
+from zbv_service.frontier.layers import holds_up_to
+from zbv_service.frontier.points import CutSummary, Frontier, Point
+from zbv_service.pages.views.frontier_axis import Axis
+from zbv_service.pages.views.frontier_picture import picture_of
+from zbv_solver.frontiers.limits import Known
+from zbv_solver.plans.plan import Baseline, CutCertificate
+from zbv_solver.problem.problem import Problem, Units
+
+pytestmark = pytest.mark.anyio
+
+UNLIMITED = {**RECOMPUTED, "memory": {}}
+CUT = {**UNLIMITED, "partition": [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]}
+
+
+async def searches(service: Service) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await service.http.get("/v1/searches")).json()["searches"]
+    return found
+
+
+async def test_every_limit_is_cut_anew_once_and_recomputes_what_it_must(serving: Serving) -> None:
+    async with serving("solver") as service:
+        plan_id = await planned(service, UNLIMITED)
+        own = await service.app.state.rooms.plans.plan(plan_id)
+        before = await frontier(service, plan_id)
+        assert [point.at for point in before.points] == [point.limit for point in before.points]
+        fitting = [point for point in before.points if point.limit >= before.own.needs * (1 - 1e-9)]
+        assert [point for point in before.points if point.best is not None] == fitting != []
+        assert {point.best for point in fitting} == {before.own}
+        # What was proved without a limit holds within every one.
+        assert own.cut is not None
+        assert all((point.bound or 0) >= own.cut.lower_bound for point in before.points)
+        assert (before.points[0].bound or 0) > own.cut.lower_bound
+
+        missing = len(before.missing)
+        assert missing >= 8
+        answer = await ask(service, plan_id, effort="quick")
+        assert answer.headers["location"] == f"/plans/{plan_id}/frontier"
+        for search in await searches(service):
+            assert (await service.ended(search["id"]))["state"] == "done"
+        after = await frontier(service, plan_id)
+        assert (len(after.missing), len(after.open)) == (0, 0)
+        await ask(service, plan_id, effort="quick")
+        assert len(await searches(service)) == 1 + missing
+
+        values = [point.best.value for point in after.points if point.best is not None]
+        assert len(values) == len(after.points)
+        assert values == sorted(values, reverse=True)
+        assert values[0] > values[-1]
+        assert after.cuts is not None
+        first = after.points[0].best
+        assert first is not None
+        assert after.cuts[first.name].recomputed > 0
+        assert after.cuts[plan_id] == CutSummary("v", 2, 4, 0)
+
+        text = (await service.http.get(f"/plans/{plan_id}/frontier")).text
+        assert "The layers are cut anew for every limit" in text
+        assert "of 4 stages recomputed" in text
+        assert "V, nothing recomputed" in text
+        assert "MiB" in text
+        assert "1F1B's memory" not in text
+        form = (await service.http.get(f"/new?from={plan_id}&limit=smallest")).text
+        assert "Its layers are cut anew." in form
+        assert "the smallest that some plan fits" not in form, "nobody has looked"
+        # From the plan of another limit it is the same frontier.
+        other = await frontier(service, first.name)
+        assert [point.at for point in other.points] == [point.at for point in after.points]
+        assert {plan.name for plan in other.plans} == {plan.name for plan in after.plans}
+        assert len({plan.name for plan in other.plans}) == len(other.plans)
+        # What was proved of its own little memory says nothing of more.
+        assert [point.bound for point in other.points] == [point.bound for point in after.points]
+        assert all((point.bound or 0) <= value for point, value in zip(other.points, values, strict=True))
+
+
+async def test_a_cut_that_was_given_is_kept_and_layers_that_hold_nothing_have_none(serving: Serving) -> None:
+    async with serving("solver") as service:
+        plan_id = await planned(service, CUT)
+        found = await frontier(service, plan_id)
+        assert found.cuts is None
+        text = (await service.http.get(f"/plans/{plan_id}/frontier")).text
+        assert "The cut of its layers is given" in text
+        assert "cut anew" not in text
+
+        bare = [{key: layer[key] for key in layer if key != "memory"} for layer in UNLIMITED["layers"]]
+        bare[1].pop("recompute")
+        plan_id = await planned(service, {**UNLIMITED, "layers": bare})
+        text = (await service.http.get(f"/plans/{plan_id}/frontier")).text
+        assert "says nothing about memory" in text
+        assert "of the layers" in text
+        assert (await ask(service, plan_id, effort="quick")).status_code == 422
+
+
+async def test_a_limit_that_nothing_fits_after_all_is_not_asked_for_ever(serving: Serving) -> None:
+    async with serving("solver") as service:
+        plan_id = await planned(service, UNLIMITED)
+        least = (await frontier(service, plan_id)).points[0]
+    # Which cuts of interleaved stages fit is found, not proved: a search may end like this.
+    async with serving("tight") as service:
+        record = (await service.submit(least.problem, effort="standard")).json()
+        assert (await service.ended(record["id"]))["state"] == "infeasible"
+        point = (await frontier(service, plan_id)).points[0]
+        assert (point.is_searched, point.is_missing, point.best) == (True, False, None)
+        text = (await service.http.get(f"/plans/{plan_id}/frontier")).text
+        assert f'<a class="state infeasible" href="/searches/{record["id"]}">nothing fits</a>' in text
+
+
+def cut() -> Problem:
+    question = parse_question({**CUT, "memory": {"limit": [40, 35]}})
+    assert isinstance(question, Problem)
+    return question
+
+
+def test_the_planner_has_the_choice_of_placements_that_it_had() -> None:
+    plan = replace(plan_of(cut()), cut=CutCertificate("moved", 6.0, 1 / 3))
+    assert asked_of(plan).placement == "v"
+    classical = Baseline("1f1b", 9.0, 9.0, 0.1, (1.0, 1.0), True)
+    for name in ("loop-2", "single"):
+        other = replace(classical, name=name)
+        assert asked_of(replace(plan, baselines=(classical, other))).placement == "auto"
+    beside = replace(classical, name="even-cut")
+    assert asked_of(replace(plan, baselines=(classical, beside))).placement == "v"
+
+
+def test_what_is_proved_for_limits_of_ranks_holds_up_to_the_smallest() -> None:
+    assert holds_up_to((40.0, 35.0)) == 35.0
+    assert holds_up_to(None) == math.inf
+
+
+def test_the_plan_is_in_the_picture_whatever_it_needs() -> None:
+    points = tuple(Point(at, at, {}, None, 1.0, None, False) for at in (20.0, 40.0))
+    own = Known("own", 44.0, 7.0)
+    found = Frontier(cut(), own, points, (own,), (), {"own": CutSummary("v", 2, 4, 0)})
+    axis = Axis.of(found)
+    assert (axis.last, axis.shows(44.0)) == (44.0, True)
+    assert axis.begin == pytest.approx(20 - 0.12 * 24)
+    assert Axis.of(replace(found, own=replace(own, needs=30.0))).last == 40.0
+    mark = picture_of(found, "").marks[-1]
+    assert (mark.style, mark.text) == ("own", "this plan: 7 µs, needs 44 MiB on its fullest rank")
+
+
+def test_amounts_of_memory_are_an_axis_that_begins_near_the_smallest() -> None:
+    axis = Axis(60.0, 100.0, Units(memory="GB"))
+    assert (axis.place(60), axis.place(40), axis.place(1000)) == (0, 0, 100)
+    assert axis.place(100) == pytest.approx(100 / 1.04, abs=1e-3)
+    assert axis.said(75) == "75 GB"
+    assert [text for _, text in axis.ticks()] == ["60", "65", "70", "75", "80", "85", "90", "95", "100"]
+    assert (axis.unit, axis.needs(75)) == ("GB", "needs 75 GB on its fullest rank")
+    gib = Axis(0.0, 40 * 2.0**30, Units(memory="bytes"))
+    assert gib.unit == "GiB"
+    assert [(at / 2**30, text) for at, text in gib.ticks()][:2] == [(0, "0"), (5, "5")]

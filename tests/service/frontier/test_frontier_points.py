@@ -1,0 +1,148 @@
+"""The frontier of a plan over HTTP: what is stored is found, what is missing is searched, once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.frontiers import ask, frontier, planned
+from support.serving import PROBLEM, Serving
+from zbv_service.frontier.points import Point
+from zbv_service.pages.views.frontier import frontier_view
+from zbv_solver.frontiers import memory_fraction
+from zbv_solver.frontiers.limits import Known
+from zbv_solver.problem.stage_document import parse_problem, problem_json
+
+pytestmark = pytest.mark.anyio
+
+LEAST = memory_fraction.smallest(parse_problem(PROBLEM))
+
+
+def at(fraction: float) -> dict[str, Any]:
+    return problem_json(memory_fraction.at_fraction(parse_problem(PROBLEM), fraction))
+
+
+async def test_a_plan_counts_where_it_fits_and_is_drawn_and_linked(serving: Serving) -> None:
+    async with serving("honest") as service:
+        tight, own = await planned(service, at(LEAST)), await planned(service, at(1.0))
+        found = await frontier(service, own)
+        assert found.points[0].at == LEAST
+        assert {plan.name for plan in found.plans} == {tight, own}
+        assert found.own.name == own
+        for point in found.points:
+            fitting = [plan for plan in found.plans if plan.needs <= point.at * (1 + 1e-9)]
+            assert point.best is not None
+            assert point.best.value == min(plan.value for plan in fitting)
+        values = [point.best.value for point in found.points if point.best is not None]
+        assert values == sorted(values, reverse=True)
+        bounds = [point.bound for point in found.points if point.bound is not None]
+        # A bound that was proved for little memory says nothing of more.
+        assert all(bound <= value * (1 + 1e-9) for bound, value in zip(bounds, values, strict=True))
+        assert len(bounds) == len(found.points)
+        assert bounds == sorted(bounds, reverse=True)
+        assert all(point.bound <= point.best.value for point in found.points if point.best and point.bound)
+
+        page = await service.http.get(f"/plans/{own}/frontier")
+        assert page.status_code == 200
+        assert page.text.count('class="asked ') == len(found.points)
+        for plan_id in (tight, own):
+            assert re.search(rf'<a href="/plans/{plan_id}" aria-label="', page.text)
+        assert "unsafe-inline" not in page.headers["content-security-policy"]
+
+
+async def test_only_what_reaches_its_bound_is_called_proved() -> None:
+    point = Point(1.0, 8.0, {}, Known("plan", 1.0, 100.0), 99.5, None, True)
+    assert not point.is_proved
+    assert replace(point, bound=100.0 * (1 - 1e-12)).is_proved
+    assert not replace(point, bound=None).is_proved
+    assert not replace(point, best=None).is_proved
+
+
+async def test_plans_between_the_limits_and_without_one_are_found_too(serving: Serving) -> None:
+    async with serving("honest") as service:
+        between = await planned(service, at(1.1))
+        unlimited = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
+        other = await planned(service, unlimited)
+        own = await planned(service, at(LEAST))
+        names = {plan.name for plan in (await frontier(service, own)).plans}
+        assert names >= {between, other, own}
+
+
+async def test_missing_points_are_searched_once(serving: Serving) -> None:
+    async with serving("honest") as service:
+        plan_id = await planned(service, at(1.0))
+        missing = (await frontier(service, plan_id)).missing
+        assert missing
+        answer = await ask(service, plan_id, effort="quick")
+        assert (answer.status_code, answer.headers["location"]) == (303, f"/plans/{plan_id}/frontier")
+        searches = (await service.http.get("/v1/searches")).json()["searches"]
+        assert len(searches) == 1 + len(missing)
+        for search in searches:
+            await service.ended(search["id"])
+        found = await frontier(service, plan_id)
+        assert not found.missing
+        assert not found.open
+        await ask(service, plan_id, effort="quick")
+        assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1 + len(missing)
+
+        unproved = sum(not point.is_proved for point in found.points)
+        answer = await ask(service, plan_id, effort="quick", again="1")
+        assert answer.headers["location"] == f"/plans/{plan_id}/frontier?known={unproved}"
+        assert "searched with that effort before" in (await service.http.get(answer.headers["location"])).text
+        answer = await ask(service, plan_id, effort="standard", again="1")
+        assert answer.headers["location"] == f"/plans/{plan_id}/frontier"
+        assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1 + len(missing) + unproved
+
+
+async def test_a_caller_with_too_many_searches_is_told_how_many_points_wait(serving: Serving) -> None:
+    async with serving("honest") as service:
+        plan_id = await planned(service, at(1.0))
+    async with serving("held", max_searches_per_token=2) as service:
+        missing = len((await frontier(service, plan_id)).missing)
+        answer = await ask(service, plan_id, effort="quick")
+        refused = missing - 2
+        assert answer.headers["location"].endswith(f"?refused={refused}")
+        page = await service.http.get(answer.headers["location"])
+        assert f"{refused} point" in page.text
+        assert "data-again" in page.text
+        assert "data-open" in page.text
+        found = await frontier(service, plan_id)
+        assert (len(found.open), len(found.missing)) == (2, refused)
+
+
+async def test_rubbish_is_refused_and_a_problem_without_memory_told_what_to_do(serving: Serving) -> None:
+    async with serving("honest", max_effort="quick") as service:
+        plan_id = await planned(service, at(1.0))
+        for form in ({"effort": "standard"}, {"effort": "enormous"}):
+            answer = await ask(service, plan_id, **form)
+            assert answer.status_code == 422
+            assert "effort" in answer.text
+        assert (await ask(service, "0" * 64, effort="quick")).status_code == 404
+        assert (await service.http.get(f"/plans/{'0' * 64}/frontier")).status_code == 404
+        assert (await service.http.get(f"/plans/{plan_id}/frontier?refused=-1")).status_code == 422
+        page = await service.http.get(f"/plans/{plan_id}/frontier")
+        assert "<option selected>quick</option>" in page.text
+        assert "standard</option>" not in page.text
+
+        plan_id = await planned(service, {name: PROBLEM[name] for name in PROBLEM if name != "memory"})
+        page = await service.http.get(f"/plans/{plan_id}/frontier")
+        assert page.status_code == 200
+        assert "says nothing about memory" in page.text
+        assert (await ask(service, plan_id, effort="quick")).status_code == 422
+
+
+async def test_schedules_at_one_place_share_a_mark(serving: Serving) -> None:
+    async with serving("honest") as service:
+        plan = await service.app.state.rooms.plans.plan(await planned(service, at(1.0)))
+        found = await frontier(service, plan.plan_id)
+        twins = tuple(Known(name, 1.0, found.own.value) for name in ("one", "other"))
+        apart = Known("apart", 1.5, found.own.value)
+        view = frontier_view(
+            plan, replace(found, baselines=(*twins, apart)), most_effort="quick", refused=0, root=""
+        )
+        assert view.picture is not None
+        marks = [(mark.name, mark.is_left) for mark in view.picture.marks if mark.style == "baseline"]
+        assert marks == [("one, other", False), ("apart", True)]
+        assert all(0 <= mark.x <= 100 and 0 <= mark.y <= 100 for mark in view.picture.marks)

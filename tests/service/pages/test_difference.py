@@ -1,0 +1,77 @@
+"""What is said of two problems that differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from support.cut_models import cut_problem
+from support.problems import problems, uniform
+from zbv_service.pages.views.difference import Difference, differences
+from zbv_solver.construct.baselines import merge_stages
+from zbv_solver.problem.problem import Costs, Problem, Units
+
+
+@given(problems(), problems())
+def test_nothing_is_said_of_equal_problems_and_something_of_others(one: Problem, other: Problem) -> None:
+    assert differences(one, one) == ()
+    assert bool(differences(one, other)) == (one != other)
+    swapped = [(each.name, each.there, each.here) for each in differences(other, one)]
+    assert [name for name, _, _ in swapped] == [each.name for each in differences(one, other)]
+
+
+def test_every_quantity_is_named_with_both_sides() -> None:
+    one = uniform(2, 4, limit=8)
+    other = replace(
+        uniform(2, 6, limit=8, p2p=0.5, objective="makespan"), units=Units(time="us", memory="bytes")
+    )
+    assert differences(one, other) == (
+        Difference("microbatches", "4", "6"),
+        Difference("objective", "span", "makespan"),
+        Difference("time unit", "none", "us"),
+        Difference("memory unit", "none", "bytes"),
+        Difference("transfer", "0", "0.5"),
+    )
+
+
+def test_ranges_that_read_alike_are_told_apart_by_how_many_differ() -> None:
+    one = uniform(2, 4)
+    costs = one.costs
+    left = replace(one, costs=replace(costs, forward=(1.0, 2.0, 1.0, 1.0)))
+    right = replace(one, costs=replace(costs, forward=(1.0, 1.0, 2.0, 1.0)))
+    assert differences(left, right) == (Difference("forward F", "1 to 2", "1 to 2, 2 of 4 differ"),)
+
+
+def test_ranges_of_different_lengths_that_read_alike_are_told_apart_by_these() -> None:
+    short, long = (replace(uniform(p, 4), costs=_rising(uniform(p, 4))) for p in (2, 3))
+    found = differences(short, long)
+    assert Difference("forward F", "1 to 2, 4 values", "1 to 2, 6 values") in found
+
+
+def _rising(problem: Problem) -> Costs:
+    return replace(problem.costs, forward=(1.0, *problem.costs.forward[2:], 2.0))
+
+
+def test_layers_that_are_cut_otherwise_are_said() -> None:
+    even, uneven = (cut_problem("abcd", sizes) for sizes in ([1, 1, 1, 1], [2, 0, 1, 1]))
+    found = {each.name: (each.here, each.there) for each in differences(even, uneven)}
+    assert found["layers"] == ("4 in 4 stages", "4 in 4 stages, others or otherwise cut")
+    assert differences(even, replace(even, model=None)) == (
+        Difference("layers", "4 in 4 stages", "none given"),
+    )
+
+
+def test_rounding_is_no_difference() -> None:
+    one = uniform(2, 4)
+    near = (1.0 + 1e-14, 1.0, 2.0, 1.0)
+    left = replace(one, costs=replace(one.costs, forward=(1.0, 2.0, 1.0, 1.0)))
+    right = replace(one, costs=replace(one.costs, forward=near))
+    assert differences(left, right) == (Difference("forward F", "1 to 2", "1 to 2, 2 of 4 differ"),)
+    assert differences(one, replace(one, costs=replace(one.costs, forward=(*near[:2], 1.0, 1.0)))) == ()
+
+
+def test_another_placement_with_the_same_numbers_differs_only_in_that() -> None:
+    one = uniform(2, 4)
+    merged = merge_stages(one)
+    assert [each.name for each in differences(one, merged)][:1] == ["placement"]
+    assert Difference("forward F", "1", "2") in differences(one, merged)

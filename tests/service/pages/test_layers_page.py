@@ -1,0 +1,224 @@
+"""Layers on pages, as text: what was asked of them, where a plan cuts them, and back into the form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from support.fake_searches import plan_of
+from support.layered import LAYERED, NAMES, RECOMPUTED
+from support.problems import uniform
+from zbv_service.documents.problems import parse_question, question_json, uncut
+from zbv_service.pages.shell import Shell
+from zbv_service.pages.views.compare import compare_view
+from zbv_service.pages.views.layers import facts_of_layers, layers_table
+from zbv_service.pages.views.new_search import start_from, start_from_layers
+from zbv_service.pages.views.search import Shortage, search_page, search_view
+from zbv_service.records.searches import SearchRecord
+from zbv_solver.export.html import render
+from zbv_solver.export.report import plan_view
+from zbv_solver.export.report.layers import layers_view
+from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem
+
+AT = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+PARTITION = [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]
+
+
+def layered(**changes: Any) -> LayeredProblem:
+    question = parse_question({**RECOMPUTED, **changes})
+    assert isinstance(question, LayeredProblem)
+    return question
+
+
+def cut(**changes: Any) -> Problem:
+    flags = [False, True, True, False]
+    question = parse_question({**RECOMPUTED, "partition": PARTITION, "recompute": flags, **changes})
+    assert isinstance(question, Problem)
+    return question
+
+
+def planned(problem: Problem | None = None) -> Plan:
+    plan = plan_of(problem or cut())
+    return replace(
+        plan,
+        cut=CutCertificate("moved", 6.0, 8 / 6 - 1),
+        baselines=(
+            Baseline("1f1b", 9.0, 9.0, 0.1, (1.0, 1.0), True),
+            Baseline("even-cut", 12.0, 12.0, 0.2, (30.0, 2.0), False),
+            Baseline("loop-3", 10.0, 10.0, 0.2, (3.0, 2.0), True),
+        ),
+    )
+
+
+def record(**changes: Any) -> SearchRecord:
+    known = SearchRecord(
+        id="a" * 32,
+        state="done",
+        summary={"pp_degree": 2, "microbatches": 4, "objective": "span", "time_unit": "us", "layers": 8},
+        options={"effort": "quick"},
+        objective=8.0,
+        lower_bound=8.0,
+        gap=0.0,
+        method="moved",
+        plan_id="b" * 64,
+        error=None,
+        cancel_requested=False,
+        attempts=1,
+        crashes=0,
+        created_at=AT,
+        started_at=AT,
+        updated_at=AT,
+        finished_at=AT,
+    )
+    return replace(known, **changes)
+
+
+def page_of(found: SearchRecord, question: Problem | LayeredProblem) -> str:
+    return search_page(search_view(found, question, None, AT), Shell())
+
+
+def test_a_plan_says_the_layers_of_every_stage_and_what_is_proved_of_other_cuts() -> None:
+    view = layers_view(planned())
+    assert view is not None
+    assert view.summary == "8 layers in 4 stages, of which 2 are recomputed."
+    assert "more than 25.00\u202f% better: none has a plan below 6 µs" in view.certificate
+    first, second = view.ranks
+    assert [(each.stage, each.layers) for each in first.stages] == [
+        (0, "embedding, block.0"),
+        (3, "block.5, head"),
+    ]
+    assert [each.layers for each in second.stages] == ["block.1, block.2", "block.3, block.4"]
+    assert [each.is_recomputed for each in (*first.stages, *second.stages)] == [False, False, True, True]
+    # 31 and 95 on rank 0; four recomputed blocks of 39 each on rank 1.
+    assert (first.work, second.work) == ("126", "156")
+    assert (first.relative, second.relative) == ("−10.6\u202f%", "+10.6\u202f%")
+    assert (first.share, second.share, view.mean) == pytest.approx((126 / 156, 1, 141 / 156))
+    assert (first.parameters, second.static) == ("800 B", "21.8 MiB")
+
+
+def test_copies_in_a_row_are_a_range_also_where_they_are_layers_of_their_own() -> None:
+    wide = [NAMES[:5], NAMES[5:6], NAMES[6:7], NAMES[7:]]
+    apart = [
+        {**LAYERED["layers"][1], "name": name, "repeat": None} if name.startswith("block") else layer
+        for name, layer in zip(NAMES, [LAYERED["layers"][0], *[None] * 6, LAYERED["layers"][2]], strict=True)
+    ]
+    for layers in (LAYERED["layers"], apart):
+        question = parse_question({**LAYERED, "layers": layers, "partition": wide})
+        assert isinstance(question, Problem)
+        view = layers_view(plan_of(question))
+        assert view is not None
+        assert view.ranks[0].stages[0].layers == "embedding, block.0 to block.3"
+        assert view.certificate == "", "a cut that was given proves nothing"
+
+
+def test_layers_whose_numbers_leave_some_out_are_no_range() -> None:
+    names = ["embedding", *(f"block.{2 * copy}" for copy in range(6)), "head"]
+    each = [LAYERED["layers"][0], *[{**LAYERED["layers"][1], "repeat": None}] * 6, LAYERED["layers"][2]]
+    layers = [{**layer, "name": name} for name, layer in zip(names, each, strict=True)]
+    question = parse_question(
+        {**LAYERED, "layers": layers, "cut": {}, "partition": [names[:5], names[5:6], names[6:7], names[7:]]}
+    )
+    assert isinstance(question, Problem)
+    view = layers_view(plan_of(question))
+    assert view is not None
+    assert view.ranks[0].stages[0].layers == "embedding, block.0, block.2, block.4, block.6"
+
+
+def test_a_plan_that_meets_the_bound_of_every_cut_is_said_to() -> None:
+    view = layers_view(replace(planned(), cut=CutCertificate("moved", 8.0, 0.0)))
+    assert view is not None
+    assert view.certificate.startswith("Proved: no plan of any other cut is better")
+
+
+def test_the_page_of_a_plan_has_layers_only_where_there_are_any() -> None:
+    assert plan_view(plan_of(uniform(2, 4))).layers is None
+    text = render(planned())
+    assert "Layers of every rank" in text
+    assert "embedding, block.0" in text
+    assert "No other cut can be more than" in text
+    assert "no plan of this cut is below" in text
+    assert "no plan of this cut" not in render(plan_of(uniform(2, 4)))
+    assert "<script>x" not in render(planned(cut_named("<script>x</script>"))).split("Layers of every")[1]
+
+
+def cut_named(name: str) -> Problem:
+    layers = [{**LAYERED["layers"][0], "name": name}, *LAYERED["layers"][1:]]
+    changes: dict[str, Any] = {"layers": layers, "cut": {}, "recompute": None, "memory": {}}
+    return cut(**changes, partition=[[name, "block.0"], *PARTITION[1:]])
+
+
+def test_other_cuts_and_placements_are_rows_of_a_comparison_and_not_schedules() -> None:
+    view = compare_view(planned(), [], ((), ()), "")
+    assert [row.name for row in view.rows] == ["this plan", "even-cut", "loop-3"]
+    assert [row.fits for row in view.rows] == [True, False, True]
+    assert [row.relative for row in view.rows] == ["", "+50.0\u202f%", "+25.0\u202f%"]
+    assert [row.share for row in view.rows] == pytest.approx([8 / 12, 1, 10 / 12])
+    assert view.has_cuts
+    assert not compare_view(plan_of(uniform(2, 4)), [], ((), ()), "").has_cuts
+
+
+def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
+    rules = {"together": [["embedding", "block.0"]], "first": 3, "last": 1, "allow_empty": True}
+    asked = layered(placement="auto", cut=rules, memory={"limit": [24, 30]})
+    facts = dict(facts_of_layers(asked))
+    assert facts["Layers"] == "8"
+    # One stage per rank would be two stages, which three and one layers do not fill.
+    assert facts["Placement"] == "the best of V, interleaved × 2, interleaved × 3, interleaved × 4"
+    assert facts["Transfer"] == "1 µs and its bytes at 100 B per µs"
+    assert facts["Memory limit"] == "24 MiB to 30 MiB"
+    assert (facts["First stage"], facts["Last stage"]) == ("3 layers", "1 layer")
+    assert (facts["Not cut apart"], facts["Empty stages"]) == ("embedding to block.0", "allowed")
+    table = layers_table(asked.model, asked.units)
+    assert [(line.name, line.copies) for line in table.lines] == [
+        ("embedding", ""),
+        ("block", "× 6"),
+        ("head", ""),
+    ]
+    assert table.lines[1].recomputed == "holds 0.2 MiB, 10 µs longer"
+    slower = {**RECOMPUTED["layers"][1]["recompute"], "forward": 12}
+    layers = [RECOMPUTED["layers"][0], {**RECOMPUTED["layers"][1], "recompute": slower}]
+    assert (
+        layers_table(layered(layers=layers).model, asked.units).lines[1].recomputed.endswith("12 µs longer")
+    )
+    assert (table.has_fused, table.has_recompute, table.is_long) == (False, True, False)
+    text = page_of(record(), asked)
+    assert "8 layers to be cut into stages" in text
+    assert "no plan of this problem is shorter, wherever it is cut" in text
+    # Of a cut that is given the layers are there, and nothing is said of others.
+    assert "block" in page_of(record(), cut())
+    assert "wherever it is cut" not in page_of(record(), cut())
+
+
+def test_what_no_cut_fits_is_said_for_the_cut_that_lacks_the_least() -> None:
+    error = {"title": "x", "detail": "y", "type": "/problems/infeasible-memory", "smallest_limit": [25, 24]}
+    found = record(state="infeasible", plan_id=None, objective=None, error=error)
+    view = search_view(found, layered(), None, AT)
+    assert view.shortages == (Shortage(0, 0, "24 MiB", "25 MiB"),)
+    assert "the cut that lacks the least" in search_page(view, Shell())
+
+
+def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
+    asked = layered(memory={"limit": 24, "static": [1, 2]})
+    start = start_from_layers(asked, {"effort": "quick"}, "note")
+    assert parse_question(start.problem) == asked
+    assert (start.problem["memory"], start.limit_fraction) == ({"static": [1, 2], "limit": 24}, None)
+    smallest = start_from_layers(asked, {}, "", limit=[25, 26])
+    assert smallest.problem["memory"]["limit"] == [25, 26]
+    # A plan's problem is a cut: what was asked was its layers.
+    again = start_from(cut(), {}, "From a plan.")
+    assert again.problem == {**start_from_layers(layered(), {}, "").problem}
+    assert again.note == "From a plan. Its layers are cut anew."
+    with pytest.raises(ValueError, match="without layers"):
+        uncut(uniform(2, 4))
+
+
+def test_transfers_of_a_cut_that_follow_from_no_link_are_their_mean_in_the_form() -> None:
+    measured = cut(costs={"p2p": [1, 2, 6]})
+    assert measured.model is not None
+    assert measured.model.link is None
+    assert uncut(measured).p2p == 3.0
+    assert question_json(uncut(measured))["costs"] == {"p2p": 3}

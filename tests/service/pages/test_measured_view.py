@@ -1,0 +1,100 @@
+"""A measured step as its page tells it: what stands beside each other is about the same thing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.rank_traces import trace_documents
+from zbv_service.pages.views.measured import MeasuredView, measured_view
+from zbv_service.runs.measurements import Chosen, Measured, measure
+from zbv_solver.measure.rank_trace import parse_rank_trace
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import Objective
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import make_plan
+
+LISTS = [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]]
+COSTS = {"forward": [1, 2], "backward_input": 1, "backward_weight": [1, 10]}
+
+
+def planned(objective: Objective, costs: Any = COSTS) -> Plan:
+    """Rank 1 begins late and ends last: the makespan, 14, is more than the span, 13."""
+    shape = {"pp_degree": 2, "microbatches": 1, "placement": "single", "units": {"time": "us"}}
+    problem = parse_problem({**shape, "objective": objective, "costs": costs})
+    return make_plan(problem, Orders.from_text(LISTS), method="by hand")
+
+
+def view_of(plan: Plan, actual: Plan, *, steps: int = 1, ranks: tuple[int, ...] = (0, 1)) -> MeasuredView:
+    """What is told of a plan whose actions took as long as another's."""
+    documents = trace_documents(actual.problem, actual.orders, plan_id=plan.plan_id, steps=steps)
+    found = measure(plan, [parse_rank_trace(documents[rank]) for rank in ranks], Chosen())
+    assert isinstance(found, Measured)
+    return measured_view("e" * 32, found, "", is_open=False)
+
+
+def idle_notes(view: MeasuredView) -> list[list[str]]:
+    """What is told beside the rows of each lane, the first rank first."""
+    assert view.lanes is not None
+    found: list[list[str]] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, dict):
+            labels = value.get("attributes", {}).get("major_label_overrides")
+            texts = [text for _, text in labels["entries"]] if isinstance(labels, dict) else []
+            if any(str(text).endswith("%") for text in texts):
+                found.append([text.replace("\u202f", "") for text in texts])
+            for each in value.values():
+                look(each)
+        elif isinstance(value, list):
+            for each in value:
+                look(each)
+
+    look(json.loads(view.lanes.chart))
+    return found
+
+
+@pytest.mark.parametrize(("objective", "length"), [("span", 13), ("makespan", 14)])
+def test_a_step_that_went_as_planned_is_as_idle_as_planned(objective: Objective, length: int) -> None:
+    plan = planned(objective)
+    assert plan.objective == length
+    view = view_of(plan, plan)
+    cards = {card.label: card for card in view.cards}
+    share = f"{100 * (1 - 16 / (2 * length)):.1f}\u202f%"
+    assert cards["Planned"].value == cards["Measured"].value == f"{length} µs"
+    assert cards["Idle"].value == share
+    assert cards["Idle"].note == f"of the step; planned {share}"
+    assert view.rows[0].total == view.rows[1].total == "0"
+    above, below = idle_notes(view)
+    assert above == below == [f"{100 * (1 - busy / length):.1f}%" for busy in (3, 13)]
+
+
+def test_what_is_said_of_one_rank_alone_is_planned_for_it_alone() -> None:
+    plan = planned("makespan")
+    view = view_of(plan, plan, ranks=(1,))
+    (idle,) = [card for card in view.cards if card.label == "Idle"]
+    assert "planned 7.1" in idle.note, "13 of 14"
+    assert any("Rank 0 has not sent this step" in notice for notice in view.notices)
+
+
+def test_the_parts_that_are_shown_add_up_to_the_total() -> None:
+    plan = planned("makespan")
+    view = view_of(plan, planned("makespan", {**COSTS, "forward": [4, 2]}))
+    for row in view.rows:
+        shown = [float(text.replace("\u2212", "-")) for _, text, _ in row.parts]
+        assert sum(shown) == pytest.approx(float(row.total)) == 3
+        assert sum(piece.width for piece in row.segments) == pytest.approx(
+            100 * sum(map(abs, shown)) / 3, abs=0.1
+        )
+
+
+def test_an_action_that_was_to_take_nothing_has_no_ratio() -> None:
+    costs = {**COSTS, "backward_input": 0}
+    view = view_of(planned("span", costs), planned("span"))
+    cells = dict(zip(view.letters, view.kinds[0].cells, strict=True))
+    assert cells["I"] is not None
+    assert (cells["I"].ratio, cells["I"].tone) == ("–", "slow")
+    assert cells["F"] is not None
+    assert (cells["F"].ratio, cells["F"].tone) == ("1.00", "")

@@ -1,0 +1,187 @@
+"""The pages of asking for a search and of following one, as text: what they say of every state."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from support.problems import uniform
+from support.serving import PROBLEM, Serving
+from zbv_service.pages.shell import Shell
+from zbv_service.pages.views.new_search import presets, start_from
+from zbv_service.pages.views.search import Shortage, search_page, search_view
+from zbv_service.problems.check import check
+from zbv_service.records.searches import SearchRecord
+from zbv_service.settings import Settings
+from zbv_solver.frontiers.memory_fraction import at_fraction
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import parse_problem, problem_json
+
+AT = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+RECORD = SearchRecord(
+    id="a" * 32,
+    state="running",
+    summary={"pp_degree": 2, "microbatches": 4, "objective": "span", "time_unit": "us"},
+    options={"effort": "quick", "time_limit": 90, "seed": 7},
+    objective=1234.0,
+    lower_bound=1200.0,
+    gap=0.02875,
+    method="parameters(rule,evaluation=3)",
+    plan_id=None,
+    error=None,
+    cancel_requested=False,
+    attempts=2,
+    crashes=0,
+    created_at=AT,
+    started_at=AT,
+    updated_at=AT,
+    finished_at=None,
+)
+
+
+def page_of(record: SearchRecord, problem: Problem | None = None, **shell: Any) -> str:
+    view = search_view(record, problem or uniform(2, 4, limit=3), None, AT + timedelta(seconds=12.5))
+    return search_page(view, Shell(**shell))
+
+
+def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
+    text = page_of(RECORD)
+    for words in (
+        "2 ranks × 4 microbatches",
+        "1\u202f234",
+        "2.88",
+        "12.5 s",
+        "started 2 times",
+        "parameters",
+    ):
+        assert words in text, words
+    assert "quick, at most 90 s, seed 7" in text
+    assert "3, 0.75 × of 1F1B" in text
+    assert 'id="stop"' in text
+    assert 'id="delete"' in text
+    assert 'id="to-plan"' not in text
+    data = re.search(r'id="search">(.*?)</script>', text)
+    assert data is not None
+    assert json.loads(data[1])["seconds"] == 12.5
+
+
+def test_only_who_may_search_is_offered_to_change_one() -> None:
+    text = page_of(RECORD, may=frozenset({"read"}))
+    assert 'id="stop"' not in text
+    assert 'id="delete"' not in text
+    assert 'id="stop"' in page_of(RECORD, may=frozenset({"admin"}))
+
+
+def test_only_a_proof_is_called_one() -> None:
+    done = replace(RECORD, state="done", plan_id="b" * 64, finished_at=AT)
+    assert "Proved optimal" not in page_of(done)
+    assert "no plan is below" in page_of(done)
+    assert "Proved optimal" in page_of(replace(done, gap=0.0))
+    early = replace(RECORD, gap=0.0)
+    assert "Proved optimal" not in page_of(early), "not before its plan is stored"
+    assert not search_view(early, uniform(2, 4, limit=3), None).optimal
+
+
+def test_how_a_method_was_set_is_told_whole() -> None:
+    view = search_view(replace(RECORD, method="windows(greedy-v(a=1))"), uniform(2, 4), None)
+    assert (view.method, view.details) == ("windows", "greedy-v(a=1)")
+
+
+def test_what_ended_without_a_plan_says_why_and_what_to_do() -> None:
+    nothing = replace(RECORD, objective=None, lower_bound=None, gap=None, method=None)
+    assert "Stopped before a plan was found" in page_of(replace(nothing, state="cancelled"))
+    error = {
+        "title": "It <died>",
+        "detail": "memory ran out",
+        "type": "/problems/search-crashed",
+        "status": 500,
+    }
+    failed = page_of(replace(nothing, state="failed", error=error), root="/zbv")
+    for words in (
+        "It &lt;died&gt;",
+        "memory ran out",
+        'href="/zbv/problems/search-crashed"',
+        "/zbv/new?from=",
+    ):
+        assert words in failed, words
+    assert 'id="course-panel"' not in failed
+
+
+def test_ranks_that_lack_memory_are_listed_together() -> None:
+    problem = parse_problem({**problem_json(uniform(4, 4, limit=1)), "pp_degree": 4})
+    limited = replace(problem, memory=replace(problem.memory, limit=(1.0, 1.0, 5.0, 1.5)))
+    view = search_view(replace(RECORD, state="infeasible"), limited, None)
+    assert view.shortages == (Shortage(0, 1, "1", "2"), Shortage(3, 3, "1.5", "2"))
+    assert view.fraction == "0.25 ×"
+    rounded = replace(problem, memory=replace(problem.memory, limit=(1.0, 2 - 1e-12, 5.0, 5.0)))
+    view = search_view(replace(RECORD, state="infeasible"), rounded, None)
+    assert view.shortages == (Shortage(0, 0, "1", "2"),), "a limit that is too low by rounding alone is none"
+    assert "limit=smallest" in search_page(view, Shell())
+    weightless = replace(
+        problem,
+        memory=replace(
+            problem.memory,
+            forward=(0.0,) * 8,
+            backward_input=(0.0,) * 8,
+            backward_weight=(0.0,) * 8,
+            static=(2.0,) * 4,
+        ),
+    )
+    assert search_view(replace(RECORD, state="infeasible"), weightless, None).fraction == ""
+
+
+@pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
+def test_every_preset_can_be_searched(preset: Any) -> None:
+    found = check(Settings(), {"problem": preset.problem, "limit_fraction": preset.limit_fraction})
+    assert found.issues == []
+    if "layers" in preset.problem:
+        assert found.layers is not None
+    else:
+        assert found.facts is not None
+        assert found.facts.fits
+
+
+def test_an_earlier_limit_is_a_fraction_where_it_is_a_round_one() -> None:
+    static = parse_problem({**PROBLEM, "memory": {**PROBLEM["memory"], "static": [1, 3], "limit": None}})
+    start = start_from(at_fraction(static, 0.7), {}, "")
+    assert (start.limit_fraction, start.problem["memory"]["limit"]) == (0.7, None)
+    uneven = replace(static, memory=replace(static.memory, limit=(5.0, 6.0)))
+    start = start_from(uneven, {"effort": "quick"}, "")
+    assert (start.limit_fraction, start.problem["memory"]["limit"]) == (None, [5, 6])
+    start = start_from(uneven, {}, "", at_smallest_limit=True)
+    assert (start.limit_fraction, start.problem["memory"]["limit"]) == (0.5, None)
+    assert start_from(static, {}, "").limit_fraction is None
+
+
+@pytest.mark.anyio
+async def test_the_form_begins_with_what_its_address_names(serving: Serving) -> None:
+    def start(text: str) -> dict[str, Any]:
+        data = re.search(r'id="new-search">(.*?)</script>', text)
+        assert data is not None
+        found: dict[str, Any] = json.loads(data[1])["start"]
+        return found
+
+    async with serving("honest") as service:
+        found = await service.ended((await service.submit()).json()["id"])
+        for source, words in ((found["id"], "search"), (found["plan_id"], "plan")):
+            answer = await service.http.get("/new", params={"from": source})
+            assert start(answer.text)["note"] == f"This is the problem of {words} {source[:12]}."
+            assert parse_problem(
+                {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
+            ) == parse_problem(start(answer.text)["problem"])
+            assert start(answer.text)["limit_fraction"] == 2
+        tight = await service.http.get("/new", params={"from": found["id"], "limit": "smallest"})
+        assert start(tight.text)["limit_fraction"] == 0.5
+        named = await service.http.get("/new", params={"preset": "gpt-6.2b"})
+        assert start(named.text)["problem"]["pp_degree"] == 16
+        for source in ("0" * 32, "0" * 64, "<script>", "\x00"):
+            lost = await service.http.get("/new", params={"from": source})
+            assert lost.status_code == 200
+            assert "found no " in start(lost.text)["note"]
+            assert "<script>&" not in lost.text
+    async with serving("honest", max_effort="quick") as service:
+        assert 'value="thorough"' not in (await service.http.get("/new")).text

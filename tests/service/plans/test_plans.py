@@ -1,0 +1,230 @@
+"""Plans over HTTP: immutable, imported only when they are right, and taken apart by rank."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.serving import PROBLEM, Service, Serving
+from zbv_service.api import state as rooms
+from zbv_service.pages import shell
+from zbv_service.plans import plans
+from zbv_solver.plans.channels import Channel, Transfer, channels
+from zbv_solver.plans.plan import baseline_json, parse_plan, plan_json
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import baseline_plan, compare
+from zbv_solver.verify.verifier import verify
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[list[str]]:
+    """A valid order of the problem: one microbatch after the other."""
+    down = [f"{s}F{{j}}" for s in range(4)]
+    up = [f"{s}B{{j}}" for s in reversed(range(4))]
+    hosts = [{0, 3}, {1, 2}]
+    return [
+        [text.format(j=j) for j in range(4) for text in (*down, *up) if int(text[0]) in stages]
+        for stages in hosts
+    ]
+
+
+async def imported(service: Service, document: Any) -> str:
+    answer = await service.http.post("/v1/plans", json=document)
+    assert answer.status_code == 201, answer.text
+    plan_id: str = answer.json()["plan_id"]
+    return plan_id
+
+
+async def test_an_imported_plan_is_computed_anew_and_stored_once(
+    serving: Serving, ranks: list[list[str]]
+) -> None:
+    document = {"problem": PROBLEM, "ranks": ranks}
+    async with serving("immediate") as service:
+        plan_id = await imported(service, document)
+        again = await service.http.post("/v1/plans", json=document)
+        assert (again.status_code, again.headers["location"]) == (200, f"/v1/plans/{plan_id}")
+        stored = (await service.http.get(again.headers["location"])).json()
+    plan = parse_plan(stored)
+    verify(plan)
+    assert plan.plan_id == stored["plan_id"] == plan_id
+    assert plan.metrics.makespan == 4 * 12  # 4 forwards of 1 and 4 fused backwards of 2, one by one
+    assert stored["ranks"] == ranks
+    assert {row["name"] for row in stored["baselines"]} >= {"1f1b", "interleaved-1f1b"}
+
+
+def swapped(ranks: list[list[str]]) -> list[list[str]]:
+    """The last stage's backward before its forward: no rank can start it."""
+    return [["3B0" if text == "3F0" else "3F0" if text == "3B0" else text for text in ranks[0]], ranks[1]]
+
+
+async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: list[list[str]]) -> None:
+    metrics = {"makespan": 1, "span": 1, "bubble_rate": 0, "peak_memory": [2, 2]}
+    wrong: dict[str, dict[str, Any]] = {
+        "incomplete": {"ranks": [ranks[0][:-1], ranks[1]]},
+        "twice": {"ranks": [[*ranks[0], ranks[0][-1]], ranks[1]]},
+        "misplaced": {"ranks": ranks[::-1]},
+        "deadlock": {"ranks": swapped(ranks)},
+        "junk": {"ranks": [["0F0xyz", *ranks[0][1:]], ranks[1]]},
+        "too few ranks": {"ranks": ranks[:1]},
+        "huge numbers": {"ranks": [["999999999F999999999", *ranks[0][1:]], ranks[1]]},
+        "too little memory": {"problem": {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}},
+        "stated metrics": {"metrics": metrics},
+        "stated id": {"plan_id": "0" * 64},
+        "wrong problem": {"problem": {**PROBLEM, "pp_degree": "two"}},
+    }
+    async with serving("immediate") as service:
+        for name, change in wrong.items():
+            answer = await service.http.post("/v1/plans", json={"problem": PROBLEM, "ranks": ranks, **change})
+            body = answer.json()
+            assert answer.status_code == 422, (name, body)
+            assert body["type"] in ("/problems/invalid-plan", "/problems/invalid-body"), name
+            assert body["errors"], name
+        assert await service.app.state.rooms.plans.newest(10) == []
+
+
+async def test_a_plan_never_changes_and_says_so(serving: Serving, ranks: list[list[str]]) -> None:
+    async with serving("immediate") as service:
+        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+        path = f"/v1/plans/{plan_id}"
+        answer = await service.http.get(path)
+        assert answer.headers["etag"] == f'"{plan_id}"'
+        assert "immutable" in answer.headers["cache-control"]
+        for known in (f'"{plan_id}"', f'W/"{plan_id}"', f'"other", "{plan_id}"', "*"):
+            unchanged = await service.http.get(path, headers={"if-none-match": known})
+            assert (unchanged.status_code, unchanged.content) == (304, b"")
+        other = await service.http.get(path, headers={"if-none-match": '"other"'})
+        assert (other.status_code, other.content) == (200, answer.content)
+
+
+@pytest.mark.parametrize(
+    "below",
+    [
+        "/v1/plans/{}/ranks/1",
+        "/v1/plans/{}/export/torch-csv",
+        "/plans/{}/thumbnail.png",
+        "/plans/{}/chart",
+        "/plans/{}/actions",
+        "/plans/{}/baselines/1f1b/actions",
+    ],
+)
+async def test_what_a_version_makes_of_a_plan_is_not_kept_past_an_upgrade(
+    serving: Serving, ranks: list[list[str]], below: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving("immediate") as service:
+        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+        path = below.format(plan_id)
+        for _ in range(2):  # a rank's part comes the short way the second time
+            answer = await service.http.get(path)
+            assert (answer.status_code, answer.headers["cache-control"]) == (200, "private, no-cache")
+            known = {"if-none-match": answer.headers["etag"]}
+            again = await service.http.get(path, headers=known)
+            assert (again.status_code, again.content) == (304, b"")
+        old = {"v": shell.assets()}
+        if path.startswith("/plans"):  # pages name the version in addresses
+            assert "immutable" in (await service.http.get(path, params=old)).headers["cache-control"]
+    monkeypatch.setattr(plans, "__version__", "99.0.0")
+    monkeypatch.setattr(shell, "__version__", "99.0.0")
+    monkeypatch.setattr(rooms, "assets", shell.assets.__wrapped__)
+    async with serving("immediate") as service:
+        upgraded = await service.http.get(path, headers=known)
+        assert (upgraded.status_code, upgraded.headers["etag"] in known.values()) == (200, False)
+        assert "immutable" not in (await service.http.get(path, params=old)).headers["cache-control"]
+
+
+async def test_a_rank_is_told_its_actions_and_what_it_exchanges(
+    serving: Serving, ranks: list[list[str]]
+) -> None:
+    async with serving("immediate") as service:
+        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+        answer = (await service.http.get(f"/v1/plans/{plan_id}/ranks/1")).json()
+        missing = await service.http.get(f"/v1/plans/{plan_id}/ranks/2")
+        negative = await service.http.get(f"/v1/plans/{plan_id}/ranks/-1")
+    assert answer["actions"] == ranks[1]
+    assert (answer["plan_id"], answer["rank"], answer["pp_degree"]) == (plan_id, 1, 2)
+    assert (answer["placement"], answer["chunks"], answer["stages"]) == ("v", 2, [1, 2])
+    assert (answer["microbatches"], answer["peers"]) == (4, [0])
+    assert {(c["peer"], c["direction"], c["kind"], tuple(c["transfers"])) for c in answer["channels"]} == {
+        (0, "receive", "activation", ("0:0", "0:1", "0:2", "0:3")),
+        (0, "receive", "gradient", ("2:0", "2:1", "2:2", "2:3")),
+        (0, "send", "activation", ("2:0", "2:1", "2:2", "2:3")),
+        (0, "send", "gradient", ("0:0", "0:1", "0:2", "0:3")),
+    }
+    assert (missing.status_code, negative.status_code) == (404, 404)
+    assert "ranks 0 to 1" in missing.json()["detail"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+async def test_every_rank_of_other_placements_agrees_with_its_peers(serving: Serving, name: str) -> None:
+    problem = parse_problem({**PROBLEM, "pp_degree": 3, "memory": None})
+    plan = baseline_plan(name, problem)
+    async with serving("immediate") as service:
+        plan_id = await imported(service, json.loads(json.dumps(plan_json(plan))))
+        assert plan_id == plan.plan_id
+        sent: set[Channel] = set()
+        received: set[Channel] = set()
+        for rank in range(3):
+            document = (await service.http.get(f"/v1/plans/{plan_id}/ranks/{rank}")).json()
+            assert document["actions"] == plan.orders.text(rank)
+            for entry in document["channels"]:
+                is_sender = entry["direction"] == "send"
+                sender, receiver = (rank, entry["peer"]) if is_sender else (entry["peer"], rank)
+                transfers = tuple(map(Transfer.parse, entry["transfers"]))
+                (sent if is_sender else received).add(Channel(sender, receiver, entry["kind"], transfers))
+    assert sent == received == set(channels(plan.problem, plan.orders))
+
+
+async def test_exports_are_files_of_the_format(serving: Serving, ranks: list[list[str]]) -> None:
+    async with serving("immediate") as service:
+        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+        answer = await service.http.get(f"/v1/plans/{plan_id}/export/torch-csv")
+        assert answer.headers["content-type"] == "text/csv; charset=utf-8"
+        assert answer.headers["content-disposition"].endswith('.csv"')
+        assert len(answer.text.strip().splitlines()) == 2
+        unknown = await service.http.get(f"/v1/plans/{plan_id}/export/none")
+        assert unknown.status_code == 404
+        assert "torch-csv" in unknown.json()["detail"]
+
+
+async def test_pages_show_the_plan_and_the_list(serving: Serving, ranks: list[list[str]]) -> None:
+    async with serving("immediate") as service:
+        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+        search_id = (await service.submit()).json()["id"]
+        await service.ended(search_id)
+        for path in ("/", f"/plans/{plan_id}"):
+            page = await service.http.get(path)
+            assert page.status_code == 200
+            assert page.headers["content-type"] == "text/html; charset=utf-8"
+            assert "default-src 'none'" in page.headers["content-security-policy"]
+            assert plan_id[:8] in page.text
+        missing = await service.http.get("/plans/nothing")
+        assert (missing.status_code, missing.headers["content-type"]) == (404, "text/html; charset=utf-8")
+        assert (await service.http.get("/static/zbv.css")).status_code == 200
+        assert (await service.http.get("/static/bokeh/js/bokeh.min.js")).status_code == 200
+
+
+async def test_an_import_says_which_claims_it_verified(serving: Serving) -> None:
+    problem = parse_problem(PROBLEM)
+    stated = json.loads(json.dumps(plan_json(baseline_plan("1f1b", problem))))
+    best = {"lower_bound": stated["metrics"]["span"], "gap": 0, "status": "optimal"}
+    false = stated | {"metrics": stated["metrics"] | best}
+    async with serving("immediate") as service:
+        answer = (await service.http.post("/v1/plans", json=false)).json()
+        stored = (await service.http.get(f"/v1/plans/{answer['plan_id']}")).json()
+        refused = await service.http.post("/v1/plans", json=false | {"baselines": [lie(stated)]})
+    assert {claim["pointer"] for claim in answer["claims"] if not claim["is_verified"]} == {
+        "/metrics/lower_bound",
+        "/provenance",
+    }
+    assert answer["lower_bound"] == stored["metrics"]["lower_bound"] < best["lower_bound"]
+    assert stored["metrics"]["status"] == "feasible"
+    assert refused.status_code == 422
+    assert "stated span of baseline gpipe" in refused.json()["detail"]
+
+
+def lie(plan: dict[str, Any]) -> dict[str, Any]:
+    """A baseline that is nearly right."""
+    (gpipe, *_) = compare(parse_problem(plan["problem"]))
+    return baseline_json(gpipe) | {"span": gpipe.span + 1}

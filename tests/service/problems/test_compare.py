@@ -1,0 +1,68 @@
+"""Comparing: the classical schedules of a problem, and nothing planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from support.serving import PROBLEM, Service, Serving
+from zbv_solver.plans.plan import baseline_json
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import compare
+
+pytestmark = pytest.mark.anyio
+
+
+async def compared(service: Service, problem: Any = PROBLEM) -> httpx.Response:
+    return await service.http.post("/v1/compare", json={"problem": problem})
+
+
+async def test_all_baselines_are_given_and_the_best_plan_that_is_stored(serving: Serving) -> None:
+    async with serving("honest") as service:
+        before = (await compared(service)).json()
+        assert before["baselines"] == [baseline_json(found) for found in compare(parse_problem(PROBLEM))]
+        assert before["problem_summary"]["pp_degree"] == 2
+        assert 0 < before["lower_bound"] <= min(row["span"] for row in before["baselines"])
+        assert before["best"] is None
+        assert (await service.http.get("/v1/searches")).json()["searches"] == []
+        assert (await service.http.get("/v1/plans")).json()["plans"] == []
+
+        ended = await service.ended((await service.submit()).json()["id"])
+        after = (await compared(service, {**PROBLEM, "placement": "v", "objective": "span"})).json()
+        assert (after["best"]["plan_id"], after["best"]["value"]) == (ended["plan_id"], ended["objective"])
+        assert after["baselines"] == before["baselines"]
+        assert after["lower_bound"] >= before["lower_bound"]
+        other = (await compared(service, {**PROBLEM, "microbatches": 5})).json()
+        assert other["best"] is None
+
+        # A limit that nothing fits is no error here: the baselines say so themselves.
+        tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}
+        assert {row["fits"] for row in (await compared(service, tight)).json()["baselines"]} == {False}
+        single = {**PROBLEM, "placement": "single"}
+        assert len((await compared(service, single)).json()["baselines"]) == len(before["baselines"])
+
+
+async def test_a_wrong_problem_is_refused(serving: Serving) -> None:
+    async with serving("honest") as service:
+        for problem, pointer in (
+            ({**PROBLEM, "pp_degree": "two"}, "/problem/pp_degree"),
+            ({**PROBLEM, "costs": {**PROBLEM["costs"], "forward": -1}}, "/problem/costs/forward"),
+            ({**PROBLEM, "microbatches": 10_000}, "/problem/microbatches"),  # more than the service takes
+        ):
+            answer = await compared(service, problem)
+            assert answer.status_code == 422
+            assert answer.json()["errors"][0]["pointer"] == pointer
+        unknown = await service.http.post("/v1/compare", json={"problem": PROBLEM, "options": {}})
+        assert unknown.json()["errors"][0]["pointer"] == "/options"
+
+
+async def test_too_many_at_once_are_told_to_come_back(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zbv_service.compute.computations.WAITING", 0)
+    monkeypatch.setattr("zbv_service.compute.computations.AT_A_TIME_EACH", 0)
+    async with serving("honest") as service:
+        answer = await compared(service)
+        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+        assert int(answer.headers["retry-after"]) > 0

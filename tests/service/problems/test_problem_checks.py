@@ -1,0 +1,155 @@
+"""Problems before they are searched: checked without an error, estimated without being stored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.serving import PROBLEM, Service, Serving
+from zbv_solver.bounds import lower_bound
+from zbv_solver.plans.plan import baseline_json, plan_json
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import baseline_plan, compare
+
+pytestmark = pytest.mark.anyio
+
+UNLIMITED = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
+
+
+async def checked(service: Service, body: Any) -> dict[str, Any]:
+    answer = await service.http.post("/v1/problems/check", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    assert found["is_valid"] == (found["issues"] == []) == (found["facts"] is not None)
+    return found
+
+
+async def test_what_is_wrong_is_what_a_search_would_be_refused_for(serving: Serving) -> None:
+    async with serving("honest") as service:
+        bodies: list[Any] = [
+            {"problem": {**PROBLEM, "pp_degree": "two", "microbatches": 0}},
+            {"problem": {**PROBLEM, "costs": {**PROBLEM["costs"], "forward": -1, "p2p": [1, 2]}}},
+            {"problem": {**PROBLEM, "colour": "red"}, "options": {"effort": "most"}},
+            {"problem": {**PROBLEM, "microbatches": 10_000}},  # more than this service takes
+            {"problem": PROBLEM, "options": {"time_limit": 1e9}},
+            {"problem": {**PROBLEM, "memory": {**PROBLEM["memory"], "backward_weight": -1}}},
+            {"options": {}},
+            [],
+            7,
+        ]
+        for body in bodies:
+            refused = await service.http.post("/v1/searches", json=body)
+            assert refused.status_code == 422
+            said = [{"pointer": "", **entry} for entry in refused.json()["errors"]]
+            assert (await checked(service, body))["issues"] == said
+        assert (await service.http.get("/v1/searches")).json()["searches"] == []
+
+
+async def test_of_a_valid_problem_it_says_what_the_numbers_mean(serving: Serving) -> None:
+    async with serving("honest") as service:
+        facts = (await checked(service, {"problem": PROBLEM, "options": {"effort": "quick"}}))["facts"]
+        assert facts == {
+            "stages": 4,
+            "actions": 48,
+            "limit": [8, 8],
+            "limit_fraction": 2,
+            "smallest_limit": [2, 2],
+            "smallest_fraction": 0.5,
+            "fits": True,
+            "one_f_one_b_memory": 4,
+            "busy": [24, 24],
+        }
+        tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
+        facts = (await checked(service, {"problem": tight}))["facts"]
+        assert (facts["fits"], facts["limit_fraction"]) == (False, 0.25)
+
+
+async def test_a_limit_may_be_a_fraction_of_what_1f1b_takes(serving: Serving) -> None:
+    static = {**UNLIMITED, "memory": {**UNLIMITED["memory"], "static": [1, 3]}}
+    async with serving("honest") as service:
+        facts = (await checked(service, {"problem": static, "limit_fraction": 0.75}))["facts"]
+        assert (facts["limit"], facts["limit_fraction"]) == ([4, 6], 0.75)
+        unlimited = (await checked(service, {"problem": static}))["facts"]
+        assert (unlimited["limit"], unlimited["limit_fraction"], unlimited["fits"]) == (None, None, True)
+
+        weightless = {key: value for key, value in PROBLEM.items() if key != "memory"}
+        for body in (
+            {"problem": PROBLEM, "limit_fraction": 1},  # two limits
+            {"problem": weightless, "limit_fraction": 1},
+            {"problem": UNLIMITED, "limit_fraction": 0},
+            {"problem": UNLIMITED, "limit_fraction": "half"},
+        ):
+            (issue,) = (await checked(service, body))["issues"]
+            assert issue["pointer"] == "/limit_fraction", issue
+        wrong = {"problem": {**UNLIMITED, "microbatches": 0}, "limit_fraction": -1, "options": {"seed": "a"}}
+        pointers = [issue["pointer"] for issue in (await checked(service, wrong))["issues"]]
+        assert pointers == ["/problem/microbatches", "/options/seed", "/limit_fraction"]
+        large = {**UNLIMITED, "memory": {"forward": 5e14, "backward_input": -5e14, "backward_weight": 0}}
+        (issue,) = (await checked(service, {"problem": large, "limit_fraction": 1000}))["issues"]
+        assert issue["pointer"] == "/limit_fraction"
+
+
+async def test_an_estimate_is_a_real_plan_that_is_not_stored(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving("honest") as service:
+        answer = await service.http.post("/v1/problems/estimate", json={"problem": PROBLEM})
+        assert answer.status_code == 200, answer.text
+        found, problem = answer.json(), parse_problem(PROBLEM)
+        assert found["problem_summary"]["microbatches"] == 4
+        assert found["baselines"] == [baseline_json(each) for each in compare(problem)]
+        plan = found["plan"]
+        assert lower_bound(problem).value <= found["lower_bound"] <= plan["span"]
+        assert plan["span"] < min(each["span"] for each in found["baselines"])
+        assert plan["gap"] == pytest.approx(plan["span"] / found["lower_bound"] - 1)
+        assert all(peak <= 8 for peak in plan["peak_memory"])
+        for collection in ("searches", "plans"):
+            assert (await service.http.get(f"/v1/{collection}")).json()[collection] == []
+
+        # The worker process has the module's own constant: what is too large has to be large.
+        large = {**UNLIMITED, "pp_degree": 1, "microbatches": 131_073, "placement": "single"}
+        generous = await service.http.post("/v1/problems/estimate", json={"problem": large})
+        assert generous.status_code == 422  # more than this service takes
+    async with serving("honest", max_cells=200_000) as service:
+        found = (await service.http.post("/v1/problems/estimate", json={"problem": large})).json()
+        assert found["plan"] is None
+        assert len(found["baselines"]) == 5
+
+
+async def test_what_cannot_be_estimated_is_refused(serving: Serving) -> None:
+    async with serving("honest") as service:
+        deep = {**UNLIMITED, "pp_degree": 512, "microbatches": 1, "placement": "loop", "chunks": 33}
+        answer = await service.http.post("/v1/problems/estimate", json={"problem": deep})
+        assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/problem/chunks")
+        tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
+        answer = await service.http.post("/v1/problems/estimate", json={"problem": tight})
+        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/infeasible-memory")
+        assert answer.json()["errors"][0]["detail"] == "rank 1 has 1 and needs 2."
+        answer = await service.http.post("/v1/problems/estimate", json={"problem": {**PROBLEM, "costs": 1}})
+        assert answer.json()["errors"][0]["pointer"] == "/problem/costs"
+
+
+async def test_a_plan_is_checked_against_the_problem_and_its_claims_are_listed(serving: Serving) -> None:
+    plan = json.loads(json.dumps(plan_json(baseline_plan("zb-h1", parse_problem(PROBLEM)))))
+    problem = plan["problem"]
+    async with serving("honest") as service:
+        right = (await checked(service, {"problem": problem, "plan": plan}))["plan"]
+        other = (await checked(service, {"problem": PROBLEM, "plan": plan}))["plan"]
+        metrics = plan["metrics"] | {"makespan": 1}
+        false = (await checked(service, {"problem": problem, "plan": plan | {"metrics": metrics}}))["plan"]
+        shapeless = (await checked(service, {"problem": problem, "plan": 7}))["plan"]
+    verified = {claim["pointer"]: claim["is_verified"] for claim in right["claims"]}
+    assert right["is_valid"]
+    assert verified["/ranks"]
+    assert verified["/metrics/span"]
+    assert not verified["/metrics/lower_bound"]
+    for wrong, pointer, says in (
+        (other, "/plan/problem", "made for another problem"),
+        (false, "/plan", "the stated makespan 1 is"),
+        (shapeless, "/plan", ""),
+    ):
+        assert not wrong["is_valid"]
+        assert wrong["claims"] == []
+        assert wrong["issues"][0]["pointer"] == pointer
+        assert says in wrong["issues"][0]["detail"]

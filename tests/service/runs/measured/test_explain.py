@@ -1,0 +1,136 @@
+"""Explanations: the one thing that was not as planned is found, and said in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.problems import uniform
+from support.rank_traces import trace_documents
+from zbv_service.runs.measured.accounts import account
+from zbv_service.runs.measured.explain import Explanation, explain, sentence
+from zbv_service.runs.measured.step import lay_out
+from zbv_solver.measure.rank_trace import parse_rank_trace
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import Objective, Problem, Units
+from zbv_solver.search.search import SearchOptions, make_plan, search
+
+
+@pytest.fixture(scope="module", params=["span", "makespan"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    objective: Objective = request.param
+    problem = replace(uniform(4, 8, limit=8, p2p=0.25, objective=objective), units=Units(time="us"))
+    return search(problem, SearchOptions("quick"))
+
+
+def explained(plan: Plan, problem: Problem | None = None, change: Any = None) -> Explanation:
+    """The plan's order as it runs under another problem's costs, explained."""
+    documents = trace_documents(problem or plan.problem, plan.orders, plan_id=plan.plan_id)
+    for document in documents:
+        if change is not None:
+            change(document)
+    step = lay_out(plan, [parse_rank_trace(document) for document in documents], 0, 1000.0)
+    return explain(plan, step, account(plan, step))
+
+
+def with_costs(plan: Plan, **changes: Any) -> Problem:
+    return replace(plan.problem, costs=replace(plan.problem.costs, **changes))
+
+
+def of_rank(plan: Plan, rank: int, factor: float, costs: tuple[float, ...]) -> tuple[float, ...]:
+    stages = plan.problem.placement.stages_of[rank]
+    return tuple(cost * (factor if stage in stages else 1.0) for stage, cost in enumerate(costs))
+
+
+def test_a_slow_kind_of_one_rank_is_the_finding(plan: Plan) -> None:
+    weights = of_rank(plan, 2, 2.5, plan.problem.costs.backward_weight)
+    found = explained(plan, with_costs(plan, backward_weight=weights))
+    assert found.main is not None
+    assert (found.main.kind, found.main.rank, found.main.letter) == ("actions", 2, "W")
+    assert found.main.ratio == pytest.approx(2.5)
+    assert found.share(found.main) >= 0.6
+    assert "Rank 2's W took 2.50 × what was planned" in sentence(found)
+    assert "longer than planned" in sentence(found)
+
+
+def test_a_rank_that_is_slow_in_everything_is_named_without_a_letter(plan: Plan) -> None:
+    costs = plan.problem.costs
+    slow = replace(
+        costs,
+        forward=of_rank(plan, 1, 1.5, costs.forward),
+        backward_input=of_rank(plan, 1, 1.5, costs.backward_input),
+        backward_weight=of_rank(plan, 1, 1.5, costs.backward_weight),
+    )
+    found = explained(plan, replace(plan.problem, costs=slow))
+    assert found.main is not None
+    assert (found.main.kind, found.main.rank, found.main.letter) == ("actions", 1, None)
+    assert "Rank 1's actions took 1.50 ×" in sentence(found)
+
+
+def test_slow_transfers_are_told_from_slow_actions(plan: Plan) -> None:
+    found = explained(plan, with_costs(plan, p2p=tuple(6 * each for each in plan.problem.costs.p2p)))
+    assert found.main is not None
+    assert found.main.kind == "transfers"
+    assert "Transfers took 6.00 × what was planned" in sentence(found)
+
+
+def test_a_kind_that_is_slow_everywhere_is_said_of_all_ranks(plan: Plan) -> None:
+    found = explained(
+        plan, with_costs(plan, forward=tuple(1.4 * each for each in plan.problem.costs.forward))
+    )
+    assert found.main is not None
+    assert (found.main.rank, found.main.letter) == (None, "F")
+    assert "F took 1.40 × what was planned, over all ranks" in sentence(found)
+
+
+def test_time_between_actions_is_found_though_none_is_planned(plan: Plan) -> None:
+    """Every rank turns to its actions later than it could, and does them later by as much."""
+
+    def dawdle(document: dict[str, Any]) -> None:
+        for index, row in enumerate(document["steps"][0]["actions"]):
+            late = 300 * index
+            row[1:4] = [row[1] + late, row[2] + late, row[3] + late]
+
+    found = explained(plan, change=dawdle)
+    assert found.main is not None
+    assert found.main.kind == "between"
+    assert "time between their actions" in sentence(found)
+
+
+def test_faster_than_planned_is_explained_as_well(plan: Plan) -> None:
+    costs = plan.problem.costs
+    found = explained(
+        plan,
+        with_costs(
+            plan,
+            **{
+                name: tuple(0.5 * each for each in getattr(costs, name))
+                for name in ("forward", "backward_input")
+            },
+        ),
+    )
+    assert found.difference < 0
+    assert found.main is not None
+    assert found.main.effect < 0
+    assert "less than planned" in sentence(found)
+
+
+def test_a_step_as_planned_needs_no_cause() -> None:
+    problem = replace(uniform(2, 4, objective="makespan"), units=Units(time="us"))
+    plan = search(problem, SearchOptions("quick"))
+    found = explained(plan)
+    assert found.main is None
+    assert sentence(found) == "The step took as long as planned (0.0\u202f%)."
+
+
+def test_early_starts_are_a_cause_where_the_span_counts_on_staggered_ones() -> None:
+    """Rank 1 could begin at once with its long work of stage 2, if only stage 1 came first."""
+    ranks = [["0F0", "0F1", "3F0", "3I0", "3W0", "3F1", "3I1", "3W1", "0I0", "0W0", "0I1", "0W1"]]
+    ranks += [["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2W0", "1W0", "2I1", "1I1", "2W1", "1W1"]]
+    problem = replace(uniform(2, 2, p2p=3.0), units=Units(time="us"))
+    plan = make_plan(problem, Orders.from_text(ranks), method="test")
+    found = explained(plan)
+    (start,) = [cause for cause in found.causes if cause.kind == "start"]
+    assert start.effect == pytest.approx(found.difference)

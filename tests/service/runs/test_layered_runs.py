@@ -1,0 +1,87 @@
+"""Runs of plans from layers: they keep the layers of their stages, whatever is measured or offered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.fake_searches import orders_of
+from support.layered import LAYERED
+from support.rank_traces import trace_documents
+from support.runs_over_http import MODEL, import_plan, run_of, submit
+from support.serving import Serving
+from zbv_service.client.answers import read_rank
+from zbv_service.client.errors import InvalidAnswer
+from zbv_service.runs.replanner import measure
+from zbv_service.searches.searches import new_search
+from zbv_service.settings import Settings
+from zbv_solver.measure.rank_trace import parse_rank_trace
+from zbv_solver.measure.stage_costs import with_stage_costs
+from zbv_solver.problem.problem import Costs, Problem
+from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.search.search import make_plan
+
+pytestmark = pytest.mark.anyio
+
+EARLY = [["embedding", "block.0"], ["block.1"], ["block.2", "block.3"], ["block.4", "block.5", "head"]]
+LATE = [["embedding", "block.0", "block.1"], ["block.2"], ["block.3", "block.4", "block.5"], ["head"]]
+
+
+def cut(partition: list[list[str]]) -> dict[str, Any]:
+    return {**LAYERED, "partition": partition}
+
+
+async def test_a_run_takes_another_plan_only_of_the_same_cut(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        ours, theirs = [await import_plan(service, cut(partition)) for partition in (EARLY, LATE)]
+        document = (await service.http.get(f"/v1/plans/{ours}")).json()
+        assert document["partition"] == EARLY
+        run = (await submit(service, plan_id=ours)).json()
+        refused = await service.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": theirs})
+        assert refused.status_code == 422
+        assert "cuts the model elsewhere" in refused.json()["errors"][0]["detail"]
+        slower = {**cut(EARLY), "costs": {"p2p": 3}}
+        taken = await service.http.post(
+            f"/v1/runs/{run['id']}/plan", json={"plan_id": await import_plan(service, slower)}
+        )
+        assert taken.status_code == 202, taken.text
+
+
+async def test_a_run_may_be_asked_for_by_its_layers(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        body = {"problem": LAYERED, "model": MODEL, "nodes": 2, "steps": 5}
+        answer = await service.http.post("/v1/runs", json=body)
+        assert answer.status_code == 202, answer.text
+        assert answer.json()["ranks_per_node"] == 1
+        ended = await service.ended(answer.json()["search_id"])
+        assert (await run_of(service, answer.json()["id"]))["search_id"] == ended["id"]
+        wrong = {**body, "problem": {**LAYERED, "placement": "w"}}
+        refused = await service.http.post("/v1/runs", json=wrong)
+        assert refused.json()["errors"][0]["pointer"] == "/problem/placement"
+
+
+def test_what_is_searched_for_measured_costs_is_the_same_cut() -> None:
+    problem = parse_problem(cut(EARLY))
+    plan = make_plan(problem, orders_of(problem), method="test")
+    costs = Costs((20.0, 15.0, 25.0, 60.0), (21.0, 16.0, 26.0, 61.0), (9.0, 8.0, 7.0, 60.0), (2.0,) * 3)
+    really = with_stage_costs(problem, costs)
+    traces = [parse_rank_trace(document) for document in trace_documents(really, plan.orders)]
+    found = measure(plan, plan.problem, tuple(traces))
+    assert found.change > 0.1
+    assert found.problem.model is not None
+    assert [list(names) for names in found.problem.model.partition] == EARLY
+    # What the replanner submits: a document whose layers contradicted its stages would be refused.
+    asked = new_search({"problem": problem_json(found.problem)}, Settings())
+    assert asked.summary["layers"] == 8
+    assert isinstance(parse_problem(problem_json(found.problem)), Problem)
+
+
+def test_a_rank_whose_cut_cannot_be_read_is_no_rank() -> None:
+    rank: dict[str, Any] = {"plan_id": "p", "rank": 0, "pp_degree": 1, "microbatches": 1}
+    rank |= {"placement": "single", "chunks": 1, "stages": [0], "actions": [], "peers": [], "channels": []}
+    found = read_rank({**rank, "partition": [["a", "b"]], "recompute": [True]})
+    assert (found.partition, found.recompute) == ((("a", "b"),), (True,))
+    assert (read_rank(rank).partition, read_rank(rank).recompute) == (None, None)
+    for wrong in ({"partition": ["a"]}, {"partition": [[1]]}, {"recompute": [1]}, {"recompute": True}):
+        with pytest.raises(InvalidAnswer):
+            read_rank({**rank, **wrong})

@@ -1,0 +1,238 @@
+"""Replanning: measured costs that differ are searched once, and a better plan is offered or taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.fake_searches import orders_of
+from support.rank_traces import trace_documents
+from support.runs_over_http import beat, end, events, import_plan, run_of, started, submit, until_run, work
+from support.serving import PROBLEM, Service, Serving
+from zbv_service.runs.replanner import _is_enough, _patience, measure, objective_of
+from zbv_solver.measure.rank_trace import parse_rank_trace
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import make_plan
+
+pytestmark = pytest.mark.anyio
+
+PLANNED = {**PROBLEM, "units": {"time": "us"}}
+SLOW = {**PLANNED, "costs": {"forward": 3, "backward_input": 1, "backward_weight": 1}}
+"""What the ranks really cost. The fake search states 8 for any plan; the running one then takes 40."""
+
+
+async def running(service: Service, **options: Any) -> tuple[str, str, str]:
+    plan_id = await import_plan(service, PLANNED)
+    run_id, first, second = await started(service, plan_id=plan_id, **options)
+    for agent in (first, second):
+        await beat(service, agent, run_id, 0)
+    return run_id, first, second
+
+
+async def measured(
+    service: Service, run: tuple[str, str, str], document: dict[str, Any], generation: int = 0, **how: Any
+) -> str:
+    """Send what the ranks measured, as the plan that the run has unless told otherwise."""
+    run_id, *agents = run
+    problem = parse_problem(document)
+    plan_id = str(how.pop("plan_id", None) or (await run_of(service, run_id))["plan_id"])
+    for rank, trace in enumerate(trace_documents(problem, orders_of(problem), plan_id=plan_id, **how)):
+        address = f"/v1/agents/{agents[rank]}/runs/{run_id}/generations/{generation}/ranks/{rank}/trace"
+        answer = await service.http.put(address, json=trace)
+        assert answer.status_code == 204, answer.text
+    return plan_id
+
+
+async def looked(service: Service) -> None:
+    """Have the service look, as it does by itself every second."""
+    await service.app.state.rooms.dispatcher.look()
+
+
+async def searches(service: Service) -> int:
+    return len((await service.http.get("/v1/searches")).json()["searches"])
+
+
+async def test_auto_searches_offers_and_changes_over(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run = run_id, first, second = await running(service, replan="auto")
+        before = await measured(service, run, SLOW, steps=3)
+        target = (await until_run(service, run_id, lambda seen: seen["target_plan_id"]))["target_plan_id"]
+        found = await run_of(service, run_id)
+        assert found["plan_id"] == before != target
+        assert (found["offer"]["plan_id"], found["offer"]["objective_then"]) == (target, 8.0)
+        assert found["offer"]["objective_now"] == pytest.approx(objective_of(*under(SLOW)))
+        assert (await beat(service, first, run_id))["plan_id"] == target
+        await measured(service, run, SLOW, steps=1, first_step=5, plan_id=target)
+        found = await run_of(service, run_id)
+        assert (found["plan_id"], found["target_plan_id"], found["offer"]) == (target, None, None)
+        assert (await beat(service, second, run_id))["plan_id"] is None
+        kinds = [event["kind"] for event in await events(service, run_id)]
+        assert kinds == ["waiting", "starting", "running", "replan", "offer", "swapped"]
+
+
+def under(document: dict[str, Any]) -> tuple[Problem, Any]:
+    problem = parse_problem(PLANNED)
+    return parse_problem(document), make_plan(problem, orders_of(problem), method="test")
+
+
+async def test_ask_waits_for_an_answer_and_off_does_not_look(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run = run_id, first, _ = await running(service, replan="ask")
+        await measured(service, run, SLOW, steps=3)
+        offer = (await until_run(service, run_id, lambda seen: seen["offer"]))["offer"]
+        assert (await beat(service, first, run_id))["plan_id"] is None
+        answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": offer["plan_id"]})
+        assert (answer.status_code, answer.json()["target_plan_id"]) == (202, offer["plan_id"])
+        assert (await beat(service, first, run_id))["plan_id"] == offer["plan_id"]
+        await service.http.post(f"/v1/runs/{run_id}/cancel")
+    async with serving("immediate") as service:
+        for agent in run[1:]:
+            await end(service, agent, run_id, "stopped")
+        plan_id = (await run_of(service, run_id))["plan_id"]
+        answer = await submit(service, plan_id=plan_id, options={"replan": "off"})
+        other = answer.json()["id"], *run[1:]
+        for agent in other[1:]:
+            await work(service, agent)
+            await beat(service, agent, other[0], 0)
+        count = await searches(service)
+        await measured(service, other, SLOW, steps=3)
+        await looked(service)
+        assert await searches(service) == count
+
+
+async def test_few_steps_or_costs_as_planned_start_no_search(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run = run_id, *_ = await running(service, replan="auto")
+        await measured(service, run, SLOW, steps=2)
+        await looked(service)
+        assert (await searches(service), await memory(service, run_id)) == (0, None)
+        await measured(service, run, PLANNED, steps=3, first_step=2)
+        await looked(service)
+        assert (await memory(service, run_id))["step"] == 4
+        nearly = {**PLANNED, "costs": {"forward": 1.04, "backward_input": 1, "backward_weight": 1}}
+        await measured(service, run, nearly, steps=3, first_step=5)
+        await looked(service)
+        assert (await searches(service), (await memory(service, run_id))["step"]) == (0, 7)
+
+
+async def memory(service: Service, run_id: str) -> Any:
+    """What is remembered of looks at a run."""
+    record = await service.app.state.rooms.runs.get(run_id)
+    return record.replanning
+
+
+async def test_costs_that_were_searched_in_vain_are_not_searched_again(serving: Serving) -> None:
+    """A plan that is no better is not offered, the next look waits for longer, and needs other costs."""
+    async with serving("honest") as service:
+        run = run_id, *_ = await running(service, replan="auto")
+        await measured(service, run, SLOW, steps=3)
+        await looked(service)
+        assert (await memory(service, run_id))["is_open"]
+        await service.ended((await memory(service, run_id))["search_id"])
+        await looked(service)
+        known = await memory(service, run_id)
+        assert (known["is_open"], known["step"], known["searches"]) == (False, 2, 1)
+        await measured(service, run, SLOW, steps=3, first_step=5)
+        await looked(service)
+        assert (await memory(service, run_id))["step"] == 2
+        await measured(service, run, SLOW, steps=3, first_step=6)
+        await looked(service)
+        assert ((await memory(service, run_id))["step"], await searches(service)) == (8, 1)
+        slower = {**PLANNED, "costs": {"forward": 4, "backward_input": 1, "backward_weight": 1}}
+        await measured(service, run, slower, steps=15, first_step=9)
+        await looked(service)
+        assert await searches(service) == 2
+        assert (await run_of(service, run_id))["offer"] is None
+
+
+async def test_an_open_search_is_the_only_one(serving: Serving) -> None:
+    async with serving("held") as service:
+        run = run_id, *_ = await running(service, replan="auto")
+        for step in (0, 3, 6):
+            costs = {"forward": 3 + step, "backward_input": 1, "backward_weight": 1}
+            await measured(service, run, {**PLANNED, "costs": costs}, steps=3, first_step=step)
+            await looked(service)
+        assert await searches(service) == 1
+        await service.http.post(f"/v1/searches/{(await memory(service, run_id))['search_id']}/cancel")
+
+
+async def test_after_a_change_only_traces_of_the_new_plan_count(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run = run_id, *_ = await running(service, replan="auto")
+        before = await measured(service, run, SLOW, steps=3)
+        target = (await until_run(service, run_id, lambda seen: seen["target_plan_id"]))["target_plan_id"]
+        await measured(service, run, SLOW, steps=1, first_step=3, plan_id=target)
+        slower = {**PLANNED, "costs": {"forward": 9, "backward_input": 1, "backward_weight": 1}}
+        await measured(service, run, slower, steps=3, first_step=4, plan_id=before)
+        await looked(service)
+        assert await searches(service) == 1
+        await measured(service, run, slower, steps=3, first_step=7, plan_id=target)
+        await looked(service)
+        assert await searches(service) == 2
+        known = await memory(service, run_id)
+        assert (known["plan_id"], known["step"], known["searches"]) == (target, 9, 2)
+
+
+async def test_a_generation_begun_anew_has_the_plan_that_was_decided_on(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id, first, second = await running(service, retries=1)
+        target = await import_plan(service, SLOW)
+        answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": target})
+        assert answer.json()["target_plan_id"] == target
+        await end(service, first, run_id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
+        await end(service, second, run_id, "stopped")
+        assert (await work(service, first))["plan_id"] == target
+        assert (await run_of(service, run_id))["target_plan_id"] is None
+        swapped = next(event for event in await events(service, run_id) if event["kind"] == "swapped")
+        assert swapped["detail"].endswith("from the start of generation 1")
+
+
+async def test_only_a_plan_of_the_same_shape_can_be_changed_to(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id, first, second = await running(service)
+        loop = await import_plan(service, {**PLANNED, "placement": "loop"})
+        longer = await import_plan(service, {**PLANNED, "microbatches": 5})
+        for plan_id in ("0" * 64, loop, longer):
+            answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": plan_id})
+            assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/plan_id")
+        unknown = await service.http.post(f"/v1/runs/{'e' * 32}/plan", json={"plan_id": loop})
+        assert unknown.status_code == 404
+        target = await import_plan(service, SLOW)
+        for agent in (first, second):
+            await end(service, agent, run_id, "succeeded")
+        answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": target})
+        assert answer.status_code == 409
+
+
+async def test_a_run_that_is_to_stay_with_its_plan_after_all_says_so_to_its_ranks(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run = run_id, first, _ = await running(service)
+        plan_id = (await run_of(service, run_id))["plan_id"]
+        target = await import_plan(service, SLOW)
+        for wanted in (target, plan_id):
+            await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": wanted})
+            assert (await beat(service, first, run_id))["plan_id"] == wanted
+        await measured(service, run, PLANNED, plan_id=plan_id)
+        assert (await beat(service, first, run_id))["plan_id"] is None
+
+
+def test_three_steps_are_enough_and_one_of_very_many_microbatches() -> None:
+    assert [_is_enough(steps, 4) for steps in range(5)] == [False, False, False, True, True]
+    assert _is_enough(1, 1000)
+    assert not _is_enough(0, 10**6)
+
+
+def test_every_search_doubles_the_patience_up_to_a_point() -> None:
+    assert [_patience(searches) for searches in range(4)] == [3, 6, 12, 24]
+    assert _patience(10) == _patience(1000) == 3072
+
+
+def test_the_objective_counts_as_well_as_each_stage() -> None:
+    problem, plan = under(PLANNED)
+    slow = parse_problem({**PLANNED, "costs": {**PLANNED["costs"], "p2p": 5}})
+    traces = tuple(map(parse_rank_trace, trace_documents(slow, plan.orders, steps=3)))
+    found = measure(plan, problem, traces)
+    assert found.problem.costs.forward == problem.costs.forward
+    assert found.change == pytest.approx(found.objective / plan.objective - 1)
+    assert found.change > 0.5

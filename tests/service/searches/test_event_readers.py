@@ -1,0 +1,180 @@
+"""Many readers of events: one look at the database for all, and none in another's way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any, cast
+
+import pytest
+from sqlalchemy import event
+from support.serving import until
+from support.stored import a_search
+from zbv_service.database import Database, SearchEventTable, SearchTable
+from zbv_service.records.searches import Claim, SearchEvent, Update
+from zbv_service.searches import events as hub
+from zbv_service.searches.events import SearchEvents
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def database(database_url: str) -> AsyncIterator[Database]:
+    opened = Database(database_url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def table(database: Database) -> SearchTable:
+    return SearchTable(database)
+
+
+@pytest.fixture
+async def events(database: Database, table: SearchTable) -> AsyncIterator[SearchEvents]:
+    made = SearchEvents(SearchEventTable(database))
+    table.listen(made.changed)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def claimed(table: SearchTable, search_id: str) -> Claim:
+    await table.add(a_search(search_id))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    return claim
+
+
+def better(objective: float) -> Update:
+    return Update(objective, 1.0, objective - 1, "m", b"ranks")
+
+
+async def all_of(events: SearchEvents, search_id: str, after: int = 0) -> list[SearchEvent]:
+    return [found async for batch in events.follow(search_id, after) for found in batch]
+
+
+async def test_a_change_made_here_is_told_at_once(
+    events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "POLL_SECONDS", 3600.0)
+    claim = await claimed(table, "a")
+    async with aclosing(cast("Any", events.follow("a", 2))) as batches:
+        waiting = asyncio.create_task(anext(batches))
+        await asyncio.sleep(0.05)
+        await table.progressed("a", claim.fence, better(9))
+        (found,) = cast("Sequence[SearchEvent]", await asyncio.wait_for(waiting, 30))
+    assert (found.number, found.kind, found.data["objective"]) == (3, "improvement", 9)
+
+
+async def test_many_idle_readers_cost_one_query_per_look(
+    events: SearchEvents, table: SearchTable, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "POLL_SECONDS", 0.05)
+    for index in range(20):
+        await table.add(a_search(f"s{index}"))
+    readers = [asyncio.create_task(all_of(events, f"s{index % 20}", 1)) for index in range(400)]
+    await until(lambda: events.readers == 400, "readers")
+    await asyncio.sleep(1.5)  # their first looks are over
+    statements: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement != "BEGIN":
+            statements.append(statement)
+
+    engine = database._engine.sync_engine
+    event.listen(engine, "before_cursor_execute", note)
+    await until(lambda: len(statements) >= 6, "looks")
+    event.remove(engine, "before_cursor_execute", note)
+    assert [text for text in statements if "last_event" not in text] == []
+    for reader in readers:
+        reader.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
+    assert events.readers == 0
+
+
+async def test_a_slow_reader_neither_holds_up_others_nor_costs_memory(
+    events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "HELD_EVENTS", 10)
+    claim = await claimed(table, "a")
+    slow = events.follow("a", 0)
+    assert [found.number for found in await anext(slow)] == [1, 2]  # and reads no further for now
+    fast = asyncio.create_task(all_of(events, "a"))
+    for step in range(60):
+        await table.progressed("a", claim.fence, better(100.0 - step))
+        held = events._channels["a"].events
+        assert len(held) <= 20
+    await table.ended("a", claim.fence, "failed", {})
+    told = await asyncio.wait_for(fast, 30)
+    assert [found.number for found in told] == list(range(1, 64))
+    late = [found.number async for batch in slow for found in batch]
+    assert late[-1] == 63
+    assert late == list(range(late[0], 64))
+    assert len(late) >= 10
+
+
+async def test_a_reader_that_comes_as_the_last_one_goes_misses_nothing(
+    events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = await claimed(table, "a")
+    first, second = (cast("Any", events.follow("a", 0)) for _ in range(2))
+    assert len(await anext(first)) == 2
+    read, was_read, goes_on = SearchEventTable.after, asyncio.Event(), asyncio.Event()
+
+    async def slowly(self: SearchEventTable, positions: Any) -> list[SearchEvent]:
+        found = await read(self, positions)
+        was_read.set()
+        await goes_on.wait()
+        return found
+
+    monkeypatch.setattr(SearchEventTable, "after", slowly)
+    await table.progressed("a", claim.fence, better(9))
+    await was_read.wait()
+    await first.aclose()
+    told = asyncio.create_task(anext(second))
+    await asyncio.sleep(0.01)
+    goes_on.set()
+    assert [found.number for found in await asyncio.wait_for(told, 30)] == [1, 2, 3]
+    await second.aclose()
+
+
+async def test_silence_is_broken_now_and_then(
+    events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
+    await table.add(a_search("a"))
+    async with aclosing(cast("Any", events.follow("a", 1))) as batches:
+        assert [len(await anext(batches)) for _ in range(3)] == [0, 0, 0]
+
+
+async def test_readers_end_with_their_service(events: SearchEvents, table: SearchTable) -> None:
+    await table.add(a_search("a"))
+    reader = asyncio.create_task(all_of(events, "a"))
+    await until(lambda: events.readers > 0, "a reader")
+    events.hang_up()
+    assert [found.kind for found in await asyncio.wait_for(reader, 30)] in ([], ["state"])
+
+
+async def test_a_database_that_is_away_for_a_moment_ends_no_stream(
+    events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = await claimed(table, "a")
+    reader = asyncio.create_task(all_of(events, "a"))
+    await until(lambda: events.readers > 0, "a reader")
+    await asyncio.sleep(0.1)
+    read = SearchEventTable.after
+    failures: list[datetime] = []
+
+    async def fail_once(self: SearchEventTable, positions: Any) -> list[SearchEvent]:
+        if not failures:
+            failures.append(datetime.now(UTC))
+            raise OSError("the disk is gone")
+        return await read(self, positions)
+
+    monkeypatch.setattr(SearchEventTable, "after", fail_once)
+    await table.ended("a", claim.fence, "failed", {})
+    assert (await asyncio.wait_for(reader, 30))[-1].kind == "end"
+    assert failures

@@ -1,0 +1,77 @@
+"""Which executor a setting names, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+from zbv_service.compute.executor_choice import Choice, parse_choice
+from zbv_service.searches.executors.local import LocalExecutor
+from zbv_service.searches.owners import is_dead, new_owner
+from zbv_service.searches.runner import make_executor
+from zbv_service.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        ("processes", Choice()),
+        ("processes:3", Choice(processes=3)),
+        ("dask://scheduler:8786", Choice(scheduler="tcp://scheduler:8786")),
+        ("dask://[::1]:8786/", Choice(scheduler="tcp://[::1]:8786")),
+        ("tls://scheduler.example:8786", Choice(scheduler="tls://scheduler.example:8786")),
+    ],
+)
+def test_an_executor_is_named(text: str, choice: Choice) -> None:
+    assert parse_choice(text) == choice
+    assert Settings(executor=text).executor == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "threads",
+        "processes:0",
+        "processes:1025",
+        "processes:two",
+        "processes:²",
+        "dask://",
+        "dask://host",
+        "dask://host:0",
+        "dask://host:65536",
+        "dask://user@host:1",
+        "dask://a b:1",
+        "tcp://host:1",
+        "dask://host:1\n",
+    ],
+)
+def test_anything_else_is_refused_with_the_remedy(text: str) -> None:
+    with pytest.raises(ValueError, match="processes"):
+        parse_choice(text)
+    with pytest.raises(ValidationError, match="executor"):
+        Settings(executor=text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        (Settings(searches=3), 3),
+        (Settings(executor="processes:2"), 2),
+        (Settings(searches=3, executor="processes:2"), 2),
+    ],
+)
+def test_there_is_room_for_as_many_searches_as_processes(settings: Settings, slots: int) -> None:
+    executor = make_executor(settings)
+    assert isinstance(executor, LocalExecutor)
+    assert (executor.slots, executor.trouble) == (slots, None)
+
+
+def test_of_owners_only_those_of_this_machine_are_known_to_be_dead() -> None:
+    mine, living = new_owner(), new_owner(1)
+    reborn, elsewhere = new_owner(), mine.replace("/", "-else/", 1)
+    assert not is_dead(mine, mine)
+    assert not is_dead(living, mine)
+    assert is_dead(reborn, mine), "another runner with our process id was before us"
+    assert not is_dead(elsewhere, mine)
+    for rubbish in ("", ":", "a:b", f"{mine.rsplit(':', 2)[0]}:x:y"):
+        assert not is_dead(rubbish, mine)

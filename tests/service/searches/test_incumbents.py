@@ -1,0 +1,150 @@
+"""A stored plan that does not fit the problem is never the answer, and never the end of a search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+from support.fake_searches import plan_of, stages_of
+from support.layered import LAYERED
+from support.serving import PROBLEM, Serving
+from zbv_service.database import Database
+from zbv_service.database.models import SearchRow
+from zbv_service.documents.packing import incumbent_of, pack, pack_plan
+from zbv_service.documents.problems import answers, parse_question, question_json
+from zbv_service.records.searches import Refusal
+from zbv_service.searches.executors.task import SearchTask, compute, solver_search
+from zbv_service.settings import Settings
+from zbv_solver.errors import InvalidPlan
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan
+
+pytestmark = pytest.mark.anyio
+
+OTHER_COSTS = {**PROBLEM, "costs": {"forward": 2, "backward_input": 1, "backward_weight": 1}}
+OTHER_LAYERS = {
+    **LAYERED,
+    "layers": [LAYERED["layers"][0], {**LAYERED["layers"][1], "forward": 5}, LAYERED["layers"][2]],
+}
+
+
+def incumbent_for(problem: Any) -> bytes:
+    return incumbent_of(pack_plan(plan_of(stages_of(parse_question(problem))))).incumbent
+
+
+UNFIT = [
+    (PROBLEM, b"", "error"),
+    (PROBLEM, b"no zlib", "error"),
+    (PROBLEM, pack(None), "TypeError"),
+    (PROBLEM, pack({}), "KeyError"),
+    (PROBLEM, pack([[1, 2], [3]]), ""),
+    (PROBLEM, pack([["0F0"], []]), "InvalidPlan"),
+    (PROBLEM, pack([["0X0"], []]), "InvalidInput"),
+    (PROBLEM, incumbent_for({**PROBLEM, "microbatches": 5}), "InvalidPlan"),
+    (PROBLEM, incumbent_for({**PROBLEM, "pp_degree": 3}), "InvalidPlan"),
+    (PROBLEM | {"memory": {**PROBLEM["memory"], "limit": 2}}, pack(None), "TypeError"),
+    (LAYERED, incumbent_for(OTHER_LAYERS), "not a cut of the layers"),
+    (LAYERED, incumbent_for({**LAYERED, "pp_degree": 1, "microbatches": 3}), "not a cut of the layers"),
+    (LAYERED, incumbent_for({**LAYERED, "costs": {"p2p": 3}}), "not a cut of the layers"),
+    (LAYERED, pack({"ranks": [["0F0"]], "problem": {}}), "InvalidInput"),
+]
+
+
+class Tie:
+    """A search's tie to nobody."""
+
+    refusal: Refusal | None = None
+
+    def report(self, progress: Any) -> None:
+        pass
+
+    def is_stopped(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("problem", "incumbent", "reason"),
+    UNFIT,
+    ids=[f"{number}-{reason}" for number, (_, _, reason) in enumerate(UNFIT)],
+)
+def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without(
+    problem: Any, incumbent: bytes, reason: str
+) -> None:
+    given: list[Orders | Plan | None] = []
+
+    def search(question: Any, _options: Any, _report: Any, _cancelled: Any, start: Any) -> Plan:
+        given.append(start)
+        return plan_of(stages_of(question))
+
+    asked = pack(question_json(parse_question(problem)))
+    found = compute(SearchTask("s", asked, {}, incumbent), search, Tie())  # type: ignore[arg-type]
+    assert given == [None]
+    assert found.refusal is not None
+    assert reason in found.refusal.reason
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, LAYERED])
+def test_an_incumbent_that_fits_is_started_from(problem: Any) -> None:
+    asked = pack(question_json(parse_question(problem)))
+    found = compute(SearchTask("s", asked, {"effort": "quick"}, incumbent_for(problem)), solver_search, Tie())
+    assert found.refusal is None
+
+
+def test_an_incumbent_that_overflows_memory_is_refused() -> None:
+    tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 2}}
+    all_forwards_first = [
+        [f"{action}{j}" for action in actions for j in range(4)]
+        for actions in (("0F", "3F", "3B", "0B"), ("1F", "2F", "2B", "1B"))
+    ]
+    asked = pack(question_json(parse_question(tight)))
+    task = SearchTask("s", asked, {"effort": "quick"}, pack(all_forwards_first))
+    found = compute(task, solver_search, Tie())
+    assert found.refusal is not None
+    assert "memory" in found.refusal.reason
+
+
+def test_a_plan_of_another_problem_is_no_answer() -> None:
+    def foreign(*_: Any) -> Plan:
+        return plan_of(stages_of(parse_question(OTHER_COSTS)))
+
+    asked = pack(question_json(parse_question(PROBLEM)))
+    with pytest.raises(InvalidPlan, match="another problem"):
+        compute(SearchTask("s", asked, {}, None), foreign, Tie())  # type: ignore[arg-type]
+    layers = parse_question(LAYERED)
+    assert answers(layers, stages_of(layers))
+    assert not answers(layers, stages_of(parse_question(OTHER_LAYERS)))
+    assert not answers(layers, stages_of(parse_question(PROBLEM)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "foreign"), [(PROBLEM, {**PROBLEM, "microbatches": 5}), (LAYERED, OTHER_LAYERS)]
+)
+async def test_after_a_restart_a_foreign_incumbent_certifies_nothing(
+    serving: Serving,
+    settings: Settings,
+    directory: Path,
+    problem: Any,
+    foreign: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its objective and bound are better than anything that this problem has, and none of them survives."""
+    async with serving("held") as service:
+        search_id = (await service.submit(problem)).json()["id"]
+        await service.until(search_id, lambda found: found["objective"] is not None)
+    database = Database(settings.database)
+    async with database.writing() as session:
+        claims = {"objective": 1.0, "lower_bound": 1.0, "gap": 0.0, "incumbent": incumbent_for(foreign)}
+        await session.execute(update(SearchRow).where(SearchRow.id == search_id).values(claims))
+    await database.close()
+    async with serving("held") as service:
+        found = await service.until(search_id, lambda found: found["objective"] == 9)
+        assert (found["state"], found["lower_bound"]) == ("running", 4)
+        (directory / "release").touch()
+        done = await service.ended(search_id)
+        assert (done["state"], done["objective"], done["attempts"]) == ("done", 8, 2)
+        assert not (directory / "resumed").exists()
+        assert "zbv_refused_incumbents_total 1.0" in (await service.http.get("/metrics")).text
+    (warning,) = [record for record in caplog.records if "does not fit its problem" in record.getMessage()]
+    assert search_id in warning.getMessage()

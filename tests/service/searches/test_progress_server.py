@@ -1,0 +1,50 @@
+"""The service's end of the connections that searches open: who is expected there, and who is not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from support.serving import until
+from zbv_service.records.searches import Update
+from zbv_service.searches.executors.progress import Line, ProgressServer
+
+pytestmark = pytest.mark.anyio
+
+
+async def said_to(server: ProgressServer, token: str) -> bytes:
+    """What is answered to a connection that names itself, up to its end."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(token.encode() + b"\n")
+    answer = await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    return answer
+
+
+async def test_strangers_are_refused_and_latecomers_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    server = ProgressServer()
+    await server.start()
+    updates: list[Update] = []
+    late = server.expect(updates.append)
+    server.forget(late)
+    with caplog.at_level(logging.WARNING):
+        # A search that ends at once has ended before its connection is accepted.
+        assert await said_to(server, late.token) == b""
+        assert caplog.messages == []
+        assert await said_to(server, Line(updates.append).token) == b""
+        assert "belongs to no search" in caplog.messages[0]
+    assert updates == []
+    await server.close()
+
+
+async def test_a_task_that_was_stopped_before_it_called_hears_of_it() -> None:
+    server = ProgressServer()
+    await server.start()
+    line = server.expect(lambda _update: None)
+    line.stop()
+    answer = asyncio.create_task(said_to(server, line.token))
+    await until(lambda: line.writer is not None, "the connection")
+    server.forget(line)
+    assert await answer == b"stop\n"
+    await server.close()

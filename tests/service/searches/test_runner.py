@@ -1,0 +1,298 @@
+"""Running searches: processes die, services stop, leases end, and no accepted search is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx
+import pytest
+from support.fake_service import fake_service
+from support.serving import DEADLINE, PROBLEM, Serving
+from zbv_service.database import Database, PlanTable, SearchTable
+from zbv_service.documents.packing import pack
+from zbv_service.records.searches import NewSearch, Update
+from zbv_service.searches.owners import new_owner
+from zbv_service.settings import Settings
+from zbv_solver.problem.stage_document import parse_problem, problem_json
+
+pytestmark = pytest.mark.anyio
+
+FIRST_ACTIONS = "0F0\n3F0\n3B0\n0B0"
+
+
+def new_search(search_id: str = "a" * 32) -> NewSearch:
+    return NewSearch(
+        id=search_id,
+        request_key=search_id,
+        problem=pack(problem_json(parse_problem(PROBLEM))),
+        summary={"pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span"},
+        options={"effort": "quick", "time_limit": None, "seed": 0},
+        created_at=datetime.now(UTC),
+    )
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def appeared(directory: Path, pattern: str, count: int = 1) -> Path:
+    def files() -> list[Path]:
+        return list(directory.glob(pattern))
+
+    await until(lambda: len(files()) >= count, f"{count} of {pattern}")
+    return files()[0]
+
+
+def started_in(directory: Path) -> list[int]:
+    """Ids of the processes that began with a search."""
+    return [int(path.name.removeprefix("started-")) for path in directory.glob("started-*")]
+
+
+def workers_in(directory: Path) -> list[str]:
+    """How many threads each of the processes that began was given."""
+    return sorted(path.read_text() for path in directory.glob("started-*"))
+
+
+def is_alive(process_id: int) -> bool:
+    return Path(f"/proc/{process_id}").exists()
+
+
+async def test_a_search_whose_process_dies_is_run_again(serving: Serving, directory: Path) -> None:
+    for attempt in range(2):
+        (directory / f"die-4-{attempt}").touch()
+    async with serving("dying") as service:
+        ended = await service.ended((await service.submit()).json()["id"])
+        assert (ended["state"], ended["attempts"]) == ("done", 3)
+
+
+async def test_a_search_that_always_dies_fails_in_the_end(serving: Serving, directory: Path) -> None:
+    for attempt in range(9):
+        (directory / f"die-4-{attempt}").touch()
+    async with serving("dying", max_crashes=2) as service:
+        ended = await service.ended((await service.submit()).json()["id"])
+        assert (ended["state"], ended["attempts"]) == ("failed", 2)
+        assert ended["error"]["type"] == "/problems/search-crashed"
+        assert "died 2 times" in ended["error"]["detail"]
+
+
+async def test_a_death_leaves_the_neighbours_alone(serving: Serving, directory: Path) -> None:
+    async with serving("held") as service:
+        ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(2)]
+        for search_id in ids:
+            await service.until(search_id, lambda found: found["objective"] is not None)
+        victim = int((await appeared(directory, "started-*")).name.removeprefix("started-"))
+        os.kill(victim, signal.SIGKILL)
+        await appeared(directory, "started-*", 3)  # the victim's search starts elsewhere
+        (directory / "release").touch()
+        ended = [await service.ended(search_id) for search_id in ids]
+        assert [found["state"] for found in ended] == ["done", "done"]
+        assert sorted(found["attempts"] for found in ended) == [1, 2]
+
+
+async def test_a_stopping_service_queues_its_searches_again_with_what_they_found(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("held") as service:
+        search_id = (await service.submit()).json()["id"]
+        await service.until(search_id, lambda found: found["objective"] is not None)
+    async with serving("held") as service:
+        resumed = await appeared(directory, "resumed")
+        (directory / "release").touch()
+        ended = await service.ended(search_id)
+        assert (ended["state"], ended["attempts"]) == ("done", 2)
+        assert resumed.read_text().startswith(FIRST_ACTIONS)
+
+
+async def test_a_search_that_does_not_listen_is_ended_with_its_service(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("deaf", shutdown_seconds=0.5) as service:
+        search_id = (await service.submit()).json()["id"]
+        await service.until(search_id, lambda found: found["objective"] is not None)
+        process_id = int((await appeared(directory, "started-*")).name.removeprefix("started-"))
+    await until(lambda: not is_alive(process_id), "the end of the search process")
+    async with serving("immediate") as service:
+        ended = await service.ended(search_id)
+        assert (ended["state"], ended["attempts"]) == ("done", 2)
+
+
+async def test_a_cancelled_search_waiting_with_an_incumbent_becomes_a_plan(
+    serving: Serving, settings: Settings, directory: Path
+) -> None:
+    async with serving("held") as service:
+        search_id = (await service.submit()).json()["id"]
+        await service.until(search_id, lambda found: found["objective"] is not None)
+    database = Database(settings.database)
+    assert (await SearchTable(database).request_cancel(search_id)) is not None
+    await database.close()
+    async with serving("held") as service:
+        ended = await service.ended(search_id)
+        assert ended["state"] == "cancelled"
+        assert (await service.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
+
+
+async def test_a_lease_that_ends_gives_the_search_to_somebody_else(
+    serving: Serving, settings: Settings
+) -> None:
+    database = Database(settings.database)
+    await database.migrate()
+    table = SearchTable(database)
+    await table.add(new_search())
+    # Another machine, so that nothing but the lease can tell that it is gone.
+    lost = await table.claim("elsewhere:1:x", lease_seconds=0.01)
+    assert lost is not None
+    async with serving("immediate") as service:
+        ended = await service.ended(lost.id)
+        assert (ended["state"], ended["attempts"]) == ("done", 2)
+    update = Update(1.0, 1.0, 0.0, "late", b"")
+    assert not await table.progressed(lost.id, lost.fence, update)
+    assert not await table.release(lost.id, lost.fence, update)
+    assert (await table.get(lost.id)) is not None
+    await database.close()
+
+
+async def test_a_search_that_is_taken_away_and_comes_back_is_run_once(
+    serving: Serving, settings: Settings, directory: Path
+) -> None:
+    """Its first attempt may still be about to stop when the same service claims it again."""
+    table = SearchTable(Database(settings.database))
+    async with serving("deaf", searches=2) as service:
+        search_id = (await service.submit()).json()["id"]
+        await service.until(search_id, lambda found: found["objective"] is not None)
+        assert await table.requeue_of(await table.owners()) == 1
+        await appeared(directory, "started-*", 2)
+        other = (await service.submit(seed=1)).json()["id"]  # for which there is no place
+        (directory / "release").touch()
+        ended = [await service.ended(each) for each in (search_id, other)]
+        assert [(found["state"], found["attempts"]) for found in ended] == [("done", 2), ("done", 1)]
+        runner = service.app.state.rooms.runner
+        await until(lambda: not runner._attempts, "the end of every attempt")
+    await table._database.close()
+
+
+async def test_a_search_that_neither_ends_in_time_nor_stops_is_ended(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("deaf", stop_seconds=0.2, max_crashes=2) as service:
+        ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
+        assert (ended["state"], ended["attempts"], ended["objective"]) == ("failed", 2, 9)
+        assert "did not stop when it was told to" in ended["error"]["detail"]
+    await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
+
+
+async def test_a_search_without_a_time_limit_is_stopped_after_the_longest_one(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("held", max_time_limit=0.3) as service:
+        ended = await service.ended((await service.submit()).json()["id"])
+        assert (ended["state"], ended["method"], ended["attempts"]) == ("done", "cancelled", 1)
+
+
+async def test_a_search_that_hangs_without_a_time_limit_is_ended(serving: Serving, directory: Path) -> None:
+    async with serving("deaf", max_time_limit=0.3, stop_seconds=0.2, max_crashes=1) as service:
+        ended = await service.ended((await service.submit()).json()["id"])
+        assert (ended["state"], ended["error"]["type"]) == ("failed", "/problems/search-crashed")
+        assert "did not stop when it was told to" in ended["error"]["detail"]
+    await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
+
+
+async def test_searches_get_the_cores_that_no_other_search_uses(
+    serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zbv_service.searches.runner.cores", lambda: 3)
+    told = []
+    async with serving("held", searches=3) as service:
+        for seed in range(3):
+            search_id = (await service.submit(seed=seed)).json()["id"]
+            await service.until(search_id, lambda found: found["objective"] is not None)
+            told.append(workers_in(directory))
+        (directory / "release").touch()
+    assert told[0] == ["workers 2"]
+    assert told[1] == ["workers 1", "workers 2"]
+    assert told[2] == ["workers 1", "workers 1", "workers 2"], "at least one each"
+
+
+async def test_the_plan_does_not_depend_on_the_workers(serving: Serving) -> None:
+    problem = {**PROBLEM, "microbatches": 6, "costs": {**PROBLEM["costs"], "forward": [3, 1, 2, 5], "p2p": 1}}
+    plans = []
+    for workers in (1, 2):
+        async with serving("solver", search_workers=workers) as service:
+            ended = await service.ended((await service.submit(problem)).json()["id"])
+            assert "workers" not in ended["options"]
+            plans.append((ended["plan_id"], ended["objective"], ended["lower_bound"]))
+            await service.http.delete(f"/v1/searches/{ended['id']}")
+    assert plans[0] == plans[1]
+
+
+async def test_a_service_that_is_killed_before_its_result_is_stored_computes_it_again(
+    serving: Serving, settings: Settings, directory: Path
+) -> None:
+    """It is killed at the end of the transaction, when the plan is written and nothing is committed."""
+    with fake_service("honest", directory, "zbv_service.database.search_leases.tell_end") as killed:
+        async with httpx.AsyncClient(base_url=killed.address, timeout=DEADLINE) as http:
+            answer = await http.post("/v1/searches", json={"problem": PROBLEM})
+        assert await asyncio.to_thread(killed.process.wait, DEADLINE) == -signal.SIGKILL
+    database = Database(settings.database)
+    assert await PlanTable(database).newest(1) == []
+    await database.close()
+    async with serving("honest") as service:
+        ended = await service.ended(answer.json()["id"])
+        assert (ended["state"], ended["attempts"]) == ("done", 2)
+        assert (await service.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
+        events = await service.http.get(
+            f"/v1/searches/{ended['id']}/events", headers={"Accept": "application/json"}
+        )
+        assert [event["event"] for event in events.json()["events"]].count("end") == 1
+
+
+async def test_the_leases_of_a_dead_process_of_this_machine_end_at_once(
+    serving: Serving, settings: Settings
+) -> None:
+    process = await asyncio.create_subprocess_exec("true")
+    await process.wait()
+    database = Database(settings.database)
+    await database.migrate()
+    table = SearchTable(database)
+    await table.add(new_search())
+    claim = await table.claim(new_owner(process.pid), lease_seconds=3600)
+    await database.close()
+    assert claim is not None
+    async with serving("immediate") as service:
+        assert (await service.ended(claim.id))["state"] == "done"
+
+
+async def test_the_leases_of_a_living_process_are_respected(serving: Serving, settings: Settings) -> None:
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    try:
+        database = Database(settings.database)
+        await database.migrate()
+        table = SearchTable(database)
+        await table.add(new_search())
+        claim = await table.claim(new_owner(process.pid), lease_seconds=3600)
+        await database.close()
+        assert claim is not None
+        async with serving("immediate") as service:
+            other = (await service.submit(seed=5)).json()["id"]
+            assert (await service.ended(other))["state"] == "done"
+            assert (await service.search(claim.id))["state"] == "running"
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_readiness_follows_the_runner(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        assert (await service.http.get("/healthz")).json() == {"status": "ok"}
+        assert (await service.http.get("/readyz")).json() == {"status": "ok"}
+        await service.app.state.rooms.runner.stop()
+        answer = await service.http.get("/readyz")
+        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")

@@ -1,0 +1,247 @@
+"""Two services on one PostgreSQL, and a Dask cluster that computes: real processes, killed one by one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zbv_service
+import zbv_solver
+from sqlalchemy import create_engine, text
+from support.dask_cluster import DaskCluster
+from support.databases import PostgresDatabases
+from support.paths import TESTS
+from support.serving import DEADLINE, PROBLEM
+from zbv_service.client import Client, Search
+from zbv_service.database.url import async_url
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.verify.verifier import verify
+
+COMMAND = [sys.executable, "-m", "support.patient_searches"]
+
+# 384 actions with uneven costs: CP-SAT works on it long after the first plan.
+LONG: dict[str, Any] = {
+    "pp_degree": 4,
+    "microbatches": 16,
+    "costs": {
+        "forward": [1013, 971, 1187, 1031, 997, 1103, 953, 1409],
+        "backward_input": [1109, 1069, 1301, 1123, 1087, 1213, 1039, 1523],
+        "backward_weight": [701, 673, 821, 709, 691, 769, 659, 977],
+        "p2p": 53,
+    },
+    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 13},
+}
+LEASE_SECONDS = 2.0
+# Services, the scheduler and workers find the searches by it.
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
+}
+
+
+@dataclass
+class Served:
+    """A service process and a client of it."""
+
+    process: subprocess.Popen[str]
+    client: Client
+    http: httpx.Client
+    log: Path
+
+    def readiness(self) -> tuple[int, str]:
+        """Status and text of /readyz."""
+        answer = self.http.get("/readyz")
+        return answer.status_code, answer.text
+
+
+class Site:
+    """Services on one database, before one cluster."""
+
+    def __init__(self, folder: Path, database: str, cluster: DaskCluster, stack: ExitStack):
+        self._folder = folder
+        self._stack = stack
+        self._engine = create_engine(async_url(database))
+        stack.callback(self._engine.dispose)
+        self.cluster = cluster
+        self.scheduler = cluster.start_scheduler()
+        self.workers = [cluster.start_worker() for _ in range(2)]
+        starting = [self._start(database, index) for index in range(2)]
+        self.services = [self._listening(*started) for started in starting]
+
+    def owner_of(self, search_id: str) -> int | None:
+        """Process id of the service that has leased a search."""
+        owner = self._column("lease_owner", search_id)
+        return None if owner is None else int(owner.split(":")[1])
+
+    def crashes(self, search_id: str) -> int:
+        """How many deaths are put down to a search."""
+        return int(self._column("crashes", search_id))
+
+    def _column(self, name: str, search_id: str) -> Any:
+        with self._engine.connect() as connection:
+            query = text(f"SELECT {name} FROM searches WHERE id = :id")
+            return connection.execute(query, {"id": search_id}).scalar_one()
+
+    def _start(self, database: str, index: int) -> tuple[subprocess.Popen[str], Path]:
+        log = self._folder / f"service-{index}.log"
+        environment = {
+            **ENVIRONMENT,
+            "ZBV_AUTH": "none",
+            "ZBV_DATABASE": database,
+            "ZBV_LEASE_SECONDS": str(LEASE_SECONDS),
+            "ZBV_HEARTBEAT_SECONDS": "0.5",
+        }
+        command = [
+            *COMMAND,
+            "serve",
+            "--port",
+            "0",
+            "--executor",
+            self.cluster.address.replace("tcp:", "dask:"),
+        ]
+        process = subprocess.Popen(
+            command,
+            cwd=self._folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=self._stack.enter_context(log.open("w")),
+            text=True,
+        )
+        self._stack.enter_context(process)
+        self._stack.callback(process.kill)
+        return process, log
+
+    def _listening(self, process: subprocess.Popen[str], log: Path) -> Served:
+        assert process.stdout is not None
+        while (found := re.search(r"http://[^/\s]+", line := process.stdout.readline())) is None:
+            assert line, log.read_text()
+        client = self._stack.enter_context(Client(found[0], timeout=DEADLINE))
+        http = self._stack.enter_context(httpx.Client(base_url=found[0], timeout=DEADLINE))
+        return Served(process, client, http, log)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, postgres: PostgresDatabases) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    with ExitStack() as stack:
+        database = stack.enter_context(postgres.migrated())
+        cluster = DaskCluster(folder, ENVIRONMENT)
+        stack.callback(cluster.close)
+        yield Site(folder, database, cluster, stack)
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.05)
+
+
+def begun(site: Site, seed: int) -> Search:
+    """A long search that has found a plan and goes on: with seed 0 it computes, else it waits."""
+    client = site.services[seed % 2].client
+    options = {"effort": "thorough", "time_limit": 600.0, "seed": seed}
+    search_id = client.submit(LONG, options).id
+    until(lambda: client.search(search_id).objective is not None, f"a plan of {search_id}")
+    return client.search(search_id)
+
+
+def test_services_share_the_work_and_find_what_the_solver_finds(site: Site) -> None:
+    until(lambda: all(service.readiness()[0] == 200 for service in site.services), "readiness")
+    clients = [service.client for service in site.services]
+    submitted = [clients[seed % 2].submit(PROBLEM, {"effort": "quick", "seed": seed}) for seed in range(4)]
+    for seed, asked in enumerate(submitted):
+        # Asked of the other service than it was submitted to, half of the time.
+        done = clients[0].wait(asked.id, timeout=DEADLINE)
+        expected = search(parse_problem(PROBLEM), SearchOptions("quick", seed=seed))
+        assert (done.state, done.plan_id) == ("done", expected.plan_id)
+
+
+def test_any_service_cancels_a_search_of_another_one_on_a_remote_worker(site: Site) -> None:
+    running = begun(site, 0)
+    owner = site.owner_of(running.id)
+    other = next(service for service in site.services if service.process.pid != owner)
+    began = time.monotonic()
+    other.client.cancel(running.id)
+    ended = other.client.wait(running.id, timeout=DEADLINE)
+    assert (ended.state, ended.attempts) == ("cancelled", 1)
+    assert time.monotonic() - began < 60.0  # of ten minutes that it would have gone on
+    verify(other.client.plan(str(ended.plan_id)))
+
+
+def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: Site, tmp_path: Path) -> None:
+    before = [begun(site, seed) for seed in (1, 2)]
+    first, second = site.services
+
+    def states() -> list[str]:
+        return sorted(first.client.search(found.id).state for found in before)
+
+    # A worker that is told to end gives its search back, which is not to blame.
+    site.workers[0].send_signal(signal.SIGTERM)
+    until(lambda: states() == ["queued", "running"], "the return of a search")
+    assert [site.crashes(found.id) for found in before] == [0, 0]
+
+    # The scheduler, and with it the workers. It is nobody's fault, and the services wait for another one.
+    site.scheduler.send_signal(signal.SIGKILL)
+    until(lambda: "Searches wait: The Dask scheduler" in first.readiness()[1], "the loss of the scheduler")
+    until(lambda: states() == ["queued", "queued"], "the queue")
+    assert [site.crashes(found.id) for found in before] == [0, 0]
+    site.cluster.start_scheduler()
+
+    # A worker of another version is not used, and the service says why.
+    site.cluster.start_worker(environment=of_another_version(tmp_path))
+    needed = f"is not used: zbv is 9.9.9 and must be {zbv_solver.__version__}"
+    site.workers = [site.cluster.start_worker() for _ in range(2)]
+    until(lambda: states() == ["running", "running"], "the searches' return")
+    until(lambda: needed in second.log.read_text(), "what differs")
+
+    # A service: the other one takes its searches over.
+    victim = next(s for s in site.services if s.process.pid == site.owner_of(before[0].id))
+    survivor = second if victim is first else first
+    victim.process.send_signal(signal.SIGKILL)
+    # A worker, and with it what it computes.
+    site.workers[0].send_signal(signal.SIGKILL)
+
+    def is_back(found: Search) -> bool:
+        seen = survivor.client.search(found.id)
+        return seen.state == "running" and site.owner_of(found.id) == survivor.process.pid
+
+    # One worker is left for both, one after the other.
+    until(lambda: any(map(is_back, before)), "a search in the other service")
+    for found in before:
+        survivor.client.cancel(found.id)
+    for found in before:
+        ended = survivor.client.wait(found.id, timeout=DEADLINE)
+        assert (ended.state, ended.attempts >= 2) == ("cancelled", True)
+        assert ended.objective is not None
+        assert found.objective is not None
+        assert ended.objective <= found.objective * (1 + 1e-9)
+        verify(survivor.client.plan(str(ended.plan_id)))
+    assert sum(site.crashes(found.id) for found in before) <= 1
+    expected = search(parse_problem(PROBLEM), SearchOptions("quick", seed=9))
+    asked = survivor.client.submit(PROBLEM, {"effort": "quick", "seed": 9})
+    assert survivor.client.wait(asked.id, timeout=DEADLINE).plan_id == expected.plan_id
+    assert "Traceback" not in survivor.log.read_text()
+
+
+def of_another_version(folder: Path) -> dict[str, str]:
+    """An environment in which our packages are copies with another version."""
+    for package in (zbv_solver, zbv_service):
+        source = Path(str(package.__file__)).parent
+        shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    changed = folder / "zbv_solver/__init__.py"
+    changed.write_text(changed.read_text().replace(f'"{zbv_solver.__version__}"', '"9.9.9"'))
+    return {**os.environ, "PYTHONPATH": str(folder)}

@@ -1,0 +1,233 @@
+"""TLS: the service shows its certificate, asks clients for theirs, and does not wait for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+from support.refusals import refusal
+from support.serving import PROBLEM
+from zbv_service import client_tls
+from zbv_service.client import Client
+from zbv_service.client_token import CredentialsUnusable
+from zbv_service.client_token import find as find_token
+from zbv_worker.commands.cli import main as worker
+
+START_SECONDS = 120.0
+COMMAND = [sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())"]
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Of a service and a client, by one authority, and another client's by a stranger; and their files."""
+
+    folder: Path
+    ca: Path
+    server: tuple[Path, Path]
+    client: tuple[Path, Path]
+    stranger: tuple[Path, Path]
+
+    @classmethod
+    def make(cls, folder: Path) -> Certificates:
+        """Write all of them."""
+        authority, other = trustme.CA(), trustme.CA()
+        authority.cert_pem.write_to_path(str(folder / "ca.pem"))
+
+        def issue(by: trustme.CA, name: str, *identities: str) -> tuple[Path, Path]:
+            made = by.issue_cert(*identities)
+            chain, key = folder / f"{name}.pem", folder / f"{name}.key"
+            for number, blob in enumerate(made.cert_chain_pems):
+                blob.write_to_path(str(chain), append=number > 0)
+            made.private_key_pem.write_to_path(str(key))
+            return chain, key
+
+        return cls(
+            folder,
+            folder / "ca.pem",
+            issue(authority, "server", "127.0.0.1", "localhost"),
+            issue(authority, "client", "agent@zbv.example"),
+            issue(other, "stranger", "stranger@zbv.example"),
+        )
+
+    def context(self, shown: tuple[Path, Path] | None) -> ssl.SSLContext:
+        """What a client of this authority checks and shows."""
+        made = ssl.create_default_context(cafile=str(self.ca))
+        if shown is not None:
+            made.load_cert_chain(*shown)
+        return made
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def address(certificates: Certificates) -> Iterator[str]:
+    """A service that asks every client for a certificate, and is impatient."""
+    (chain, key), folder = certificates.server, certificates.folder
+    flags = ["--tls-cert", str(chain), "--tls-key", str(key), "--tls-ca", str(certificates.ca)]
+    flags += ["--database", f"sqlite:///{folder}/zbv.db", "--request-seconds", "1", "--searches", "1"]
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0", *flags], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"listening on (https://\S+)", process.stdout.readline())
+            assert found, "the service did not start (see its standard error)"
+            yield found[1]
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def test_a_client_with_a_certificate_is_served(certificates: Certificates, address: str) -> None:
+    context = certificates.context(certificates.client)
+    with httpx.Client(base_url=address, verify=context) as http:
+        answer = http.get("/healthz")
+    assert answer.status_code == 200
+    assert "max-age=" in answer.headers["strict-transport-security"]
+    with Client(address, verify=context) as client:
+        assert client.searches() == [], "it found the token of this machine"
+
+
+@pytest.mark.parametrize("shown", ["nothing", "a stranger's"])
+def test_a_client_without_one_is_not(certificates: Certificates, address: str, shown: str) -> None:
+    context = certificates.context(None if shown == "nothing" else certificates.stranger)
+    with httpx.Client(base_url=address, verify=context) as http, pytest.raises(httpx.TransportError):
+        http.get("/healthz")
+
+
+def test_a_certificate_is_no_token(certificates: Certificates, address: str) -> None:
+    with httpx.Client(base_url=address, verify=certificates.context(certificates.client)) as http:
+        assert http.get("/v1/searches").status_code == 401
+
+
+def test_commands_take_certificates_by_flags(
+    certificates: Certificates, address: str, tmp_path: Path
+) -> None:
+    problem, plan = tmp_path / "problem.json", tmp_path / "plan.json"
+    problem.write_text(json.dumps(PROBLEM))
+    chain, key = certificates.client
+    flags = ["--tls-ca", str(certificates.ca), "--tls-cert", str(chain), "--tls-key", str(key)]
+    command = [*COMMAND, "submit", str(problem), "--server", address, "-o", str(plan), "--effort", "quick"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ZBV_CLIENT")}
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, env=environment)
+    assert refused.returncode == 1
+    assert "CERTIFICATE_VERIFY_FAILED" in refused.stderr
+    assert "--tls-ca" in refused.stderr
+    subprocess.run([*command, *flags], check=True, timeout=START_SECONDS, env=environment)
+    assert json.loads(plan.read_text())["objective"] == "span"
+
+
+def test_the_worker_takes_the_same(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (client_tls.CA_VARIABLE, client_tls.CERT_VARIABLE, client_tls.KEY_VARIABLE):
+        monkeypatch.setenv(name, "")  # remembered, so that what the command sets is undone
+    arguments = [
+        "agent",
+        "--server",
+        "https://127.0.0.1:9",
+        "--tls-ca",
+        str(certificates.folder / "none.pem"),
+    ]
+    assert worker(arguments) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_used_are_said_so(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client_tls.find() is True
+    monkeypatch.setenv(client_tls.KEY_VARIABLE, str(certificates.client[1]))
+    with pytest.raises(CredentialsUnusable, match="without its certificate"):
+        client_tls.find()
+    monkeypatch.setenv(client_tls.CERT_VARIABLE, str(certificates.server[0]))
+    with pytest.raises(CredentialsUnusable, match="must be PEM files, and a key must be that"):
+        client_tls.find()
+    monkeypatch.setenv(client_tls.CERT_VARIABLE, str(certificates.client[0]))
+    assert isinstance(client_tls.find(), ssl.SSLContext)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (
+            ["--tls-cert", "absent.pem", "--tls-key", "absent.key"],
+            "cannot use absent.pem, absent.key for TLS",
+        ),
+        (["--host", "0.0.0.0"], "zbv-service token create --name admin --scope admin --database sqlite:///"),
+    ],
+)
+def test_a_service_that_cannot_be_safe_does_not_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    complaint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    database = f"sqlite:///{tmp_path}/zbv.db"
+    status, said = refusal(capsys, "serve", "--port", "0", "--database", database, *flags)
+    assert status == 2, said
+    assert complaint in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "])
+def test_a_head_that_does_not_come_is_not_waited_for(
+    certificates: Certificates, address: str, sent: bytes
+) -> None:
+    port = int(address.rpartition(":")[2])
+    context = certificates.context(certificates.client)
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+    ):
+        connection.sendall(sent)
+        assert connection.recv(100) == b""
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(certificates: Certificates, address: str) -> None:
+    port = int(address.rpartition(":")[2])
+    head = (
+        f"POST /v1/searches HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {find_token(address)}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
+    )
+    context = certificates.context(certificates.client)
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+    ):
+        connection.sendall(head.encode())
+        answer = b""
+        while part := connection.recv(10_000):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"/problems/body-too-slow" in answer
+
+
+def test_requests_that_take_their_time_keep_their_connection(
+    certificates: Certificates, address: str
+) -> None:
+    with httpx.Client(base_url=address, verify=certificates.context(certificates.client), timeout=60) as http:
+        fields = {"Authorization": f"Bearer {find_token(address)}"}
+        body = {"id": "a" * 32, "name": "a", "address": "10.0.0.1", "port": 29500, "slots": 1}
+        assert http.post("/v1/agents", json={**body, "allowed_models": []}, headers=fields).status_code == 201
+        began = time.monotonic()
+        answer = http.get(f"/v1/agents/{'a' * 32}/work", params={"wait": 2}, headers=fields)
+        assert answer.status_code == 204
+        assert time.monotonic() - began > 1.5, "it waited for longer than a head may take"

@@ -1,0 +1,325 @@
+"""Tokens: what they look like, what is stored of them, how long they work, and the commands for them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import stat
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+from support.tokens import add_token
+from zbv_service.commands.cli import main
+from zbv_service.database import Database, DatabaseAway, TokenTable
+from zbv_service.database.tokens import NameTaken
+from zbv_service.security import attempts
+from zbv_service.security import tokens as tokens_module
+from zbv_service.security.attempts import Attempts
+from zbv_service.security.scopes import SCOPES, allows
+from zbv_service.security.token_text import TokenText
+from zbv_service.security.tokens import FRESH_SECONDS, STALE_SECONDS, Tokens
+
+pytestmark = pytest.mark.anyio
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    opened = Database(any_database_url)
+    await opened.migrate()
+    yield opened
+    await opened.close()
+
+
+def test_a_token_is_recognised_and_keeps_its_secret() -> None:
+    made = TokenText.new()
+    assert re.fullmatch(r"zbv_[0-9a-f]{12}_[A-Za-z0-9_-]{43}", str(made))
+    assert TokenText.parse(str(made)) == made
+    assert made.secret not in repr(made)
+    assert made.secret not in made.hash
+    assert made.is_hashed_as(made.hash)
+    assert not TokenText.new().is_hashed_as(made.hash)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "zbv", "zbv__", "zbv_0123456789ab_" + "a" * 42, "x" * 10_000, "zbv_é_ü"]
+)
+def test_what_is_no_token_is_not_taken_for_one(text: str) -> None:
+    assert TokenText.parse(text) is None
+
+
+def test_one_of_several_scopes_suffices_and_admin_is_all_of_them() -> None:
+    assert allows({"read"}, ["read", "agent"])
+    assert allows({"admin"}, ["launch"])
+    assert not allows({"read", "search", "agent"}, ["launch"])
+    assert not allows(set(), SCOPES)
+
+
+async def test_only_a_hash_is_stored(database: Database) -> None:
+    token = await add_token(database, "read")
+    (record,) = await TokenTable(database).tokens()
+    secret = token.rpartition("_")[2]
+    assert secret not in repr(record)
+    assert record.secret_hash == TokenText(record.id, token.removeprefix(f"zbv_{record.id}_")).hash
+
+
+async def test_a_token_works_until_it_is_revoked(database: Database) -> None:
+    table, clock = TokenTable(database), Clock()
+    tokens = Tokens(table, clock=clock)
+    text = await add_token(database, "read", "search", name="ci", max_searches=7)
+    grant = await tokens.grant(text)
+    assert grant is not None
+    assert (grant.name, grant.scopes, grant.max_searches) == ("ci", frozenset({"read", "search"}), 7)
+    assert [record.name for record in await table.revoke("ci")] == ["ci"]
+    assert await tokens.grant(text) is not None, "it is believed for a moment"
+    clock.now += FRESH_SECONDS + 0.01
+    assert await tokens.grant(text) is None
+    assert await table.revoke("ci") == []
+    await tokens.close()
+
+
+async def test_a_token_works_until_it_expires(database: Database) -> None:
+    tokens = Tokens(TokenTable(database))
+    assert await tokens.grant(await add_token(database, "read", name="a", seconds=60)) is not None
+    assert await tokens.grant(await add_token(database, "read", name="b", seconds=-1)) is None
+    await tokens.close()
+
+
+async def test_the_right_id_with_a_wrong_secret_is_no_token(database: Database) -> None:
+    tokens = Tokens(TokenTable(database))
+    right = TokenText.parse(await add_token(database, "read"))
+    assert right is not None
+    wrong = str(TokenText(right.id, TokenText.new().secret))
+    assert await tokens.grant(wrong) is None
+    assert await tokens.grant(str(right)) is not None
+    assert await tokens.grant(wrong) is None, "nor is it once the right one is known"
+    assert tokens.is_known(str(right))
+    assert not tokens.is_known(wrong)
+    await tokens.close()
+
+
+async def test_thousands_of_requests_cost_one_look_at_the_database(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, looks = TokenTable(database), 0
+    live = table.live
+
+    async def counted(token_id: str) -> object:
+        nonlocal looks
+        looks += 1
+        return await live(token_id)
+
+    monkeypatch.setattr(table, "live", counted)
+    tokens = Tokens(table, clock=Clock())
+    text = await add_token(database, "read")
+    await asyncio.gather(*(tokens.grant(text) for _ in range(2000)))
+    await asyncio.gather(*(tokens.grant(text) for _ in range(2000)))
+    assert looks == 1
+    await tokens.close()
+
+
+async def test_no_more_tokens_are_remembered_than_there_is_room_for(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens_module, "REMEMBERED", 2)
+    tokens = Tokens(TokenTable(database), clock=Clock())
+    three = [await add_token(database, "read", name=name) for name in "abc"]
+    for each in three:
+        assert await tokens.grant(each) is not None
+    assert await tokens.grant(str(TokenText.new())) is None
+    assert [tokens.is_known(each) for each in three] == [False, True, True]
+    await tokens.close()
+
+
+async def test_while_the_database_is_away_known_tokens_go_on_working(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, clock = TokenTable(database), Clock()
+    tokens = Tokens(table, clock=clock)
+    text = await add_token(database, "read")
+    assert await tokens.grant(text) is not None
+    await tokens.close()
+
+    async def away(_: str) -> None:
+        raise DatabaseAway("away")
+
+    monkeypatch.setattr(table, "live", away)
+    clock.now += STALE_SECONDS - 1
+    assert await tokens.grant(text) is not None
+    clock.now += 2
+    with pytest.raises(DatabaseAway):
+        await tokens.grant(text)
+    with pytest.raises(DatabaseAway):
+        await tokens.grant(str(TokenText.new()))
+
+
+async def test_that_a_token_is_in_use_is_noted_sparingly(database: Database) -> None:
+    table, clock = TokenTable(database), Clock()
+    tokens = Tokens(table, clock=clock)
+    text = await add_token(database, "read")
+    await tokens.grant(text)
+    await tokens.close()
+    (first,) = await table.tokens()
+    assert first.used_at is not None
+    clock.now += 10
+    await tokens.grant(text)
+    await tokens.close()
+    assert [record.used_at for record in await table.tokens()] == [first.used_at]
+
+
+async def test_two_tokens_that_work_never_share_a_name(database: Database) -> None:
+    table = TokenTable(database)
+    await add_token(database, "read", name="ci")
+    with pytest.raises(NameTaken):
+        await add_token(database, "read", name="ci")
+    await table.revoke("ci")
+    await add_token(database, "read", name="ci")
+    assert [record.is_live(datetime.now(UTC)) for record in await table.tokens()] == [False, True]
+
+
+def test_a_token_that_was_wrong_too_often_has_to_wait_and_another_one_need_not() -> None:
+    clock = Clock()
+    tried = Attempts(clock)
+    for _ in range(attempts.ALLOWED - 1):
+        tried.failed("10.0.0.1", "stale")
+    assert tried.wait_seconds("10.0.0.1", "stale") == 0
+    tried.failed("10.0.0.1", "stale")
+    assert tried.wait_seconds("10.0.0.1", "stale") == attempts.WINDOW_SECONDS
+    assert tried.wait_seconds("10.0.0.1", "other") == tried.wait_seconds("10.0.0.2", "stale") == 0
+    assert not tried.is_slowed("10.0.0.1"), "it is one wrong token"
+    clock.now += attempts.WINDOW_SECONDS + 1
+    assert tried.wait_seconds("10.0.0.1", "stale") == 0
+
+
+def test_many_different_wrong_tokens_slow_their_address_or_all() -> None:
+    clock = Clock()
+    tried = Attempts(clock)
+    for index in range(attempts.ALLOWED):
+        tried.failed("10.0.0.1", str(index))
+    assert (tried.is_slowed("10.0.0.1"), tried.is_slowed("10.0.0.2")) == (True, False)
+    for index in range(attempts.ALLOWED_EVERYWHERE):
+        tried.failed(f"10.1.{index // 200}.{index % 200}", "guess")
+    assert tried.is_slowed("10.0.0.2")
+    clock.now += attempts.WINDOW_SECONDS + 1
+    assert not tried.is_slowed("10.0.0.1")
+
+
+def test_what_is_remembered_of_wrong_tokens_is_bounded_and_is_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts, "REMEMBERED", 2)
+    tried = Attempts(Clock())
+    for address in ("10.0.0.1", "10.0.0.2"):
+        for _ in range(attempts.ALLOWED):
+            tried.failed(address, "secret")
+    tried.failed("10.0.0.1", "secret")
+    tried.failed("10.0.0.3", "secret")
+    assert tried.wait_seconds("10.0.0.1", "secret") > 0
+    assert tried.wait_seconds("10.0.0.2", "secret") == 0, "it was quiet the longest, and is forgotten"
+    for counts in (tried._of_token, tried._of_place, tried._everywhere):
+        assert len(counts._found) <= 2
+        assert "secret" not in str(counts._found)
+
+
+def test_a_network_of_addresses_is_one_address() -> None:
+    tried = Attempts(Clock())
+    for number in range(attempts.ALLOWED):
+        tried.failed(f"2001:db8::{number:x}", "stale")
+    assert tried.wait_seconds("2001:db8::ffff", "stale") > 0
+    assert tried.wait_seconds("2001:db9::1", "stale") == 0
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(["token", *arguments])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+@pytest.fixture
+def url(database_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("ZBV_DATABASE", database_url)
+    return database_url
+
+
+def test_the_command_makes_lists_and_revokes(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    created = run(
+        capsys, "create", "--name", "ci", "--scope", "read", "--scope", "search", "--expires", "90d"
+    )
+    assert created[0] == 0
+    token = TokenText.parse(created[1].strip())
+    assert token is not None
+    assert token.secret not in created[2]
+
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        stored = connection.execute(text("SELECT * FROM tokens")).one()._asdict()
+    engine.dispose()
+    assert stored["secret_hash"] == token.hash
+    assert token.secret not in str(stored)
+    left = datetime.fromisoformat(stored["expires_at"]) - datetime.fromisoformat(stored["created_at"])
+    assert left == timedelta(days=90)
+
+    listed = run(capsys, "list")[1]
+    assert token.id in listed
+    assert token.secret not in listed
+    assert run(capsys, "create", "--name", "ci", "--scope", "read")[0] == 2
+    assert run(capsys, "create", "--name", "ci", "--scope", "read", "--if-missing")[:2] == (0, "")
+    assert run(capsys, "revoke", token.id)[0] == 0
+    assert "revoked" in run(capsys, "list")[1]
+    assert run(capsys, "revoke", "ci") == (
+        2,
+        "",
+        "zbv-service: found no token ci that works. zbv-service token list shows them.\n",
+    )
+
+
+def test_a_token_can_go_into_a_file_that_only_its_owner_reads(
+    capsys: pytest.CaptureFixture[str], url: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "agents.token"
+    path.write_text("what everybody reads")
+    path.chmod(0o644)
+    status, out, err = run(capsys, "create", "--name", "agents", "--scope", "agent", "-o", str(path))
+    assert (status, out) == (0, "")
+    token = TokenText.parse(path.read_text().strip())
+    assert token is not None
+    assert token.secret not in err
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--name", " x"], "must be 1 to 100 printable characters"),
+        (["--name", "local"], "found local"),
+        (["--name", "x", "--expires", "3y"], "must be a time such as 90d"),
+        (["--name", "x", "--expires", "0d"], "must be a time such as 90d"),
+        (["--name", "x", "--max-searches", "0"], "must be at least 1"),
+    ],
+)
+def test_wrong_input_makes_no_token(
+    capsys: pytest.CaptureFixture[str], url: str, arguments: list[str], complaint: str
+) -> None:
+    status, out, err = run(capsys, "create", "--scope", "read", *arguments)
+    assert (status, out) == (2, "")
+    assert complaint in err
+    assert run(capsys, "list")[1].count("\n") == 1, "the heading alone"
+
+
+def test_a_wrong_database_is_not_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/none.db"
+    assert main(["token", "list", "--database", url]) == 2
+    assert "there is no database" in capsys.readouterr().err
+    assert not (tmp_path / "none.db").exists()

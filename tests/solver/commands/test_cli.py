@@ -1,0 +1,195 @@
+"""The ``zbv`` command as users meet it: statuses, streams, messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.problems import uniform_document
+from zbv_solver.commands.cli import main
+from zbv_solver.plans.plan import Plan
+from zbv_solver.search.search import search
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> Path:
+    return write(tmp_path / "problem.json", uniform_document(2, 4, limit=4))
+
+
+@pytest.fixture
+def plan(problem: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    assert main(["plan", str(problem), "-o", str(path), "--effort", "quick"]) == 0
+    return path
+
+
+def write(path: Path, document: object) -> Path:
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_plan_writes_a_plan_and_says_how_good_it_is(problem: Path, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", str(problem), "-o", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "span 24 (proved optimal)" in err
+    assert json.loads(path.read_text())["metrics"]["span"] == 24
+
+
+def test_plan_on_standard_output_is_nothing_but_the_plan(problem: Path, capsys: Capture) -> None:
+    assert main(["plan", str(problem)]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["objective"] == "span"
+    assert err == ""
+
+
+def test_check_accepts_a_plan_of_the_problem(problem: Path, plan: Path, capsys: Capture) -> None:
+    assert main(["check", str(problem), str(plan)]) == 0
+    assert capsys.readouterr().out.startswith("valid\n")
+
+
+def test_check_refuses_a_plan_of_another_problem(plan: Path, tmp_path: Path, capsys: Capture) -> None:
+    other = write(tmp_path / "other.json", uniform_document(2, 4, limit=5))
+    assert main(["check", str(other), str(plan)]) == 2
+    assert "they differ in memory" in capsys.readouterr().err
+
+
+def test_check_refuses_false_metrics(problem: Path, plan: Path, capsys: Capture) -> None:
+    document = json.loads(plan.read_text())
+    document["metrics"]["span"] -= 1
+    assert main(["check", str(problem), str(write(plan, document))]) == 2
+    assert "the stated span 23 is too small" in capsys.readouterr().err
+
+
+def test_compare_shows_every_baseline(problem: Path, capsys: Capture) -> None:
+    assert main(["compare", str(problem), "--json"]) == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)["baselines"]]
+    assert names == ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1"]
+    assert main(["compare", str(problem)]) == 0
+    table = capsys.readouterr().out
+    assert "lower bound of span: 24" in table
+    assert "eager-1f1b" in table
+
+
+def test_export_converts(plan: Path, capsys: Capture) -> None:
+    assert main(["export", str(plan), "--format", "torch-csv"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_export_refuses_unknown_formats(plan: Path, capsys: Capture) -> None:
+    assert main(["export", str(plan), "--format", "docx"]) == 2
+    assert "must be one of torch-csv" in capsys.readouterr().err
+
+
+def test_no_plan_for_the_limit_is_status_3(tmp_path: Path, capsys: Capture) -> None:
+    path = write(tmp_path / "tight.json", uniform_document(2, 4, limit=1.5))
+    assert main(["plan", str(path)]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "smallest feasible limit per rank is [2, 2]" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON|nested too deeply"),
+        ("3", "must be a JSON object"),
+        ("{}", "/pp_degree: this key is required"),
+        (json.dumps(uniform_document(2, 4) | {"costs": {"forward": -1}}), "/costs/backward_input"),
+        (json.dumps(uniform_document(2, 4)).replace('"forward": 1,', '"forward": NaN,', 1), "finite number"),
+        ("\xff", "is not UTF-8"),
+    ],
+    ids=range(7),
+)
+def test_wrong_input_is_status_2_without_a_traceback(
+    content: str, says: str, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_bytes(content.encode("latin-1"))
+    assert main(["plan", str(path), "-o", str(tmp_path / "plan.json")]) == 2
+    assert capsys.readouterr().err.startswith("zbv: ")
+    assert not (tmp_path / "plan.json").exists()
+    assert main(["plan", str(path)]) == 2
+    import re
+
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_missing_file_is_status_2(capsys: Capture) -> None:
+    assert main(["plan", "no/such/file.json"]) == 2
+    assert "no/such/file.json: No such file" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(
+    problem: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zbv_solver.search.search.search", lambda *_, **__: pytest.fail("the search began"))
+    assert main(["plan", str(problem), "-o", "/no/such/folder/plan.json"]) == 2
+    assert "/no/such/folder/plan.json: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_writes_the_best_plan_so_far(
+    number: signal.Signals, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = uniform_document(4, 16, limit=6)
+    problem, path = write(tmp_path / "problem.json", document), tmp_path / "plan.json"
+    searched = search
+
+    def interrupted(problem: Any, options: Any, on_progress: Any, cancelled: Callable[[], bool]) -> Plan:
+        os.kill(os.getpid(), number)
+        while not cancelled():
+            time.sleep(0.01)
+        return searched(problem, options, on_progress, cancelled)
+
+    monkeypatch.setattr("zbv_solver.search.search.search", interrupted)
+    assert main(["plan", str(problem), "-o", str(path)]) == 130
+    err = capsys.readouterr().err
+    assert f"{path}: span" in err
+    assert "zbv: interrupted: the search ended early, and the plan written is the best" in err
+    assert main(["check", str(problem), str(path)]) == 0
+    assert json.loads(path.read_text())["provenance"]["cut"] == "cancelled"
+
+
+def test_wrong_options_are_status_2(problem: Path, capsys: Capture) -> None:
+    assert main(["plan", str(problem), "--time-limit", "-1"]) == 2
+    assert "/time_limit" in capsys.readouterr().err
+
+
+def test_standard_input_and_output_in_a_real_process(problem: Path) -> None:
+    command = [sys.executable, "-m", "zbv_solver.commands.cli"]
+    made = subprocess.run(
+        [*command, "plan", "-", "--effort", "quick"],
+        input=problem.read_text(), capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    checked = subprocess.run(
+        [*command, "check", str(problem), "-"],
+        input=made.stdout, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert checked.stdout.startswith("valid\n")
+    assert made.stderr == ""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, zbv_solver.commands.cli as cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('numba', 'ortools', 'bokeh', 'torch', 'fastapi') if m in sys.modules])"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert made.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,111 @@
+"""``zbv estimate`` as users meet it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from zbv_solver.commands.cli import main
+
+Capture = pytest.CaptureFixture[str]
+CONFIG = {
+    "model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1000, "sequence": 128},
+    "parallel": {"pp_degree": 2, "microbatches": 4},
+    "device": {"achieved_tflops": 100, "link_latency": 5, "memory_limit": 1e9, "reserved": 1000},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def test_a_configuration_becomes_layers(config: Path, capsys: Capture) -> None:
+    assert main(["estimate", "--config", str(config)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    problem = json.loads(out)
+    assert [layer["name"] for layer in problem["layers"]] == ["embedding", "block", "head"]
+    assert problem["layers"][1]["repeat"] == 4
+    assert problem["layers"][1]["output_bytes"] == 2 * 128 * 512
+    assert problem["costs"] == {"p2p": 5}
+    assert problem["memory"] == {"static": 1000, "limit": 1_000_000_000}
+    assert problem["units"] == {"time": "us", "memory": "bytes"}
+    assert (problem["pp_degree"], problem["microbatches"], problem["placement"]) == (2, 4, "auto")
+
+
+def test_flags_replace_what_the_file_says(config: Path, capsys: Capture) -> None:
+    flags = ["--layers", "6", "--link-bandwidth", "2", "--granularity", "half", "--placement", "loop",
+             "--chunks", "3", "--no-bias", "--recompute", "none", "--objective", "makespan"]  # fmt: skip
+    assert main(["estimate", "--config", str(config), *flags]) == 0
+    problem = json.loads(capsys.readouterr().out)
+    assert len(problem["layers"]) == 2 + 2 * 6
+    assert problem["costs"] == {"link": {"latency": 5, "bandwidth": 2000}}
+    assert (problem["placement"], problem["chunks"], problem["objective"]) == ("loop", 3, "makespan")
+    assert problem["layers"][1]["parameters_bytes"] == 2 * (4 * 512**2 + 2 * 512)
+    assert not any("recompute" in layer for layer in problem["layers"])
+
+
+def test_tables_go_where_the_problem_does_not(config: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["estimate", "--config", str(config), "--table"]) == 0
+    out, err = capsys.readouterr()
+    json.loads(out)
+    assert "embedding" in err
+    assert main(["estimate", "--config", str(config), "--table", "-o", str(tmp_path / "problem.json")]) == 0
+    shown, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads((tmp_path / "problem.json").read_text()) == json.loads(out)
+    # 24 · 128 · 512² for the block's projections, and 4 · 128² · 512 / 2 for its scores
+    assert "│ block     │      4 │     0.8 │" in shown
+    assert "0.0137 B parameters; 0.01" in shown
+    assert "MB" in shown
+
+
+def test_halves_that_are_equal_share_a_row(config: Path, capsys: Capture) -> None:
+    assert main(["estimate", "--config", str(config), "--table", "--granularity", "half"]) == 0
+    shown = capsys.readouterr().err
+    assert shown.count("attention") == 2  # once in each table
+    assert "│ block.0.attention │      4 │" in shown
+
+
+def test_presets_are_listed(capsys: Capture) -> None:
+    assert main(["estimate", "--list-presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "Qwen3 32B" in line] == ["qwen3-32b"]
+
+
+def test_without_a_configuration_it_says_what_to_give(capsys: Capture) -> None:
+    assert main(["estimate"]) == 2
+    assert "found neither --config nor --preset; give one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--preset", "gpt-5"], "--preset: found 'gpt-5'; there is no such preset. Use one of a100-80gb"),
+        (["--config", "no/such.json"], "no/such.json: No such file"),
+        (["--preset", "gpt-1.5b", "--heads", "5"], "/model/heads: found 5; must divide hidden (2304)"),
+        (["--preset", "gpt-1.5b", "--dtype", "int4"], "/model/dtype: found 'int4'"),
+        (["--preset", "gpt-1.5b", "--memory-limit", "nan"], "/device/memory_limit: found nan"),
+        (["--preset", "a100-80gb"], "/model: this key is required and absent."),
+    ],
+)
+def test_wrong_input_is_status_2(flags: list[str], says: str, capsys: Capture) -> None:
+    assert main(["estimate", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+
+
+def test_in_a_pipe(config: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "zbv_solver.commands.cli", "estimate", "--config", "-"],
+        input=config.read_text(), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert json.loads(made.stdout)["pp_degree"] == 2
+    assert made.stderr == ""

@@ -1,0 +1,55 @@
+"""Constructors: zero bubble where it is possible, a valid order wherever one exists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from support.problems import limited_problems, uniform
+from zbv_solver.construct.greedy_v import get_v_schedule
+from zbv_solver.construct.list_scheduling import priority_schedules, serial
+from zbv_solver.problem.problem import Problem
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify_orders
+
+
+@pytest.mark.parametrize(
+    ("p", "m"), [(1, 1), (1, 5), (2, 4), (4, 8), (4, 32), (8, 16), (8, 32), (16, 32), (16, 64), (32, 64)]
+)
+def test_greedy_v_has_no_bubble_at_the_memory_of_1f1b(p: int, m: int) -> None:
+    """Uniform costs, no transfers, m >= 2p: the span is the work of one rank (Qi et al. 2024)."""
+    problem = uniform(p, m, limit=2 * p)
+    best = min(attempt.span for attempt in get_v_schedule(problem))
+    assert best == 6 * m
+
+
+@given(limited_problems(max_p=5, max_m=8))
+def test_every_attempt_is_valid_and_states_its_value(problem: Problem) -> None:
+    for attempt in [*get_v_schedule(problem), *priority_schedules(problem)]:
+        verify_orders(problem, attempt.orders)
+        timing = evaluate(problem, attempt.orders)
+        assert attempt.makespan == pytest.approx(timing.makespan)
+        assert attempt.span >= timing.span * (1 - 1e-12)
+
+
+@given(limited_problems(max_p=5, max_m=8, kinds=("v", "loop", "single")))
+def test_list_scheduling_never_gets_stuck(problem: Problem) -> None:
+    """Its admission of forwards keeps a way out at every feasible limit, whatever the placement."""
+    attempts = list(priority_schedules(problem, (1.0, 0.5)))
+    assert len(attempts) in (12, 36)
+    for attempt in attempts[:2]:
+        verify_orders(problem, attempt.orders)
+
+
+@given(limited_problems(max_p=5, max_m=8, kinds=("v", "loop", "single")))
+def test_serial_fits_the_smallest_limit(problem: Problem) -> None:
+    verify_orders(problem, serial(problem).orders)
+
+
+def test_cheap_fused_backwards_are_used() -> None:
+    problem = uniform(2, 6)
+    cheap = replace(problem, costs=replace(problem.costs, backward=(1.0,) * 4))
+    split = min(a.span for a in get_v_schedule(problem))
+    fused = min(a.span for a in get_v_schedule(cheap))
+    assert fused < split

@@ -1,0 +1,211 @@
+"""Reading configurations: every broken rule with a pointer, and presets under what a user says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zbv_solver.estimate.presets
+from pydantic import BaseModel
+from support.paths import ROOT
+from zbv_solver.commands.estimate import FLAGS
+from zbv_solver.errors import InvalidInput
+from zbv_solver.estimate.config import (
+    DeviceConfig,
+    EstimateConfig,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    parse_config,
+)
+from zbv_solver.estimate.presets import preset, preset_names, with_presets
+from zbv_solver.estimate.problem_document import problem_document
+from zbv_solver.problem.reading import parse_question
+
+MODEL = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1000, "sequence": 128}
+PARALLEL = {"pp_degree": 2, "microbatches": 4}
+DEVICE = {"achieved_tflops": 100}
+
+
+def document(**sections: dict[str, Any]) -> dict[str, Any]:
+    given = {"model": MODEL, "parallel": PARALLEL, "device": DEVICE}
+    return {name: {**section, **sections.get(name, {})} for name, section in given.items()}
+
+
+def issues(found: Any) -> dict[str, str]:
+    with pytest.raises(InvalidInput) as raised:
+        parse_config(found)
+    return {issue.pointer: issue.detail for issue in raised.value.issues}
+
+
+def words_of(section: type[BaseModel], key: str) -> set[str]:
+    """The words that a key may be."""
+    schema = section.model_json_schema()["properties"][key]
+    either = [
+        schema,
+        *schema.get("anyOf", []),
+        *(each for one in schema.get("anyOf", []) for each in one.get("oneOf", [])),
+    ]
+    return {word for each in either for word in each.get("enum", [])}
+
+
+def test_defaults_are_a_gpt_in_mixed_precision() -> None:
+    config = parse_config(document())
+    model = config.model
+    assert (model.n_kv_heads, model.width_of_head, model.ffn_width) == (8, 64, 2048)
+    assert model.has_qkv_bias
+    assert config.precision == Precision(parameters=2, gradients=2, master=4, state=4)
+    assert config.optimizer_states == 2
+    assert config.placement == "auto"
+
+
+def test_what_follows_from_a_type_or_from_tied_embeddings() -> None:
+    single = parse_config(document(model={"dtype": "float32", "tied_embeddings": True}))
+    assert single.precision == Precision(parameters=4, gradients=4, master=0, state=4)
+    assert single.placement == "v"
+    assert parse_config(document(parallel={"placement": "loop"})).placement == "loop"
+
+
+def test_bytes_per_parameter_can_be_given() -> None:
+    sizes = {"parameters": 1, "gradients": 2, "master": 4, "state": 1.5}
+    assert parse_config(document(parallel={"precision": sizes})).precision == Precision(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer", "says"),
+    [
+        ({"model": {"hidden": 0}}, "/model/hidden", "found 0; input should be greater than or equal to 1"),
+        ({"model": {"hidden": 512.0}}, "/model/hidden", "found 512.0; input should be a valid integer"),
+        ({"model": {"hiden": 1}}, "/model/hiden", "unknown key"),
+        ({"model": {"dtype": "int8"}}, "/model/dtype", "'bfloat16', 'float16' or 'float32'"),
+        ({"model": {"gated": 1}}, "/model/gated", "valid boolean"),
+        ({"model": {"layers": 511}}, "/model/layers", "found 511; must be at most 510."),
+        (
+            {"model": {"layers": 256}, "parallel": {"granularity": "half"}},
+            "/model/layers",
+            "found 256; must be at most 255. Use granularity block.",
+        ),
+        ({"model": {"heads": 7}}, "/model/heads", "must divide hidden (512). Or give head_dim"),
+        ({"model": {"kv_heads": 3}}, "/model/kv_heads", "found 3; must divide heads (8)"),
+        ({"parallel": {"zero_stage": 4}}, "/parallel/zero_stage", "less than or equal to 3"),
+        ({"parallel": {"precision": "fp8"}}, "/parallel/precision", "'mixed-fp32-gradients'"),
+        ({"parallel": {"precision": {}}}, "/parallel/precision/master", "required and absent"),
+        ({"parallel": {"recompute": "selective"}}, "/parallel/recompute", "flash keeps none. Use full"),
+        ({"device": {"achieved_tflops": 0}}, "/device/achieved_tflops", "greater than 0"),
+        ({"device": {"achieved_tflops": float("nan")}}, "/device/achieved_tflops", "finite"),
+        ({"device": {"tensor_parallel_overlap": 1.5}}, "/device/tensor_parallel_overlap", "equal to 1"),
+    ],
+)
+def test_a_broken_rule_is_named_where_it_is(changes: dict[str, Any], pointer: str, says: str) -> None:
+    found = issues(document(**changes))
+    assert says in found[pointer]
+
+
+def test_all_broken_rules_are_named_at_once() -> None:
+    found = issues(document(model={"heads": 12, "kv_heads": 5}, parallel={"tensor_parallel": 7}))
+    assert set(found) == {
+        "/model/heads",
+        "/model/kv_heads",
+        "/parallel/tensor_parallel",
+        "/device/tensor_parallel_bandwidth",
+    }
+    missing = issues({"model": {}, "device": {"memory_limit": -1}})
+    assert {"/model/hidden", "/parallel", "/device/achieved_tflops", "/device/memory_limit"} <= set(missing)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("heads", {"heads": 9, "hidden": 576, "kv_heads": 3}),
+        ("kv_heads", {"kv_heads": 1}),
+        ("ffn", {"ffn": 1001}),
+        ("vocabulary", {"vocabulary": 50257}),
+        ("sequence", {"sequence": 127}),
+    ],
+)
+def test_a_tensor_parallel_group_divides_what_it_shares(name: str, model: dict[str, Any]) -> None:
+    parallel = {"tensor_parallel": 4, "sequence_parallel": True}
+    given = document(model=model, parallel=parallel, device={"tensor_parallel_bandwidth": 100})
+    with pytest.raises(InvalidInput) as raised:
+        parse_config(given)
+    details = [issue.detail for issue in raised.value.issues]
+    assert any(f"must divide {name}" in detail for detail in details)
+    if name == "vocabulary":
+        assert "Pad it to 50260." in details[0]
+
+
+@pytest.mark.parametrize("found", [3, [], "x", None])
+def test_what_is_no_object_is_refused(found: Any) -> None:
+    with pytest.raises(InvalidInput, match="must be a JSON object"):
+        with_presets(found, [], {})
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_says_where_it_is_from_and_is_valid(name: str) -> None:
+    found = preset(name)
+    assert found.about
+    assert found.source
+    if found.model:
+        config = parse_config(with_presets({}, [name], {}))
+        parse_question(problem_document(config))
+    else:
+        assert parse_config(with_presets(document(), [], {"device": found.device})).device.memory_limit
+
+
+def test_there_are_the_presets_that_are_promised() -> None:
+    promised = {
+        "gpt-1.5b",
+        "gpt-6.2b",
+        "gpt-14.6b",
+        "gpt-28.3b",
+        "llama-3.1-8b",
+        "llama-3.1-70b",
+        "qwen3-32b",
+    }
+    assert promised <= set(preset_names())
+
+
+def test_presets_are_data_beside_the_code() -> None:
+    """A wheel holds all files of a package's folder."""
+    folder = Path(zbv_solver.estimate.presets.__file__).parent / "presets"
+    assert {f"{name}.json" for name in preset_names()} == {path.name for path in folder.iterdir()}
+
+
+def test_a_user_s_keys_replace_a_preset_s_and_flags_replace_both() -> None:
+    own = {"presets": ["llama-3.1-8b"], "model": {"sequence": 4096, "layers": 16}}
+    config = parse_config(with_presets(own, ["a100-80gb"], {"model": {"layers": 8}}))
+    assert (config.model.hidden, config.model.sequence, config.model.layers) == (4096, 4096, 8)
+    assert config.device.achieved_tflops == preset("a100-80gb").device["achieved_tflops"]
+
+
+@pytest.mark.parametrize(
+    ("own", "names", "pointer"),
+    [
+        ({"presets": ["gpt-5"]}, [], "/presets/0"),
+        ({}, ["gpt-5"], "--preset"),
+        ({"presets": "x"}, [], "/presets"),
+    ],
+)
+def test_unknown_presets_are_named(own: dict[str, Any], names: list[str], pointer: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        with_presets(own, names, {})
+    (issue,) = raised.value.issues
+    assert issue.pointer == pointer
+    assert "llama-3.1-8b" in issue.detail or "list of names" in issue.detail
+
+
+def test_every_key_is_a_flag_and_is_documented() -> None:
+    sections: dict[str, type[BaseModel]] = {
+        "model": ModelConfig,
+        "parallel": ParallelConfig,
+        "device": DeviceConfig,
+    }
+    assert set(sections) == set(EstimateConfig.model_fields)
+    text = (ROOT / "docs/estimates.md").read_text(encoding="utf-8")
+    for name, section in sections.items():
+        assert list(FLAGS[name]) == list(section.model_fields)
+        for key, kind in FLAGS[name].items():
+            if isinstance(kind, str):
+                assert set(kind.split("|")) == words_of(section, key)
+        assert [key for key in FLAGS[name] if f"| `{key}` |" not in text] == []

@@ -1,0 +1,299 @@
+"""Layers as the planner takes them: properties of every estimate, and times that were measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.estimates import estimate_config, estimate_configs, gpt, llama, preset_config
+from zbv_solver.estimate.config import EstimateConfig, ModelConfig
+from zbv_solver.estimate.layers import LayerEstimate, Running, estimate_layers
+from zbv_solver.estimate.presets import preset
+from zbv_solver.estimate.problem_document import problem_document
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import parse_question
+
+ZERO_BUBBLE = ("gpt-1.5b", "gpt-6.2b", "gpt-14.6b", "gpt-28.3b")
+
+
+def changed(config: EstimateConfig, **parallel: Any) -> EstimateConfig:
+    return config.but(parallel=config.parallel.but(**parallel))
+
+
+def on_device(config: EstimateConfig, **device: Any) -> EstimateConfig:
+    return config.but(device=config.device.but(**device))
+
+
+def block_of(config: EstimateConfig) -> LayerEstimate:
+    (block,) = (layer for layer in estimate_layers(config) if layer.name == "block")
+    return block
+
+
+@given(estimate_configs())
+def test_every_estimate_is_a_problem_that_the_planner_accepts(config: EstimateConfig) -> None:
+    """Its rules: nothing is negative, deltas sum to nothing, W releases, names differ."""
+    document = problem_document(config)
+    # A model of one block is not enough for the stages of any pipeline; that is no matter of the estimate.
+    problem = parse_question({**document, "cut": {**document.get("cut", {}), "allow_empty": True}})
+    assert isinstance(problem, LayeredProblem)
+    halves = 2 if config.parallel.granularity == "half" else 1
+    assert problem.model.n_layers == 2 + halves * config.model.layers
+    assert problem.model.can_recompute == (config.recompute != "none")
+
+
+@given(estimate_configs(granularity="half"))
+def test_a_block_is_the_sum_of_its_halves(config: EstimateConfig) -> None:
+    block = block_of(changed(config, granularity="block"))
+    halves = estimate_layers(config)[1:3]
+    assert [half.name for half in halves] == ["block.0.attention", "block.0.mlp"]
+    first, second = halves
+    assert block.flops == first.flops + second.flops
+    assert block.static == first.static + second.static
+    assert block.parameters == first.parameters + second.parameters
+    assert block.plain.times == first.plain.times + second.plain.times
+    for held in ("after_forward", "after_input"):
+        assert getattr(block.plain, held) == getattr(first.plain, held) + getattr(second.plain, held)
+    assert block.plain.workspace == max(first.plain.workspace, second.plain.workspace)
+    assert block.output_bytes == first.output_bytes == second.output_bytes
+
+
+@given(estimate_configs(tensor_parallel=1), st.sampled_from((2, 4)), st.booleans())
+def test_tensor_parallelism_divides_work_and_adds_none(
+    config: EstimateConfig, degree: int, sequence_parallel: bool
+) -> None:
+    model = config.model
+    sizes = {name: 4 * getattr(model, name) for name in ("heads", "vocabulary", "sequence")}
+    sizes |= {"kv_heads": 4 * model.n_kv_heads, "ffn": 4 * model.ffn_width, "head_dim": model.width_of_head}
+    alone = config.but(model=model.but(**sizes))
+    shared = changed(alone, tensor_parallel=degree, sequence_parallel=sequence_parallel)
+    for whole, part in zip(estimate_layers(alone), estimate_layers(shared), strict=True):
+        assert part.flops.total * degree == pytest.approx(whole.flops.total)
+        assert whole.parameters / degree <= part.parameters <= whole.parameters
+        assert whole.plain.after_forward / degree <= part.plain.after_forward <= whole.plain.after_forward
+        assert part.plain.after_input <= whole.plain.after_input
+    size = 1 if not sequence_parallel else degree
+    assert estimate_layers(alone)[0].output_bytes == size * estimate_layers(shared)[0].output_bytes
+
+
+@given(estimate_configs())
+def test_replicas_share_what_zero_says_and_nothing_else(config: EstimateConfig) -> None:
+    stages = [estimate_layers(changed(config, zero_stage=stage)) for stage in range(4)]
+    for layers in zip(*stages, strict=True):
+        sizes = [layer.static.total for layer in layers]
+        assert sizes == sorted(sizes, reverse=True)
+        assert {layer.plain for layer in layers} == {layers[0].plain}
+    alone = estimate_layers(changed(config, data_parallel=1))
+    assert alone == estimate_layers(changed(config, data_parallel=1, zero_stage=0))
+
+
+@given(estimate_configs(recompute="full"))
+def test_full_recomputation_trades_a_forward_for_all_but_the_input(config: EstimateConfig) -> None:
+    for layer in estimate_layers(config):
+        if layer.recomputed is None:
+            assert layer.name in ("embedding", "head")
+            continue
+        plain, again = layer.plain, layer.recomputed
+        assert again.times.forward == plain.times.forward
+        assert again.times.backward_input == pytest.approx(plain.times.backward_input + plain.times.forward)
+        assert again.times.backward_weight == plain.times.backward_weight
+        assert again.after_forward == layer.output_bytes  # the input is as large
+        assert again.after_input == plain.after_input
+        assert again.workspace - plain.workspace == plain.after_forward - again.after_forward
+
+
+def test_selective_recomputation_drops_scores_and_makes_them_again() -> None:
+    """Korthikanti et al. 2022, §5: 34 s b h are left."""
+    config = estimate_config(gpt(), recompute="selective", granularity="half")
+    attention, mlp = estimate_layers(config)[1:3]
+    assert mlp.recomputed is None
+    assert attention.recomputed is not None
+    model = config.model
+    scores = 5 * model.heads * model.sequence * model.tokens
+    assert attention.plain.after_forward - attention.recomputed.after_forward == scores
+    assert attention.recomputed.workspace - attention.plain.workspace == scores
+    block = block_of(changed(config, granularity="block"))
+    assert block.recomputed is not None
+    statistics = 2 * 8 * model.tokens
+    assert block.recomputed.after_forward == 34 * model.tokens * model.hidden + statistics
+    added = block.recomputed.times.backward_input - block.plain.times.backward_input
+    score_flops = 4 * model.tokens * model.sequence * model.hidden
+    moved = 4.5 * 2 * model.heads * model.sequence * model.tokens
+    assert added == pytest.approx(1e6 * (score_flops / 100e12 + moved / 1000e9))
+
+
+def test_by_default_plain_attention_recomputes_scores_and_flash_everything() -> None:
+    assert estimate_config(gpt()).recompute == "selective"
+    assert estimate_config(llama()).recompute == "full"
+
+
+@pytest.mark.parametrize("name", ZERO_BUBBLE)
+def test_the_times_that_the_zero_bubble_paper_profiled(name: str) -> None:
+    """Qi et al. 2023, table 9: four models, one device; each of F, I, W within 13 %, their sum within 5 %."""
+    config, measured = preset_config(name), preset(name).published
+    times, blocks = block_of(config).plain.times, measured["stage_layers"]
+    found, profiled = {}, measured["profiled_ms"]
+    for action in ("forward", "backward_input", "backward_weight"):
+        found[action] = blocks * getattr(times, action) / 1e3
+        assert found[action] == pytest.approx(profiled[action], rel=0.13)
+    assert sum(found.values()) == pytest.approx(sum(profiled[action] for action in found), rel=0.05)
+    problem = parse_question(problem_document(config))
+    assert isinstance(problem, LayeredProblem)
+    assert problem.link is not None
+    transfer = problem.link.latency + block_of(config).output_bytes / problem.link.bandwidth
+    assert transfer / 1e3 == pytest.approx(profiled["p2p"], rel=0.08)
+
+
+def test_products_take_their_operations_at_the_achieved_rate() -> None:
+    config = on_device(estimate_config(llama()), memory_bandwidth=None)
+    block = block_of(config)
+    assert block.plain.times.forward == pytest.approx(block.flops.forward / 100e12 * 1e6)
+    faster = block_of(on_device(config, achieved_tflops=200.0)).plain.times
+    assert faster.backward_weight == pytest.approx(block.plain.times.backward_weight / 2)
+
+
+def test_memory_bandwidth_adds_what_is_not_a_product() -> None:
+    """A norm reads and writes, a sum reads two: 5 tensors of the residual stream twice; MLP 3, rotary 4."""
+    without = block_of(on_device(estimate_config(llama()), memory_bandwidth=None)).plain.times
+    added = block_of(estimate_config(llama())).plain.times.forward - without.forward
+    values = 2 * (2 + 3) * 4096 + 3 * 4 * 4096 + 2 * (2 * 4096)
+    assert added == pytest.approx(2 * values * 4096 / 1e12 * 1e6)
+
+
+def test_collectives_follow_the_ring_and_can_be_hidden() -> None:
+    """An all-reduce in each half is 2 (t - 1) / t of the residual stream, at 100 GB/s after 5 us."""
+    config = on_device(estimate_config(llama(), tensor_parallel=4), memory_bandwidth=None)
+    size = 2 * 4096 * 4096
+    ring = size * 3 / 4 / 100e9 * 1e6
+
+    def exposed(**parallel: Any) -> Running:
+        return block_of(changed(config, **parallel)).plain
+
+    def compute(action: str) -> float:
+        return float(getattr(block_of(config).flops, action)) / 100e12 * 1e6
+
+    for action, passes, calls in (("forward", 4, 2), ("backward_input", 4, 2), ("backward_weight", 0, 0)):
+        found = getattr(exposed().times, action)
+        assert found == pytest.approx(compute(action) + passes * ring + calls * 5)
+    for action, passes in (("forward", 4), ("backward_input", 4), ("backward_weight", 2)):
+        found = getattr(exposed(sequence_parallel=True).times, action)
+        assert found == pytest.approx(compute(action) + passes * (ring + 5))
+    hidden = block_of(on_device(config, tensor_parallel_overlap=1.0)).plain.times
+    assert hidden.forward == pytest.approx(compute("forward"))
+
+
+def test_the_ends_of_the_model_exchange_less() -> None:
+    """A sum over parts of the vocabulary in the embedding's F, one of the input's gradient in the head's I;
+    with sequence parallelism a scatter and a gather in place of them."""
+    config = on_device(estimate_config(llama(), tensor_parallel=4), memory_bandwidth=None)
+    free = on_device(config, tensor_parallel_overlap=1.0)
+    ring = 2 * 4096 * 4096 * 3 / 4 / 100e9 * 1e6
+
+    def exchanged(layer: int, **parallel: Any) -> list[float]:
+        costs, products = (estimate_layers(changed(each, **parallel))[layer] for each in (config, free))
+        return [
+            getattr(costs.plain.times, action) - getattr(products.plain.times, action)
+            for action in ("forward", "backward_input", "backward_weight")
+        ]
+
+    one, two = ring + 5, 2 * ring + 5
+    assert exchanged(0) == pytest.approx([two, 0, 0])
+    assert exchanged(2) == pytest.approx([0, two, 0])
+    assert exchanged(0, sequence_parallel=True) == pytest.approx([one, one, 0])
+    assert exchanged(2, sequence_parallel=True) == pytest.approx([one, one, one])
+
+
+def test_the_ends_of_the_model_move_tables_and_logits() -> None:
+    """Rows read and written, a table's gradient zeroed, filled and added; logits and norm of the head."""
+    config = estimate_config(llama(), precision="mixed-fp32-gradients")
+    row, table, logits = 2 * 4096 * 4096, 4096 * 32000, 4096 * 32000
+    embedding, _, head = (layer.plain.times for layer in estimate_layers(config))
+    per_byte = 1e6 / 1000e9
+    assert embedding.forward == pytest.approx(2 * row * per_byte)
+    assert embedding.backward_weight == pytest.approx((2 * row + table * (2 * 2 + 2 * 4)) * per_byte)
+    product = head.backward_weight
+    assert head.forward - product == pytest.approx((2 * row + (2 * 2 + 4) * logits) * per_byte)
+    assert head.backward_input - product == pytest.approx((3 * row + (4 + 2) * logits) * per_byte)
+
+
+def test_norms_of_queries_and_keys_move_them_again() -> None:
+    plain, normed = (
+        block_of(estimate_config(llama(kv_heads=8, qk_norm=on))).plain.times for on in (False, True)
+    )
+    moved = 2 * 4096 * (4096 + 1024) / 1000e9 * 1e6
+    assert normed.forward - plain.forward == pytest.approx(2 * moved)
+    assert normed.backward_input - plain.backward_input == pytest.approx(3 * moved)
+
+
+def test_the_ends_of_the_model_cost_what_a_large_vocabulary_makes_of_them() -> None:
+    """With 128 k tokens the head is more than two blocks of Llama 3.1 8B, the embedding next to nothing."""
+    embedding, block, head = estimate_layers(preset_config("llama-3.1-8b"))
+    assert head.plain.times.forward > 2 * block.plain.times.forward
+    assert embedding.flops.total == 0
+    assert 0 < embedding.plain.times.forward < 0.01 * block.plain.times.forward
+    assert embedding.plain.times.backward_input == 0
+    assert 0 < embedding.plain.times.backward_weight < block.plain.times.backward_weight
+    assert head.output_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "embedding", "attention", "mlp", "head"),
+    [
+        # 100 tokens of 8 values and 4 bytes are 3200; the table of 1000 has 32000, logits in float32 400000.
+        ({}, 3200 + 32000, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 400_000),
+        # Rows of tokens, of positions and their sum; gradients around the final norm.
+        ({"vocabulary": 2}, 3 * 3200, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 3200),
+        # Scores and their gradient, 4 heads of 100 · 100; a gate has a gradient of its own.
+        (
+            {"attention": "plain", "gated": True, "fused_activation": False},
+            3200 + 32000,
+            (1 + 1 + 2 * 3) * 3200 + 2 * 4 * 4 * 100 * 100,
+            (1 + 3 * 4) * 3200,
+            2 * 400_000,
+        ),
+    ],
+)
+def test_workspace_is_the_fullest_moment_of_an_action(
+    shape: dict[str, Any], embedding: int, attention: int, mlp: int, head: int
+) -> None:
+    small = {"hidden": 8, "layers": 1, "heads": 4, "vocabulary": 1000, "sequence": 100, "dtype": "float32"}
+    config = estimate_config(ModelConfig.model_validate({**small, **shape}), granularity="half")
+    found = [layer.plain.workspace for layer in estimate_layers(config)]
+    assert found == [embedding, attention, mlp, head]
+
+
+@pytest.mark.parametrize(
+    ("shape", "embedding", "attention", "mlp", "head"),
+    [
+        # Of one token, 4096 bytes. In B there are, beside the gradient of a weight: that of the last matrix's
+        # input and the residual stream's; of the first matrix, and of the head, its input's alone.
+        ({}, 1 + 8, 1 + 3 * 1024, 1 + 4 + 4 * 1024, 8 + 1),
+        ({"kv_heads": 1}, 1 + 8, 1 + 1024 * 1.5, 1 + 4 + 4 * 1024, 8 + 1),
+        # Of a gate's first matrix, twice as large, when three tensors of the MLP's width are gone.
+        ({"gated": True, "fused_activation": False}, 1 + 8, 1 + 3 * 1024, 2 - 8 + 8 * 1024, 8 + 1),
+        ({"gated": True, "fused_activation": True}, 1 + 8, 1 + 3 * 1024, 2 - 4 + 8 * 1024, 8 + 1),
+    ],
+)
+def test_of_few_tokens_the_gradient_of_a_weight_is_most_of_the_workspace(
+    shape: dict[str, Any], embedding: float, attention: float, mlp: float, head: float
+) -> None:
+    """B makes it before it is added to what there is."""
+    few = {"hidden": 1024, "layers": 1, "heads": 4, "vocabulary": 8, "sequence": 1, "dtype": "float32"}
+    model = ModelConfig.model_validate({**few, "ffn": 4096, **shape})
+    found = [layer.plain.workspace for layer in estimate_layers(estimate_config(model, granularity="half"))]
+    assert found == [4096 * tokens for tokens in (embedding, attention, mlp, head)]
+
+
+def test_of_few_keys_it_is_the_gradient_of_the_matrix_behind_attention() -> None:
+    """That of the first matrix comes when the heads' output is gone, and is not much larger."""
+    shape = {"hidden": 1024, "layers": 1, "heads": 4, "kv_heads": 1, "vocabulary": 8, "sequence": 600}
+    model = ModelConfig.model_validate({**shape, "dtype": "float32"})
+    _, attention, *_ = estimate_layers(estimate_config(model, granularity="half"))
+    assert attention.plain.workspace == (600 + 600 + 1024) * 1024 * 4
+
+
+def test_the_heads_gradient_is_made_when_the_logits_in_float32_are_gone() -> None:
+    few = {"hidden": 1024, "layers": 1, "heads": 4, "vocabulary": 512, "sequence": 1, "dtype": "bfloat16"}
+    *_, head = estimate_layers(estimate_config(ModelConfig.model_validate(few)))
+    assert head.plain.workspace == 2 * 512 * 1024 + 2 * 1024 + 2 * 512 - 4 * 512

@@ -1,0 +1,74 @@
+"""Annealing: orders stay valid, repaired times stay true, and tight problems get better."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.problems import limited, limited_problems, uniform
+from zbv_solver.construct.attempt import from_orders, to_orders
+from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.improve.annealing import anneal
+from zbv_solver.improve.exact import objective_of
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import Problem
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify_orders
+
+TIGHT = limited(uniform(4, 12, p2p=1, objective="makespan"), 2.0)
+
+
+def best_constructed(problem: Problem) -> Orders:
+    return min(priority_schedules(problem), key=lambda attempt: attempt.value).orders
+
+
+@given(
+    limited_problems(max_p=5, max_m=7, kinds=("v", "loop", "single")),
+    st.integers(0, 3),
+    st.sampled_from([0.01, 1.0, 30.0]),
+)
+@settings(max_examples=100)
+def test_orders_stay_valid_and_never_get_worse(problem: Problem, which: int, temperature: float) -> None:
+    """Mixed I's and B's, growing I's, zero costs; hot rounds walk far from where they began."""
+    start = list(priority_schedules(problem))[which].orders
+    result = anneal(problem, start, moves=300, temperature=temperature, seed=1)
+    verify_orders(problem, result.orders)
+    verify_orders(problem, result.last)
+    assert result.value <= objective_of(problem, start) * (1 + 1e-12)
+
+
+@given(limited_problems(max_p=5, max_m=7, objective="makespan"))
+@settings(max_examples=60)
+def test_repaired_times_are_those_of_a_fresh_evaluation(problem: Problem) -> None:
+    start = next(priority_schedules(problem)).orders
+    result = anneal(problem, start, moves=300, temperature=5.0, seed=2)
+    assert result.judged == pytest.approx(evaluate(problem, result.orders).makespan)
+
+
+@given(limited_problems(max_p=4, max_m=5, kinds=("v", "loop")))
+def test_codes_and_orders_tell_the_same(problem: Problem) -> None:
+    orders = next(priority_schedules(problem)).orders
+    code, length = from_orders(orders, problem)
+    assert to_orders(code, length, problem) == orders
+
+
+def test_improves_a_tight_plan() -> None:
+    start = best_constructed(TIGHT)
+    before = evaluate(TIGHT, start).makespan
+    result = anneal(TIGHT, start, moves=20_000, temperature=0.1, seed=0)
+    assert result.value < before
+
+
+def test_the_seed_decides_everything() -> None:
+    start = best_constructed(TIGHT)
+    one, again, other = (anneal(TIGHT, start, moves=500, temperature=0.3, seed=s) for s in (1, 1, 2))
+    assert one.last == again.last
+    assert one.last != other.last
+
+
+def test_a_set_flag_ends_the_round() -> None:
+    start = best_constructed(TIGHT)
+    result = anneal(TIGHT, start, moves=10**9, temperature=0.1, seed=0, halt=np.ones(1, np.uint8))
+    assert result.moves == 0
+    assert result.orders == start

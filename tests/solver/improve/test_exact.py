@@ -1,0 +1,234 @@
+"""CP-SAT: proves small cases, agrees with exhaustive search, repeats itself, can be stopped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support.plain_model import optimum
+from support.problems import limited, limited_problems, problems, uniform
+from support.reference import all_orders_of_one_microbatch
+from zbv_solver.construct.list_scheduling import priority_schedules, serial
+from zbv_solver.improve import exact
+from zbv_solver.improve.exact import refine
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import Costs, Problem
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify_orders
+
+TIGHT: dict[str, object] = {
+    "pp_degree": 4,
+    "microbatches": 8,
+    "objective": "makespan",
+    "costs": {
+        "forward": [23, 22, 19, 18, 20, 19, 22, 24],
+        "backward_input": [21, 22, 24, 21, 19, 23, 22, 26],
+        "backward_weight": [16, 17, 16, 16, 13, 15, 16, 20],
+        "p2p": 1,
+    },
+    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 11.2},
+}
+TIGHT_OPTIMUM = 1135.0
+
+
+def value_of(problem: Problem, orders: object) -> float:
+    timing = evaluate(problem, orders)  # type: ignore[arg-type]  # Orders
+    return timing.span if problem.objective == "span" else timing.makespan
+
+
+@given(problems(max_p=3, max_m=1))
+@settings(max_examples=25)
+def test_proves_the_optimum_of_exhaustive_search(problem: Problem) -> None:
+    best = min(value_of(problem, orders) for orders in all_orders_of_one_microbatch(problem))
+    start = serial(problem).orders
+    result = refine(problem, start, lower_bound=0.0, effort=5.0)
+    assert result.proved
+    assert value_of(problem, result.orders or start) == pytest.approx(best)
+    assert result.lower_bound == pytest.approx(best)
+
+
+def assert_proves_plain_optimum(problem: Problem) -> None:
+    start = serial(problem).orders
+    result = refine(problem, start, lower_bound=0.0, effort=5.0)
+    found = value_of(problem, result.orders or start)
+    assert result.proved
+    assert result.lower_bound == pytest.approx(found)
+    try:
+        assert optimum(problem, value_of(problem, start), effort=0.05) == pytest.approx(found)
+    except RuntimeError:
+        event("the plain model was too slow")
+
+
+KINDS = ("v", "loop", "single")
+
+
+@given(limited_problems(max_p=2, max_m=3, kinds=KINDS))
+@settings(max_examples=25)
+def test_proves_the_optimum_of_a_plain_model(problem: Problem) -> None:
+    assert_proves_plain_optimum(problem)
+
+
+@given(limited_problems(max_p=3, max_m=2, kinds=KINDS))
+@settings(max_examples=12)
+def test_proves_the_optimum_of_a_plain_model_on_more_ranks(problem: Problem) -> None:
+    assert_proves_plain_optimum(problem)
+
+
+@given(limited_problems(max_p=2, max_m=3), st.lists(st.integers(0, 3), min_size=3, max_size=3))
+@settings(max_examples=12)
+def test_proves_the_optimum_of_a_plain_model_where_stages_are_alike(
+    problem: Problem, costs: list[int]
+) -> None:
+    """W's of a rank that take equally long are interchangeable, and the model chooses among them."""
+    n = problem.n_stages
+    forward, inputs, weights = ((float(cost),) * n for cost in costs)
+    assert_proves_plain_optimum(
+        replace(
+            problem,
+            costs=replace(
+                problem.costs, forward=forward, backward_input=inputs, backward_weight=weights, backward=None
+            ),
+        )
+    )
+
+
+def test_proves_a_larger_problem_with_tight_memory_optimal() -> None:
+    """4 ranks, 8 microbatches: large enough to tell a wrong dominance rule, which tiny problems forgive."""
+    problem = parse_problem(TIGHT)
+    start = min((a.orders for a in priority_schedules(problem)), key=lambda o: value_of(problem, o))
+    result = refine(problem, start, lower_bound=0.0, effort=5.0)
+    assert result.proved
+    assert value_of(problem, result.orders) == pytest.approx(TIGHT_OPTIMUM)
+
+
+@given(limited_problems(max_p=3, max_m=4))
+@settings(max_examples=10)
+def test_reports_ever_better_orders_and_bounds(problem: Problem) -> None:
+    start = serial(problem).orders
+    values: list[float] = []
+    bounds: list[float] = []
+    orders: list[Orders] = []
+
+    def on_solution(found: Orders, value: float) -> None:
+        verify_orders(problem, found)
+        orders.append(found)
+        values.append(value)
+
+    result = refine(
+        problem, start, lower_bound=0.0, effort=0.3, on_solution=on_solution, on_bound=bounds.append
+    )
+    worst_first = [value_of(problem, start), *values]
+    assert all(later < earlier for earlier, later in pairwise(worst_first))
+    assert all(later > earlier for earlier, later in pairwise([0.0, *bounds]))
+    assert result.orders is (orders[-1] if orders else None)
+    assert result.lower_bound == (bounds[-1] if bounds else 0.0) <= worst_first[-1] * (1 + 1e-9)
+
+
+@given(limited_problems(max_p=3, max_m=3))
+@settings(max_examples=12)
+def test_orders_found_are_valid_and_never_worse(problem: Problem) -> None:
+    start = next(priority_schedules(problem)).orders
+    result = refine(problem, start, lower_bound=0.0, effort=0.3)
+    if result.orders is not None:
+        verify_orders(problem, result.orders)
+        assert value_of(problem, result.orders) <= value_of(problem, start) * (1 + 1e-9) + 1e-9
+        assert result.lower_bound <= value_of(problem, result.orders) * (1 + 1e-9) + 1e-9
+
+
+@given(limited_problems(max_p=2, max_m=3))
+@settings(max_examples=8)
+def test_repeats_itself(problem: Problem) -> None:
+    start = next(priority_schedules(problem)).orders
+    results = [refine(problem, start, lower_bound=0.0, effort=0.2, seed=7) for _ in range(2)]
+    assert results[0].orders == results[1].orders
+    assert results[0].lower_bound == results[1].lower_bound
+
+
+def test_ctrl_c_stays_pythons() -> None:
+    """OR-Tools would take the signal over, and leave the system's default behind: sudden death."""
+    program = (
+        "import os, signal\n"
+        "from zbv_solver.improve.exact import make_solver\n"
+        "from ortools.sat.python import cp_model\n"
+        "model = cp_model.CpModel()\n"
+        "model.maximize(model.new_int_var(0, 9, 'x'))\n"
+        "make_solver(1.0, None, 0).solve(model)\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    signal.pause()\n"
+        "except KeyboardInterrupt:\n"
+        "    print('orderly')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.stdout == "orderly\n", ran.stderr
+
+
+def test_fractional_costs_keep_a_valid_bound() -> None:
+    """Thirds fit no decimal grid: durations are rounded down, the bound with them."""
+    third = 1 / 3
+    plain = uniform(2, 3)
+    problem = replace(
+        plain,
+        costs=Costs((third,) * 4, (2 * third,) * 4, (third,) * 4, (third / 7,) * 3),
+        objective="makespan",
+    )
+    start = serial(problem).orders
+    result = refine(problem, start, lower_bound=0.0, effort=5.0)
+    assert result.orders is not None
+    found = value_of(problem, result.orders)
+    assert result.lower_bound <= found < value_of(problem, start)
+    assert result.lower_bound == pytest.approx(found, rel=1e-4)
+
+
+def test_stops_soon_after_cancellation() -> None:
+    problem = limited(uniform(4, 12, p2p=1), 3.0)
+    start = serial(problem).orders
+    asked = time.monotonic()
+    result = refine(
+        problem, start, lower_bound=0.0, effort=1e6, cancelled=lambda: time.monotonic() - asked > 0.5
+    )
+    assert not result.proved  # an hour's effort was cut short, or this test would have timed out
+    assert result.orders is None or value_of(problem, result.orders) <= value_of(problem, start)
+
+
+def test_orders_that_differ_by_rounding_alone_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs over eight decades have no common unit: as integers, many orders are a little better."""
+    problem = parse_problem(
+        {
+            "pp_degree": 3,
+            "microbatches": 1,
+            "placement": "single",
+            "costs": {
+                "forward": 23,
+                "backward_input": 3,
+                "backward_weight": [1.0577287820450975e-05, 359.2738615092226, 1],
+                "backward": [2.1000074041014742, 253.59170305645583, 2.8],
+            },
+        }
+    )
+    asked: list[int] = []
+    solve = exact._Run._solve
+
+    def counted(run: exact._Run, most: int, effort: float, *, minimise: bool) -> object:
+        asked.append(most)
+        return solve(run, most, effort, minimise=minimise)
+
+    monkeypatch.setattr(exact._Run, "_solve", counted)
+    start = serial(problem).orders
+    result = refine(problem, start, lower_bound=0.0, effort=0.02)
+    best = value_of(problem, result.orders or start)
+    assert best * (1 - 1e-4) < result.lower_bound <= best
+    assert len(asked) < 60

@@ -1,0 +1,49 @@
+"""Compiled kernels never run stale: a change of a kernel reaches its callers in other files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import TESTS
+from zbv_solver.kernels.jit import drop_stale_code
+
+
+@pytest.mark.parametrize(("code_is_older", "remains"), [(True, False), (False, True)])
+def test_code_older_than_any_kernel_is_dropped(tmp_path: Path, code_is_older: bool, remains: bool) -> None:
+    folder = tmp_path / "construct" / "__pycache__"
+    folder.mkdir(parents=True)
+    caller = folder / "caller.schedule-12.py311.nbi"
+    callee = tmp_path / "callee.py"
+    plain = tmp_path / "plain.py"
+    caller.touch()
+    callee.write_text("from zbv_solver.kernels.jit import compiled\n")
+    plain.write_text("print('no kernels here')\n")
+    os.utime(caller, ns=(2_000, 2_000))
+    os.utime(callee, ns=(3_000 if code_is_older else 1_000,) * 2)
+    os.utime(plain, ns=(9_000, 9_000))
+    drop_stale_code(tmp_path)
+    assert caller.exists() == remains
+
+
+def test_verification_imports_numba_when_a_plan_is_verified_and_not_before() -> None:
+    code = """
+import sys, zbv_solver.verify.verifier as verify
+from support.problems import uniform
+from zbv_solver.plans.orders import Orders
+before = "numba" in sys.modules
+verify.verify_orders(uniform(1, 1), Orders.from_text([["0F0", "1F0", "1B0", "0B0"]]))
+print(before, "numba" in sys.modules)
+"""
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert made.stdout.split() == ["False", "True"]

@@ -1,0 +1,177 @@
+"""What a lower bound says about a plan: never more than it can support."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cuts import layered
+from support.problems import uniform, uniform_document
+from support.suites import entry, suite
+from zbv_solver.bounds import Bound
+from zbv_solver.commands.cli import main
+from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.errors import ContradictedBound
+from zbv_solver.frontiers import by_layers as frontier_layers
+from zbv_solver.frontiers import by_stages as frontier_search
+from zbv_solver.improve.exact import refine
+from zbv_solver.improve.exact_grid import Grid
+from zbv_solver.plans.certificate import certify, gap_of, verdict
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.pipeline import Progress
+from zbv_solver.search.search import SearchOptions, search
+
+QUICK = SearchOptions("quick")
+
+
+@pytest.mark.parametrize(
+    ("objective", "bound", "expected"),
+    [
+        (10.0, 0.0, "feasible"),
+        (10.0, 9.9, "feasible"),
+        (10.0, 10.0, "optimal"),
+        (10.0, 10.0 * (1 + 5e-10), "optimal"),
+        (10.0, 10.0 * (1 - 5e-10), "optimal"),
+        (10.0, 10.0 * (1 + 2e-9), "contradicted"),
+        (1e-90, 2e-90, "contradicted"),
+        (0.0, 0.0, "optimal"),
+        (0.0, 1e-90, "contradicted"),
+    ],
+)
+def test_only_rounding_is_forgiven(objective: float, bound: float, expected: str) -> None:
+    assert verdict(objective, bound) == expected
+    if expected == "contradicted":
+        with pytest.raises(ContradictedBound):
+            certify(uniform(1, 1), objective, bound, "test")
+        return
+    certificate = certify(uniform(1, 1), objective, bound, "test")
+    assert certificate.status == expected
+    assert certificate.lower_bound == (objective if expected == "optimal" else bound)
+    assert certificate.gap == gap_of(objective, bound)
+
+
+def test_a_wrong_bound_of_the_callers_is_no_certificate() -> None:
+    problem = uniform(2, 3)
+    orders = serial(problem).orders
+    with pytest.raises(ContradictedBound) as caught:
+        make_plan(problem, orders, method="x", lower_bound=1e9, source="a guess")
+    assert parse_problem(caught.value.problem) == problem
+    assert caught.value.bound == 1e9
+    assert caught.value.source == "a guess"
+    assert caught.value.objective < 1e9
+
+
+def too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full bound is far above what any order reaches."""
+    true = Bound(1.0, "quick")
+    monkeypatch.setattr(
+        "zbv_solver.search.pipeline.lower_bound",
+        lambda problem, effort="full": true if effort == "quick" else Bound(1e6, "wrong"),
+    )
+
+
+def test_a_search_whose_bound_is_wrong_returns_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_high(monkeypatch)
+    heard: list[Progress] = []
+    problem = uniform(2, 4)
+    with pytest.raises(ContradictedBound) as caught:
+        search(problem, QUICK, heard.append)
+    assert caught.value.problem == problem_json(problem)
+    assert caught.value.source == "bounds"
+    assert heard, "what was found before the wrong bound is reported"
+    assert all(progress.lower_bound <= progress.objective for progress in heard)
+    assert all(progress.gap > 0 for progress in heard), "and nothing is reported as optimal after it"
+
+
+def test_a_wrong_bound_of_cp_sat_is_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven = Grid.proven
+    monkeypatch.setattr(Grid, "proven", lambda grid, parts: 3 * proven(grid, parts))
+    weak = Bound(1.0, "weak")  # so that CP-SAT is asked
+    monkeypatch.setattr("zbv_solver.search.pipeline.lower_bound", lambda problem, effort="full": weak)
+    problem = uniform(2, 2, objective="makespan")
+    with pytest.raises(ContradictedBound) as caught:
+        search(problem, SearchOptions(without=("tune", "anneal", "windows")))
+    assert caught.value.source == "cp-sat"
+
+
+def test_cp_sat_s_bound_is_handed_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = uniform(2, 2, objective="makespan")
+    start = serial(problem).orders
+    right = refine(problem, start, lower_bound=0.0, effort=1.0)
+    proven = Grid.proven
+    monkeypatch.setattr(Grid, "proven", lambda grid, parts: 3 * proven(grid, parts))
+    wrong = refine(problem, start, lower_bound=0.0, effort=1.0)
+    assert wrong.lower_bound > right.lower_bound
+
+
+def test_a_wrong_bound_of_all_cuts_is_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zbv_solver.search.layered.least_worst_load", lambda problem, tables: 1e6)
+    heard: list[Progress] = []
+    with pytest.raises(ContradictedBound) as caught:
+        search(layered(), QUICK, heard.append)
+    assert caught.value.source == "cuts"
+    assert "layers" in caught.value.problem
+    assert heard == []
+
+
+def answered(wrong_at: int) -> Callable[[Any], Plan]:
+    """A search whose answer to one of its questions claims a bound that is far too high."""
+    asked: list[object] = []
+
+    def ask(question: Problem | LayeredProblem) -> Plan:
+        plan = search(question, QUICK)
+        asked.append(question)
+        if len(asked) - 1 != wrong_at:
+            return plan
+        if plan.cut is not None:
+            return replace(plan, cut=replace(plan.cut, lower_bound=1e6))
+        return replace(plan, metrics=replace(plan.metrics, lower_bound=1e6))
+
+    return ask
+
+
+def test_a_wrong_bound_of_a_larger_limit_contradicts_the_plans_of_smaller_ones() -> None:
+    with pytest.raises(ContradictedBound, match="larger limit"):
+        frontier_search.frontier_points(uniform(2, 3), answered(3))
+    with pytest.raises(ContradictedBound, match="larger limit"):
+        frontier_layers.layered_points(layered(microbatches=4), answered(2))
+
+
+@pytest.mark.parametrize("command", ["plan", "compare", "frontier", "bench"])
+def test_every_command_that_searches_keeps_the_problem_and_ends_with_70(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    too_high(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    given = Path("given.json")
+    problem = uniform_document(2, 4)
+    given.write_text(json.dumps(suite(entry()) if command == "bench" else problem))
+    assert main([command, str(given), "--effort", "quick"]) == 70
+    message = capsys.readouterr().err
+    (kept,) = tmp_path.glob("zbv-contradiction-*.json")
+    assert f"The problem is in {kept.name}." in message
+    assert "Traceback" not in message
+    assert parse_problem(json.loads(kept.read_text())).microbatches == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["given.json", kept.name]
+
+
+def test_where_the_problem_cannot_be_kept_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    too_high(monkeypatch)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps(uniform_document(2, 4)))
+    gone.rmdir()
+    assert main(["plan", str(given), "--effort", "quick"]) == 70
+    assert "could not be written" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""Numbers where they enter: what is accepted, what is made clean, and common units of costs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.problems import decades, rough_problems
+from zbv_solver.errors import InvalidInput
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE, clean_deltas, exceeds, integer_scale
+from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.stage_document import decode_json, parse_problem, problem_json
+from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.search_unit import in_search_unit
+from zbv_solver.verify.verifier import verify
+
+MANY = 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("values", "integers"),
+    [
+        ([2, 4], [1, 2]),
+        ([1, 3], [1, 3]),
+        ([0.5, 0.25], [2, 1]),
+        ([0.1, 0.2, 0.3, 0.1 + 0.2], [1, 2, 3, 3]),
+        ([1 / 3, 2 / 3, 1, 0], [1, 2, 3, 0]),
+        ([3e-10, 2e-10, 5e-10], [3, 2, 5]),
+        ([1e12, 3e12], [1, 3]),
+        ([123.456, 1000.001, 77.123456], [15_432_000, 125_000_125, 9_640_432]),
+        ([1e12, 1], [10**12, 1]),
+    ],
+)
+@pytest.mark.parametrize("factor", [1.0, 2.0**-70, 2.0**60])
+def test_costs_with_a_common_unit_become_integers(
+    values: list[float], integers: list[int], factor: float
+) -> None:
+    scale = integer_scale([value * factor for value in values], MANY)
+    assert scale is not None
+    assert [value * factor * scale for value in values] == pytest.approx(integers, rel=1e-12)
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [0.0, 0.0]])
+def test_zeros_have_any_unit(values: list[float]) -> None:
+    assert integer_scale(values, MANY) == 1
+
+
+@pytest.mark.parametrize("values", [[1e15, 1.0], [math.pi, math.e, math.sqrt(2), math.sqrt(3)]])
+def test_costs_without_a_common_unit_have_none(values: list[float]) -> None:
+    assert integer_scale(values, MANY) is None
+
+
+@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=12), decades(1e-90, 1e10))
+def test_the_integers_do_not_depend_on_the_unit(values: list[int], unit: float) -> None:
+    scale = integer_scale([value * unit for value in values], MANY)
+    assert scale is not None
+    divisor = math.gcd(*values)
+    assert [round(value * unit * scale) for value in values] == [value // divisor for value in values]
+
+
+@given(rough_problems())
+def test_the_search_s_own_costs_are_the_caller_s(problem: Problem) -> None:
+    own, unit = in_search_unit(problem)
+    largest = float(problem.arrays.duration.max())
+    for letter in range(4):
+        for ours, theirs in zip(own.arrays.duration[letter], problem.arrays.duration[letter], strict=True):
+            assert ours * unit == pytest.approx(theirs, rel=1e-10, abs=largest * 1e-90)
+
+
+@given(decades(1e-100, 1e15), st.floats(-1.5, 1.5))
+def test_clean_deltas_add_up_to_nothing_and_stay_clean(forward: float, share: float) -> None:
+    inputs, weights = clean_deltas(forward, share * forward)
+    assert forward + inputs + weights == 0
+    assert weights <= 0
+    assert clean_deltas(forward, inputs) == (inputs, weights)
+
+
+@given(rough_problems())
+def test_a_problem_reads_back_as_itself_and_holds_nothing_in_the_end(problem: Problem) -> None:
+    again = parse_problem(problem_json(problem))
+    assert again == problem
+    assert problem_json(again) == problem_json(problem)
+    delta = problem.arrays.delta
+    assert (delta[F] + delta[I] + delta[W] == 0).all()
+    assert (delta[F] + delta[B] == 0).all()
+
+
+def test_stated_deltas_stay_as_stated() -> None:
+    """They are part of a plan's identity: stored plans must hash to what they hashed to."""
+    deltas = {"forward": 0.3, "backward_input": -0.1, "backward_weight": -0.2}
+    problem = parse_problem({**DOCUMENT, "memory": deltas})
+    assert problem_json(problem)["memory"]["backward_weight"] == [-0.2, -0.2]
+    assert problem.arrays.delta[W].tolist() == [-(0.3 - 0.1)] * 2
+
+
+DOCUMENT = {
+    "pp_degree": 1,
+    "microbatches": 100,
+    "costs": {"forward": 1, "backward_input": 1, "backward_weight": 1},
+}
+
+
+@pytest.mark.parametrize("weight", [-0.4999999995, -0.5000000005, -0.5])
+@pytest.mark.parametrize("limit", [2, 1, 1 - 2e-10])
+def test_microbatches_do_not_add_up_the_rounding_of_their_deltas(weight: float, limit: float) -> None:
+    memory = {"forward": 0.5, "backward_input": 0.0, "backward_weight": weight, "limit": limit}
+    plan = search(parse_problem({**DOCUMENT, "memory": memory}), SearchOptions("quick"))
+    verify(plan)
+    assert not exceeds(max(plan.metrics.peak_memory), limit, MEMORY_TOLERANCE)
+
+
+@pytest.mark.parametrize("amount", [2, 2e-10, 2e12])
+@pytest.mark.parametrize("cost", [1e-10, 1e-90, 1e10])
+def test_tiny_and_huge_numbers_are_searched_to_the_end(cost: float, amount: float) -> None:
+    document = {
+        "pp_degree": 2,
+        "microbatches": 3,
+        "objective": "makespan",
+        "costs": {
+            "forward": [3 * cost, 2 * cost, 4 * cost, 3 * cost],
+            "backward_input": [2 * cost, 3 * cost, 5 * cost, 2 * cost],
+            "backward_weight": cost,
+            "p2p": cost,
+        },
+        "memory": {
+            "forward": amount,
+            "backward_input": -amount / 2,
+            "backward_weight": -amount / 2,
+            "limit": 2.5 * amount,
+        },
+    }
+    plan = search(parse_problem(document))
+    assert plan.metrics.status == "optimal"
+    assert plan.objective / cost == pytest.approx(73)
+
+
+NUMBERS = ["9" * 5000, "1e999", "NaN", "-Infinity", "4e-320", "1e-101", "1e16"]
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+@pytest.mark.parametrize(
+    "document",
+    [
+        '{"pp_degree":2,"microbatches":3,"costs":{"forward":N,"backward_input":1,"backward_weight":1}}',
+        '{"pp_degree":2,"microbatches":N,"costs":{"forward":1,"backward_input":1,"backward_weight":1}}',
+        '{"pp_degree":2,"microbatches":3,"layers":[{"name":"a","repeat":4,"forward":1,'
+        '"backward_input":N,"backward_weight":1}]}',
+        '{"pp_degree":2,"microbatches":3,"layers":[{"name":"a","repeat":N}]}',
+    ],
+)
+def test_numbers_that_no_plan_can_hold_are_a_mistake_of_the_document(document: str, text: str) -> None:
+    with pytest.raises(InvalidInput, match="found"):
+        parse_question(decode_json(document.replace("N", text, 1)))
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"forward": 1, "backward_input": -5e-324, "backward_weight": -1, "limit": 2.5},
+        {"forward": 0, "backward_input": 5e-324, "backward_weight": -5e-324, "limit": 0},
+    ],
+)
+def test_deltas_below_the_rounding_of_all_figures_are_a_mistake_of_the_document(
+    memory: dict[str, float],
+) -> None:
+    with pytest.raises(InvalidInput, match=r"/memory/backward_input: found .*must be 0 or at least 1e-120"):
+        parse_question({**DOCUMENT, "memory": memory})
+
+
+def test_numbers_too_long_to_print_are_named_all_the_same() -> None:
+    with pytest.raises(InvalidInput, match="/microbatches: found a number too long to print"):
+        parse_question({**DOCUMENT, "microbatches": 10**5000})
+    layer = {"name": "a", "repeat": 10**5000, "forward": 1, "backward_input": 1, "backward_weight": 1}
+    with pytest.raises(InvalidInput, match="/layers: found more than"):
+        parse_question({"pp_degree": 2, "microbatches": 3, "layers": [layer]})
+
+
+def test_minus_zero_is_zero() -> None:
+    minus = decode_json(
+        '{"pp_degree":1,"microbatches":2,"costs":{"forward":-0.0,"backward_input":1,"backward_weight":-0.0}}'
+    )
+    plus = decode_json(
+        '{"pp_degree":1,"microbatches":2,"costs":{"forward":0,"backward_input":1,"backward_weight":0}}'
+    )
+    assert parse_problem(minus) == parse_problem(plus)
+    assert problem_json(parse_problem(minus)) == problem_json(parse_problem(plus))

@@ -1,0 +1,145 @@
+"""A plan does not depend on the units of time and memory, and no accepted number breaks the search."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cuts import layered, layered_in_other_units, layered_problems
+from support.problems import decades, in_other_units, rough_problems, uniform
+from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.problem.problem import Problem
+from zbv_solver.search.options import Budget
+from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.verify.verifier import verify
+
+FEWER = settings(max_examples=settings().max_examples // 6)
+BRIEF = Budget(2_000, 4_000, 60, 20_000, 400, 80, 0.015, 60, 0.02)
+"""All stages of a search, each for a moment."""
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zbv_solver.search.pipeline.BUDGETS", {"standard": BRIEF, "quick": BRIEF})
+
+
+powers = st.integers(-20, 20).map(lambda exponent: 2.0**exponent)
+
+
+@FEWER
+@given(rough_problems())
+def test_whatever_numbers_are_accepted_end_in_a_verified_plan(problem: Problem) -> None:
+    plan = search(problem)
+    verify(plan)
+    assert plan.metrics.lower_bound <= plan.objective
+
+
+@FEWER
+@given(rough_problems(), powers, powers)
+def test_a_power_of_two_gives_the_same_plan(problem: Problem, time: float, memory: float) -> None:
+    plan = search(problem)
+    other = search(in_other_units(problem, time, memory))
+    assert other.orders == plan.orders
+    assert other.objective == plan.objective * time
+    assert other.metrics.lower_bound == plan.metrics.lower_bound * time
+    assert other.metrics.status == plan.metrics.status
+
+
+@FEWER
+@given(rough_problems(), decades(), decades())
+def test_another_factor_gives_the_same_objective_up_to_rounding(
+    problem: Problem, time: float, memory: float
+) -> None:
+    plan = search(problem)
+    other = search(in_other_units(problem, time, memory))
+    assert other.objective == pytest.approx(plan.objective * time, rel=OPTIMAL_GAP, abs=0)
+    assert other.metrics.status == plan.metrics.status
+
+
+def outcome(problem: LayeredProblem) -> Plan | None:
+    """The plan of layers; None where none fits."""
+    try:
+        return search(problem, SearchOptions("quick"))
+    except InfeasibleMemory:
+        return None
+
+
+layers = layered_problems(placements=("v", "loop", "single", "auto"))
+
+
+@FEWER
+@given(layers, powers, powers)
+def test_a_power_of_two_gives_the_same_plan_of_layers(
+    problem: LayeredProblem, time: float, memory: float
+) -> None:
+    plan, other = outcome(problem), outcome(layered_in_other_units(problem, time, memory))
+    if plan is None or other is None:
+        assert plan is other
+        return
+    assert other.orders == plan.orders
+    assert other.problem.model is not None
+    assert plan.problem.model is not None
+    assert other.problem.model.cut == plan.problem.model.cut
+    assert other.objective == plan.objective * time
+    assert other.cut is not None
+    assert plan.cut is not None
+    assert other.cut.lower_bound == plan.cut.lower_bound * time
+
+
+@FEWER
+@given(layers, decades(), decades())
+def test_another_factor_gives_layers_the_same_objective_up_to_rounding(
+    problem: LayeredProblem, time: float, memory: float
+) -> None:
+    plan, other = outcome(problem), outcome(layered_in_other_units(problem, time, memory))
+    if plan is None or other is None:
+        assert plan is other
+        return
+    assert other.objective == pytest.approx(plan.objective * time, rel=OPTIMAL_GAP, abs=0)
+
+
+HEURISTIC = Budget(20_000, 40_000, 100, 200_000, 2_000, 0, 0.015, 0, 0.02)
+"""No CP-SAT, which finds the best order of a small problem whatever the others make of it."""
+
+
+@pytest.mark.parametrize("factor", [0.1, 1 / 3, 3e-10, 7e9])
+@pytest.mark.parametrize(("p", "m", "limit"), [(3, 7, 3.0), (3, 12, 4.5), (4, 9, 6.0)])
+def test_moves_that_tie_in_one_unit_tie_in_every_unit(
+    p: int, m: int, limit: float, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1 + 0.2 is more than 0.3 for a float: annealing went another way, and ended elsewhere."""
+    monkeypatch.setattr("zbv_solver.search.pipeline.BUDGETS", {"standard": HEURISTIC})
+    problem = uniform(p, m, p2p=2, limit=limit)
+    other = search(in_other_units(problem, factor, factor))
+    assert other.orders == search(problem).orders
+
+
+@pytest.mark.parametrize("factor", [0.1, 1 / 3])
+def test_cuts_that_tie_in_one_unit_tie_in_every_unit(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zbv_solver.search.pipeline.BUDGETS", {"quick": HEURISTIC})
+    found = []
+    for seed in range(2):
+        draw = random.Random(seed)
+        layers = [
+            {
+                "name": f"layer{number}",
+                "forward": draw.randint(1, 6),
+                "backward_input": draw.randint(1, 6),
+                "backward_weight": draw.randint(0, 4),
+                "output_bytes": draw.randint(0, 9),
+            }
+            for number in range(16)
+        ]
+        link = {"latency": 0.5, "bandwidth": 2}
+        problem = layered(layers=layers, pp_degree=3, placement="loop", costs={"link": link})
+        plan, other = outcome(problem), outcome(layered_in_other_units(problem, factor, 1.0))
+        assert plan is not None
+        assert other is not None
+        found.append(other.orders == plan.orders)
+        assert other.objective == pytest.approx(plan.objective * factor, rel=OPTIMAL_GAP, abs=0)
+    assert all(found)

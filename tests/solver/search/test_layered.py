@@ -1,0 +1,271 @@
+"""Plans from layers: cut, placement and order chosen together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered
+from zbv_solver.bounds import lower_bound
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.partition.balance import balanced_cut
+from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.joint_search import Candidate, improve_cut
+from zbv_solver.partition.judge import Judge
+from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan, parse_plan, plan_json
+from zbv_solver.problem.cut import Cut
+from zbv_solver.search.search import Progress, SearchOptions, search
+from zbv_solver.verify.verifier import verify
+
+QUICK = SearchOptions("quick")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return search(layered(placement="auto"), QUICK)
+
+
+@pytest.mark.parametrize("placement", ["v", "single"])
+@pytest.mark.parametrize("limit", [None, 12])
+def test_the_smallest_cases_agree_with_brute_force_over_all_cuts(placement: str, limit: int | None) -> None:
+    layers = [EMBEDDING, {**BLOCK, "repeat": 3, "recompute": RECOMPUTE}, HEAD]
+    problem = layered(layers=layers, microbatches=2, placement=placement, memory={"limit": limit})
+    options = SearchOptions(without=("tune", "windows"))
+    found = search(problem, options)
+    assert found.cut is not None
+    assert found.cut.lower_bound <= found.objective
+    for cut in every_cut(problem, problem.placements[0]):
+        if lower_bound(cut).value < found.objective * (1 - 1e-9):
+            best = search(cut, options)
+            assert best.metrics.status == "optimal"
+            assert best.objective >= found.objective * (1 - 1e-9)
+
+
+def test_a_plan_says_which_layers_are_where(plan: Plan) -> None:
+    written = plan_json(plan)
+    names = [name for stage in written["partition"] for name in stage]
+    assert names == ["embedding", *(f"block.{k}" for k in range(8)), "head"]
+    assert written["problem"]["partition"] == written["partition"]
+    assert len(written["partition"]) == plan.problem.n_stages
+    assert set(written["cut"]) == {"method", "lower_bound", "gap"}
+    assert 0 <= written["cut"]["lower_bound"] <= plan.metrics.lower_bound
+
+
+def test_it_reads_back_as_it_was_written(plan: Plan) -> None:
+    read = parse_plan(json.loads(json.dumps(plan_json(plan))))
+    assert read.plan_id == plan.plan_id
+    assert read.problem == plan.problem
+    assert read.cut == plan.cut
+    verify(read)
+
+
+def test_a_plan_whose_partition_was_altered_is_refused(plan: Plan) -> None:
+    altered = plan_json(plan)
+    altered["partition"] = [*altered["partition"][:-1], []]
+    with pytest.raises(InvalidInput, match="differs from the problem's"):
+        parse_plan(altered)
+
+
+def test_the_other_placements_and_the_simple_cuts_stand_beside_it(plan: Plan) -> None:
+    beside = {baseline.name: baseline for baseline in plan.baselines}
+    kinds = {"v", "loop-2", "loop-3", "loop-4", "single"} & set(beside)
+    assert {"even-cut", "histogram-cut", "1f1b", "interleaved-1f1b"} <= set(beside)
+    assert len(kinds) == 4
+    for name in ("even-cut", "histogram-cut", *kinds):
+        assert beside[name].span >= plan.objective * (1 - 1e-9)
+
+
+def test_a_placement_on_which_nothing_fits_is_left_out() -> None:
+    """One layer a stage: of a loop, rank 0 would have both heavy ones."""
+    layers = [
+        {**EMBEDDING, "name": f"layer{number}", "memory": {"static": held}}
+        for number, held in enumerate((10, 0, 10, 0))
+    ]
+    found = search(layered(placement="auto", layers=layers, memory={"limit": 10}), QUICK)
+    names = {found.problem.placement.kind, *(baseline.name for baseline in found.baselines)}
+    assert {"v", "single"} <= names
+    assert "loop-2" not in names
+
+
+@pytest.mark.parametrize("placement", ["v", "loop", "single"])
+def test_a_placement_can_be_forced(placement: str) -> None:
+    found = search(layered(placement=placement), QUICK)
+    assert found.problem.placement.kind == placement
+
+
+def test_it_is_never_worse_than_the_same_search_on_a_simple_cut() -> None:
+    problem = layered(microbatches=8)
+    found = search(problem, QUICK).objective
+    space = CutSpace(problem, problem.placements[0], CutTables.of(problem))
+    for bounds in (even_cut(space), histogram_cut(space)):
+        cut = problem.cut_into(space.placement, space.cut(bounds, (False,) * space.n_stages))
+        assert found <= search(cut, QUICK).objective * (1 + 1e-9)
+
+
+def test_the_certificate_is_what_no_cut_can_beat_and_not_what_was_reached() -> None:
+    problem = layered(microbatches=8, memory={"limit": 24})
+    space = CutSpace(problem, problem.placements[0], CutTables.of(problem))
+    balanced = balanced_cut(space, level_cut(space))
+    assert balanced is not None
+    found = search(problem, QUICK)
+    assert found.cut is not None
+    assert found.cut.lower_bound == pytest.approx(8 * balanced.worst)
+    assert found.objective > found.cut.lower_bound
+    assert found.cut.gap == pytest.approx(found.objective / found.cut.lower_bound - 1)
+
+
+def test_a_judge_that_is_wrong_costs_time_and_not_the_better_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worst_first(judge: Judge, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+        return -judge.floor(bounds, recompute)
+
+    problem = layered(microbatches=8)
+    right = search(problem, QUICK).objective
+    monkeypatch.setattr(Judge, "value", worst_first)
+    assert search(problem, QUICK).objective == pytest.approx(right)
+
+
+def test_the_same_question_has_the_same_answer(plan: Plan) -> None:
+    assert search(layered(placement="auto"), QUICK).plan_id == plan.plan_id
+
+
+def test_progress_only_improves_and_carries_its_own_problem() -> None:
+    heard: list[Progress] = []
+    found = search(layered(microbatches=8), QUICK, heard.append)
+    values = [progress.objective for progress in heard]
+    assert values == sorted(values, reverse=True)
+    assert found.objective <= values[-1] * (1 + 1e-9)
+    assert all(progress.lower_bound <= progress.objective for progress in heard)
+    assert all(progress.problem.model is not None for progress in heard)
+
+
+def test_a_cancelled_search_returns_the_best_so_far() -> None:
+    found = search(layered(microbatches=16, memory={"limit": 30}), cancelled=lambda: True)
+    verify(found)
+    assert found.provenance.extra["cut"] == "cancelled"
+
+
+def test_the_first_plan_is_there_before_cuts_are_told_apart() -> None:
+    heard: list[Progress] = []
+    search(layered(placement="auto", microbatches=8), QUICK, heard.append, lambda: bool(heard))
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.3])
+def test_however_short_the_time_no_baseline_that_fits_is_better(seconds: float) -> None:
+    problem = layered(placement="auto", microbatches=32, memory={"limit": 30})
+    found = search(problem, SearchOptions(time_limit=seconds))
+    verify(found)
+    assert all(row.span >= found.objective * (1 - 1e-9) for row in found.baselines if row.fits)
+
+
+def test_an_incumbent_is_where_the_search_starts(plan: Plan) -> None:
+    resumed = search(layered(placement="auto"), SearchOptions(), cancelled=lambda: True, incumbent=plan)
+    assert resumed.objective <= plan.objective * (1 + 1e-9)
+    with pytest.raises(TypeError, match="an incumbent of layers is a Plan"):
+        search(layered(), incumbent=plan.orders)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": [EMBEDDING, {**BLOCK, "forward": 11}, HEAD]},
+        {"pp_degree": 3},
+        {"microbatches": 5},
+        {"placement": "single"},
+        {"memory": {"limit": 1000}},
+        {"cut": {"first": 1}},
+        {"objective": "makespan"},
+    ],
+)
+def test_a_plan_of_other_layers_or_of_another_question_is_no_incumbent(changes: dict[str, Any]) -> None:
+    plan = search(layered(), QUICK)
+    with pytest.raises(InvalidPlan):
+        search(layered(**changes), QUICK, incumbent=plan)
+
+
+def test_what_an_incumbent_states_is_not_believed() -> None:
+    plan = search(layered(), QUICK)
+    metrics = replace(plan.metrics, span=plan.metrics.span / 2, lower_bound=1.0, status="optimal")
+    resumed = search(layered(), QUICK, cancelled=lambda: True, incumbent=replace(plan, metrics=metrics))
+    assert resumed.metrics.span == plan.metrics.span
+    verify(resumed)
+    with pytest.raises(InvalidPlan):
+        search(layered(), QUICK, incumbent=replace(plan, orders=Orders.of_rows([])))
+
+
+def test_memory_decides_what_is_recomputed() -> None:
+    layers = [EMBEDDING, {**BLOCK, "recompute": RECOMPUTE}, HEAD]
+    free = search(layered(layers=layers), QUICK)
+    assert free.problem.model is not None
+    assert not any(free.problem.model.cut.recompute)
+    tight = search(layered(layers=layers, memory={"limit": 17}), QUICK)
+    assert tight.problem.model is not None
+    assert any(tight.problem.model.cut.recompute)
+    assert max(tight.metrics.peak_memory) <= 17
+    assert plan_json(tight)["recompute"] == list(tight.problem.model.cut.recompute)
+    assert tight.objective > free.objective
+
+
+@pytest.mark.parametrize("placement", ["v", "loop", "single", "auto"])
+def test_what_fits_no_cut_is_told_with_the_least_that_would(placement: str) -> None:
+    with pytest.raises(InfeasibleMemory) as caught:
+        search(layered(placement=placement, memory={"limit": 10}), QUICK)
+    least = caught.value.smallest
+    assert max(least) > 10
+    search(layered(placement=placement, memory={"limit": list(least)}), QUICK)
+
+
+@pytest.mark.parametrize("placement", ["auto", "v", "single", "loop"])
+def test_one_rank_has_all_layers(placement: str) -> None:
+    found = search(layered(pp_degree=1, placement=placement, memory={"limit": 70}), QUICK)
+    assert found.metrics.status == "optimal"
+    assert len(plan_json(found)["partition"]) == found.problem.n_stages
+
+
+def test_a_single_stage_has_no_neighbours() -> None:
+    problem = layered(pp_degree=1, placement="single")
+    judge = Judge(CutSpace(problem, problem.placements[0], CutTables.of(problem)))
+    start = Candidate("start", (0, 10), (False,), 1e9)
+    assert improve_cut(judge, start, 10_000, 0, lambda: False) == start
+
+
+def test_a_given_partition_is_kept() -> None:
+    given = search(layered(), QUICK).problem
+    written = plan_json(search(given, QUICK))
+    assert given.model is not None
+    assert written["partition"] == [list(names) for names in given.model.partition]
+
+
+def test_baselines_hold_the_layers_that_they_host() -> None:
+    """1F1B's first rank has the first stages of the model, not the two ends of a V."""
+    heavy = {**HEAD, "memory": {"static": 100}}
+    problem = layered(layers=[EMBEDDING, BLOCK, heavy])
+    cut = problem.cut_into(problem.placements[0], Cut.at((0, 3, 5, 8, 10)))
+    found = {baseline.name: baseline for baseline in search(cut, QUICK).baselines}
+    assert list(cut.memory.static) == [103, 5]
+    assert list(found["gpipe"].peak_memory) == [4 + 4 * 16, 104 + 4 * 16]
+    looped = replace(cut, memory=replace(cut.memory, static=(5, 103)))
+    assert found["interleaved-1f1b"].peak_memory[1] > looped.memory.static[1]
+
+
+def test_checking_a_plan_against_its_layers(plan: Plan) -> None:
+    problem = layered(placement="auto")
+    assert problem.as_cut_in(plan.problem) == plan.problem
+    other = layered(placement="auto", layers=[EMBEDDING, {**BLOCK, "forward": 3}, HEAD])
+    with pytest.raises(InvalidInput, match="differ from the layers"):
+        other.as_cut_in(plan.problem)
+    kept = layered(placement="auto", cut={"together": [["embedding", "head"]], "allow_empty": True})
+    with pytest.raises(InvalidInput, match="breaks a rule"):
+        kept.as_cut_in(plan.problem)
+
+
+def test_documents_that_say_too_little_are_told_what_is_missing() -> None:
+    from zbv_solver.problem.stage_document import parse_problem
+
+    with pytest.raises(InvalidInput, match="not cut into stages yet"):
+        parse_problem(document())

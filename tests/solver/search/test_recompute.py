@@ -1,0 +1,198 @@
+"""What is recomputed when memory is short: enough to keep the pipeline full, not only to be possible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, layered, layered_problems
+from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.partition.balance import balanced_cut
+from zbv_solver.partition.cut_space import CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.joint_search import Candidate, improve_cut, neighbour
+from zbv_solver.partition.judge import Judge
+from zbv_solver.partition.roomy_cuts import NEVER, rooms, roomy_cuts, with_room
+from zbv_solver.partition.simple_cuts import level_cut
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.search import search
+
+QUICK = SearchOptions(effort="quick", seed=1)
+BLOCKS = 16
+
+
+def short_of_memory(limit: float | None, placement: str = "v") -> LayeredProblem:
+    """A model of 16 blocks that hold 4 each, or 1 when recomputed, on four ranks."""
+    layers = [EMBEDDING, {**BLOCK, "repeat": BLOCKS, "recompute": RECOMPUTE}, HEAD]
+    return layered(pp_degree=4, microbatches=16, layers=layers, placement=placement, memory={"limit": limit})
+
+
+def space_of(problem: LayeredProblem) -> CutSpace:
+    return CutSpace(problem, problem.placements[0], CutTables.of(problem))
+
+
+def reached(problem: LayeredProblem, recompute: bool) -> float:
+    """The objective of a search on the most even cut with every stage recomputed, or none; inf: no fit."""
+    space = space_of(replace(problem, limit=None))
+    balanced = balanced_cut(space, level_cut(space))
+    assert balanced is not None
+    cut = replace(balanced.cut, recompute=(recompute,) * space.n_stages)
+    try:
+        return search(problem.cut_into(space.placement, cut), QUICK).objective
+    except InfeasibleMemory:
+        return float("inf")
+
+
+@pytest.mark.parametrize("limit", [24, 40])
+def test_it_is_no_worse_than_all_stages_recomputed_nor_than_none(limit: float) -> None:
+    problem = short_of_memory(limit)
+    found = search(problem, QUICK)
+    assert max(found.metrics.peak_memory) <= limit
+    assert found.objective <= min(reached(problem, True), reached(problem, False)) * (1 + 1e-9)
+
+
+def test_it_recomputes_more_than_what_is_needed_to_be_possible() -> None:
+    problem = short_of_memory(32)
+    space = space_of(problem)
+    balanced = balanced_cut(space, level_cut(space))
+    assert balanced is not None
+    found = search(problem, QUICK)
+    assert found.problem.model is not None
+    assert sum(found.problem.model.cut.recompute) > sum(balanced.cut.recompute)
+    least = search(problem.cut_into(space.placement, balanced.cut), QUICK)
+    assert found.objective < 0.9 * least.objective
+
+
+@settings(max_examples=40)
+@given(layered_problems(placements=("v", "single", "loop"), memory={"limit": 12}))
+def test_cuts_with_room_to_spare_fit_and_keep_the_rules(problem: LayeredProblem) -> None:
+    space = space_of(problem)
+    for bounds, recompute in roomy_cuts(space, level_cut(space)):
+        assert space.allows(bounds)
+        assert space.excess(bounds, recompute) <= 0
+
+
+def test_without_a_limit_there_is_room_everywhere() -> None:
+    space = space_of(short_of_memory(None))
+    assert list(roomy_cuts(space, level_cut(space))) == []
+
+
+def test_they_reach_from_what_is_needed_to_everything() -> None:
+    space = space_of(short_of_memory(32))
+    counts = {sum(recompute) for _, recompute in roomy_cuts(space, level_cut(space))}
+    assert min(counts) <= 2
+    assert max(counts) == 7  # the last stage is the head alone, which has no alternative
+    assert len(counts) >= 5
+
+
+def test_early_stages_are_recomputed_before_late_ones() -> None:
+    space = space_of(short_of_memory(40))
+    chosen = {recompute for _, recompute in roomy_cuts(space, level_cut(space))}
+    first = [recompute for recompute in chosen if recompute == tuple(sorted(recompute, reverse=True))]
+    assert any(0 < sum(recompute) < 7 for recompute in first)
+
+
+def test_room_is_for_as_many_everywhere_or_for_more_where_activations_live_longer() -> None:
+    space = space_of(short_of_memory(40))
+    times = list(rooms(space))
+    flat = [each for each in times if np.ptp(each) == 0]
+    falling = [each for each in times if np.ptp(each) > 0 and (np.diff(each) <= 0).all() and each.max() < 9]
+    assert [each.max() for each in flat] == pytest.approx([1, 1, 4 / 3, 2, 8 / 3, 4])
+    assert len(falling) == len(flat)
+    assert falling[-1][0, 0] == pytest.approx(8, rel=0.05)  # twice the mean, at the very beginning
+    assert falling[-1][0, -1] == 1
+    forced = [each for each in times if each.max() == NEVER]
+    assert [int((each[0] == NEVER).sum()) for each in forced] == sorted(
+        int((each[0] == NEVER).sum()) for each in forced
+    )
+    assert (forced[-1][0] == NEVER).all()
+    assert all((each[1] == 1).all() for each in forced)
+
+
+def test_room_is_made_for_activations_and_not_for_parameters() -> None:
+    space = space_of(short_of_memory(32))
+    n = space.tables.n
+    twice = with_room(space, np.full((2, n), 2.0))
+    plain = [bool(value) for value in np.zeros(space.n_stages)]
+    bounds = level_cut(space)
+    for rank, stages in enumerate(space.placement.stages_of):
+        blocks = sum(min(bounds[stage + 1], BLOCKS + 1) - max(bounds[stage], 1) for stage in stages)
+        chosen = tuple(plain[stage] for stage in stages)
+        assert space.needs(bounds, rank, chosen) == blocks * (4 + 1)
+        assert twice.needs(bounds, rank, chosen) == blocks * (2 * 4 + 1)
+
+
+@given(st.lists(st.booleans(), min_size=8, max_size=8))
+def test_what_is_recomputed_in_any_case_stays_so(kept: list[bool]) -> None:
+    space = space_of(short_of_memory(32))
+    bounds = level_cut(space)
+    fitting = space.fitting(bounds, tuple(kept))
+    assert fitting is not None
+    assert all(again or not keep for again, keep in zip(fitting, kept, strict=True))
+
+
+def test_the_climb_finds_what_to_recompute_from_either_end() -> None:
+    space = space_of(short_of_memory(40))
+    bounds = level_cut(space)
+    for recompute in (space.fitting(bounds), (True,) * 8):
+        assert recompute is not None
+        judge = Judge(space)
+        start = Candidate("start", bounds, recompute, judge.value(bounds, recompute))
+        climbed = improve_cut(judge, start, 300_000, 1, lambda: False)
+        assert climbed.value < start.value
+        assert space.excess(climbed.bounds, climbed.recompute) <= 0
+
+
+def test_stages_change_alone_in_runs_and_in_place_of_each_other() -> None:
+    space = space_of(short_of_memory(200))
+    bounds, random = level_cut(space), np.random.default_rng(1)
+
+    def drawn(recompute: tuple[bool, ...]) -> set[tuple[bool, ...]]:
+        start = Candidate("start", bounds, recompute, 0.0)
+        moves = (neighbour(space, start, random) for _ in range(1000))
+        return {move[1] for move in moves if move is not None and move[0] == bounds}
+
+    from_none = {sum(recompute) for recompute in drawn((False,) * 8)}
+    assert from_none == set(range(9))
+    assert (False,) * 7 + (True,) in drawn((True,) + (False,) * 7)
+
+
+def test_a_bound_that_moves_leaves_what_is_recomputed() -> None:
+    space = space_of(short_of_memory(18))
+    bounds, random = level_cut(space), np.random.default_rng(1)
+    start = Candidate("start", bounds, (True, False) * 4, 0.0)
+    moves = (neighbour(space, start, random) for _ in range(1000))
+    moved = [move for move in moves if move is not None and move[0] != bounds]
+    assert moved
+    assert any(recompute != start.recompute for _, recompute in moved)
+    for _, recompute in moved:
+        assert all(again for again, before in zip(recompute, start.recompute, strict=True) if before)
+
+
+def test_a_judge_sees_that_a_tight_limit_slows_every_microbatch() -> None:
+    # 16 microbatches are judged by 8 and 4; the most loaded rank's work alone would promise half of it.
+    problem = short_of_memory(32)
+    space = space_of(problem)
+    balanced = balanced_cut(space, level_cut(space))
+    assert balanced is not None
+    bounds, recompute = space.bounds_of(balanced.cut), balanced.cut.recompute
+    real = search(problem.cut_into(space.placement, balanced.cut), QUICK).objective
+    judge = Judge(space)
+    assert judge.value(bounds, recompute) == pytest.approx(real, rel=0.15)
+    assert judge.floor(bounds, recompute) < 0.7 * real
+
+
+def test_where_there_is_room_a_microbatch_takes_the_most_loaded_ranks_work() -> None:
+    space = space_of(short_of_memory(200))
+    bounds, nothing = level_cut(space), (False,) * 8
+    judge, first = Judge(space), Judge(replace_microbatches(space, 8))
+    more = 8 * space.worst_load(bounds, nothing)
+    assert judge.value(bounds, nothing) == pytest.approx(first.value(bounds, nothing) + more)
+
+
+def replace_microbatches(space: CutSpace, microbatches: int) -> CutSpace:
+    return space_of(replace(space.problem, microbatches=microbatches))

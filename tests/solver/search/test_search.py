@@ -1,0 +1,291 @@
+"""The search: a verified plan whenever one exists, the same every time, anytime."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support.plain_model import optimum
+from support.problems import limited, limited_problems, problems, uniform
+from support.reference import all_orders_of_one_microbatch, is_monotone
+from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.improve.exact import objective_of as evaluate_objective
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.halt import Turn
+from zbv_solver.search.pipeline import Found, Pipeline
+from zbv_solver.search.search import STAGES, Progress, SearchOptions, make_plan, search
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify
+
+QUICK = SearchOptions(effort="quick")
+
+
+@given(limited_problems(max_p=8, max_m=16))
+@settings(max_examples=30)
+def test_every_feasible_limit_gives_a_verified_plan(problem: Problem) -> None:
+    plan = search(problem, QUICK)
+    verify(plan)
+    assert plan.problem == problem
+    assert {baseline.name for baseline in plan.baselines} >= {"1f1b", "interleaved-1f1b"}
+
+
+@given(problems(max_p=8, max_m=32), st.data())
+def test_no_limit_below_the_smallest_gives_one(problem: Problem, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, problem.pp_degree - 1))
+    smallest = problem.smallest_limit
+    if smallest[rank] == 0:
+        return
+    limit = tuple(s - 0.5 if r == rank else s for r, s in enumerate(smallest))
+    short = replace(problem, memory=replace(problem.memory, limit=limit))
+    with pytest.raises(InfeasibleMemory) as caught:
+        search(short, QUICK)
+    assert caught.value.ranks == (rank,)
+    assert caught.value.smallest == smallest
+
+
+def test_zero_bubble_with_the_memory_of_1f1b() -> None:
+    plan = search(uniform(8, 32, limit=16))
+    assert plan.metrics.span == 192
+    assert plan.metrics.status == "optimal"
+    assert plan.metrics.bubble_rate == 0
+    assert max(plan.metrics.peak_memory) == 16
+
+
+def test_small_cases_are_proved_optimal() -> None:
+    plan = search(uniform(2, 4, limit=4, p2p=1, objective="makespan"), SearchOptions(effort="thorough"))
+    assert plan.metrics.status == "optimal"
+
+
+@given(problems(max_p=3, max_m=1, fused=False, objective="makespan"))
+def test_one_microbatch_is_scheduled_as_well_as_possible(problem: Problem) -> None:
+    """There is little to decide, and even the least effort decides it right."""
+    best = min(evaluate(problem, orders).makespan for orders in all_orders_of_one_microbatch(problem))
+    assert search(problem, QUICK).metrics.makespan == pytest.approx(best)
+
+
+@given(limited_problems(max_p=2, max_m=3))
+@settings(max_examples=8)
+def test_tiny_problems_end_at_the_optimum_of_a_plain_model(problem: Problem) -> None:
+    plan = search(problem)
+    assert plan.metrics.status == "optimal"
+    try:
+        least = optimum(problem, evaluate_objective(problem, serial(problem).orders), effort=0.05)
+    except RuntimeError:
+        event("the plain model was too slow")
+    else:
+        assert plan.objective == pytest.approx(least)
+
+
+@given(
+    limited_problems(max_p=4, max_m=5),
+    st.lists(st.sampled_from(STAGES), unique=True).map(tuple),
+)
+@settings(max_examples=6)
+def test_stages_can_be_left_out(problem: Problem, without: tuple[str, ...]) -> None:
+    plan = search(problem, SearchOptions(without=without))
+    constructed = search(problem, SearchOptions(effort="quick", without=("anneal",)))
+    assert plan.objective <= constructed.objective * (1 + 1e-12)
+    assert plan.provenance.extra.get("without", []) == list(without)
+
+
+@given(limited_problems(max_p=3, max_m=4))
+@settings(max_examples=2)
+def test_same_question_same_plan(problem: Problem) -> None:
+    plans = [search(problem, SearchOptions(seed=3, workers=workers)) for workers in (1, 2)]
+    assert plans[0].plan_id == plans[1].plan_id
+
+
+@pytest.mark.parametrize("seed", [0, 5, 6, 21])
+def test_the_chain_that_meets_the_bound_first_wins_whoever_is_faster(seed: int) -> None:
+    """On these problems tuning meets the bound, in one chain after many more steps than in the other."""
+    chance = random.Random(seed)
+    forward, backward_input, backward_weight = (
+        [chance.randint(8, 12) * base // 10 for _ in range(6)] for base in (10, 12, 8)
+    )
+    costs = {
+        "forward": forward,
+        "backward_input": backward_input,
+        "backward_weight": backward_weight,
+    }
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 12}
+    problem = parse_problem(
+        {"pp_degree": 3, "microbatches": 8, "objective": "makespan", "costs": costs, "memory": memory}
+    )
+    plans = [search(problem, SearchOptions(workers=workers)) for workers in (1, 2, 2)]
+    assert plans[0].metrics.status == "optimal"
+    assert plans[0].provenance.method.startswith("parameters")
+    assert len({plan.plan_id for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("meets", "winner", "made"),
+    [((5, 2), 1, (6, 3)), ((2, 5), 0, (3, 3)), ((2, 2), 0, (3, 3)), ((None, 2), 1, (9, 3))],
+)
+def test_of_two_chains_the_one_of_fewer_steps_wins_and_the_other_ends(
+    meets: tuple[int | None, int], winner: int, made: tuple[int, int]
+) -> None:
+    """On one thread the first chain runs before the second; the steps alone decide."""
+    problem = uniform(2, 2)
+    orders = serial(problem).orders
+    steps = [0, 0]
+
+    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+        for step in range(9):
+            steps[number] += 1
+            yield Found(100.0, orders, f"chain {number}") if step == meets[number] else None
+
+    with Pipeline(problem, SearchOptions(workers=1), None, None) as pipeline:
+        pipeline.bound = 100.0
+        pipeline._race(chain_of, 1.0)
+        assert pipeline.found is not None
+        assert pipeline.found.method == f"chain {winner}"
+    assert tuple(steps) == made
+
+
+@given(limited_problems(max_p=2, max_m=3))
+@settings(max_examples=5)
+def test_progress_only_gets_better_and_ends_at_the_plan(problem: Problem) -> None:
+    heard: list[Progress] = []
+    plan = search(problem, SearchOptions(effort="standard"), on_progress=heard.append)
+    assert is_monotone([progress.objective for progress in heard])
+    assert is_monotone([-progress.lower_bound for progress in heard])
+    assert heard[-1].orders == plan.orders
+    assert plan.objective <= heard[-1].objective * (1 + 1e-9) + 1e-9
+    for progress in heard:
+        make_plan(problem, progress.orders, method="test")
+
+
+def test_a_resumed_search_is_never_worse_than_its_incumbent() -> None:
+    problem = limited(uniform(3, 6, p2p=1), 1.0)
+    best = search(problem, SearchOptions(effort="standard"))
+    resumed = search(problem, QUICK, incumbent=best.orders)
+    assert resumed.objective <= best.objective
+    worse = search(problem, QUICK, incumbent=serial(problem).orders)
+    assert worse.plan_id == search(problem, QUICK).plan_id
+
+
+def test_an_incumbent_of_another_problem_is_refused() -> None:
+    with pytest.raises(InvalidPlan):
+        search(uniform(2, 3), QUICK, incumbent=serial(uniform(2, 2)).orders)
+
+
+def test_a_plan_of_another_problem_is_refused_even_where_its_orders_would_do() -> None:
+    plan = search(uniform(2, 3), QUICK)
+    assert search(uniform(2, 3), QUICK, incumbent=plan).plan_id == plan.plan_id
+    with pytest.raises(InvalidPlan, match="they differ in costs"):
+        search(uniform(2, 3, p2p=1), QUICK, incumbent=plan)
+    with pytest.raises(InvalidPlan, match="they differ in"):
+        search(uniform(3, 3), QUICK, incumbent=plan)
+
+
+def test_one_worker_divides_a_time_limit_between_the_chains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("zbv_solver.search.pipeline.time", clock)
+    monkeypatch.setattr("zbv_solver.search.halt.time", clock)
+    steps = [0, 0]
+
+    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+        nonlocal now
+        while True:
+            now += 1.0  # every step takes a second
+            steps[number] += 1
+            yield None
+
+    options = SearchOptions(time_limit=1000.0)
+    with Pipeline(uniform(2, 2), options, None, None) as pipeline:
+        pipeline._race(chain_of, 0.8)
+    assert sum(steps) == pytest.approx(800, abs=4)
+    assert steps[0] == pytest.approx(steps[1], abs=4)
+
+
+def test_the_time_that_the_first_chain_leaves_is_the_second_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("zbv_solver.search.pipeline.time", clock)
+    monkeypatch.setattr("zbv_solver.search.halt.time", clock)
+    steps = [0, 0]
+
+    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+        nonlocal now
+        while number == 1 or steps[0] < 10:
+            now += 1.0
+            steps[number] += 1
+            yield None
+
+    with Pipeline(uniform(2, 2), SearchOptions(time_limit=1000.0), None, None) as pipeline:
+        pipeline._race(chain_of, 0.8)
+    assert steps[0] == 10
+    assert steps[1] == pytest.approx(790, abs=4)
+
+
+def test_a_turn_that_is_over_stops_what_runs_in_it() -> None:
+    """Annealing's rounds are long: only the flag that kernels poll ends one."""
+    stopped: list[int] = []
+
+    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+        while not turn.flag[0]:
+            time.sleep(0.001)
+        stopped.append(number)
+        yield None
+
+    with Pipeline(uniform(2, 2), SearchOptions(time_limit=0.5), None, None) as pipeline:
+        pipeline._race(chain_of, 0.8)
+    assert stopped == [0, 1]
+
+
+def test_a_cancelled_search_keeps_its_incumbent() -> None:
+    plan = search(limited(uniform(4, 8), 2.0), cancelled=lambda: True)
+    verify(plan)
+    assert plan.provenance.extra["cut"] == "cancelled"
+
+
+def test_a_time_limit_cuts_and_says_so() -> None:
+    problem = limited(uniform(4, 16, p2p=1), 2.0)
+    began = time.monotonic()
+    plan = search(problem, SearchOptions(effort="thorough", time_limit=1e-9))
+    verify(plan)
+    assert plan.provenance.extra["cut"] == "time limit"
+    assert time.monotonic() - began < 60  # thorough would take minutes
+
+
+def test_an_uncut_search_says_nothing_of_cuts() -> None:
+    assert "cut" not in search(uniform(2, 2), QUICK).provenance.extra
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"effort": "heroic"},
+        {"time_limit": 0},
+        {"time_limit": -1},
+        {"time_limit": float("nan")},
+        {"workers": 0},
+        {"seed": -1},
+        {"without": ("construct",)},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        SearchOptions(**options)  # type: ignore[arg-type]  # on purpose
+    assert caught.value.issues[0].pointer == f"/{next(iter(options))}"
+
+
+def test_orders_from_elsewhere_are_verified() -> None:
+    problem = uniform(1, 1)
+    good = Orders.from_text([["0F0", "1F0", "1B0", "0B0"]])
+    assert make_plan(problem, good, method="mine").metrics.span == 6
+    with pytest.raises(InvalidPlan):
+        make_plan(problem, Orders.from_text([["0F0", "1F0", "1B0"]]), method="mine")

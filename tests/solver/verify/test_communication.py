@@ -1,0 +1,293 @@
+"""Lists with communication for PyTorch's runtime: right by every rule, and wrong ones refused by name."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.orders import random_orders
+from support.problems import problems, uniform
+from support.torch_lists import loaded_lists, torch_runtime
+from zbv_solver.errors import InvalidPlan
+from zbv_solver.export import export
+from zbv_solver.export.torch_comms_csv import lowered
+from zbv_solver.export.torch_csv import relabelled
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.search.search import make_plan
+from zbv_solver.verify.communication import verify_comms
+
+Lists = list[list[str]]
+
+any_problem = problems(kinds=("v", "loop", "single"))
+seeds = st.randoms(use_true_random=True)
+
+
+def orders_of(problem: Problem, random: Random) -> Orders:
+    return relabelled(random_orders(problem, random), problem.n_stages)
+
+
+def peer_and_tensor(problem: Problem, text: str) -> tuple[int, tuple[str, int, str]]:
+    """Of a send or receive: the other rank, and what moves, named the same on both ends."""
+    stage, _, rest = text.partition("SEND_" if "SEND" in text else "RECV_")
+    step = 1 if (rest[0] == "F") == ("SEND" in text) else -1
+    other = int(stage) + step
+    return problem.placement.rank_of[other], (rest[0], min(int(stage), other), rest[1:])
+
+
+# --- what the export writes
+
+
+@given(any_problem, seeds)
+def test_without_communication_the_lists_are_the_plans_orders(problem: Problem, random: Random) -> None:
+    orders = orders_of(problem, random)
+    lists = lowered(problem, orders)
+    compute = [
+        [text for text in texts if not text.endswith(("SHARD", "GRAD")) and "_" not in text]
+        for texts in lists
+    ]
+    assert Orders.from_text(compute) == orders
+
+
+@given(any_problem, seeds)
+def test_everything_that_crosses_is_sent_and_received_once_and_nothing_else(
+    problem: Problem, random: Random
+) -> None:
+    rank_of, m = problem.placement.rank_of, problem.microbatches
+    crossing = [s for s in range(problem.n_stages - 1) if rank_of[s] != rank_of[s + 1]]
+    expected = sorted((kind, s, str(j)) for kind in "FB" for s in crossing for j in range(m))
+    lists = lowered(problem, orders_of(problem, random))
+    for verb in ("SEND", "RECV"):
+        found = [peer_and_tensor(problem, t)[1] for texts in lists for t in texts if verb in t]
+        assert sorted(found) == expected
+
+
+@given(any_problem, seeds)
+def test_two_ranks_list_what_moves_between_them_in_one_order(problem: Problem, random: Random) -> None:
+    between = defaultdict(list)
+    for rank, texts in enumerate(lowered(problem, orders_of(problem, random))):
+        for text in texts:
+            if "_" in text and "GRAD" not in text:
+                peer, tensor = peer_and_tensor(problem, text)
+                between[rank, peer].append(tensor)
+    assert all(between[rank, peer] == between[peer, rank] for rank, peer in list(between))
+
+
+@given(any_problem, seeds)
+def test_ranks_that_wait_at_every_send_for_its_receive_finish(problem: Problem, random: Random) -> None:
+    """The strictest transport there is: nothing is buffered."""
+    lists = [
+        [t for t in texts if "SEND" in t or "RECV" in t]
+        for texts in lowered(problem, orders_of(problem, random))
+    ]
+    progress = True
+    while progress:
+        progress = False
+        for texts in lists:
+            if texts and "SEND" in texts[0]:
+                peer, tensor = peer_and_tensor(problem, texts[0])
+                other = lists[peer]
+                if other and "RECV" in other[0] and peer_and_tensor(problem, other[0])[1] == tensor:
+                    del texts[0], other[0]
+                    progress = True
+    assert not any(lists)
+
+
+@given(any_problem, seeds)
+def test_the_check_accepts_what_the_export_writes(problem: Problem, random: Random) -> None:
+    orders = orders_of(problem, random)
+    verify_comms(problem, orders, lowered(problem, orders))
+
+
+@pytest.mark.parametrize(
+    ("forward", "first", "second"),
+    [
+        # A slow second rank: all activations are there before it has done anything.
+        (
+            [1, 10],
+            ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0F2", "0SEND_F2", "0RECV_B0", "0B0"],
+            ["1RECV_F0", "1RECV_F1", "1RECV_F2", "1F0", "1B0", "1SEND_B0"],
+        ),
+        # A slow first rank: the first gradient is there before its second forward ends.
+        (
+            [10, 1],
+            ["0F0", "0SEND_F0", "0RECV_B0", "0F1", "0SEND_F1", "0RECV_B1", "0F2", "0SEND_F2"],
+            ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1", "1F1"],
+        ),
+    ],
+)
+def test_a_receive_is_listed_when_its_tensor_is_made(
+    forward: list[int], first: list[str], second: list[str]
+) -> None:
+    """So a rank does not block one communicator with a receive whose send comes much later."""
+    costs = {"forward": forward, "backward_input": 1, "backward_weight": 1, "backward": 2}
+    problem = parse_problem({"pp_degree": 2, "microbatches": 3, "placement": "single", "costs": costs})
+    orders = Orders.from_text(
+        [["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]]
+    )
+    lists = lowered(problem, orders)
+    assert lists[0][1 : 1 + len(first)] == first
+    assert lists[1][1 : 1 + len(second)] == second
+
+
+def test_a_deadlock_is_named() -> None:
+    problem = uniform(2, 1)
+    orders = Orders.from_text([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]])
+    with pytest.raises(InvalidPlan, match="rank 0 waits for ever at 3F0"):
+        lowered(problem, orders)
+
+
+# --- what PyTorch does with it
+
+
+@settings(max_examples=20, deadline=None)
+@given(problem=any_problem, random=seeds)
+def test_pytorch_loads_the_csv_as_it_stands(
+    tmp_path_factory: pytest.TempPathFactory, problem: Problem, random: Random
+) -> None:
+    plan = make_plan(problem, random_orders(problem, random), method="random")
+    path = tmp_path_factory.mktemp("csv") / "plan.csv"
+    path.write_text(export(plan, "torch-comms-csv"))
+    rows = list(csv.reader(io.StringIO(path.read_text())))
+    for rank in range(problem.pp_degree):
+        runtime = torch_runtime(problem, rank)
+        runtime._load_csv(str(path), format="compute_comms")
+        assert loaded_lists(runtime) == rows
+        assert runtime.stage_index_to_group_rank == dict(enumerate(problem.placement.rank_of))
+
+
+def lowered_by_torch(problem: Problem, orders: Orders, folder: Path, **options: bool) -> Lists:
+    path = folder / "compute.csv"
+    path.write_text("".join(",".join(texts) + "\n" for texts in orders.all_text()))
+    runtime = torch_runtime(problem, 0, **options)
+    runtime._load_csv(str(path), format="compute_only")
+    return loaded_lists(runtime)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problem=problems(kinds=("v", "single")), random=seeds)
+def test_the_check_accepts_what_pytorch_makes_of_the_same_plan(
+    tmp_path_factory: pytest.TempPathFactory, problem: Problem, random: Random
+) -> None:
+    orders = orders_of(problem, random)
+    verify_comms(problem, orders, lowered_by_torch(problem, orders, tmp_path_factory.mktemp("csv")))
+
+
+def test_deferred_receives_of_a_v_are_refused(tmp_path: Path) -> None:
+    """``defer_pp_recv=True`` gives wrong gradients and no error."""
+    problem = uniform(2, 4)
+    orders = orders_of(problem, Random(0))
+    lists = lowered_by_torch(problem, orders, tmp_path, defer_pp_recv=True)
+    with pytest.raises(InvalidPlan, match=r"ranks 0 and 1: transfer .*in one order.*defer_pp_recv"):
+        verify_comms(problem, orders, lists)
+
+
+# --- wrong lists
+
+
+def without(text: str) -> Callable[[Lists], None]:
+    def change(lists: Lists) -> None:
+        for texts in lists:
+            while text in texts:
+                texts.remove(text)
+
+    return change
+
+
+def instead(text: str, *others: str) -> Callable[[Lists], None]:
+    def change(lists: Lists) -> None:
+        for texts in lists:
+            if text in texts:
+                at = texts.index(text)
+                texts[at : at + 1] = others
+
+    return change
+
+
+def exchanged(one: str, other: str) -> Callable[[Lists], None]:
+    def change(lists: Lists) -> None:
+        for texts in lists:
+            if one in texts:
+                a, b = texts.index(one), texts.index(other)
+                texts[a], texts[b] = texts[b], texts[a]
+
+    return change
+
+
+def nothing(lists: Lists) -> None:
+    lists.pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (instead("0F1", "0F1xyz"), r"rank 0: found '0F1xyz'"),
+        (instead("0F1", "0F01"), r"rank 0: found '0F01'"),
+        (instead("0F1", ""), r"rank 0: found ''"),
+        (instead("0F1", "0F1", "0F1"), r"rank 0: action 2 is 0F1; the plan has"),
+        (without("0F1"), r"rank 0: action 1 is .*; the plan has 0F1"),
+        (without("0W1"), r"rank 0: action .* the plan has 0W1"),
+        (without("0REDUCE_GRAD"), r"rank 0: stage 0 must have one .*0REDUCE_GRAD.*too large"),
+        (exchanged("1REDUCE_GRAD", "1W1"), r"rank 1: (stage 1 must have|action)"),
+        (without("3UNSHARD"), r"rank 0: stage 3 must have one 3UNSHARD"),
+        (instead("1RESHARD", "1RESHARD", "1RESHARD"), r"rank 1: stage 1 must have"),
+        (without("0SEND_F1"), r"0SEND_F1 has only one end"),
+        (without("1RECV_F1"), r"rank 1: 1F1 comes before 1RECV_F1, which it needs"),
+        (without("0RECV_B1"), r"rank 0: 0I1 comes before 0RECV_B1"),
+        (instead("0SEND_F1", "0SEND_F1", "0SEND_F1"), r"rank 0: 0SEND_F1 comes twice"),
+        (exchanged("0F1", "0SEND_F1"), r"rank 0: 0SEND_F1 comes before 0F1"),
+        (instead("1F0", "1F0", "1SEND_F0"), r"rank 1: found 1SEND_F0; that tensor does not cross"),
+        (exchanged("1RECV_F0", "1RECV_F1"), r"(1RECV_F0|in one order)"),
+        (nothing, r"found lists of 1 ranks"),
+    ],
+)
+def test_a_wrong_list_is_refused_by_name(change: Callable[[Lists], None], says: str) -> None:
+    problem = uniform(2, 2)
+    orders = Orders.from_text(
+        [
+            ["0F0", "0F1", "3F0", "3I0", "3F1", "3I1", "3W0", "3W1", "0I0", "0I1", "0W0", "0W1"],
+            ["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2I1", "1I1", "2W0", "1W0", "2W1", "1W1"],
+        ]
+    )
+    lists = lowered(problem, orders)
+    verify_comms(problem, orders, lists)
+    change(lists)
+    with pytest.raises(InvalidPlan, match=says):
+        verify_comms(problem, orders, lists)
+
+
+def test_forwards_of_the_last_stage_out_of_order_are_refused() -> None:
+    """The runtime would take one microbatch's loss for another's."""
+    problem = uniform(1, 2)
+    orders = Orders.from_text([["0F0", "0F1", "1F1", "1F0", "1B0", "0B0", "1B1", "0B1"]])
+    with pytest.raises(InvalidPlan, match=r"1F1 as its forward number 0.*Relabel"):
+        verify_comms(problem, orders, lowered(problem, orders))
+    labelled = relabelled(orders, 2)
+    verify_comms(problem, labelled, lowered(problem, labelled))
+
+
+def test_sends_that_wait_in_a_circle_are_refused() -> None:
+    """Every pair of ranks has one order, and still nobody can go on."""
+    costs = {"forward": 1, "backward_input": 1, "backward_weight": 1}
+    problem = parse_problem(
+        {"pp_degree": 3, "microbatches": 1, "placement": "loop", "chunks": 2, "costs": costs}
+    )
+    orders = Orders.from_text(
+        [["0F0", "3F0", "3B0", "0B0"], ["1F0", "4F0", "4B0", "1B0"], ["2F0", "5F0", "5B0", "2B0"]]
+    )
+    lists = lowered(problem, orders)
+    verify_comms(problem, orders, lists)
+    # Rank 0 wants stage 3's activation, which depends on stage 0's, before it makes that.
+    first = lists[0]
+    first.remove("3RECV_F0")
+    first.insert(first.index("0F0"), "3RECV_F0")
+    with pytest.raises(InvalidPlan, match=r"can wait for ever at"):
+        verify_comms(problem, orders, lists)

@@ -1,0 +1,277 @@
+"""Checks that plans compute right gradients: any plan, on any ranks, against one process.
+
+Threads or processes run a plan with a small model made of everything that is hard for a split backward
+(layers used twice, tied, frozen, without bias, with parameters that are not queued), and the gradients are
+compared, parameter by parameter, with those of plain autograd on the whole model.
+
+As a program (under torchrun or with its environment) it runs the plan files of a folder one after the other
+over real transports and leaves every rank's gradients there: ``python -m support.selfcheck FOLDER``. With
+``FOLDER TIMEOUT torch`` PyTorch's runtime runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.problem import Problem
+from zbv_worker.execution.executor import Executor, StepResult
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stages import build_modules, build_stages
+from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.training.run import Runtime
+from zbv_worker.transport.channels import ChannelKey, Transport, key_of
+from zbv_worker.transport.distributed import DistributedTransport, World
+from zbv_worker.transport.threads import ThreadHub
+
+Gradients = dict[str, Tensor]
+
+_CPU = torch.device("cpu")
+_LAYERS, _WIDTH, _WORDS = 8, 12, 17
+
+
+class HardModel:
+    """A pipeline model of eight layers that together hold every case the split backward must get right."""
+
+    def __init__(self, seed: int = 0):
+        self._seed = seed
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        """Layers 8k/S to 8(k+1)/S."""
+        first, last = (at * _LAYERS // n_stages for at in (stage, stage + 1))
+        return self.build_layers(self.layer_names()[first:last], device)
+
+    def layer_names(self) -> Sequence[str]:
+        """The eight layers."""
+        return [f"layer.{at}" for at in range(_LAYERS)]
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        """Some of them."""
+        numbers = [int(name.removeprefix("layer.")) for name in names]
+        return nn.Sequential(OrderedDict((f"layer{at}", self._layer(at)) for at in numbers)).to(device)
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """Words (2, 5) and a target of the output's shape."""
+        generator = torch.Generator().manual_seed(1000 * self._seed + 100 * step + index)
+        words = torch.randint(_WORDS, (2, 5), generator=generator)
+        return words, torch.randn(2, 5, _WORDS, generator=generator)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean squared error."""
+        return nnf.mse_loss(output, target)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def _layer(self, at: int) -> nn.Module:
+        layer: nn.Module
+        if at == 0:
+            layer = nn.Embedding(_WORDS, _WIDTH, padding_idx=3)
+        elif at == _LAYERS - 1:
+            layer = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WORDS, bias=False))
+        else:
+            layer = HardLayer(frozen=at == 4)
+        # A generator of its own: torch's global one is shared by ranks that are threads.
+        generator = torch.Generator().manual_seed(self._seed * 101 + at)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_(0.1, 0.3, generator=generator)
+        return layer
+
+
+class HardLayer(nn.Module):
+    """A residual layer with a Linear used twice, a tied one, an own parameter, a norm and a convolution."""
+
+    def __init__(self, frozen: bool):
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.twice = nn.Linear(_WIDTH, _WIDTH)
+        self.tied = nn.Linear(_WIDTH, _WIDTH, bias=False)
+        self.tied.weight = self.twice.weight
+        self.plain = nn.Linear(_WIDTH, _WIDTH)
+        self.convolution = nn.Conv1d(_WIDTH, _WIDTH, 1)
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
+        if frozen:
+            self.plain.weight.requires_grad_(False)
+            self.convolution.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, width) to the same."""
+        hidden = torch.tanh(self.twice(self.norm(x)))
+        hidden = torch.tanh(self.twice(hidden)) + self.tied(hidden) * self.scale
+        hidden = self.convolution(hidden.transpose(1, 2)).transpose(1, 2)
+        output: Tensor = x + self.plain(hidden)
+        return output
+
+
+def hard_model(*, seed: int = 0) -> HardModel:
+    """The factory of :class:`HardModel`."""
+    return HardModel(seed)
+
+
+def random_orders(problem: Problem, random: Random, fused: float = 0.3) -> Orders:
+    """A random valid order: any action whose inputs exist may come next, on any rank.
+
+    So microbatches overtake each other and W's come at any time after their I. ``fused`` is the share of
+    backwards that are B.
+    """
+    last = problem.n_stages - 1
+    ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
+    ready = [Action(0, "F", j) for j in range(problem.microbatches)]
+    forwarded: set[tuple[int, int]] = set()
+    awaited: set[tuple[int, int]] = set()  # gradients that have arrived at a stage
+
+    def backward(stage: int, j: int) -> None:
+        if (stage, j) in forwarded and (stage == last or (stage, j) in awaited):
+            ready.append(Action(stage, "B" if random.random() < fused else "I", j))
+
+    while ready:
+        action = ready.pop(random.randrange(len(ready)))
+        stage, letter, j = action
+        ranks[problem.placement.rank_of[stage]].append(action)
+        if letter == "F":
+            forwarded.add((stage, j))
+            if stage < last:
+                ready.append(Action(stage + 1, "F", j))
+            backward(stage, j)
+        elif letter in "IB" and stage > 0:
+            awaited.add((stage - 1, j))
+            backward(stage - 1, j)
+        if letter == "I":
+            ready.append(Action(stage, "W", j))
+    return Orders.from_actions(ranks)
+
+
+def reference_gradients(model: PipelineModel, microbatches: int, step: int = 0) -> tuple[Gradients, float]:
+    """Gradients by parameter name, and the loss, of plain autograd on the uncut model."""
+    module = model.build_stage(0, 1, _CPU)
+    total = torch.zeros(())
+    for index in range(microbatches):
+        input, target = model.microbatch(step, index)
+        loss = model.loss(module(input), target) / microbatches
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        total += loss.detach()
+    return _gradients([module]), float(total)
+
+
+def run_rank(
+    plan: RankPlan, model: PipelineModel, transport: Transport, timeout: float, look_ahead: int = 2
+) -> tuple[Gradients, StepResult]:
+    """One step of one rank with fresh stages; its gradients by parameter name.
+
+    The transport's channels must be open.
+    """
+    stages = build_stages(model, plan, _CPU)
+    executor = Executor(plan, stages, model, transport, device=_CPU, timeout=timeout, look_ahead=look_ahead)
+    result = executor.step(0)
+    kept = {index: stage.held for index, stage in stages.items() if any(stage.held)}
+    if kept:
+        raise RuntimeError(f"stages still hold microbatches after the step: {kept}")
+    return _gradients([stage.module for stage in stages.values()]), result
+
+
+def run_rank_on_torch(
+    plan: WholePlan, rank: int, model: PipelineModel, timeout: float
+) -> tuple[Gradients, StepResult]:
+    """As :func:`run_rank`, on PyTorch's runtime; all ranks call it at the same time."""
+    from zbv_worker.torch_runtime.executor import TorchExecutor
+
+    modules = build_modules(model, plan.of_rank(rank), _CPU)
+    executor = TorchExecutor(plan, rank, modules, model, device=_CPU, backend="gloo", timeout=timeout)
+    result = executor.step(0)
+    return _gradients(modules.values()), result
+
+
+def run_in_threads(
+    problem: Problem, orders: Orders, model: PipelineModel, timeout: float = 30.0, look_ahead: int = 2
+) -> tuple[Gradients, float]:
+    """One step of a plan, its ranks as threads of this process; all gradients, and the loss."""
+    hub = ThreadHub(problem.pp_degree)
+    found: Gradients = {}
+    losses: dict[int, float] = {}
+    failures: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        transport = hub.transport(rank)
+        try:
+            plan = RankPlan.of("check", problem, orders, rank)
+            transport.open([key_of(channel) for channel in plan.channels], timeout)
+            gradients, result = run_rank(plan, model, transport, timeout, look_ahead)
+            found.update(gradients)
+            losses.update(result.losses)
+        except BaseException as error:
+            failures.append(error)
+            transport.close()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(problem.pp_degree)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout * 2)
+    if failures:
+        raise failures[0]
+    return found, sum(losses.values()) / problem.microbatches
+
+
+def relative_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Largest over the parameters of |found - reference| / |reference| (norms); inf when one is missing."""
+    if found.keys() != reference.keys():
+        return float("inf")
+    return max(
+        (
+            float((found[name] - right).norm() / right.norm().clamp_min(1e-12))
+            for name, right in reference.items()
+        ),
+        default=0.0,
+    )
+
+
+def _gradients(modules: Iterable[nn.Module]) -> Gradients:
+    return {
+        name: parameter.grad.clone()
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def main(folder: Path, timeout: float, runtime: Runtime = "zbv") -> None:
+    """Run every ``*.plan.json`` of a folder as one rank; writes ``NAME.RANK.pt`` beside each."""
+    torch.set_num_threads(1)
+    world = World.from_environment()
+    transport = DistributedTransport(world, "gloo", _CPU, timeout)
+    for path in sorted(folder.glob("*.plan.json")):
+        if runtime == "torch":
+            whole = PlanSource(file=path).whole(timeout)
+            gradients, result = run_rank_on_torch(whole, world.rank, hard_model(), timeout)
+        else:
+            plan = PlanSource(file=path).rank_plan(world.rank, timeout)
+            gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
+            transport.open({ChannelKey(*key) for keys in gathered for key in keys}, timeout)
+            gradients, result = run_rank(plan, hard_model(), transport, timeout)
+            transport.flush(timeout)
+        name = path.name.removesuffix(".plan.json")
+        torch.save(gradients, folder / f"{name}.{world.rank}.pt")
+        (folder / f"{name}.{world.rank}.json").write_text(json.dumps({"losses": result.losses}))
+    transport.barrier(timeout)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main(
+        Path(sys.argv[1]),
+        float(sys.argv[2]) if len(sys.argv) > 2 else 60.0,
+        "torch" if sys.argv[3:] == ["torch"] else "zbv",
+    )

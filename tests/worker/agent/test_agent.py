@@ -1,0 +1,149 @@
+"""Agents: a service and nodes as processes, a plan over gloo, and every way in which that can end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.agents import (
+    DEADLINE,
+    AgentProcess,
+    Cluster,
+    cluster,
+    read_losses,
+    until,
+)
+from zbv_service.client_runs import Run
+from zbv_worker.commands.cli import main
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A service without agents."""
+    with cluster(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair(started: Cluster) -> Pair:
+    """Two agents that outlive run after run: none may be disturbed by the one before."""
+    return Pair(started, *started.start_two())
+
+
+@dataclass
+class Pair:
+    started: Cluster
+    one: AgentProcess
+    two: AgentProcess
+
+    def submit(self, **options: Any) -> Run:
+        until(lambda: all(agent["run_id"] is None for agent in self.started.client.agents()))
+        return self.started.submit(**options)
+
+    def until_gone(self) -> None:
+        """Wait until no launcher and no rank is left."""
+        until(lambda: all_gone(self.one, self.two), self.started.story)
+
+
+def all_gone(*agents: AgentProcess) -> bool:
+    return not any(agent.descendants() for agent in agents)
+
+
+def node_rank_of(run: Run, name: str) -> int:
+    return next(int(node["node_rank"]) for node in run.document["members"] if node["agent"] == name)
+
+
+def test_a_run_waits_while_no_agent_allows_its_model(started: Cluster) -> None:
+    """First: its agents leave before others come."""
+    agents = [started.start("wary", allow=None), started.start("choosy", allow="another.*")]
+    until(lambda: started.names() == {"wary", "choosy"}, started.story)
+    run = started.submit()
+    until(lambda: "2 not allowing the model" in (started.client.run(run.id).document["waits_for"] or ""))
+    assert started.client.cancel_run(run.id).state == "cancelled"
+    assert all_gone(*agents)
+    made = [path for agent in agents for path in (agent.folder / "state").iterdir() if path.is_dir()]
+    assert made == [], "what a run needs was prepared"
+    for agent in agents:
+        agent.process.terminate()
+        assert agent.process.wait(timeout=DEADLINE) == 0, agent.log
+    assert started.names() == set()
+
+
+def test_a_rank_killed_in_mid_step_is_named_and_no_rank_is_left_anywhere(pair: Pair) -> None:
+    started = pair.started
+    run = pair.submit()
+    started.until_step(run, 2)
+    assert started.client.run(run.id).state == "running"
+    os.kill(pair.two.rank(), signal.SIGKILL)
+    ended = started.client.wait_run(run.id, DEADLINE)
+    assert ended.state == "failed", started.story()
+    cause, killed = ended.failures[0], node_rank_of(ended, "two")
+    assert (cause["kind"], cause["agent"], cause["rank"]) == ("killed", "two", killed), ended.failures
+    assert f"rank {killed} was killed by SIGKILL; it last reported step" in cause["detail"]
+    pair.until_gone()
+
+
+def test_a_rank_that_hangs_is_named_by_the_one_that_waits_for_it(pair: Pair) -> None:
+    started = pair.started
+    run = pair.submit(timeout=10)
+    started.until_step(run, 2)
+    os.kill(pair.two.rank(), signal.SIGSTOP)
+    ended = started.client.wait_run(run.id, DEADLINE)
+    assert ended.state == "failed", started.story()
+    cause, hanging = ended.failures[0], node_rank_of(ended, "two")
+    assert (cause["kind"], cause["agent"], cause["peer"]) == ("peer", "one", hanging), ended.failures
+    assert cause["action"] in cause["detail"]
+    assert cause["step"] >= 3
+    pair.until_gone()
+
+
+def test_a_run_outlasts_a_service_that_is_away_and_an_agent_that_is_told_to_end(pair: Pair) -> None:
+    """Last with these two agents: they leave. That losses are those of a run alone is another test's."""
+    started, steps = pair.started, 60
+    run = pair.submit(steps=steps, model={"pause": 0.1})  # long enough for all that happens to it
+    started.until_step(run, 2)
+    with started.service_away():
+        until(lambda: "no answer from" in pair.one.log + pair.two.log, started.story)
+        seen = 2 + max(agent.step(run.id) for agent in (pair.one, pair.two))
+        until(lambda: all(agent.step(run.id) > seen for agent in (pair.one, pair.two)), started.story)
+    started.until_step(run, seen)
+    assert started.client.run(run.id).state == "running"
+    assert started.names() == {"one", "two"}
+
+    pair.two.process.terminate()
+    ended = started.client.wait_run(run.id, DEADLINE)
+    assert (ended.state, ended.error) == ("succeeded", None), started.story()
+    kinds = [event["kind"] for event in started.client.run_events(run.id)]
+    assert [kind for kind in kinds if kind != "running"] == ["waiting", "starting", "succeeded"]
+    found = [losses for agent in (pair.one, pair.two) if (losses := read_losses(agent.results(run.id)))]
+    assert [len(losses) for losses in found] == [steps]
+    assert pair.two.process.wait(timeout=DEADLINE) == 0, pair.two.log
+    assert started.names() == {"one"}
+    pair.until_gone()
+
+    pair.one.process.terminate()  # idle: it need not wait for anything
+    assert pair.one.process.wait(timeout=DEADLINE) == 0, pair.one.log
+    assert started.names() == set()
+
+
+def test_a_daemon_imports_no_torch() -> None:
+    code = "import sys, zbv_worker.agent.daemon, zbv_worker.commands.agent; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("server", "message"), [("", "--server URL"), ("planner:8000", "must be an address such as http://")]
+)
+def test_a_wrong_address_is_said_at_once(
+    server: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["agent", "--server", server]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,236 @@
+"""The courier: traces and logs reach the service, a plan reaches the ranks; nothing of it is in the way."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from support.orders import random_orders
+from support.problems import uniform
+from zbv_service.client_runs import NodeWork, RunClient
+from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.search.search import make_plan
+from zbv_worker.agent.folder_sync import LOG_BYTES, Courier, log_end
+from zbv_worker.host.state_files import NEXT_PLAN, write_json
+
+WORK = NodeWork("a" * 32, 1, 1, 2, 2, "h:1", "p" * 64, "a:b", {})
+RANKS = (2, 3)
+
+
+class Service:
+    """What a courier is given to talk to: notes what it sends, and answers as it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bytes]] = []
+        self.plan: Plan | None = None
+        self.status = 204
+        self.is_away = False
+        self.holds = threading.Event()
+        self.holds.set()
+
+    def connect(self) -> RunClient:
+        return RunClient("http://zbv", transport=httpx.MockTransport(self.answer), retries=0)
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.holds.wait(30)
+        if self.is_away:
+            raise httpx.ConnectError("away")
+        if request.method == "GET":
+            assert self.plan is not None
+            return httpx.Response(200, json=plan_json(self.plan))
+        name = "/".join(request.url.path.split("/")[-2:])
+        self.seen.append((name, gzip.decompress(request.content)))
+        document = {"type": "t", "title": "T", "status": self.status, "detail": "D"}
+        return httpx.Response(self.status, json=None if self.status == 204 else document)
+
+    def names(self) -> list[str]:
+        return [name for name, _ in list(self.seen)]
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+def courier(service: Service, tmp_path: Path) -> Courier:
+    return Courier("agent", WORK, RANKS, tmp_path, service.connect, pause=0.02)
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def measured(folder: Path, rank: int, step: int) -> bytes:
+    path = folder / f"trace-{rank}.json"
+    write_json(path, {"step": step})
+    return path.read_bytes()
+
+
+def printed(folder: Path, local_rank: int, **files: str) -> None:
+    logs = folder / "logs" / "run_x1" / "attempt_0" / str(local_rank)
+    logs.mkdir(parents=True)
+    for name, text in files.items():
+        (logs / f"{name}.log").write_text(text)
+
+
+def a_plan() -> Plan:
+    problem = uniform(2, 3)
+    return make_plan(problem, random_orders(problem, Random(1)), method="random")
+
+
+def test_a_trace_is_sent_as_it_is_and_only_when_it_changes(
+    courier: Courier, service: Service, tmp_path: Path
+) -> None:
+    first = measured(tmp_path, 2, 0)
+    courier.start()
+    until(lambda: service.seen)
+    time.sleep(0.2)
+    assert service.seen == [("2/trace", first)]
+    second, third = measured(tmp_path, 2, 1), measured(tmp_path, 3, 1)
+    until(lambda: len(service.seen) == 3)
+    assert sorted(service.seen[1:]) == sorted([("2/trace", second), ("3/trace", third)])
+    courier.finish()
+    assert courier.wait(30)
+    assert len(service.seen) == 3
+
+
+def test_events_are_sent_as_the_rank_wrote_them_and_when_they_change(
+    courier: Courier, service: Service, tmp_path: Path
+) -> None:
+    path = tmp_path / "events-3.json"
+    write_json(path, {"rank": 3, "events": [1]})
+    courier.start()
+    until(lambda: service.seen)
+    write_json(path, {"rank": 3, "events": [1, 2]})
+    courier.finish()
+    assert courier.wait(30)
+    assert [(name, json.loads(text)["events"]) for name, text in service.seen] == [
+        ("3/events", [1]),
+        ("3/events", [1, 2]),
+    ]
+
+
+def test_what_is_left_and_the_logs_are_sent_at_the_end(
+    courier: Courier, service: Service, tmp_path: Path
+) -> None:
+    courier.start()
+    printed(tmp_path, 0, stderr="why\n", stdout="what\n")
+    printed(tmp_path, 1, stdout="")
+    last = measured(tmp_path, 3, 9)
+    assert not courier.is_done
+    courier.finish()
+    assert courier.wait(30)
+    assert service.seen == [("3/trace", last), ("2/log", b"what\nwhy\n"), ("3/log", b"")]
+
+
+def test_a_service_that_is_away_gets_the_trace_later(
+    courier: Courier, service: Service, tmp_path: Path
+) -> None:
+    service.is_away = True
+    measured(tmp_path, 2, 0)
+    courier.start()
+    time.sleep(0.1)
+    newest = measured(tmp_path, 2, 1)
+    service.is_away = False
+    until(lambda: service.seen)
+    assert service.seen[-1] == ("2/trace", newest)
+    courier.finish()
+    assert courier.wait(30)
+
+
+def test_what_the_service_refuses_is_not_sent_again(
+    courier: Courier, service: Service, tmp_path: Path
+) -> None:
+    service.status = 413
+    measured(tmp_path, 2, 0)
+    courier.start()
+    until(lambda: service.seen)
+    time.sleep(0.2)
+    assert service.names() == ["2/trace"]
+    courier.finish()
+    assert courier.wait(30)
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_an_agent_that_is_gone_sends_nothing_more(
+    courier: Courier, service: Service, tmp_path: Path, status: int
+) -> None:
+    service.status = status
+    measured(tmp_path, 2, 0)
+    measured(tmp_path, 3, 0)
+    courier.start()
+    assert courier.wait(30)
+    assert service.names() == ["2/trace"]
+
+
+def test_a_slow_service_holds_up_nobody_else(courier: Courier, service: Service, tmp_path: Path) -> None:
+    service.holds.clear()
+    measured(tmp_path, 2, 0)
+    courier.start()
+    time.sleep(0.1)
+    courier.fetch_plan("b" * 64)
+    courier.finish()
+    assert not courier.wait(0.1)
+    service.is_away = True
+    service.holds.set()
+    assert courier.wait(30)
+
+
+def test_a_plan_is_brought_once_and_whole(courier: Courier, service: Service, tmp_path: Path) -> None:
+    plan = service.plan = a_plan()
+    path = tmp_path / NEXT_PLAN
+    courier.start()
+    courier.fetch_plan(None)
+    courier.fetch_plan(WORK.plan_id)  # what its ranks run already
+    time.sleep(0.1)
+    assert not path.exists()
+    courier.fetch_plan(plan.plan_id)
+    until(path.exists)
+    assert json.loads(path.read_text()) == plan_json(plan)
+    path.unlink()
+    courier.fetch_plan(plan.plan_id)
+    time.sleep(0.1)
+    assert not path.exists()
+    courier.finish()
+    assert courier.wait(30)
+
+
+@pytest.mark.parametrize("wrong", ["other", "altered"])
+def test_a_plan_that_is_another_is_not_handed_on(
+    courier: Courier, service: Service, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = service.plan = a_plan()
+    wanted = plan.plan_id if wrong == "altered" else "b" * 64
+
+    def altered(document: Any) -> httpx.Response:
+        return httpx.Response(200, json={**plan_json(plan), "ranks": plan.orders.all_text()[::-1]})
+
+    if wrong == "altered":
+        monkeypatch.setattr(service, "answer", altered)
+    courier.start()
+    courier.fetch_plan(wanted)
+    courier.finish()
+    assert courier.wait(30)
+    assert not (tmp_path / NEXT_PLAN).exists()
+
+
+def test_of_a_long_log_whole_lines_of_its_end_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_text("".join(f"line {number}\n" for number in range(100)))
+    assert log_end(path, 20) == b"line 98\nline 99\n"
+    assert log_end(path, LOG_BYTES) == path.read_bytes()
+    path.write_text("x" * 100)
+    assert log_end(path, 20) == b"x" * 20
+    assert log_end(tmp_path / "none", 20) == b""

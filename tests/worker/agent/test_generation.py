@@ -1,0 +1,167 @@
+"""One generation on a node: what is said of ranks that cannot say it themselves, and how it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.agents import is_alive
+from zbv_service.client_runs import NodeWork
+from zbv_worker.agent import generation as generation_module
+from zbv_worker.agent.generation import Generation
+from zbv_worker.agent.heartbeat import Pulse
+from zbv_worker.agent.orphans import FORSAKEN
+
+WORK = NodeWork("r", 0, 1, 2, 2, "127.0.0.1:1", "p", "a:b", {})
+"""Node 1 of two with two ranks each: ranks 2 and 3."""
+
+
+@pytest.fixture
+def launching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Starts a generation whose launcher is a shell script, run in the generation's folder."""
+
+    def launch(script: str, patience: float = 60.0, **files: Any) -> Generation:
+        folder = tmp_path / "generation"
+        folder.mkdir()
+        for name, document in files.items():
+            (folder / f"{name.replace('_', '-')}.json").write_text(json.dumps(document))
+        command = ["sh", "-c", f"cd {folder}; {script}"]
+        monkeypatch.setattr(generation_module, "python_command", lambda *_: command)
+        return Generation(WORK, "http://zbv", "127.0.0.1", folder, patience)
+
+    return launch
+
+
+def ended(generation: Generation) -> Any:
+    deadline = time.monotonic() + 30
+    while not generation.poll():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return generation.end()
+
+
+def outcome_of(**failed: int) -> str:
+    return f"echo '{json.dumps({'failed': failed})}' > outcome.json; exit 1"
+
+
+def test_success_needs_no_words(launching: Any) -> None:
+    assert ended(launching("exit 0")).outcome == "succeeded"
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_place(launching: Any) -> None:
+    end = ended(launching(outcome_of(**{"3": -9}), place_3={"rank": 3, "step": 5, "action": "2I1"}))
+    (failure,) = end.failures
+    assert (end.outcome, failure["kind"], failure["rank"]) == ("failed", "killed", 3)
+    assert (failure["step"], failure["action"]) == (5, "2I1")
+    assert failure["detail"].startswith("rank 3 was killed by SIGKILL; it last reported step 5 at 2I1.")
+
+
+def test_what_a_rank_says_itself_counts_more_than_its_status(launching: Any) -> None:
+    said = {"kind": "peer", "rank": 2, "detail": "x" * 9000 + "\0"}
+    end = ended(launching(outcome_of(**{"2": 1, "3": 4}), failure_2=said))
+    assert [failure["kind"] for failure in end.failures] == ["peer", "error"]
+    assert len(end.failures[0]["detail"]) == 4000
+    assert end.failures[1]["detail"].startswith("rank 3 ended with status 4; it reported no step.")
+
+
+def test_a_launcher_that_fails_shows_its_log(launching: Any) -> None:
+    (failure,) = ended(launching("echo no such port; exit 3")).failures
+    assert failure["kind"] == "launch"
+    assert "status 3" in failure["detail"]
+    assert failure["detail"].endswith("no such port")
+
+
+def test_a_stopped_generation_has_not_failed(launching: Any) -> None:
+    generation = launching("exec sleep 60")
+    generation.stop(failed_elsewhere=False)
+    assert ended(generation).outcome == "stopped"
+
+
+def test_a_launcher_that_does_not_listen_is_killed(launching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_module, "_GRACE_SECONDS", 0.2)
+    generation = launching("trap '' TERM; touch ready; while true; do sleep 0.05; done")
+    while not (generation._folder / "ready").exists():
+        time.sleep(0.02)
+    generation.stop(failed_elsewhere=False)
+    assert ended(generation).outcome == "stopped"
+
+
+def test_after_a_failure_elsewhere_a_launcher_that_hangs_is_killed_without_the_grace(
+    launching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_module, "_STORY_SECONDS", 0.1)
+    monkeypatch.setattr(generation_module, "_GRACE_SECONDS", 3600.0)
+    generation = launching("trap '' TERM; while true; do sleep 0.05; done")
+    generation.stop(failed_elsewhere=True)
+    assert ended(generation).outcome == "stopped"
+
+
+def test_an_agent_that_was_silent_for_too_long_ends_its_ranks_and_says_why(launching: Any) -> None:
+    generation = launching("exec sleep 600", patience=5.0)
+    generation._pulse._at -= 6.0
+    end = ended(generation)
+    (failure,) = end.failures
+    assert (end.outcome, failure["kind"]) == ("failed", "agent-lost")
+    assert "was stopped, or its host hung, for" in failure["detail"]
+    assert "the service gives a run to others after 5 s" in failure["detail"]
+    generation.kill()
+
+
+def test_a_node_that_failed_itself_may_say_so_before_it_is_stopped(launching: Any) -> None:
+    generation = launching("sleep 0.5; " + outcome_of(**{"2": -9}))
+    generation.stop(failed_elsewhere=True)
+    assert ended(generation).outcome == "failed"
+
+
+@pytest.mark.parametrize("stops", ["agent", "nobody"])
+def test_a_rank_ends_when_its_agent_is_stopped(tmp_path: Path, stops: str) -> None:
+    """Here, the agent is this process, which stops its pulse."""
+    rank = (
+        "import os, pathlib, sys, time; from zbv_worker.agent.orphans import end_with_pulse; "
+        "folder = pathlib.Path(sys.argv[1]); "
+        "end_with_pulse(folder, 2.0, lambda silent: (folder / 'said').write_text(str(silent))); "
+        "(folder / 'ready').touch(); time.sleep(6 if sys.argv[2] == 'nobody' else 600)"
+    )
+    pulse = Pulse(tmp_path, 2.0, lambda _: None)
+    pulse.start()
+    process = subprocess.Popen([sys.executable, "-c", rank, str(tmp_path), stops])
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        if stops == "agent":
+            pulse.stop()
+        status = process.wait(timeout=60)
+    finally:
+        process.kill()
+        pulse.stop()
+    assert status == (FORSAKEN if stops == "agent" else 0)
+    assert (tmp_path / "said").exists() == (stops == "agent")
+
+
+def test_a_child_dies_with_its_parent_even_when_it_is_stopped(tmp_path: Path) -> None:
+    child = (
+        "import os, pathlib, time; from zbv_worker.agent.orphans import end_with_parent; end_with_parent(); "
+        "pathlib.Path('pid.part').write_text(str(os.getpid())); os.replace('pid.part', 'pid'); time.sleep(60)"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    process.wait(timeout=10)
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,135 @@
+"""What a node allows: models by patterns, checkpoints by directories. The documents agree with it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.paths import ROOT
+from zbv_service.client import InvalidRequest
+from zbv_service.client_runs import NodeWork, Registration, is_allowed
+from zbv_worker.agent.daemon import Agent, AgentOptions
+from zbv_worker.agent.policy import allowed, refusal_of
+from zbv_worker.commands.cli import _parser
+
+REPOSITORY = ROOT
+DOCUMENTS = ("README.md", "docs/security.md", "docs/clusters.md", "docs/training.md", "docker/README.md")
+
+
+def work(directory: str | None, factory: str = "a.models:build") -> NodeWork:
+    checkpoint = None if directory is None else {"directory": directory, "every": 1}
+    document = {"options": {"checkpoint": checkpoint}}
+    return NodeWork("r" * 32, 0, 0, 1, 1, "h:1", "p", factory, document)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "factory", "expected"),
+    [
+        ("a.models.*", "a.models:build", True),
+        ("a.models.*", "a.models.gpt:build", True),
+        ("a.models.*", "a.modelsx:build", False),
+        ("a.models", "a.models.gpt:build", False),
+        ("a.*", "b.a:build", False),
+        ("a.models:build", "a.models:build", True),
+        ("a.models:build", "a.models:other", False),
+    ],
+)
+def test_a_pattern_with_a_star_at_its_end_admits_the_package_and_all_below_it(
+    pattern: str, factory: str, expected: bool
+) -> None:
+    assert is_allowed(factory, [pattern]) is expected
+
+
+def test_checkpoints_are_kept_in_allowed_directories_and_nowhere_else(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "shared", tmp_path / "secret"
+    inside.mkdir()
+    outside.mkdir()
+    (inside / "link").symlink_to(outside)
+    (tmp_path / "mount").symlink_to(inside)
+
+    def refusal(directory: object) -> str | None:
+        return refusal_of(work(str(directory)), "node", ["a.*"], [tmp_path / "mount"])
+
+    for directory in (inside, inside / "run" / "1", tmp_path / "mount" / "run", inside / "x" / ".." / "y"):
+        assert refusal(directory) is None, directory
+    for directory in (
+        outside,
+        tmp_path,
+        tmp_path / "shared-not",
+        inside / ".." / "secret",
+        inside / "link" / "run",
+        Path("/"),
+    ):
+        said = refusal(directory)
+        assert said is not None, directory
+        assert f"it allows {tmp_path / 'mount'}. Start it with --allow-checkpoint-dir" in said
+    assert f"which is {outside / 'run'}" in str(refusal(inside / "link" / "run"))
+    assert "must be an absolute path" in str(refusal("ck"))
+
+
+def test_without_an_allowed_directory_runs_with_checkpoints_alone_are_refused(tmp_path: Path) -> None:
+    assert refusal_of(work(None), "node", ["a.*"], []) is None
+    assert "it allows none" in str(refusal_of(work(str(tmp_path)), "node", ["a.*"], []))
+
+
+def test_an_agent_tells_what_it_allows_and_spares_a_service_that_does_not_know_it(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    found = allowed(["a.*"], [tmp_path / "link"])
+    assert found == {
+        "models": ["a.*"],
+        "checkpoint_directories": [str(tmp_path / "link"), str(tmp_path / "real")],
+    }
+    sent: list[dict[str, Any]] = []
+
+    def register(body: dict[str, Any]) -> Registration:
+        sent.append(dict(body))
+        if "allows" in body:
+            raise InvalidRequest({"errors": [{"pointer": "/allows", "detail": "is not permitted"}]})
+        return Registration(2.0, 30.0)
+
+    agent = Agent(AgentOptions("http://zbv", "n", "127.0.0.1", 1, tmp_path, ("a.*",), (tmp_path / "link",)))
+    agent._client = cast(Any, SimpleNamespace(register_agent=register))
+    agent._register()
+    assert [("allows" in body, body["allowed_models"]) for body in sent] == [
+        (True, ["a.*"]),
+        (False, ["a.*"]),
+    ]
+    assert agent._timeout_seconds == 30.0
+
+
+def commands(document: str) -> list[list[str]]:
+    """The commands of a document's blocks that start agents and runs, without what is only meant."""
+    text = (REPOSITORY / document).read_text().replace("\\\n", " ")
+    found = re.findall(r"^ *((?:zbv-worker (?:agent|run|profile)|zbv-service run) .*)$", text, re.MULTILINE)
+    return [shlex.split(line.partition("  #")[0]) for line in found]
+
+
+def test_the_documents_agents_run_the_models_and_checkpoints_that_the_documents_submit() -> None:
+    agents, runs = [], []
+    for document in DOCUMENTS:
+        for program, command, *words in commands(document):
+            if command == "agent":
+                agents.append(_parser().parse_args([command, *words]))
+            elif program == "zbv-service":
+                runs.append(words)
+    assert len(agents) >= 2
+    assert runs
+    for agent in agents:
+        for words in runs:
+            factory = words[words.index("--model") + 1]
+            if factory.startswith("mypackage."):
+                assert is_allowed(factory, agent.allow_model), (factory, agent.allow_model)
+                directory = Path(words[words.index("--checkpoint-dir") + 1])
+                assert any(directory.is_relative_to(each) for each in agent.allow_checkpoint_dir)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_documents_commands_have_options_that_exist(document: str) -> None:
+    for program, *words in commands(document):
+        if program == "zbv-worker":
+            _parser().parse_args(words)

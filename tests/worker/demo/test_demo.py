@@ -1,0 +1,62 @@
+"""What the demonstration prints and refuses. All of it together is `make run ARGS=--exit`."""
+
+from __future__ import annotations
+
+import io
+import socket
+
+import pytest
+from rich.console import Console
+from zbv_worker.demo.local_service import port_or_free
+from zbv_worker.demo.run import DemoFailed, Outcome, check_losses, rank_count, table
+from zbv_worker.training.report import RunSummary
+
+
+def outcome(name: str, planned: float, seconds: list[float], losses: list[float]) -> Outcome:
+    busy = tuple(2 * second for second in seconds)
+    return Outcome(name, "aa", planned, 2 * planned, RunSummary("aa", tuple(seconds), busy, tuple(losses)))
+
+
+OUTCOMES = [
+    outcome("zbv", 0.5, [9.0, 9.0, 0.6, 0.5, 0.55], [4.0, 3.0, 2.0]),
+    outcome("1F1B", 0.8, [9.0, 9.0, 1.1, 1.0, 0.9], [4.0, 3.0, 2.0]),
+]
+
+
+def test_the_table_states_planned_and_measured_times_without_warm_up() -> None:
+    console = Console(width=120, record=True, quiet=False, file=io.StringIO())
+    console.print(table(OUTCOMES))
+    text = console.export_text()
+    for expected in ("500 ms", "550 ms", "1.10", "-45.0%", "1000 ms", "1.25"):
+        assert expected in text
+
+
+def test_slower_actions_are_told_from_waiting() -> None:
+    assert OUTCOMES[0].slowdown == pytest.approx(1.1)
+
+
+def test_scatter_of_the_steps_shows_a_busy_machine() -> None:
+    calm = outcome("zbv", 1, [9, 9, *[1.0] * 18], [1.0])
+    busy = outcome("zbv", 1, [9, 9, *[1.0] * 12, *[2.0] * 6], [1.0])
+    assert calm.run.spread() == 0
+    assert busy.run.spread() == 1
+
+
+def test_losses_must_agree_and_go_down() -> None:
+    assert check_losses(OUTCOMES) == 0
+    with pytest.raises(DemoFailed, match=r"differ by 50\.0%"):
+        check_losses([OUTCOMES[0], outcome("1F1B", 1, [1], [4.0, 4.5, 2.0])])
+    with pytest.raises(DemoFailed, match="did not go down"):
+        check_losses([outcome("zbv", 1, [1], [4.0, 3.0, 4.5])])
+
+
+def test_two_to_four_ranks() -> None:
+    assert 2 <= rank_count() <= 4
+
+
+def test_a_taken_port_gives_way_to_a_free_one() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert port_or_free(taken.getsockname()[1]) == 0
+    assert port_or_free(0) == 0

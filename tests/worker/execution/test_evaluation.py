@@ -1,0 +1,207 @@
+"""Evaluation: a plan's forwards alone, which leave nothing behind and end whatever the plan."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.selfcheck import hard_model, random_orders
+from torch import Tensor, nn
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.executor import Batches, Executor
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stage import Stage
+from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
+from zbv_worker.transport.channels import key_of
+from zbv_worker.transport.threads import ThreadHub, ThreadTransport
+
+CPU = torch.device("cpu")
+MICROBATCHES = 3
+
+
+def problem_of(kind: str, p: int) -> Problem:
+    placement = Placement.of(kind, p)  # type: ignore[arg-type]  # a placement's name
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, MICROBATCHES, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+class Sampled:
+    """A model whose evaluation data are those of another step."""
+
+    def __init__(self, model: Batches):
+        self._model = model
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        return self._model.microbatch(step, index)
+
+    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        return self._model.microbatch(step + 1000, index)
+
+
+class Pipeline:
+    """All ranks of a plan, as threads."""
+
+    def __init__(self, problem: Problem, orders: Orders, *, own_data: bool = False):
+        self.hub = ThreadHub(problem.pp_degree)
+        self.model = hard_model()
+        batches = Sampled(self.model) if own_data else self.model
+        n = problem.n_stages
+        self.stages = [
+            {
+                index: Stage(
+                    index,
+                    n,
+                    self.model.build_stage(index, n, CPU),
+                    problem.microbatches,
+                    self.model.loss if index == n - 1 else None,
+                )
+                for index in problem.placement.stages_of[rank]
+            }
+            for rank in range(problem.pp_degree)
+        ]
+        self.executors = []
+        for rank, stages in enumerate(self.stages):
+            plan = RankPlan.of("plan", problem, orders, rank)
+            transport = self.hub.transport(rank)
+            transport.open([key_of(channel) for channel in plan.channels], 20)
+            self.executors.append(
+                Executor(plan, stages, batches, transport, device=CPU, timeout=20, look_ahead=2)
+            )
+
+    def all(self, work: Callable[[Executor], Any]) -> list[Any]:
+        found: list[Any] = [None] * len(self.executors)
+        failures: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                found[rank] = work(self.executors[rank])
+            except BaseException as error:
+                failures.append(error)
+                self.hub.transport(rank).close()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(self.executors))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        if failures:
+            raise failures[0]
+        return found
+
+    def evaluate(self, step: int) -> dict[int, float]:
+        found = self.all(lambda executor: executor.evaluate(step))
+        having = [losses for losses in found if losses]
+        assert len(having) == 1  # the rank with the last stage
+        return dict(having[0])
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [stage.module for stages in self.stages for stage in stages.values()]
+
+    @property
+    def transports(self) -> list[ThreadTransport]:
+        return [self.hub.transport(rank) for rank in range(len(self.executors))]
+
+
+def plain_losses(step: int) -> list[float]:
+    """Losses of the uncut model in evaluation mode."""
+    model = hard_model()
+    module = model.build_stage(0, 1, CPU).eval()
+    with torch.no_grad():
+        data = [model.microbatch(step, index) for index in range(MICROBATCHES)]
+        return [float(model.loss(module(input), target)) for input, target in data]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    kind=st.sampled_from(["v", "loop", "single"]),
+    p=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    fused=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
+    kind: str, p: int, seed: int, fused: float
+) -> None:
+    problem = problem_of(kind, p)
+    pipeline = Pipeline(problem, random_orders(problem, Random(seed), fused))
+    expected = plain_losses(3)
+    for turn in range(2):
+        losses = pipeline.evaluate(3)
+        assert [losses[j] for j in range(MICROBATCHES)] == pytest.approx(expected, rel=1e-5)
+        for stages in pipeline.stages:
+            assert [stage.held for stage in stages.values()] == [(set(), set())] * len(stages)
+        if turn == 0:
+            assert all(parameter.grad is None for m in pipeline.modules for parameter in m.parameters())
+            pipeline.all(lambda executor: executor.step(0))
+    for transport in pipeline.transports:
+        transport.flush(1.0)  # nothing was sent that nobody takes
+
+
+def test_data_for_evaluation_are_used_where_the_model_has_them() -> None:
+    problem = problem_of("v", 2)
+    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), own_data=True)
+    for _ in range(2):  # in turns, as in a run
+        losses = pipeline.evaluate(3)
+        assert [losses[j] for j in range(MICROBATCHES)] == pytest.approx(plain_losses(1003), rel=1e-5)
+        pipeline.all(lambda executor: executor.step(0))
+
+
+class Noticing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Dropout(0.5)
+        self.frozen = nn.BatchNorm1d(2).eval()
+        self.seen: list[tuple[bool, bool, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((self.training, self.inner.training, torch.is_grad_enabled()))
+        output: Tensor = self.inner(x)
+        return output
+
+
+def test_modules_are_in_evaluation_mode_and_then_each_in_the_mode_it_was_in() -> None:
+    module = Noticing()
+    stage = Stage(0, 2, module, 1)
+    input = torch.ones(2, 2, requires_grad=True)
+    with stage.evaluating():
+        output = stage.evaluate(input)
+    assert module.seen == [(False, False, False)]
+    assert torch.equal(output, torch.ones(2, 2))
+    assert not output.requires_grad
+    assert module.training
+    assert module.inner.training
+    assert not module.frozen.training
+
+
+def test_an_evaluation_that_fails_leaves_the_modules_in_training() -> None:
+    problem = problem_of("v", 1)
+    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
+    pipeline.modules[1].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError) as found:
+        pipeline.evaluate(9)
+    assert found.value.__notes__[0].startswith("rank 0, step 9, action 1F")
+    assert all(module.training for module in pipeline.modules)
+
+
+def fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_stages_without_a_model_are_not_evaluated() -> None:
+    problem = problem_of("v", 1)
+    plan = RankPlan.of("plan", problem, random_orders(problem, Random(1), 0.5), 0)
+    stages = {
+        index: SleepingStage(dict.fromkeys("FIWB", 0), None, None, SleepingDevice()) for index in plan.stages
+    }
+    executor = Executor(plan, stages, NoBatches(), ThreadHub(1).transport(0), device=CPU, timeout=1)
+    with pytest.raises(InvalidRun, match="a SleepingStage cannot be evaluated"):
+        executor.evaluate(0)

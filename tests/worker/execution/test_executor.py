@@ -1,0 +1,209 @@
+"""What the executor does when the plan or a peer is wrong, and what it reports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.selfcheck import hard_model
+from torch import Tensor
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
+from zbv_worker.execution.executor import Executor, StepResult
+from zbv_worker.execution.progress import CurrentPlace
+from zbv_worker.execution.rank_plan import RankPlan, lower
+from zbv_worker.execution.stage import Stage
+from zbv_worker.execution.stages import build_stages
+from zbv_worker.transport.channels import ChannelKey, Transport, key_of
+from zbv_worker.transport.threads import ThreadHub, ThreadTransport
+
+CPU = torch.device("cpu")
+
+
+def problem_of(p: int, microbatches: int) -> Problem:
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+ORDERS = Orders.from_text(
+    [
+        ["0F0", "0F1", "3F0", "3I0", "3F1", "3I1", "0I0", "0W0", "0I1", "0W1", "3W0", "3W1"],
+        ["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2I1", "1I1", "2W0", "1W0", "2W1", "1W1"],
+    ]
+)
+
+
+def executor_of(
+    rank: int,
+    transport: Transport,
+    timeout: float,
+    place: CurrentPlace | None = None,
+    on_stage_done: Callable[[int], None] | None = None,
+) -> Executor:
+    plan = RankPlan.of("plan", problem_of(2, 2), ORDERS, rank)
+    transport.open([key_of(channel) for channel in plan.channels], timeout)
+    model = hard_model()
+    return Executor(
+        plan,
+        build_stages(model, plan, CPU),
+        model,
+        transport,
+        device=CPU,
+        timeout=timeout,
+        place=place,
+        on_stage_done=on_stage_done,
+    )
+
+
+def test_a_rank_whose_peer_hangs_says_who_waited_where_for_what_and_whom() -> None:
+    executor = executor_of(0, ThreadHub(2).transport(0), timeout=0.2)
+    started = time.monotonic()
+    with pytest.raises(
+        ChannelTimeout, match=r"rank 0 waited 0\.2 s at 3F0 for the activation of 2F0 from rank 1"
+    ):
+        executor.step(0)
+    assert time.monotonic() - started < 60
+
+
+def test_a_rank_whose_peer_is_gone_says_so_at_once() -> None:
+    hub = ThreadHub(2)
+    executor = executor_of(0, hub.transport(0), timeout=30)
+    hub.transport(1).close()
+    with pytest.raises(PeerLost, match=r"rank 0 waited at 3F0 .* Look at why rank 1 ended"):
+        executor.step(0)
+
+
+class Mute(ThreadTransport):
+    """A rank that sends no gradients."""
+
+    def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
+        if key.kind == "activation":
+            super().isend(key, tensor, label)
+
+
+def test_a_gradient_that_does_not_come_is_named_by_its_producer() -> None:
+    hub = ThreadHub(2)
+    executor = executor_of(0, hub.transport(0), timeout=1.0)
+    peer = executor_of(1, Mute(hub, 1), timeout=20)
+    thread = threading.Thread(target=peer.step, args=(0,))
+    thread.start()
+    with pytest.raises(ChannelTimeout, match="at 0I0 for the gradient of stage 1, microbatch 0 from rank 1"):
+        executor.step(0)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def run_both(executors: list[Executor], steps: int) -> list[list[StepResult]]:
+    results: list[list[StepResult]] = [[] for _ in executors]
+
+    def work(rank: int) -> None:
+        results[rank] += [executors[rank].step(step) for step in range(steps)]
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(executors))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_a_step_reports_every_action_in_order_and_losses_where_the_last_stage_is() -> None:
+    hub = ThreadHub(2)
+    results = run_both([executor_of(rank, hub.transport(rank), timeout=20) for rank in (0, 1)], steps=3)
+    for rank, reported in enumerate(results):
+        assert [result.step for result in reported] == [0, 1, 2]
+        for result in reported:
+            assert [str(record.action) for record in result.records] == ORDERS.text(rank)
+            assert all(record.wait <= record.start <= record.end for record in result.records)
+            assert result.seconds > 0
+    assert [result.loss is not None for result in results[0]] == [True] * 3
+    assert [result.loss for result in results[1]] == [None] * 3
+    assert set(results[0][0].losses) == {0, 1}
+
+
+def test_an_error_in_a_stage_carries_rank_step_and_action() -> None:
+    hub = ThreadHub(2)
+    executor = executor_of(0, hub.transport(0), timeout=1)
+    stage = executor._stages[0]
+    assert isinstance(stage, Stage)
+    stage.module.register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError) as caught:
+        executor.step(7)
+    assert caught.value.__notes__ == ["rank 0, step 7, action 0F0"]
+
+
+def fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_stage_is_announced_right_after_the_last_action_that_adds_to_its_gradients() -> None:
+    """After 3W1, and after 0W1: as the list has it, not as stages are numbered."""
+    hub = ThreadHub(2)
+    done: list[tuple[int, str]] = []
+    place = CurrentPlace()
+    executors = [
+        executor_of(
+            0, hub.transport(0), 20, place, lambda stage: done.append((stage, str(place.read().action)))
+        ),
+        executor_of(1, hub.transport(1), 20),
+    ]
+    run_both(executors, steps=2)
+    assert done == [(0, "0W1"), (3, "3W1")] * 2
+
+
+def test_only_the_last_w_or_b_of_a_stage_completes_it() -> None:
+    actions = [
+        "0F0",
+        "0F1",
+        "0F2",
+        "1F0",
+        "1F1",
+        "1F2",
+        "1B2",
+        "1I0",
+        "0I2",
+        "1I1",
+        "1W1",
+        "1W0",
+        "0B0",
+        "0W2",
+    ]
+    text = [*actions, "0B1"]
+    program = lower(RankPlan("plan", 0, Placement.of("v", 1), 3, tuple(map(Action.parse, text)), ()))
+    assert [str(i.action) for i in program if i.completes_stage] == ["1W0", "0B1"]
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        (["0F0", "0I0", "0W0"], "does not finish stage·microbatch 1·0"),
+        (["0F0", "1F0", "1B0", "0I0"], "does not finish stage·microbatch 0·0"),
+        (["0F0", "1F0", "1W0"], "action 1W0 comes after F"),
+        (["0F0", "0F0"], "action 0F0 comes after F"),
+        (["0F0", "1F0", "1B0", "1W0"], "action 1W0 comes after B"),
+        (["2F0"], "action 2F0 is not this rank's"),
+        (["0F1"], "action 0F1 is not this rank's"),
+    ],
+)
+def test_incomplete_lists_are_refused(actions: list[str], message: str) -> None:
+    with pytest.raises(InvalidRun, match=message):
+        RankPlan("plan", 0, Placement.of("v", 1), 1, tuple(map(Action.parse, actions)), ())
+
+
+def test_channels_that_contradict_the_list_are_refused() -> None:
+    plan = RankPlan.of("plan", problem_of(2, 2), ORDERS, 0)
+    assert len(lower(plan)) == 12
+    sending = next(channel for channel in plan.channels if channel.sender == 0)
+    turned = replace(sending, transfers=sending.transfers[::-1])
+    channels = tuple(turned if channel is sending else channel for channel in plan.channels)
+    with pytest.raises(InvalidRun, match="activations 0→1"):
+        lower(replace(plan, channels=channels))
+    with pytest.raises(InvalidRun, match="do not carry"):
+        lower(replace(plan, channels=plan.channels[1:]))

@@ -1,0 +1,138 @@
+"""Every plan computes the gradients of one process: over gloo between processes, and between threads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.selfcheck import (
+    Gradients,
+    hard_model,
+    random_orders,
+    reference_gradients,
+    relative_error,
+    run_in_threads,
+)
+from zbv_solver.construct.baselines import BASELINES, baseline
+from zbv_solver.plans.channels import channels
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import identity
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.verify.verifier import verify_orders
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+
+TOLERANCE = 1e-5
+MICROBATCHES = 6
+DEGREES = (1, 2, 4)
+RANDOM_PLANS = range(8)
+
+
+def problem_of(placement: Placement, microbatches: int, seed: int = 0) -> Problem:
+    random = Random(seed)
+
+    def per_stage() -> tuple[float, ...]:
+        return tuple(float(random.randint(1, 9)) for _ in range(placement.n_stages))
+
+    return Problem(
+        placement,
+        microbatches,
+        Costs(per_stage(), per_stage(), per_stage(), (1.0,) * (placement.n_stages - 1)),
+        Memory.unlimited(placement),
+    )
+
+
+def cases(p: int) -> Iterator[tuple[str, Problem, Orders]]:
+    """The plans that p processes run."""
+    problem = problem_of(Placement.of("v", p), MICROBATCHES)
+    plan = search(problem, SearchOptions(effort="quick"))
+    yield "search", plan.problem, plan.orders
+    for name in BASELINES:
+        yield (name, *baseline(name, problem))
+    for seed in RANDOM_PLANS:
+        kind = ("v", "v", "loop", "single")[seed % 4]
+        problem = problem_of(Placement.of(kind, p), MICROBATCHES, seed)  # type: ignore[arg-type]  # of str
+        yield f"random-{kind}-{seed}", problem, random_orders(problem, Random(seed))
+
+
+@cache
+def reference_of(seed: int, microbatches: int) -> tuple[Gradients, float]:
+    return reference_gradients(hard_model(seed=seed), microbatches)
+
+
+NAMES = ["search", *BASELINES, *(f"random-{('v', 'v', 'loop', 'single')[s % 4]}-{s}" for s in RANDOM_PLANS)]
+
+
+@pytest.fixture(scope="module", params=DEGREES)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A folder with every rank's gradients of every case; p processes are started once for all of them."""
+    p: int = request.param
+    folder = tmp_path_factory.mktemp(f"ranks-{p}")
+    for name, problem, orders in cases(p):
+        verify_orders(problem, orders)
+        document = {"problem": problem_json(problem), "ranks": orders.all_text()}
+        document["plan_id"] = identity(document["problem"], document["ranks"])  # type: ignore[arg-type]  # JSON
+        (folder / f"{name}.plan.json").write_text(json.dumps(document))
+    command = python_command("support.selfcheck", str(folder), "60")
+    with LocalRanks([command] * p, folder / "logs") as ranks:
+        ranks.wait(timeout=120)
+    return folder, p
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_processes_over_gloo_compute_the_gradients_of_one_process(
+    results: tuple[Path, int], name: str
+) -> None:
+    folder, p = results
+    found: dict[str, torch.Tensor] = {}
+    losses: list[float] = []
+    for rank in range(p):
+        found |= torch.load(folder / f"{name}.{rank}.pt")
+        losses += json.loads((folder / f"{name}.{rank}.json").read_text())["losses"].values()
+    reference, loss = reference_of(0, MICROBATCHES)
+    assert relative_error(found, reference) <= TOLERANCE
+    assert sum(losses) / len(losses) == pytest.approx(loss, rel=1e-6)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    p=st.integers(1, 4),
+    microbatches=st.integers(1, 6),
+    kind=st.sampled_from(["v", "loop", "single"]),
+    seed=st.integers(0, 2**32),
+    fused=st.sampled_from([0.0, 0.5, 1.0]),
+    look_ahead=st.integers(1, 4),
+)
+def test_any_valid_plan_computes_the_gradients_of_one_process(
+    p: int, microbatches: int, kind: str, seed: int, fused: float, look_ahead: int
+) -> None:
+    """Microbatches overtake each other, W's come in any order, B's mix with I and W."""
+    problem = problem_of(Placement.of(kind, p), microbatches)  # type: ignore[arg-type]  # a placement's name
+    orders = random_orders(problem, Random(seed), fused)
+    verify_orders(problem, orders)
+    found, loss = run_in_threads(problem, orders, hard_model(seed=seed % 3), look_ahead=look_ahead)
+    reference, right_loss = reference_of(seed % 3, microbatches)
+    assert relative_error(found, reference) <= TOLERANCE
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+
+
+def test_the_random_plans_really_are_out_of_order() -> None:
+    """The generator would be no test if its plans were first in, first out."""
+    problem = problem_of(Placement.of("v", 2), MICROBATCHES)
+    orders = random_orders(problem, Random(0), fused=0.3)
+    first = [a.microbatch for a in orders.actions(0) if a.stage == 0 and a.letter == "F"]
+    assert first != sorted(first)
+    assert {a.letter for a in orders.actions(0)} == set("FIWB")
+    assert any(
+        list(c.transfers) != sorted(c.transfers, key=lambda t: t.microbatch)
+        for c in channels(problem, orders)
+    )

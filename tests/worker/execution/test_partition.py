@@ -1,0 +1,393 @@
+"""Plans that say which layers every stage has: any cut trains the same model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import zbv_worker.training.plan_change
+from support.cut_models import cut_problem, parts
+from support.selfcheck import (
+    Gradients,
+    hard_model,
+    random_orders,
+    reference_gradients,
+    relative_error,
+    run_in_threads,
+)
+from support.trained import Remembering, train_alone, train_in_threads
+from torch import Tensor, nn
+from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.plans.plan import identity
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stage_document import problem_json
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.planned_cut import PlannedCut, require_layers
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stages import build_modules, build_stages
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.model.protocol import Layered, ModelSpec, build_layers
+from zbv_worker.models.gpt import GPT as Gpt
+from zbv_worker.models.gpt import gpt
+from zbv_worker.models.tiny import tiny
+from zbv_worker.training.checkpoint_files import Reader
+from zbv_worker.training.plan_change import PlanFile
+from zbv_worker.training.report import read_reports, summarise
+from zbv_worker.training.training import TrainingOptions
+
+CPU = torch.device("cpu")
+GPT = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
+NAMES = list(hard_model().layer_names())
+
+
+def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
+    document = {"problem": problem_json(problem), "ranks": orders.all_text()}
+    document["plan_id"] = identity(document["problem"], document["ranks"])  # type: ignore[arg-type]  # JSON
+    path.write_text(json.dumps(document))
+    return path
+
+
+# --- gradients
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[Gradients, float]:
+    return reference_gradients(hard_model(), 4)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 2, 2), (1, 4, 2, 1), (1, 0, 4, 3), (5, 1, 2, 0), (1, 0, 0, 7), (8, 0, 0, 0)]
+)
+@pytest.mark.parametrize("fused", [0.0, 0.4])
+def test_any_cut_computes_the_gradients_of_one_process(
+    reference: tuple[Gradients, float], sizes: tuple[int, ...], fused: float
+) -> None:
+    problem = cut_problem(NAMES, sizes)
+    found, loss = run_in_threads(problem, random_orders(problem, Random(2), fused), hard_model())
+    assert relative_error(found, reference[0]) <= 1e-5
+    assert loss == pytest.approx(reference[1], rel=1e-6)
+
+
+def test_a_rank_builds_the_layers_of_its_stages_and_no_others() -> None:
+    problem = cut_problem(NAMES, (3, 0, 4, 1))
+    orders = random_orders(problem, Random(0))
+    built = [build_modules(hard_model(), RankPlan.of("plan", problem, orders, rank), CPU) for rank in (0, 1)]
+    found = [
+        {stage: [name for name, _ in module.named_children()] for stage, module in modules.items()}
+        for modules in built
+    ]
+    assert found == [
+        {0: ["layer0", "layer1", "layer2"], 3: ["layer7"]},
+        {1: [], 2: ["layer3", "layer4", "layer5", "layer6"]},
+    ]
+
+
+def test_the_stages_that_the_plan_recomputes_are_and_no_others() -> None:
+    problem = cut_problem(NAMES, (3, 1, 3, 1))
+    orders = random_orders(problem, Random(0))
+    found: dict[int, bool] = {}
+    for rank in (0, 1):
+        plan = RankPlan.of("plan", problem, orders, rank)
+        plan = replace(plan, cut=replace(plan.cut, recompute=(False, True, False, True)))
+        found |= {
+            index: stage.is_recomputed for index, stage in build_stages(hard_model(), plan, CPU).items()
+        }
+    assert found == {0: False, 1: True, 2: False, 3: True}
+
+
+def test_an_empty_first_stage_of_words_is_refused_where_it_would_pass_them_on() -> None:
+    problem = cut_problem(NAMES, (0, 3, 4, 1))
+    with pytest.raises(InvalidRun, match=r"stage 0 has no layers and would pass on a torch\.int64 tensor"):
+        run_in_threads(problem, random_orders(problem, Random(0)), hard_model())
+
+
+def test_an_empty_stage_passes_on_what_it_gets_and_holds_nothing_new() -> None:
+    problem = cut_problem(NAMES, (3, 0, 4, 1))
+    plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 1)
+    stage = build_stages(hard_model(), plan, CPU)[1]
+    x, gradient = torch.randn(2, 3), torch.randn(2, 3)
+    for backward in (stage.backward, stage.backward_input):
+        output = stage.forward(0, x, split=True)
+        assert output.data_ptr() == x.data_ptr()
+        found = backward(0, gradient)
+        assert found is not None
+        assert torch.equal(found, gradient)
+    stage.backward_weight(0)
+    assert stage.held == (set(), set())
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 3, 2, 0)])
+def test_the_gpt_is_the_same_model_in_any_cut(sizes: tuple[int, ...]) -> None:
+    model = gpt(**GPT)  # type: ignore[arg-type]  # JSON
+    assert list(model.layer_names()) == ["embedding", "block.0", "block.1", "block.2", "block.3", "head"]
+    whole = model.build_stage(0, 1, CPU).state_dict()
+    found: dict[str, Tensor] = {}
+    for names in parts(model.layer_names(), sizes):
+        found |= build_layers(model, names, CPU).state_dict()
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_tied_layers_stay_tied_where_the_cut_has_both_on_one_rank() -> None:
+    model = gpt(**GPT, tied=True)
+    near = cut_problem(model.layer_names(), (2, 1, 1, 2))
+    orders = random_orders(near, Random(0))
+    modules = build_modules(model, RankPlan.of("plan", near, orders, 0), CPU)
+    shared = modules[0].get_parameter("embedding.token.weight")
+    assert modules[3].get_parameter("head.logits.weight") is shared
+    far = cut_problem(model.layer_names(), (2, 1, 3, 0))
+    with pytest.raises(InvalidRun, match=r"are tied, but head\.logits\.weight is on another rank"):
+        build_modules(model, RankPlan.of("plan", far, random_orders(far, Random(0)), 0), CPU)
+
+
+# --- what is refused, before anything starts
+
+
+@dataclass
+class Misnamed:
+    """A model whose layers are others than planned."""
+
+    names: Sequence[str]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(hard_model(), name)
+
+    def layer_names(self) -> Sequence[str]:
+        return self.names
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        return hard_model().build_layers(names, device)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ([*NAMES, "layer.8"], r"as layer 8 it has nothing more, the model 'layer\.8'"),
+        (NAMES[:-1], r"as layer 7 it has 'layer\.7', the model nothing more"),
+        ([NAMES[1], NAMES[0], *NAMES[2:]], r"as layer 0 it has 'layer\.0', the model 'layer\.1'"),
+    ],
+)
+def test_a_plan_of_other_layers_is_refused(own: list[str], message: str) -> None:
+    problem = cut_problem(NAMES, (2, 2, 2, 2))
+    plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 0)
+    with pytest.raises(InvalidRun, match=f"partition is of another model: {message}"):
+        build_stages(Misnamed(own), plan, CPU)
+
+
+def test_a_model_without_layers_is_refused_and_told_what_it_needs() -> None:
+    problem = cut_problem(NAMES, (2, 2, 2, 2))
+    with pytest.raises(InvalidRun, match=r"Tiny, which has no layer_names and build_layers; see .*Layered"):
+        require_layers(tiny(), PlannedCut.of(problem))
+    require_layers(tiny(), PlannedCut())
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [(nn.Linear(1, 1), "a Linear;"), (nn.Sequential(nn.Tanh()), "a Sequential of 1 modules;")],
+)
+def test_layers_that_were_not_asked_for_are_refused(module: nn.Module, found: str) -> None:
+    class Wrong(Misnamed):
+        def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+            return module  # type: ignore[return-value]  # that is the point
+
+    model: Layered = Wrong(NAMES)
+    with pytest.raises(ModelError, match=rf"build_layers of layer\.0, layer\.1 returned {found} must be"):
+        build_layers(model, NAMES[:2], CPU)
+
+
+@pytest.mark.parametrize(
+    ("cut", "what"),
+    [
+        (PlannedCut(partition=(("a",),)), "partition is of 1 stages; the plan has 4"),
+        (PlannedCut(recompute=(True,) * 5), "recompute is of 5 stages; the plan has 4"),
+    ],
+)
+def test_a_cut_of_another_number_of_stages_is_refused(cut: PlannedCut, what: str) -> None:
+    problem = cut_problem(NAMES, (2, 2, 2, 2))
+    plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 0)
+    with pytest.raises(InvalidRun, match=what):
+        replace(plan, cut=cut)
+
+
+def test_the_models_identity_has_the_cut_in_it() -> None:
+    spec = ModelSpec("a:b")
+    cuts = [None, parts(NAMES, (2, 2, 2, 2)), parts(NAMES, (1, 3, 2, 2)), parts(NAMES, (1, 3, 0, 4))]
+    assert len({spec.fingerprint(4, cut) for cut in cuts}) == len(cuts)
+    assert spec.fingerprint(4, cuts[1]) == spec.fingerprint(4, tuple(map(tuple, cuts[1] or ())))
+
+
+# --- plans: files, changes, and a run
+
+
+def test_a_plan_file_says_how_to_cut_and_what_to_recompute(tmp_path: Path) -> None:
+    problem = cut_problem(NAMES, (1, 4, 0, 3), (True, False, False, True))
+    path = write_plan(tmp_path / "plan.json", problem, random_orders(problem, Random(0)))
+    for rank in (0, 1):
+        cut = PlanSource(file=path).rank_plan(rank, 1.0).cut
+        assert cut.partition == tuple(map(tuple, parts(NAMES, (1, 4, 0, 3))))
+        assert cut.recompute == (True, False, False, True)
+        assert cut.recomputed == (0, 3)
+        assert PlanSource(file=path).whole(1.0).of_rank(rank).cut == cut
+
+
+class Changing(Remembering):
+    """Remembers its layers; and during its step 3 the next plan arrives."""
+
+    next_plan: Path
+    text: str
+    ran_without_graph: ClassVar[set[str]] = set()
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        module = super().build_layers(names, device)
+        self.built.append(module)
+        for name, layer in zip(names, module, strict=True):
+            layer.register_forward_pre_hook(partial(self._watch, name))
+        return module
+
+    def _watch(self, name: str, *_: object) -> None:
+        if not torch.is_grad_enabled():
+            self.ran_without_graph.add(name)
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        if step == 3 and index == 0 and not self.next_plan.exists():
+            self.next_plan.write_text(self.text)
+        return super().microbatch(step, index)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05)
+
+
+@pytest.fixture
+def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zbv_worker.training.plan_change, "_LOOK_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("looking_often")
+def test_a_running_plan_may_be_changed_for_one_that_recomputes_other_stages(tmp_path: Path) -> None:
+    steps = 15
+    first = cut_problem(NAMES, (1, 3, 3, 1), (True, False, True, False))
+    after = cut_problem(NAMES, (1, 3, 3, 1), (False, True, False, True))
+    other = write_plan(tmp_path / "other.json", after, random_orders(after, Random(1)))
+    Changing.next_plan, Changing.text = tmp_path / "next.json", other.read_text()
+    options = TrainingOptions(next_plan=Changing.next_plan)
+    found = train_in_threads(first, random_orders(first, Random(0)), options, steps, model=Changing)
+    assert len({line.plan_id for report in found.reports for line in report.lines}) == 2
+    assert Changing.ran_without_graph == set(NAMES)  # those of the first plan, and then the others
+    expected, losses, _ = train_alone(4, steps)
+    assert relative_error(found.parameters[0], expected) < 1e-4
+    assert found.losses == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.usefixtures("looking_often")
+def test_a_running_plan_is_not_changed_for_one_that_cuts_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, after = cut_problem(NAMES, (1, 3, 3, 1)), cut_problem(NAMES, (2, 2, 3, 1))
+    path = write_plan(tmp_path / "next.json", after, random_orders(after, Random(1)))
+    watched = PlanFile(path, RankPlan.of("plan", first, random_orders(first, Random(0)), 0))
+    said, deadline = "", time.monotonic() + 30
+    while "the plan stays as it is" not in said and time.monotonic() < deadline:
+        time.sleep(0.01)
+        said += capsys.readouterr().err
+    watched.close()
+    assert "found a plan that cuts the model elsewhere" in said
+    assert watched.take() is None
+
+
+UNEVEN = cut_problem(gpt(**GPT).layer_names(), (1, 3, 0, 2), (False, True, False, True))  # type: ignore[arg-type]  # JSON
+OTHER = cut_problem(gpt(**GPT).layer_names(), (2, 1, 2, 1), (True, False, False, False))  # type: ignore[arg-type]  # JSON
+
+
+def ascending_orders(problem: Problem) -> Orders:
+    """A random order whose microbatches ascend, so that sums over them have one order in every cut."""
+    return first_in_first_out(random_orders(problem, Random(3), fused=0.0), problem.n_stages)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of a model in two processes, and from their checkpoint three more in another cut."""
+    folder = tmp_path_factory.mktemp("cuts")
+    for name, problem, steps in (("uneven", UNEVEN, 3), ("other", OTHER, 6)):
+        plan = write_plan(folder / f"{name}.json", problem, ascending_orders(problem))
+        model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(GPT)]
+        arguments = ["run", "--plan-file", str(plan), *model, "--steps", str(steps), "--threads", "1"]
+        arguments += ["--checkpoint-dir", str(folder / "checkpoints"), "--result-dir", str(folder / name)]
+        with LocalRanks(
+            [python_command("zbv_worker.commands.cli", *arguments)] * 2, folder / f"{name}-logs"
+        ) as ranks:
+            ranks.wait(timeout=90)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """The losses of six steps of the whole model in this process."""
+    model = gpt(**GPT)  # type: ignore[arg-type]  # JSON
+    module = model.build_stage(0, 1, CPU)
+    optimizer, found = model.optimizer(module.parameters()), []
+    for step in range(6):
+        batches = [model.microbatch(step, j) for j in range(4)]
+        losses = [model.loss(module(x), y) / 4 for x, y in batches]
+        found.append(sum(float(loss.detach()) for loss in losses))
+        for loss in losses:
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def losses_of(folder: Path) -> list[float]:
+    return list(summarise(read_reports(folder, 2)).losses)
+
+
+def test_two_processes_train_a_cut_as_one_process_trains_the_model(folder: Path, alone: list[float]) -> None:
+    assert losses_of(folder / "uneven") == pytest.approx(alone[:3], rel=1e-4)
+
+
+def test_a_checkpoint_goes_on_in_another_cut(folder: Path, alone: list[float]) -> None:
+    """Parameters and the states of the optimizer go to the ranks that have their layers now."""
+    assert losses_of(folder / "other") == pytest.approx(alone[3:], rel=1e-4)
+
+
+class Kept(Gpt):
+    """A model that keeps its modules and optimizers, of all ranks that are threads."""
+
+    modules: ClassVar[list[nn.Sequential]] = []
+    optimizers: ClassVar[list[torch.optim.Optimizer]] = []
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        self.modules.append(super().build_layers(names, device))
+        return self.modules[-1]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        self.optimizers.append(super().optimizer(parameters))
+        return self.optimizers[-1]
+
+
+def test_a_change_of_the_cut_by_a_checkpoint_changes_no_bit_of_what_is_trained(folder: Path) -> None:
+    """Two ranks that exchange layers after three of six steps, and two that keep them."""
+    settings = vars(gpt(**GPT)).values()  # type: ignore[arg-type]  # JSON
+    train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(*settings))
+    changed = Reader(folder / "checkpoints" / "step-00000006.g2")
+    states = {p: state for optimizer in Kept.optimizers for p, state in optimizer.state.items()}
+    named = [(n, p) for module in Kept.modules for n, p in module.named_parameters()]
+    assert len(named) == len(states)
+    for name, parameter in named:
+        assert torch.equal(read(changed, f"model.{name}", parameter), parameter)
+        for moment, value in states[parameter].items():
+            assert torch.equal(read(changed, f"optimizer.state.{name}.{moment}", value), value)
+
+
+def read(reader: Reader, name: str, like: Tensor) -> Tensor:
+    found = torch.full_like(like, -1.0, requires_grad=False)
+    reader.read_into({name: found})
+    return found

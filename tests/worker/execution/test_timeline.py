@@ -1,0 +1,247 @@
+"""Times on a GPU, and how far the host may run ahead of it: the logic, on a GPU that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuda
+from torch import Tensor
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
+from zbv_worker.execution.executor import Executor
+from zbv_worker.execution.progress import CurrentPlace, Place, place_of_error
+from zbv_worker.execution.rank_plan import Instruction, RankPlan
+from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, timeline_of
+from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
+from zbv_worker.transport.channels import ChannelKey, Pending, TensorSpec, key_of
+from zbv_worker.transport.threads import ThreadHub, ThreadTransport
+
+CPU = torch.device("cpu")
+ORDERS = Orders.from_text(
+    [
+        ["0F0", "0F1", "3F0", "3I0", "3F1", "3I1", "0I0", "0W0", "0I1", "0W1", "3W0", "3W1"],
+        ["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2I1", "1I1", "2W0", "1W0", "2W1", "1W1"],
+    ]
+)
+MILLISECONDS = {"F": 3.0, "I": 4.0, "W": 2.0}
+HOST_NOW = 10**12
+
+
+class Kernels:
+    """A stage whose actions queue work on the GPU and return at once."""
+
+    def __init__(self, cuda: FakeCuda, unfinished: list[int]):
+        self._cuda = cuda
+        self._unfinished = unfinished
+
+    def _queue(self, letter: str) -> Tensor:
+        # Three marks an action: the events of ends that were not passed yet.
+        ends = self._cuda.events[2::3]
+        self._unfinished.append(sum(not end.is_passed for end in ends))
+        self._cuda.compute.compute(MILLISECONDS[letter])
+        return torch.zeros(1)
+
+    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
+        return self._queue("F")
+
+    def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        return self._queue("I")
+
+    def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        return self._queue("I")
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._queue("W")
+
+
+class Hanging(Kernels):
+    """Its first kernel never ends."""
+
+    def _queue(self, letter: str) -> Tensor:
+        self._cuda.compute.hang()
+        return super()._queue(letter)
+
+
+class OnStream:
+    """A receive as NCCL's: the host goes on, the compute stream waits."""
+
+    def __init__(self, cuda: FakeCuda, milliseconds: float | None):
+        self._cuda = cuda
+        self._milliseconds = milliseconds
+
+    def wait(self, timeout: float) -> Tensor:
+        return torch.tensor([0, 1, 1, 0, 0, 0, 0, 0, 0, 0])  # a header: float32, [1]
+
+    def on_stream(self, timeout: float) -> Tensor:
+        if self._milliseconds is None:
+            self._cuda.compute.hang()
+        else:
+            self._cuda.compute.compute(self._milliseconds)
+        return torch.zeros(1)
+
+
+class Streaming(ThreadTransport):
+    """One rank whose peer's tensors come after a time, or never."""
+
+    def __init__(self, cuda: FakeCuda, milliseconds: float | None):
+        super().__init__(ThreadHub(2), 0)
+        self._cuda = cuda
+        self._milliseconds = milliseconds
+
+    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
+        return OnStream(self._cuda, self._milliseconds)
+
+
+def executor_of(
+    cuda: FakeCuda,
+    arrival: float | None,
+    timeout: float = 60.0,
+    run_ahead: int = 3,
+    unfinished: list[int] | None = None,
+    last_stage: type[Kernels] = Kernels,
+) -> Executor:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * 4
+    problem = Problem(placement, 2, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    plan = RankPlan.of("plan", problem, ORDERS, 0)
+    transport = Streaming(cuda, arrival)
+    transport.open([key_of(channel) for channel in plan.channels], 1.0)
+    counts = unfinished if unfinished is not None else []
+    return Executor(
+        plan,
+        {0: Kernels(cuda, counts), 3: last_stage(cuda, counts)},
+        NoBatches(),
+        transport,
+        device=CPU,
+        timeout=timeout,
+        place=CurrentPlace(),
+        timeline=CudaTimeline(CPU, clock=lambda: HOST_NOW, run_ahead=run_ahead, cuda=cuda),
+    )
+
+
+def test_records_are_when_the_gpu_did_it_on_the_clock_of_the_host() -> None:
+    cuda = FakeCuda()
+    executor = executor_of(cuda, arrival=5.0)
+    for step in range(2):  # the second uses the first one's events again
+        records = executor.step(step).records
+        assert [str(record.action) for record in records] == ORDERS.text(0)
+        for record in records:
+            remote = str(record.action) in ("3F0", "3F1", "0I0", "0I1")
+            assert record.start - record.wait == (5_000_000 if remote else 0)
+            assert record.end - record.start == MILLISECONDS[record.action.letter] * 1_000_000
+            assert record.received == (4 if remote else 0)
+        assert all(before.end == after.wait for before, after in pairwise(records))
+        assert records[-1].end == HOST_NOW
+    assert len(cuda.events) == 3 * 12 + 1
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 5])
+def test_the_host_runs_ahead_by_as_many_actions_as_it_may(run_ahead: int) -> None:
+    unfinished: list[int] = []
+    executor_of(FakeCuda(), arrival=5.0, run_ahead=run_ahead, unfinished=unfinished).step(0)
+    assert len(unfinished) == 12
+    assert max(unfinished) == run_ahead - 1  # and the one that is being queued
+
+
+def test_a_tensor_that_never_comes_is_named_by_the_action_that_needs_it_not_by_where_the_host_is() -> None:
+    executor = executor_of(FakeCuda(), arrival=None, timeout=0.1)
+    with pytest.raises(
+        ChannelTimeout, match=r"rank 0 waited 0\.1 s at 3F0 for the activation of 2F0 from rank 1"
+    ) as e:
+        executor.step(4)
+    assert place_of_error(e.value) == Place(4, "3F0", 1)
+    assert e.value.__notes__ == ["rank 0, step 4, action 3F0"]
+
+
+def test_a_step_ends_when_the_gpu_has_come_to_its_end_or_by_the_timeout() -> None:
+    executor = executor_of(FakeCuda(), arrival=None, timeout=0.1, run_ahead=100)
+    with pytest.raises(ChannelTimeout, match="at 3F0 for the activation of 2F0 from rank 1"):
+        executor.step(0)
+
+
+def test_a_kernel_that_hangs_is_no_peers_fault() -> None:
+    cuda = FakeCuda()
+    executor = executor_of(cuda, arrival=1.0, timeout=0.1, last_stage=Hanging)
+    with pytest.raises(WorkerError, match=r"rank 0: its GPU was not done with 3F0 after 0\.1 s") as e:
+        executor.step(0)
+    assert not isinstance(e.value, ChannelTimeout | PeerLost)
+    assert place_of_error(e.value) == Place(0, "3F0", 1)
+
+
+def instruction(text: str) -> Instruction:
+    return Instruction(Action.parse(text), None, None, split=True, completes_stage=False, peer=None)
+
+
+class Ticking:
+    """A clock that goes on by a second at every pause, when the GPU goes on too, every so often."""
+
+    def __init__(self, every: int):
+        self._every = every
+        self.seconds = 0
+        self.gates: list[Callable[[], None]] = []
+
+    def now(self) -> float:
+        return float(self.seconds)
+
+    def pause(self, _: float) -> None:
+        self.seconds += 1
+        if self.seconds % self._every == 0 and self.gates:
+            self.gates.pop(0)()
+
+
+def queued_actions(every: int, timeout: float, checks: list[int]) -> tuple[Queued, Ticking]:
+    """Three actions on a GPU that needs ``every`` seconds for each."""
+    cuda = FakeCuda()
+    ticking = Ticking(every)
+    queued = Queued(2, timeout, lambda: checks.append(1), ticking.now, ticking.pause)
+    for text in ("0F0", "0F1", "0F2"):
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start.record(cuda.compute)
+        ticking.gates.append(cuda.compute.hang())
+        end.record(cuda.compute)
+        queued.add(instruction(text), start, end)
+    return queued, ticking
+
+
+def test_every_action_has_the_timeout_for_itself() -> None:
+    checks: list[int] = []
+    queued, ticking = queued_actions(every=6, timeout=9.0, checks=checks)
+    queued.make_room()
+    assert len(queued) == 1
+    queued.finish()
+    assert len(queued) == 0
+    assert ticking.seconds >= 18 > 9
+    assert len(checks) == ticking.seconds  # failures elsewhere are looked for at every pause
+
+
+def test_an_action_that_takes_longer_is_overdue() -> None:
+    queued, ticking = queued_actions(every=20, timeout=9.0, checks=[])
+    with pytest.raises(Overdue) as found:
+        queued.finish()
+    assert str(found.value.instruction.action) == "0F0"
+    assert found.value.started
+    assert ticking.seconds == 10
+
+
+def test_a_failure_elsewhere_ends_the_wait() -> None:
+    queued, _ = queued_actions(every=20, timeout=9.0, checks=[])
+    queued._check = fail
+    with pytest.raises(ConnectionError, match="an earlier send"):
+        queued.finish()
+
+
+def fail() -> None:
+    raise ConnectionError("an earlier send")
+
+
+def test_the_cpus_times_are_the_clocks() -> None:
+    timeline = timeline_of(CPU, iter(range(10, 100)).__next__)
+    assert isinstance(timeline, HostTimeline)
+    assert timeline.run_ahead is None
+    records = [Record(Action.parse("0F0"), timeline.mark(), timeline.mark(), timeline.mark())]
+    assert timeline.resolved(records) == (Record(Action.parse("0F0"), 10, 11, 12),)

@@ -1,0 +1,53 @@
+"""A forked rank is to its test what a started one is: module, environment, log, status, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.forked_ranks import fork_process
+from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+
+SHOW = (
+    "import os, sys, torch; print(sys.argv[1:], os.environ['RANK'], os.environ['OWN'], __name__, "
+    "torch.get_num_threads())"
+)
+
+
+def test_it_runs_a_module_with_its_arguments_and_environment(tmp_path: Path) -> None:
+    command = python_command("timeit", "-n1", "-r1", SHOW)
+    with LocalRanks([command] * 2, tmp_path, {"OWN": "yes"}) as ranks:
+        ranks.wait(timeout=240)
+        for rank in range(2):
+            shown = ranks.log(rank).splitlines()[0]
+            assert shown == f"['-n1', '-r1', {SHOW!r}] {rank} yes __main__ 1"
+
+
+def test_its_status_and_what_it_said_last_are_known(tmp_path: Path) -> None:
+    (tmp_path / "broken").write_text("x")
+    command = python_command("json.tool", str(tmp_path / "broken"))
+    with (
+        LocalRanks([command], tmp_path) as ranks,
+        pytest.raises(LaunchError, match=r"rank 0 ended with status 1\.\n  rank 0: Expecting value: line 1"),
+    ):
+        ranks.wait(timeout=240)
+
+
+def test_it_can_be_killed_and_none_outlives_its_test(tmp_path: Path) -> None:
+    command = python_command("timeit", "-n1", "-r1", "import time; time.sleep(60)")
+    with LocalRanks([command] * 2, tmp_path) as ranks:
+        os.kill(ranks.pids[1], signal.SIGKILL)
+        with pytest.raises(LaunchError, match="rank 1 ended with status -9"):
+            ranks.wait(timeout=240)
+        os.kill(ranks.pids[0], 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(ranks.pids[0], 0)
+
+
+def test_other_commands_are_started_as_they_are(tmp_path: Path) -> None:
+    process = fork_process(["sh", "-c", "exit 3"], os.environ, tmp_path / "log")
+    while process.poll() is None:
+        pass
+    assert process.returncode == 3

@@ -1,0 +1,437 @@
+"""What is estimated without memory is what is measured with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.selfcheck import HardModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_worker.commands.cli import main
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.precision import AUTOCAST, Precision
+from zbv_worker.execution.stage import Stage
+from zbv_worker.measure.estimate.document import Scale, estimated_document
+from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers, estimate_stages
+from zbv_worker.measure.estimate.likeness import likeness
+from zbv_worker.measure.stage_memory import StageMemory, stage_memory, static_bytes
+from zbv_worker.models.gpt import Block, gpt
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 24, 32
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.contract(nn.functional.gelu(self.expand(x)))
+        return output
+
+
+class Checkpointed(nn.Module):
+    """A block of which PyTorch checkpoints the MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = checkpoint(self.mlp, self.norm(x), use_reentrant=False)
+        return x + inner
+
+
+class Pieces:
+    """A model of any layers."""
+
+    def __init__(self, *layers: Any, input: tuple[int, ...] = (2, ROWS // 2, WIDTH)):
+        self._layers = layers
+        self._input = input
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        first, last = (at * len(self._layers) // n_stages for at in (stage, stage + 1))
+        return self.build_layers(self.layer_names()[first:last], device)
+
+    def layer_names(self) -> Sequence[str]:
+        return [f"piece.{at}" for at in range(len(self._layers))]
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        numbers = [int(name.removeprefix("piece.")) for name in names]
+        return nn.Sequential(OrderedDict((f"piece{at}", self._layers[at]()) for at in numbers)).to(device)
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(self._input), torch.randn(self._input)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return square_loss(output, target)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
+
+
+def square_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Not PyTorch's: on a CPU its one number lies in memory of the input's size, which no shape says."""
+    return (output - target).square().mean()
+
+
+class Hard(HardModel):
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return square_loss(output, target)
+
+
+def measured(model: Any, n_stages: int, precision: Precision = "float32") -> list[tuple[StageMemory, int]]:
+    """Every stage on real tensors: what it holds, and what it always holds."""
+    found = []
+    x, target = model.microbatch(0, 0)
+    for index in range(n_stages):
+        is_last = index == n_stages - 1
+        module = model.build_stage(index, n_stages, CPU).train()
+        stage = Stage(index, n_stages, module, 1, model.loss if is_last else None, AUTOCAST[precision])
+        output = stage.forward(0, x, target if is_last else None, split=False)
+        gradient = None if is_last else torch.randn_like(output)
+        stage.backward(0, gradient)
+        held = stage_memory(stage, x, target if is_last else None, gradient, CPU)
+        found.append((held, static_bytes(model, {index: stage}, receives=0, workspace=0).total))
+        x = output
+    return found
+
+
+MODELS: dict[str, tuple[Any, int]] = {
+    "gpt": (gpt(layers=2, width=48, heads=3, length=24, sequences=2, characters=20_000, dropout=0.1), 2),
+    "block": (Pieces(*[lambda: Block(WIDTH, 4)] * 3), 3),
+    "mlp": (Pieces(*[Mlp] * 3), 3),
+    "checkpointing": (Pieces(*[Checkpointed] * 3), 3),
+    "hard": (Hard(), 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "float32") for name in MODELS), ("gpt", "bfloat16")],
+)
+def test_an_estimate_is_within_two_percent_of_what_is_measured(name: str, precision: Precision) -> None:
+    model, n_stages = MODELS[name]
+    estimates = list(estimate_stages(model, n_stages, precision))
+    for estimate, (held, static) in zip(estimates, measured(model, n_stages, precision), strict=True):
+        found = estimate.kept.memory
+        assert found.after_forward == pytest.approx(held.after_forward, rel=0.02)
+        assert found.after_input == pytest.approx(held.after_input, rel=0.02)
+        assert found.after_weight == held.after_weight == 0
+        assert found.workspace == pytest.approx(held.workspace, rel=0.02)
+        assert estimate.static.total == pytest.approx(static, rel=0.02)
+
+
+def one(model: Any, at: int = 1) -> Estimate:
+    return list(estimate_layers(model))[at]
+
+
+def test_an_mlp_counted_by_hand() -> None:
+    """The input, what GELU gets and what it gives; then each Linear's input and output gradient."""
+    found = one(Pieces(Mlp, Mlp, Mlp))
+    unit = ROWS * WIDTH * 4
+    assert found.kept.memory.after_forward == (1 + 4 + 4) * unit
+    assert found.kept.memory.after_input == (1 + 4 + 4 + 1) * unit
+    assert found.recomputed is not None
+    assert found.recomputed.memory.after_forward == unit
+    assert found.recomputed.memory.after_input == found.kept.memory.after_input
+    assert found.input_bytes == found.output_bytes == unit
+    assert found.parameters == 8 * WIDTH * WIDTH + 5 * WIDTH
+    assert found.static.parameters == found.static.gradients == 4 * found.parameters
+    assert found.static.optimizer == pytest.approx(
+        8 * found.parameters, rel=0.01
+    )  # Adam, and its step counts
+    product = 2 * ROWS * 4 * WIDTH * WIDTH
+    flops = found.kept.flops
+    assert (flops.forward, flops.backward_input, flops.backward_weight) == (2 * product,) * 3
+    assert found.recomputed.flops.backward_input == 4 * product
+
+
+def test_attention_has_no_weights_and_its_scores_are_computed_again_in_i() -> None:
+    """Of 2 products in F, 5 in I (FlashAttention, Dao et al. 2022, appendix B), none in W."""
+    found = one(Pieces(*[lambda: Block(WIDTH, 4)] * 3)).kept.flops
+    linear = 2 * ROWS * 12 * WIDTH * WIDTH
+    product = 2 * 2 * (ROWS // 2) ** 2 * WIDTH
+    assert found.forward == linear + 2 * product
+    assert found.backward_input == linear + 5 * product
+    assert found.backward_weight == linear
+
+
+def test_weights_that_are_used_twice_or_have_gradients_already_are_counted_alike() -> None:
+    class Twice(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(super().forward(x))
+
+    once, twice = one(Pieces(Mlp, Mlp, Mlp)).kept.flops, one(Pieces(Mlp, Twice, Mlp)).kept.flops
+    assert twice.backward_weight == 2 * once.backward_weight
+
+
+@pytest.fixture(scope="module")
+def layers_of_gpt() -> list[Estimate]:
+    return list(estimate_layers(MODELS["gpt"][0]))
+
+
+def test_what_layers_hold_adds_up_to_what_their_stage_holds(layers_of_gpt: list[Estimate]) -> None:
+    model, _ = MODELS["gpt"]
+    layers = {layer.name: layer.kept.memory for layer in layers_of_gpt}
+    (whole,) = estimate_stages(model, 1)
+    assert sum(m.after_forward for m in layers.values()) == pytest.approx(
+        whole.kept.memory.after_forward, rel=0.02
+    )
+    assert sum(m.after_input for m in layers.values()) == pytest.approx(
+        whole.kept.memory.after_input, rel=0.02
+    )
+
+
+def test_a_stage_that_is_recomputed_holds_what_its_layers_were_estimated_to() -> None:
+    """Measured on a stage of two blocks, whose workspace is at most that of one."""
+    model = Pieces(*[lambda: Block(WIDTH, 4)] * 4)
+    layers = list(estimate_layers(model))[1:3]
+    estimated = [layer.recomputed.memory for layer in layers if layer.recomputed is not None]
+    module = model.build_layers(model.layer_names()[1:3], CPU)
+    stage = Stage(1, 3, module, 1, layers=tuple(module), is_recomputed=True)
+    x, gradient = torch.randn(2, ROWS // 2, WIDTH), torch.randn(2, ROWS // 2, WIDTH)
+    stage.forward(0, x, split=False)
+    stage.backward(0, gradient)
+    held = stage_memory(stage, x, None, gradient, CPU)
+    assert held.after_forward == pytest.approx(sum(m.after_forward for m in estimated), rel=0.02)
+    assert held.after_input == pytest.approx(sum(m.after_input for m in estimated), rel=0.02)
+    assert held.workspace <= 1.02 * max(m.workspace for m in estimated)
+
+
+def test_a_model_that_fits_nowhere_needs_no_memory() -> None:
+    """16 blocks of 1.8 billion parameters each, of which only one is looked at."""
+    model = gpt(layers=16, width=12_288, heads=96, length=2048, sequences=1, characters=20_000)
+    found = list(estimate_layers(model, "bfloat16"))
+    assert sum(layer.parameters for layer in found) > 28e9
+    assert len({layer.kept for layer in found}) == 3
+
+
+# --- which layers are alike
+
+
+class Numbered(Mlp):
+    """A layer that knows its number, and may do anything with it."""
+
+    def __init__(self, number: int):
+        super().__init__(WIDTH)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.number != 1 else x.tanh() + super().forward(x)
+
+
+def test_a_layer_that_differs_in_anything_is_looked_at_itself() -> None:
+    model = Pieces(*[lambda at=at: Numbered(at) for at in range(4)])
+    held = [layer.kept.memory.after_forward for layer in estimate_layers(model)]
+    assert held[1] > held[2]
+
+
+class Applying(nn.Module):
+    """Holds what nobody can look into."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.function = function
+
+
+def alike(first: nn.Module, second: nn.Module) -> bool:
+    x = torch.ones(1)
+    return likeness(first, x, 0) == likeness(second, x, 0)
+
+
+def test_alike_are_the_same_classes_with_the_same_settings_and_shapes() -> None:
+    assert alike(Mlp(), Mlp())
+    assert alike(nn.Sequential(OrderedDict(a=Mlp())), nn.Sequential(OrderedDict(b=Mlp())))
+    assert not alike(Mlp(8), Mlp(16))
+    assert not alike(nn.Dropout(0.1), nn.Dropout(0.2))
+    assert not alike(Mlp(), Mlp().eval())
+    assert not alike(nn.LayerNorm(8), nn.RMSNorm(8))
+    assert alike(Applying(torch.tanh), Applying(torch.tanh))
+    assert not alike(Applying(torch.tanh), Applying(torch.exp))
+    tied = Mlp()
+    tied.contract.bias = nn.Parameter(torch.ones(WIDTH))
+    assert alike(tied, Mlp())
+    twins = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    twins[1][1].weight = twins[1][0].weight
+    assert not alike(*twins)
+    frozen = Mlp()
+    frozen.expand.weight.requires_grad_(False)
+    assert not alike(frozen, Mlp())
+    hooked = Mlp()
+    hooked.register_forward_hook(lambda *_: None)
+    assert not alike(hooked, Mlp())
+
+
+# --- what cannot be estimated
+
+
+class Peeking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if float(x.sum()) > 0 else x
+
+
+class Choosing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "operator"), [(Peeking, r"aten\._local_scalar_dense"), (Choosing, r"aten\.nonzero|aten\.index")]
+)
+def test_a_layer_that_looks_at_values_is_named(layer: type[nn.Module], operator: str) -> None:
+    with pytest.raises(InvalidRun, match=rf"piece\.1 depends on the values of tensors \(it uses {operator}"):
+        list(estimate_layers(Pieces(Mlp, layer, Mlp)))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["piece.0", "piece.0"], r"layer 1 is 'piece\.0' again; every layer must have a name of its own"),
+        (["piece.0", ""], r"layer 1 is ''; every layer must have a name"),
+        ([], r"layer_names of a Named names no layers"),
+    ],
+)
+def test_layers_need_names_of_their_own(names: list[str], message: str) -> None:
+    class Named(Pieces):
+        def layer_names(self) -> Sequence[str]:
+            return names
+
+    with pytest.raises(ModelError, match=message):
+        list(estimate_layers(Named(Mlp, Mlp)))
+
+
+def test_data_that_cannot_be_had_are_named() -> None:
+    class Lost(Pieces):
+        def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+            raise FileNotFoundError("no text here")
+
+    with pytest.raises(InvalidRun, match=r"microbatch\(0, 0\) raised FileNotFoundError: no text here"):
+        list(estimate_layers(Lost(Mlp)))
+
+
+# --- documents and the command
+
+
+def test_equal_layers_are_written_once_and_keep_their_names(layers_of_gpt: list[Estimate]) -> None:
+    (model, _), layers = MODELS["gpt"], layers_of_gpt
+    document = estimated_document(layers, 2, 8, Scale(teraflops=2.0, latency=3.0, bandwidth=0.5))
+    assert [(layer["name"], layer.get("repeat")) for layer in document["layers"]] == [
+        ("embedding", None),
+        ("block", 2),
+        ("head", None),
+    ]
+    problem = parse_question(document)
+    assert isinstance(problem, LayeredProblem)
+    assert list(problem.model.names) == list(model.layer_names())
+    block, found = layers[1], document["layers"][1]
+    assert found["forward"] == pytest.approx(block.kept.flops.forward / 2e12 * 1e6)
+    assert found["memory"]["forward"] + found["memory"]["backward_input"] == block.kept.memory.after_input
+    assert block.recomputed is not None
+    assert found["recompute"]["memory"]["forward"] == block.recomputed.memory.after_forward
+    assert problem.link is not None
+    assert problem.link.transfer(500) == pytest.approx(3.0 + 500 / 0.5e9 * 1e6)
+
+
+def test_ends_that_are_tied_are_planned_on_one_rank(tmp_path: Path) -> None:
+    command = ["estimate", "zbv_worker.models.gpt:gpt", "--pp-degree", "2", "-o", str(tmp_path / "p.json")]
+    assert main([*command, "--model-args", json.dumps({**ARGUMENTS, "tied": True})]) == 0
+    assert json.loads((tmp_path / "p.json").read_text())["placement"] == "v"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "written"),
+    [
+        ((Mlp, Mlp, Mlp, Mlp), [("piece.0", None), ("piece.1", None), ("piece.2", None), ("piece.3", None)]),
+        ((Mlp,), [("piece.0", None)]),
+    ],
+)
+def test_copies_are_numbered_from_0_or_keep_their_names(
+    kinds: tuple[Any, ...], written: list[tuple[str, int | None]]
+) -> None:
+    """The first takes data, so it is unlike the next: no run of equal ones begins at 0."""
+    document = estimated_document(list(estimate_layers(Pieces(*kinds))), 1, 1, Scale())
+    assert [(layer["name"], layer.get("repeat")) for layer in document["layers"]] == written
+    assert document["memory"]["static"] == 0  # one rank receives nothing
+
+
+def test_recomputing_what_keeps_its_input_alone_is_no_alternative() -> None:
+    """A Linear; of an MLP it is one."""
+    document = estimated_document(list(estimate_layers(Pieces(Mlp, linear, Mlp))), 1, 1, Scale())
+    assert ["recompute" in layer for layer in document["layers"]] == [True, False, True]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+ARGUMENTS = {"layers": 2, "width": 16, "heads": 2, "length": 8, "sequences": 1, "characters": 20_000}
+
+
+def test_the_command_writes_a_problem_to_cut_and_prints_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["estimate", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(ARGUMENTS)]
+    written = ["-o", str(tmp_path / "problem.json"), "--report", str(tmp_path / "report.json")]
+    assert main([*command, "--pp-degree", "2", "--tflops", "1.5", *written]) == 0
+    problem = parse_question(json.loads((tmp_path / "problem.json").read_text()))
+    assert isinstance(problem, LayeredProblem)
+    assert (problem.pp_degree, problem.microbatches, problem.units.time) == (2, 8, "us")
+    assert "block.0 … block.1" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [layer["name"] for layer in report["layers"]][-1] == "head"
+    assert len(report["stages"]) == 4
+    assert report["layers"][1]["kept"]["memory"]["after_forward"] > 0
+
+
+def test_a_model_without_layers_gives_the_problem_of_its_own_stages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tiny = ["estimate", "zbv_worker.models.tiny:tiny", "--model-args", '{"width": 64, "rows": 16}']
+    assert main([*tiny, "--pp-degree", "2", "--microbatches", "6", "-o", "-"]) == 0
+    streams = capsys.readouterr()
+    problem = parse_problem(json.loads(streams.out))
+    assert "Stages" in streams.err
+    assert (problem.units.time, problem.units.memory) == ("GFLOP", "bytes")
+    assert (problem.n_stages, problem.microbatches) == (4, 6)
+    assert problem.costs.forward == (2 * 16 * 64 * 64 / 1e9,) * 4
+    assert problem.memory.forward[1] == 16 * 64 * 4
+    assert problem.memory.static[1] > problem.memory.forward[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["zbv_worker.models.tiny:tiny"], "without layers.*Give --pp-degree or --stages"),
+        (["zbv_worker.models.gpt:gpt", "-o", "x.json"], "--output: found no --pp-degree"),
+        (["zbv_worker.models.gpt:gpt", "--pp-degree", "2", "--latency", "3"], "--latency: found no --tflops"),
+        (["nowhere.at:all"], "there is no module 'nowhere'"),
+        (
+            ["zbv_worker.models.gpt:gpt", "--model-args", '{"deep": 3}'],
+            "TypeError: .* keyword argument 'deep'",
+        ),
+        (
+            ["zbv_worker.models.gpt:gpt", "--model-args", '{"heads": 7}', "--seed", "5"],
+            r'its factory refuses seed=5 and --model-args {"heads": 7}: ValueError: found .*heads must '
+            r"divide width \(gpt\.py:\d+\)\. It must take",
+        ),
+        (["collections:OrderedDict"], "its result is a OrderedDict without build_stage"),
+        (["zbv_worker.models.tiny:tiny", "--stages", "1", "--report", "no/where"], "no/where: No such"),
+    ],
+)
+def test_wrong_arguments_give_a_message_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)

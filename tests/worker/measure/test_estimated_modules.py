@@ -1,0 +1,273 @@
+"""Modules as people write them: estimated within two percent, or refused with what is in the way.
+
+All give their output in one piece, as each is the layer after another.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from worker.measure.test_estimate import Pieces
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.precision import AUTOCAST, Precision
+from zbv_worker.execution.stage import Stage
+from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers
+from zbv_worker.measure.stage_memory import stage_memory
+from zbv_worker.models.gpt import Block
+
+CPU = torch.device("cpu")
+SEQUENCES, LENGTH, WIDTH, HEADS = 2, 16, 32, 4
+
+
+def made_of(run: Callable[[Any, Tensor], Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
+    """A module with these attributes and this forward."""
+
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+        def forward(self, x: Tensor) -> Any:
+            return run(self, x)
+
+    return Made
+
+
+def linear(width: int = WIDTH, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(WIDTH, width, **options)
+
+
+def in_heads(x: Tensor) -> Tensor:
+    return x.view(SEQUENCES, LENGTH, -1, WIDTH // HEADS).transpose(1, 2)
+
+
+def out_of_heads(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(SEQUENCES, LENGTH, WIDTH)
+
+
+def rotated(self: Any, x: Tensor) -> Tensor:
+    """Rotary positions as complex numbers."""
+    query, key, value = map(in_heads, self.query_key_value(x).chunk(3, -1))
+
+    def turned(these: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(these.float().reshape(*these.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * self.turns).flatten(-2)
+
+    mixed = nnf.scaled_dot_product_attention(turned(query), turned(key), value.float(), is_causal=True)
+    output: Tensor = self.back(out_of_heads(mixed))
+    return output
+
+
+def with_scores(self: Any, x: Tensor) -> Tensor:
+    """Attention by hand, with a mask that is a buffer."""
+    query, key, value = map(in_heads, self.query_key_value(x).chunk(3, -1))
+    scores = (query @ key.transpose(-1, -2)).masked_fill(self.mask, float("-inf"))
+    return out_of_heads(self.dropout(scores.softmax(-1)) @ value)
+
+
+def few_keys(self: Any, x: Tensor) -> Tensor:
+    query, (key, value) = in_heads(self.query(x)), map(in_heads, self.key_value(x).chunk(2, -1))
+    return out_of_heads(nnf.scaled_dot_product_attention(query, key, value, enable_gqa=True))
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return gradients[0] * 2 * x
+
+
+def squared(x: Tensor) -> Tensor:
+    output: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]  # torch's own
+    return output
+
+
+def in_half(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = self.linear(x)
+    output: Tensor = self.norm(hidden.float())
+    return output
+
+
+def tied() -> nn.Module:
+    pair = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    pair[2].weight = pair[0].weight
+    return pair
+
+
+def of_unit_norm() -> nn.Module:
+    """Its initial values are looked at, which have to be there then."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        layer.weight /= float(layer.weight.norm())
+    return layer
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH)
+    ),
+    "in place": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
+    "gate": made_of(
+        lambda s, x: x + s.down(nnf.silu(s.gate(s.norm(x))) * s.up(s.norm(x))),
+        gate=linear(64, bias=False),
+        up=linear(64, bias=False),
+        down=lambda: nn.Linear(64, WIDTH),
+        norm=lambda: nn.RMSNorm(WIDTH),
+    ),
+    "complex buffer": made_of(
+        rotated,
+        query_key_value=linear(3 * WIDTH),
+        back=linear(),
+        turns=lambda: nn.Buffer(torch.polar(torch.ones(LENGTH, 4), torch.ones(LENGTH, 4))),
+    ),
+    "scores": made_of(
+        with_scores,
+        query_key_value=linear(3 * WIDTH),
+        mask=lambda: nn.Buffer(torch.ones(LENGTH, LENGTH).triu(1).bool()),
+        dropout=lambda: nn.Dropout(0.1),
+    ),
+    "few keys": made_of(few_keys, query=linear(), key_value=linear(WIDTH)),
+    "torch's attention": made_of(
+        lambda s, x: s.attention(x, x, x)[0].contiguous(),
+        attention=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+    ),
+    "function": made_of(lambda s, x: s.linear(squared(x)), linear=linear()),
+    "convolution": made_of(
+        lambda s, x: s.convolution(x.transpose(1, 2)).transpose(1, 2).contiguous(),
+        convolution=lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
+    ),
+    "embedding": made_of(
+        lambda s, x: x + s.table(torch.zeros(LENGTH, dtype=torch.long, device=x.device)),
+        table=lambda: nn.Embedding(9, WIDTH),
+    ),
+    "checkpoint": made_of(
+        lambda s, x: checkpoint(s.block, x, use_reentrant=False), block=lambda: Block(WIDTH, HEADS, 0.1)
+    ),
+    "autocast": made_of(in_half, linear=linear(), norm=lambda: nn.LayerNorm(WIDTH)),
+    "half parameters": made_of(
+        lambda s, x: s.linear(x.bfloat16()).to(x.dtype), linear=linear(dtype=torch.bfloat16)
+    ),
+    "tied": tied,
+    "frozen": made_of(
+        lambda s, x: s.large(x) + s.back(s.small(x)),
+        large=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        small=linear(2),
+        back=lambda: nn.Linear(2, WIDTH),
+    ),
+    "tensors in lists": made_of(
+        lambda s, x: x * s.factors[0] * s.named["second"],
+        factors=lambda: [torch.ones(WIDTH)],
+        named=lambda: {"second": torch.ones(WIDTH)},
+    ),
+    "values at birth": of_unit_norm,
+}
+
+
+IN_HALF = ("gate", "complex buffer", "checkpoint")
+
+
+def model_of(*layers: Callable[[], nn.Module]) -> Pieces:
+    ends = linear()
+    return Pieces(ends, *layers, ends, input=(SEQUENCES, LENGTH, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def estimates() -> dict[tuple[str, Precision], Estimate]:
+    """All of them as the layers of one model, and some of another in mixed precision."""
+    found: dict[tuple[str, Precision], Estimate] = {}
+    precisions: tuple[tuple[Precision, Sequence[str]], ...] = (
+        ("float32", list(MODULES)),
+        ("bfloat16", IN_HALF),
+    )
+    with warnings.catch_warnings(action="ignore"):  # torch's, of modules that it would rather see otherwise
+        for precision, names in precisions:
+            _, *layers, _ = estimate_layers(model_of(*(MODULES[name] for name in names)), precision)
+            found |= {(name, precision): layer for name, layer in zip(names, layers, strict=True)}
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # as above
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "float32") for name in MODULES), *((name, "bfloat16") for name in IN_HALF)],
+)
+def test_modules_are_estimated_within_two_percent(
+    name: str, precision: Precision, estimates: dict[tuple[str, Precision], Estimate]
+) -> None:
+    found = estimates[name, precision]
+    module = MODULES[name]().train()
+    x = torch.randn(SEQUENCES, LENGTH, WIDTH)
+    x = x.bfloat16() if found.input_bytes < x.nbytes else x  # as the layer before gave it
+    for is_recomputed, walked in ((False, found.kept), (True, found.recomputed)):
+        assert walked is not None
+        stage = Stage(1, 3, module, 1, None, AUTOCAST[precision], is_recomputed=is_recomputed)
+        gradient = torch.randn_like(stage.forward(0, x, split=False))
+        stage.backward(0, gradient)
+        held = stage_memory(stage, x, None, gradient, CPU)
+        memory = walked.memory
+        assert memory.after_forward == pytest.approx(held.after_forward, rel=0.02)
+        assert memory.after_input == pytest.approx(held.after_input, rel=0.02)
+        assert memory.after_weight == held.after_weight == 0
+        assert memory.workspace == pytest.approx(held.workspace, rel=0.02)
+
+
+def choose(self: Any, x: Tensor) -> Tensor:
+    output = torch.zeros_like(x)
+    output[x > 0] = x[x > 0]
+    return output
+
+
+MEASURE = "Measure this model instead: `zbv-worker profile`"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a choice": (made_of(choose), rf"piece\.1 depends on the values .* {MEASURE}"),
+    "an LSTM": (
+        made_of(lambda s, x: s.cells(x)[0], cells=lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+        rf"piece\.1 uses aten\.mkldnn_rnn_layer.*, which does not say how much it keeps .* {MEASURE}",
+    ),
+    "numpy": (
+        made_of(lambda s, x: x + torch.from_numpy(x.detach().numpy())),
+        r"piece\.1 raised RuntimeError: \.numpy\(\) .* \(test_estimated_modules\.py:\d+\).*: measure this",
+    ),
+    "two tensors": (made_of(lambda s, x: (x, x)), r"piece\.1: stage 1 returned a tuple"),
+    "no float": (made_of(lambda s, x: x.long()), r"piece\.1: stage 1 returned a torch\.int64 tensor"),
+    "its input": (
+        made_of(lambda s, x: x.relu_()),
+        r"piece\.1 raised RuntimeError: a leaf Variable .*in-place",
+    ),
+    "sparse": (
+        made_of(
+            lambda s, x: x + s.table(torch.zeros(LENGTH, dtype=torch.long, device=x.device)),
+            table=lambda: nn.Embedding(9, WIDTH, sparse=True),
+        ),
+        r"piece\.1 raised RuntimeError: Adam does not support sparse gradients",
+    ),
+    "a mistake": (lambda: nn.Linear(7, 7), r"piece\.1 raised RuntimeError: .*\[32, 32\] X \[7, 7\]\. If it"),
+    "a mistake at birth": (
+        made_of(lambda s, x: x, table=lambda: dict[str, int]()["nothing"]),
+        r"piece\.1 as it is built raised KeyError: 'nothing' \(test_estimated_modules\.py:\d+\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_with_their_name_and_the_reason(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(InvalidRun, match=message):
+        list(estimate_layers(model_of(make)))
+    assert not caplog.records

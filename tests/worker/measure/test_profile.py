@@ -1,0 +1,132 @@
+"""The profiler writes a problem that describes the stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from zbv_solver.problem.stage_document import parse_problem
+from zbv_worker.commands.cli import main
+from zbv_worker.measure.profile.profile import (
+    ProfileOptions,
+    RankProfile,
+    Spread,
+    StageProfile,
+    StaticBytes,
+    rank_json,
+    read_rank,
+    to_problem,
+)
+from zbv_worker.model.protocol import ModelSpec
+
+MODEL = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
+TENSOR = 2 * 32 * 32 * 4  # what crosses a boundary, in bytes
+
+
+def ranks_of(p: int) -> list[RankProfile]:
+    def stage(index: int) -> StageProfile:
+        forward, *others = (Spread(t, 2 * t) for t in (1e-3 * (index + 1), 2e-3, 3e-3, 4e-3))
+        return StageProfile(index, forward, others[0], others[1], others[2], 100 + index, 60, 0, 7)
+
+    return [
+        RankProfile(
+            rank,
+            (stage(rank), stage(2 * p - 1 - rank)),
+            StaticBytes(parameters=600 * (rank + 1), receives=393 * (rank + 1), workspace=7 * (rank + 1)),
+            {rank: Spread(5e-5, 9e-5)} if rank < p - 1 else {},
+        )
+        for rank in range(p)
+    ]
+
+
+def options_of(p: int, fraction: float | None = None) -> ProfileOptions:
+    return ProfileOptions(ModelSpec("a:b"), p, microbatches=8, memory_limit_fraction=fraction)
+
+
+def test_measurements_become_a_problem_in_microseconds_and_bytes() -> None:
+    problem = to_problem(options_of(2), ranks_of(2))
+    assert problem.costs.forward == (1000.0, 2000.0, 3000.0, 4000.0)
+    assert problem.costs.backward == (4000.0,) * 4
+    assert problem.costs.p2p == (50.0, 0.0, 0.0)
+    assert problem.memory.forward == (100.0, 101.0, 102.0, 103.0)
+    assert problem.memory.backward_input == (-40.0, -41.0, -42.0, -43.0)
+    assert problem.memory.backward_weight == (-60.0,) * 4
+    assert problem.memory.static == (1000.0, 2000.0)
+    assert problem.memory.limit is None
+    assert (problem.units.time, problem.units.memory) == ("us", "bytes")
+
+
+def test_the_memory_limit_is_a_fraction_of_what_1f1b_needs() -> None:
+    problem = to_problem(options_of(2, 0.5), ranks_of(2))
+    in_flight = 2 * (100 + 101)  # rank 0 of 1F1B: two microbatches of stages 0 and 1
+    assert problem.memory.limit == (1000 + in_flight / 2, 2000 + in_flight / 2)
+
+
+def test_what_a_rank_measured_survives_its_file() -> None:
+    for found in ranks_of(2):
+        assert read_rank(rank_json(found)) == found
+
+
+def test_a_spread_is_the_middle_and_what_a_tenth_exceed() -> None:
+    assert Spread.of([float(x) for x in range(20, 0, -1)]) == Spread(10.5, 19.0)
+    assert Spread.of([3.0]) == Spread(3.0, 3.0)
+
+
+GPT = ["profile", "--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_profile_measures_a_real_models_stages(
+    p: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "problem.json"
+    report_path = tmp_path / "report.json"
+    numbers = ["--by-stage", "--pp", str(p), "--microbatches", "4", "--repeats", "3", "--timeout", "60"]
+    assert main([*GPT, *numbers, "--report", str(report_path), "-o", str(path)]) == 0
+    problem = parse_problem(json.loads(path.read_text()))
+    assert (problem.pp_degree, problem.microbatches, problem.n_stages) == (p, 4, 2 * p)
+    costs, memory = problem.costs, problem.memory
+    assert costs.backward is not None
+    assert all(0 < cost < 1e6 for part in vars(costs).values() for cost in part if part is not costs.p2p)
+    assert [cost > 0 for cost in costs.p2p] == [boundary != p - 1 for boundary in range(2 * p - 1)]
+    # A block keeps more than ten tensors of a boundary's size; a queue keeps the Linears' ends.
+    blocks = 4 // (2 * p)
+    assert all(10 * blocks * TENSOR < held < 40 * blocks * TENSOR for held in memory.forward)
+    assert all(0 < -freed < 40 * blocks * TENSOR for freed in memory.backward_weight)
+    parameters = 4 * 12 * 32**2 * 4 // p  # bytes of the blocks' matrices on a rank
+    assert all(4 * parameters < static < 10 * parameters for static in memory.static)
+
+    ranks = json.loads(report_path.read_text())["ranks"]
+    assert [rank["static_total"] for rank in ranks] == list(memory.static)
+    for rank in ranks:
+        static = rank["static"]
+        assert static["parameters"] == static["gradients"] <= static["optimizer"] / 2  # Adam's two moments
+        assert static["receives"] == (3 * 2 * TENSOR if p > 1 else 0)  # three ahead on each of two channels
+        for stage in rank["stages"]:
+            assert stage["held_after_weight"] == 0  # nothing is left behind
+            assert TENSOR <= stage["workspace"] < stage["held_after_forward"]
+            assert 0 < stage["forward"]["median"] <= stage["forward"]["p90"]
+    links = [link for rank in ranks for link in rank["links"]]
+    assert [(link["sender"], link["receiver"]) for link in links] == [(0, 1), (1, 0)][: 2 * (p - 1)]
+    assert all(TENSOR in [sample["bytes"] for sample in link["samples"]] for link in links)
+    said = capsys.readouterr().err
+    assert ("Transfers one way" in said) == (p > 1)
+    assert "Always held" in said
+
+
+def test_a_model_that_fails_is_reported_with_its_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["profile", "--model", "support.broken_model:broken"]
+    assert main([*arguments, "--pp", "1", "--microbatches", "4", "-o", str(tmp_path / "p.json")]) == 1
+    assert "this model never builds a stage" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_model_that_is_nowhere_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["profile", "--model", "nowhere.at:all", "--pp", "1", "--microbatches", "4"]
+    assert main([*arguments, "-o", str(tmp_path / "p.json")]) == 2
+    said = capsys.readouterr().err
+    assert "there is no module 'nowhere' here" in said
+    assert "Traceback" not in said

@@ -1,0 +1,290 @@
+"""A profile of layers is a problem that any cut can be planned from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.selfcheck import hard_model
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import parse_question
+from zbv_worker.commands.cli import main
+from zbv_worker.execution.planned_cut import even_partition
+from zbv_worker.execution.stage import Stage
+from zbv_worker.measure.estimate.estimate import estimate_layers
+from zbv_worker.measure.profile.captured import Given, layers_of
+from zbv_worker.measure.profile.layers import as_kinds, to_layered_document
+from zbv_worker.measure.profile.profile import (
+    LayerProfile,
+    LinkProfile,
+    LinkSample,
+    ProfileOptions,
+    RankProfile,
+    Spread,
+    StageProfile,
+    StaticBytes,
+    rank_json,
+    read_rank,
+)
+from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.models.gpt import gpt
+
+CPU = torch.device("cpu")
+MODEL = {"layers": 3, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
+GPT = ["profile", "--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
+P = 2
+
+
+# --- a real model
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks measured of a model, recomputed and not."""
+    folder = tmp_path_factory.mktemp("profile")
+    numbers = ["--pp", str(P), "--microbatches", "6", "--repeats", "2", "--timeout", "60", "--recompute"]
+    outputs = ["--report", str(folder / "report.json"), "-o", str(folder / "problem.json")]
+    assert main([*GPT, *numbers, *outputs, "--memory-limit-fraction", "0.5"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def problem(written: Path) -> LayeredProblem:
+    problem = parse_question(json.loads((written / "problem.json").read_text()))
+    assert isinstance(problem, LayeredProblem)
+    return problem
+
+
+def test_it_is_of_the_models_layers_and_leaves_their_cut_open(problem: LayeredProblem) -> None:
+    assert list(problem.model.names) == ["embedding", "block.0", "block.1", "block.2", "head"]
+    assert (problem.pp_degree, problem.microbatches, problem.placement) == (P, 6, "auto")
+    assert (problem.units.time, problem.units.memory) == ("us", "bytes")
+
+
+def test_every_layer_was_measured_with_and_without_its_activations(problem: LayeredProblem) -> None:
+    for layer in problem.model.each:
+        assert layer.recompute is not None
+        for costs in (layer.costs, layer.recompute):
+            assert costs.backward is not None
+            assert min(costs.forward, costs.backward_weight, costs.backward) > 0
+            assert costs.forward < 1e6  # us
+    _, block, *_ = problem.model.each
+    assert block.recompute is not None
+    assert block.recompute.backward_input > block.costs.backward_input
+    assert block.recompute.split > block.costs.split
+
+
+def test_memory_is_to_the_byte_what_is_estimated(problem: LayeredProblem) -> None:
+    for layer, estimate in zip(problem.model.each, estimate_layers(gpt(**MODEL)), strict=True):  # type: ignore[arg-type]  # JSON
+        assert layer.parameters_bytes == estimate.static.parameters
+        assert layer.output_bytes == estimate.output_bytes
+        assert layer.recompute is not None
+        assert estimate.recomputed is not None
+        for costs, walked in ((layer.costs, estimate.kept), (layer.recompute, estimate.recomputed)):
+            assert costs.memory.static == estimate.static.total
+            assert costs.memory.forward == walked.memory.after_forward
+            assert costs.memory.backward_weight == -walked.memory.after_input
+            assert costs.memory.workspace == pytest.approx(walked.memory.workspace, rel=0.02)
+
+
+def test_the_limit_is_what_a_rank_with_an_even_share_of_the_layers_has(problem: LayeredProblem) -> None:
+    each = [layer.costs.memory for layer in problem.model.each]
+    static = sum(memory.static for memory in each) / P + max(memory.workspace for memory in each)
+    held = sum(memory.forward for memory in each) / P
+    assert problem.limit == pytest.approx([problem.static[0] + static + 0.5 * 2 * held] * P)
+
+
+def test_the_report_says_what_was_measured_of_every_layer(written: Path) -> None:
+    ranks = json.loads((written / "report.json").read_text())["ranks"]
+    found = [[layer["name"] for layer in rank["layers"]] for rank in ranks]
+    assert found == [["embedding", "block.0"], ["block.1", "block.2", "head"]]
+    for rank in ranks:
+        assert rank["stages"] == []
+        for layer in rank["layers"]:
+            for measured in (layer["kept"], layer["recomputed"]):
+                assert 0 < measured["forward"]["median"] <= measured["forward"]["p90"]
+                assert measured["held_after_weight"] == 0
+
+
+# --- what layers are given
+
+
+def test_layers_get_what_their_stage_passes_between_them() -> None:
+    model = hard_model()
+    names = model.layer_names()
+    whole = model.build_layers(names[2:5], CPU).train()
+    x, gradient = torch.randn(2, 5, 12), torch.randn(2, 5, 12)
+    outputs = []
+    y = x.clone().requires_grad_()
+    for layer in whole:
+        y = layer(y)
+        y.retain_grad()
+        outputs.append(y)
+    y.backward(gradient)  # type: ignore[no-untyped-call]  # torch's own
+    gradients = [each.grad for each in outputs]
+
+    given = Given(Stage(1, 3, whole, 1), x, None, gradient, torch.empty(0))
+    for is_recomputed in (False, True):
+        found = layers_of(given, model, 2, len(names), is_recomputed=is_recomputed)
+        assert list(found) == [2, 3, 4]
+        inputs = [x, *outputs]
+        for each, before, after, expected in zip(found.values(), inputs, outputs, gradients, strict=False):
+            assert each.stage.is_recomputed == is_recomputed
+            torch.testing.assert_close(each.input, before.detach())
+            torch.testing.assert_close(each.output, after.detach())
+            torch.testing.assert_close(each.gradient, expected)
+            assert each.target is None
+
+
+def test_the_last_layer_gets_the_target_and_gives_the_loss() -> None:
+    model = hard_model()
+    names = model.layer_names()
+    module = model.build_layers(names[7:], CPU).train()
+    x, target = torch.randn(2, 5, 12), torch.randn(2, 5, 17)
+    given = Given(Stage(1, 2, module, 1, model.loss), x, target, None, torch.empty(0))
+    (last,) = layers_of(given, model, 7, len(names)).values()
+    assert last.target is target
+    assert last.gradient is None
+    torch.testing.assert_close(last.output, model.loss(module(x), target).detach())
+
+
+def test_layers_are_dealt_out_evenly() -> None:
+    assert even_partition("abcde", 2) == (("a", "b"), ("c", "d", "e"))
+    assert even_partition("abc", 3) == (("a",), ("b",), ("c",))
+
+
+# --- measurements as a document
+
+
+def stage(at: int, seconds: float, held: int = 100) -> StageProfile:
+    forward, *others = (Spread(seconds * factor, 2 * seconds * factor) for factor in (1, 2, 3, 4))
+    return StageProfile(at, forward, others[0], others[1], others[2], held, 60, 0, 7)
+
+
+def layer(at: int, name: str, seconds: float, held: int = 100) -> LayerProfile:
+    static = StaticBytes(parameters=50, gradients=50, optimizer=100)
+    return LayerProfile(name, stage(at, seconds, held), stage(at, 2 * seconds, 20), static, 40)
+
+
+def ranks() -> list[RankProfile]:
+    """Out of order, as if rank 1 had been first."""
+    samples = tuple(LinkSample(size, Spread(1e-5 + size * 1e-9, 1e-3)) for size in (1000, 100_000))
+    links = (LinkProfile(0, 1, samples, 0.0, None), LinkProfile(1, 0, samples, 0.0, None))
+    return [
+        RankProfile(1, (), StaticBytes(), {}, (), (layer(2, "block.1", 3e-3), layer(3, "head", 5e-3))),
+        RankProfile(0, (), StaticBytes(), {}, links, (layer(0, "in", 1e-3), layer(1, "block.0", 1e-3))),
+    ]
+
+
+def options(**changed: Any) -> ProfileOptions:
+    return replace(ProfileOptions(ModelSpec("a:b"), P, microbatches=8, by_layer=True), **changed)
+
+
+def test_layers_of_one_kind_cost_the_mean_and_are_written_once() -> None:
+    document = to_layered_document(options(), ranks())
+    assert [(each["name"], each.get("repeat")) for each in document["layers"]] == [
+        ("in", None),
+        ("block", 2),
+        ("head", None),
+    ]
+    _, block, head = document["layers"]
+    assert [block[of] for of in ("forward", "backward_input", "backward_weight", "backward")] == [
+        2000.0,
+        4000.0,
+        6000.0,
+        8000.0,
+    ]
+    assert block["memory"] == {
+        "forward": 100,
+        "backward_input": -40,
+        "backward_weight": -60,
+        "static": 200,
+        "workspace": 7,
+    }
+    assert block["recompute"]["forward"] == 4000.0
+    assert block["recompute"]["memory"]["forward"] == 20
+    assert (head["forward"], head["parameters_bytes"], head["output_bytes"]) == (5000.0, 50, 40)
+    assert document["memory"] == {"static": 3 * 4 * 40, "limit": None}
+
+
+def test_layers_that_hold_anything_else_are_of_another_kind() -> None:
+    alike = [layer(at, f"block.{at}", 1e-3 * (at + 1)) for at in range(3)]
+    other = [alike[0], replace(alike[1], output_bytes=41), layer(2, "block.2", 3e-3, held=101)]
+    assert [each.kept.forward.median for each in as_kinds(alike)] == pytest.approx([2e-3] * 3)
+    assert [each.kept.forward.median for each in as_kinds(other)] == [1e-3, 2e-3, 3e-3]
+    assert [each.kept.stage for each in as_kinds(alike)] == [0, 1, 2]
+
+
+def test_a_run_of_equal_layers_ends_where_one_differs_and_keeps_all_names() -> None:
+    """Of the second kind none is the first copy, so each is written by its own name."""
+    held = (100, 100, 101, 101)
+    layers = tuple(layer(at, f"block.{at}", 1e-3, held=each) for at, each in enumerate(held))
+    document = to_layered_document(options(), [RankProfile(0, (), StaticBytes(), {}, (), layers)])
+    written = [(each["name"], each.get("repeat")) for each in document["layers"]]
+    assert written == [("block", 2), ("block.2", None), ("block.3", None)]
+    problem = parse_question(document)
+    assert isinstance(problem, LayeredProblem)
+    assert list(problem.model.names) == [each.name for each in layers]
+
+
+def test_one_line_through_all_transfers_is_the_link() -> None:
+    document = to_layered_document(options(), ranks())
+    assert document["costs"] == {"link": {"latency": 10.0, "bandwidth": 1000.0}}
+    without = [replace(rank, links=()) for rank in ranks()]
+    assert to_layered_document(options(), without)["costs"] == {"p2p": 0.0}
+
+
+def test_an_alternative_that_keeps_no_less_is_none() -> None:
+    found = [replace(rank, layers=tuple(map(_as_large, rank.layers))) for rank in ranks()]
+    assert not any("recompute" in each for each in to_layered_document(options(), found)["layers"])
+
+
+def _as_large(found: LayerProfile) -> LayerProfile:
+    return replace(found, recomputed=replace(found.kept, held_after_forward=100))
+
+
+def test_ends_that_are_tied_are_planned_on_one_rank() -> None:
+    assert to_layered_document(options(), ranks(), is_tied=True)["placement"] == "v"
+    assert to_layered_document(options(), ranks())["placement"] == "auto"
+
+
+def test_what_a_rank_measured_of_layers_survives_its_file() -> None:
+    for found in ranks():
+        assert read_rank(rank_json(found)) == found
+
+
+# --- what is refused
+
+
+TINY = ["profile", "--model", "zbv_worker.models.tiny:tiny"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            [*TINY, "--recompute"],
+            "--recompute measures layers, but --model gives a Tiny, which has no layer_names",
+        ),
+        (
+            [*GPT, "--recompute", "--by-stage"],
+            "--recompute: found --by-stage; only layers have an alternative",
+        ),
+        ([*GPT, "--report", "no/where.json"], "--report no/where.json: No such file or directory."),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*arguments, "--pp", "1", "--microbatches", "1", "-o", str(tmp_path / "p.json")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_rank_needs_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = [*GPT, "--pp", "6", "--microbatches", "1"]
+    assert main([*arguments, "-o", str(tmp_path / "p.json")]) == 2
+    assert "found 5 layers and 6 ranks" in capsys.readouterr().err

@@ -1,0 +1,256 @@
+"""``zbv-worker rehearse`` on real processes: it ends, in the plan's order, and fails by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from support.selfcheck import random_orders
+from zbv_service.client import Client
+from zbv_service.client.retries import DEFAULT_RETRIES
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import plan_json
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Objective, Problem, Units
+from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.search.search import make_plan
+from zbv_worker.commands.cli import main
+from zbv_worker.demo.local_service import LocalService
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.measure.rehearse.rehearse import RehearseOptions
+
+
+def problem_of(p: int, microbatches: int, objective: Objective = "span") -> Problem:
+    placement = Placement.of("v", p)
+    stages = placement.n_stages
+    costs = Costs((2.0,) * stages, (2.0,) * stages, (1.0,) * stages, (0.0,) * (stages - 1))
+    memory = Memory.unlimited(placement)
+    return Problem(placement, microbatches, costs, memory, objective, Units(time="ms"))
+
+
+def write_plan(path: Path, problem: Problem, seed: int) -> Path:
+    plan = make_plan(problem, random_orders(problem, Random(seed)), method="random")
+    path.write_text(json.dumps(plan_json(plan)))
+    return path
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended, in this process or one of its own."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Rehearse = Callable[..., Finished]
+
+
+@pytest.fixture
+def rehearse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearse]:
+    """The command, but for the interpreter that it would start in."""
+    monkeypatch.delenv("RANK", raising=False)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: object) -> Finished:
+        capsys.readouterr()
+        status = main(["rehearse", *map(str, arguments)])
+        return Finished(status, *capsys.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def actions_of(document: dict[str, Any], rank: int) -> list[str]:
+    events = [event for event in document["traceEvents"] if event["ph"] == "X" and event["tid"] == rank]
+    return [event["name"] for event in events if event["cat"] != "waiting"]
+
+
+@pytest.mark.parametrize(("p", "objective"), [(2, "makespan"), (4, "span")])
+def test_a_plan_is_executed_in_its_order_and_compared_with_what_was_planned(
+    rehearse: Rehearse, tmp_path: Path, p: int, objective: Objective
+) -> None:
+    path = write_plan(tmp_path / "plan.json", problem_of(p, 3, objective), seed=p)
+    files = ("--json", tmp_path / "numbers.json", "--trace", tmp_path / "trace.json")
+    finished = rehearse("--plan-file", path, "--steps", 2, "--bytes", 5000, *files)
+    assert finished.returncode == 0, finished.stderr
+    assert re.search(rf"{objective} of plan \w+: planned .* ms, measured .* ms", finished.stdout)
+
+    plan = WholePlan.of_file(path)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    for rank in range(p):
+        assert actions_of(trace, rank) == plan.orders.text(rank) * 3  # the warm-up too
+    received = {
+        event["args"].get("received_bytes", 0) for event in trace["traceEvents"] if event["ph"] == "X"
+    }
+    assert received == {0, 5000}
+
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["planned"] == pytest.approx(plan.objective_value / 1e3)
+    assert len(numbers["steps"]) == 2
+    for rank, times in enumerate(numbers["ranks"]):
+        assert times["planned_busy"] == pytest.approx(plan.busy(rank) / 1e3)
+        # A sleep is never too short, but what the executor does between may be hidden behind it, and so may
+        # a while in which the rank was off its core just when it looked for a tensor.
+        unplanned = max(0.0, times["waiting"] - times["planned_waiting"])
+        assert times["busy"] + times["between"] + unplanned >= times["planned_busy"] * 0.99
+    assert numbers["measured"] >= min(times["planned_busy"] for times in numbers["ranks"])
+
+    # One host has one clock: what was found between its ranks is what the method may be wrong by.
+    other = trace["otherData"]
+    assert max(map(abs, other["clocks_ahead_us"])) <= 2 * other["clock_uncertainty_us"]
+
+
+def test_the_overhead_is_measured_with_actions_that_take_no_time(rehearse: Rehearse, tmp_path: Path) -> None:
+    path = write_plan(tmp_path / "plan.json", problem_of(2, 3), seed=0)
+    numbers = tmp_path / "numbers.json"
+    finished = rehearse("--plan-file", path, "--overhead", "--bytes", 64, "--json", numbers)
+    assert finished.returncode == 0, finished.stderr
+    assert re.fullmatch(r"CPU time per action beside the sleeps: \d+ us .*, \d+ us .*\n", finished.stdout)
+    found = json.loads(numbers.read_text())
+    assert found["planned"] == 0
+    assert found["ratio"] is None
+    assert 0 < found["cpu_thread"] <= found["cpu_process"]
+
+
+def test_in_the_environment_of_torchrun_it_is_one_of_the_ranks(tmp_path: Path) -> None:
+    """That torchrun gives this environment is what the jobs of ``end_to_end/test_clusters.py`` show."""
+    path = write_plan(tmp_path / "plan.json", problem_of(2, 2), seed=0)
+    command = python_command("zbv_worker", "rehearse", "--plan-file", str(path), "--steps", "1")
+    with LocalRanks([command] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+    assert [started.log(rank).count("measured") for rank in range(2)] == [1, 0]  # rank 0 alone reports
+
+
+def test_ranks_with_different_plans_refuse_by_name(tmp_path: Path) -> None:
+    plans = [write_plan(tmp_path / f"{seed}.json", problem_of(2, 3), seed) for seed in (1, 2)]
+    commands = [python_command("zbv_worker", "rehearse", "--plan-file", str(plan)) for plan in plans]
+    with (
+        LocalRanks(commands, tmp_path / "logs") as started,
+        pytest.raises(LaunchError, match="ended with status 2"),
+    ):
+        started.wait(timeout=240)
+    said = started.log(0) + started.log(1)
+    assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", said)
+
+
+def test_a_tensor_that_does_not_come_in_time_names_rank_action_and_peer(
+    rehearse: Rehearse, tmp_path: Path
+) -> None:
+    """Rank 1 cannot get its first input before rank 0 has slept ten times as long as it may wait."""
+    path = write_plan(tmp_path / "plan.json", problem_of(2, 1), seed=0)
+    finished = rehearse("--plan-file", path, "--scale", 1.5, "--timeout", 0.3)
+    assert finished.returncode == 1
+    assert re.search(
+        r"rank 1 waited 0\.3 s at 1F0 for the activation of 0F0 from rank 0, and it did not come",
+        finished.stderr,
+    )
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_plan_whose_ranks_wait_for_each_other_in_a_circle_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    orders = Orders.from_text([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]])
+    document = {"problem": problem_json(problem_of(2, 1)), "ranks": orders.all_text()}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    assert main(["rehearse", "--plan-file", str(path)]) == 2
+    assert re.search("2F0|deadlock", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "found no plan"),
+        (["--plan-file", "absent.json"], "No such file"),
+    ],
+)
+def test_wrong_arguments_give_a_message_and_status_2(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["rehearse", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_service_that_gives_no_answer_is_a_status_of_1_as_trying_again_may_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    given: list[float] = []
+
+    class Watched(Client):
+        def __init__(self, server: str, timeout: float):
+            given.append(timeout * (1 + DEFAULT_RETRIES))
+            super().__init__(server, timeout=timeout)
+
+    monkeypatch.setattr("zbv_service.client.Client", Watched)
+    assert main(["rehearse", "--server", "http://127.0.0.1:9", "--plan", "ab", "--timeout", "1.5"]) == 1
+    assert "no plan ab from" in capsys.readouterr().err
+    assert given == [1.5], "all attempts together keep the timeout"
+
+
+def options(scale: float | None = None) -> RehearseOptions:
+    return RehearseOptions(PlanSource(), scale=scale)
+
+
+def test_a_time_unit_is_what_the_caller_says_else_the_problem_else_10_ms_an_action() -> None:
+    problem = problem_of(2, 2)
+    orders = random_orders(problem, Random(1), fused=0.0)
+    plan = WholePlan("aa", problem, orders, 1.0)
+    assert options(0.5).seconds_per_unit(plan) == 0.5
+    assert options().seconds_per_unit(plan) == pytest.approx(1e-3)
+    placement = problem.placement
+    unnamed = Problem(placement, 2, problem.costs, Memory.unlimited(placement))
+    # Actions of 2, 2 and 1 units: a mean of 5/3.
+    assert options().seconds_per_unit(WholePlan("aa", unnamed, orders, 1.0)) == pytest.approx(0.006)
+
+
+def test_stated_metrics_are_checked_and_absent_ones_computed(tmp_path: Path) -> None:
+    path = write_plan(tmp_path / "plan.json", problem_of(2, 2), seed=1)
+    document = json.loads(path.read_text())
+    stated = document["metrics"]["span"]
+    path.write_text(json.dumps({key: document[key] for key in ("problem", "ranks")}))
+    assert WholePlan.of_file(path).objective_value == pytest.approx(stated)
+    document["metrics"]["span"] = stated / 2
+    path.write_text(json.dumps(document))
+    with pytest.raises(InvalidRun, match="span"):
+        WholePlan.of_file(path)
+
+
+def test_a_plan_of_the_service_is_the_plan_of_its_file(tmp_path: Path) -> None:
+    path = write_plan(tmp_path / "plan.json", problem_of(2, 2), seed=3)
+    expected = WholePlan.of_file(path)
+    with LocalService(tmp_path / "service", port=0) as service:
+        with Client(service.address) as client:
+            assert client.import_plan(json.loads(path.read_text())) == expected.plan_id
+        found = PlanSource(service.address, expected.plan_id).whole(timeout=60)
+        with pytest.raises(InvalidRun, match="no plan 00 from"):
+            PlanSource(service.address, "00").whole(timeout=60)
+    assert found.plan_id == expected.plan_id
+    assert found.objective_value == expected.objective_value
+    assert [found.of_rank(rank) for rank in (0, 1)] == [expected.of_rank(rank) for rank in (0, 1)]
+    with pytest.raises(InvalidRun, match="found rank 2; the plan has 2 ranks"):
+        found.of_rank(2)
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys, zbv_worker.commands.cli; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -1,0 +1,132 @@
+"""Stages that only take time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from zbv_worker.measure.rehearse.sleeping_stage import (
+    NO_WAIT_NANOSECONDS,
+    SPIN_NANOSECONDS,
+    SleepingDevice,
+    SleepingStage,
+    pause_until,
+    times_blocked,
+)
+
+INPUT = torch.zeros(())
+LETTERS = {"F": 3_000_000, "I": 2_000_000, "W": 1_000_000, "B": 4_000_000}
+MS = 1_000_000
+
+
+@pytest.mark.parametrize("nanoseconds", [0, SPIN_NANOSECONDS // 2, 10 * SPIN_NANOSECONDS])
+def test_a_pause_never_ends_early(nanoseconds: int) -> None:
+    for _ in range(5):
+        due = time.perf_counter_ns() + nanoseconds
+        pause_until(due)
+        assert time.perf_counter_ns() >= due
+
+
+def test_most_of_a_long_pause_is_slept() -> None:
+    before, cpu = time.perf_counter_ns(), time.thread_time_ns()
+    pause_until(before + 100 * SPIN_NANOSECONDS)
+    assert time.thread_time_ns() - cpu < (time.perf_counter_ns() - before) / 5
+
+
+class Host:
+    """A clock that the test sets, and pauses that end late."""
+
+    def __init__(self, late: int):
+        self.now = self.cpu = self.blocks = 0
+        self.late = late
+        self.device = SleepingDevice(
+            lambda: self.now, lambda: self.cpu, lambda: self.blocks, self.pause_until
+        )
+
+    def pause_until(self, due: int) -> None:
+        self.now = max(self.now, due) + self.late
+
+    def works(self, nanoseconds: int) -> None:
+        self.now += nanoseconds
+        self.cpu += nanoseconds
+
+    def is_pushed_aside(self, nanoseconds: int) -> None:
+        self.now += nanoseconds
+
+    def waits(self, nanoseconds: int) -> None:
+        self.now += nanoseconds
+        self.blocks += 1
+
+
+def test_late_wakings_and_the_executors_own_time_do_not_add_up() -> None:
+    host = Host(late=MS // 10)
+    host.waits(MS)
+    for _ in range(50):
+        host.works(MS // 10)
+        host.is_pushed_aside(MS // 10)
+        host.device.take(2 * MS)
+    assert host.now == MS + MS // 5 + 50 * 2 * MS + host.late
+
+
+def test_an_action_that_waited_for_its_input_begins_when_it_came() -> None:
+    host = Host(late=MS // 10)
+    host.device.take(2 * MS)
+    host.works(MS // 5)
+    host.waits(NO_WAIT_NANOSECONDS + 1)
+    began = host.now
+    host.device.take(2 * MS)
+    assert host.now == began + 2 * MS + host.late
+
+
+def test_a_host_that_is_slower_than_its_actions_is_not_hidden_by_them() -> None:
+    host = Host(late=0)
+    for _ in range(50):
+        host.works(MS)
+        host.device.take(MS // 10)
+    host.works(MS)
+    began = host.now
+    host.device.take(100 * MS)
+    # Of all its lateness, what the action before could hide is forgiven.
+    assert host.now == began - MS // 10 + 100 * MS
+
+
+def test_a_sleep_is_a_block_of_the_thread() -> None:
+    before = times_blocked()
+    time.sleep(0.001)
+    assert times_blocked() > before
+
+
+def test_what_pretending_costs_is_known() -> None:
+    device = SleepingDevice()
+    before = time.thread_time_ns()
+    device.take(2 * SPIN_NANOSECONDS)
+    assert 0 < device.cpu_nanoseconds <= time.thread_time_ns() - before
+
+
+def test_actions_take_their_own_time_and_return_tensors_of_the_right_size() -> None:
+    taken: list[int] = []
+
+    class Watched(SleepingDevice):
+        def take(self, nanoseconds: int) -> None:
+            taken.append(nanoseconds)
+
+    stage = SleepingStage(LETTERS, output_bytes=1000, gradient_bytes=4001, device=Watched())
+    assert stage.forward(0, INPUT, split=True).nbytes == 1000
+    for gradient in (stage.backward_input(0, INPUT), stage.backward(0, INPUT)):
+        assert gradient is not None
+        assert gradient.nbytes == 4004
+    stage.backward_weight(0)
+    assert taken == [LETTERS[letter] for letter in "FIBW"]
+
+
+def test_the_ends_of_the_model_return_a_loss_and_no_gradient() -> None:
+    last = SleepingStage(
+        dict.fromkeys("FIWB", 0), output_bytes=None, gradient_bytes=8, device=SleepingDevice()
+    )
+    first = SleepingStage(
+        dict.fromkeys("FIWB", 0), output_bytes=8, gradient_bytes=None, device=SleepingDevice()
+    )
+    assert last.forward(0, INPUT, split=True).dim() == 0
+    assert first.backward_input(0, None) is None
+    assert first.backward(0, None) is None

@@ -1,0 +1,56 @@
+"""What a stage holds and needs, counted by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from zbv_solver.problem.placement import Placement
+from zbv_worker.execution.stage import Stage
+from zbv_worker.measure.stage_memory import received_bytes, stage_memory
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 16, 32
+TENSOR = ROWS * WIDTH * 4
+
+
+def linear_stage() -> tuple[Stage, torch.Tensor]:
+    stage = Stage(1, 3, nn.Linear(WIDTH, WIDTH, bias=False), 1)
+    x = torch.randn(ROWS, WIDTH)
+    stage.forward(0, x, split=False)
+    stage.backward(0, torch.randn(ROWS, WIDTH))  # brings the parameters' gradients into being
+    return stage, x
+
+
+def test_a_linear_holds_its_input_then_its_outputs_gradient_too_and_nothing_after_w() -> None:
+    stage, x = linear_stage()
+    found = stage_memory(stage, x, None, torch.randn(ROWS, WIDTH), CPU)
+    assert found.after_forward == TENSOR
+    assert found.after_input == 2 * TENSOR
+    assert found.after_weight == 0
+    # B: the received gradient, and the input's and the weight's gradient beside what F held.
+    assert found.workspace == 2 * TENSOR + WIDTH * WIDTH * 4
+
+
+def test_what_an_earlier_action_needed_is_not_charged_to_a_later_one() -> None:
+    """After I nothing is held, so W needs nothing: what I held before is not W's workspace."""
+    stage = Stage(1, 3, nn.Sequential(*(nn.Tanh() for _ in range(6))), 1)
+    found = stage_memory(stage, torch.randn(ROWS, WIDTH), None, torch.randn(ROWS, WIDTH), CPU)
+    assert found.after_forward == 7 * TENSOR  # the input, and what every tanh keeps
+    assert found.after_input == 0
+    assert TENSOR <= found.workspace <= 3 * TENSOR
+
+
+def test_nothing_is_left_behind_in_the_gradients_account() -> None:
+    stage, x = linear_stage()
+    first = stage_memory(stage, x, None, torch.randn(ROWS, WIDTH), CPU)
+    assert stage_memory(stage, x, None, torch.randn(ROWS, WIDTH), CPU) == first
+    assert stage.held == (set(), set())
+
+
+def test_receives_are_counted_by_channel_and_not_at_the_turn() -> None:
+    placement = Placement.of("v", 2)  # stages 0 and 3 on rank 0, 1 and 2 on rank 1
+    small, large = torch.zeros(10), torch.zeros(100)
+    first = received_bytes(placement, 0, {0: small, 3: large}, {0: small, 3: None})
+    assert first == small.nbytes + large.nbytes  # the gradient of stage 1, the activation of stage 2
+    second = received_bytes(placement, 1, {1: small, 2: large}, {1: large, 2: small})
+    assert second == small.nbytes * 2  # the activation of stage 0, the gradient of stage 3

@@ -1,0 +1,448 @@
+"""Plans on PyTorch's own pipelining runtime: the gradients of one process, and its traps by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.paths import TESTS
+from support.selfcheck import (
+    Gradients,
+    HardModel,
+    hard_model,
+    random_orders,
+    reference_gradients,
+    relative_error,
+)
+from support.torch_lists import torch_runtime
+from torch import Tensor, nn
+from zbv_solver.construct.baselines import baseline
+from zbv_solver.export import export
+from zbv_solver.export.torch_comms_csv import lowered
+from zbv_solver.export.torch_csv import relabelled
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import identity
+from zbv_solver.problem.placement import Placement, PlacementKind
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.search.search import SearchOptions, make_plan, search
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.split_backward import WeightGrads
+from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.torch_runtime.executor import TorchExecutor, check, load, refuse_compiled
+from zbv_worker.training.report import read_reports, summarise
+
+TOLERANCE = 1e-5
+MICROBATCHES = 5
+CPU = torch.device("cpu")
+GPT = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
+
+
+def problem_of(p: int, microbatches: int = MICROBATCHES, kind: PlacementKind = "v") -> Problem:
+    placement = Placement.of(kind, p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def cases() -> Iterator[tuple[str, Problem, Orders]]:
+    """Plans of two ranks: split, fused, both, other placements, and microbatches in any order."""
+    plan = search(problem_of(2), SearchOptions(effort="quick"))
+    yield "searched-v", plan.problem, plan.orders
+    yield ("1f1b", *baseline("1f1b", problem_of(2)))
+    yield ("interleaved-1f1b", *baseline("interleaved-1f1b", problem_of(2)))
+    for fused in (0.0, 0.4, 1.0):
+        yield f"v-fused-{fused}", problem_of(2), random_orders(problem_of(2), Random(1), fused)
+    yield "v-scattered", problem_of(2), random_orders(problem_of(2), Random(4), 0.2)
+    loop = problem_of(2, kind="loop")
+    yield "loop-mixed", loop, random_orders(loop, Random(2), 0.4)
+
+
+NAMES = [
+    "searched-v",
+    "1f1b",
+    "interleaved-1f1b",
+    "v-fused-0.0",
+    "v-fused-0.4",
+    "v-fused-1.0",
+    "v-scattered",
+    "loop-mixed",
+]
+
+
+def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
+    document = {"problem": problem_json(problem), "ranks": orders.all_text()}
+    document["plan_id"] = identity(document["problem"], document["ranks"])  # type: ignore[arg-type]  # JSON
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gradients of every case, by our lists in memory and by both exported files."""
+    folder = tmp_path_factory.mktemp("torch")
+    for name, problem, orders in cases():
+        write_plan(folder / f"{name}.plan.json", problem, orders)
+        plan = make_plan(problem, orders, method="test")
+        (folder / f"{name}.compute_only.csv").write_text(export(plan, "torch-csv"))
+        (folder / f"{name}.compute_comms.csv").write_text(export(plan, "torch-comms-csv"))
+    commands = (
+        python_command("support.selfcheck", str(folder), "60", "torch"),
+        python_command("support.run_csv", str(folder)),
+    )
+    search_path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    for command in commands:
+        with LocalRanks([command] * 2, folder / "logs", {"PYTHONPATH": search_path}) as ranks:
+            ranks.wait(timeout=120)
+    return folder
+
+
+def gradients_in(folder: Path, name: str) -> Gradients:
+    found: Gradients = {}
+    for rank in range(2):
+        found |= torch.load(folder / f"{name}.{rank}.pt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[Gradients, float]:
+    return reference_gradients(hard_model(), MICROBATCHES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_compute_the_gradients_of_one(
+    folder: Path, reference: tuple[Gradients, float], name: str
+) -> None:
+    gradients, loss = reference
+    assert relative_error(gradients_in(folder, name), gradients) <= TOLERANCE
+    losses: dict[str, float] = {}
+    for rank in range(2):
+        losses |= json.loads((folder / f"{name}.{rank}.json").read_text())["losses"]
+    assert sum(losses.values()) / MICROBATCHES == pytest.approx(loss, rel=1e-6)
+    one_by_one = [reference_loss(j) for j in range(MICROBATCHES)]
+    assert [losses[str(j)] for j in range(MICROBATCHES)] == pytest.approx(one_by_one, rel=1e-5)
+
+
+def reference_loss(microbatch: int) -> float:
+    model = hard_model()
+    words, target = model.microbatch(0, microbatch)
+    return float(model.loss(model.build_stage(0, 1, CPU)(words), target).detach())
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("name", NAMES)
+def test_exported_files_compute_the_gradients_of_one_process(
+    folder: Path, reference: tuple[Gradients, float], name: str, form: str
+) -> None:
+    assert relative_error(gradients_in(folder, f"{name}.{form}"), reference[0]) <= TOLERANCE
+
+
+def test_receive_buffers_live_from_receive_to_backward(folder: Path) -> None:
+    """Not one per microbatch and direction for the whole run, as PyTorch's stages have them."""
+    for rank in range(2):
+        counts = json.loads((folder / f"1f1b.compute_comms.{rank}.json").read_text())
+        for most, left in counts.values():
+            assert most <= 2
+            assert left == 0
+
+
+# --- one rank in this process
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def whole(problem: Problem, orders: Orders) -> WholePlan:
+    return WholePlan("plan", problem, orders, 0.0)
+
+
+def one_rank(model: Any, orders: Sequence[str], microbatches: int = 2) -> TorchExecutor:
+    """A V of one rank: both its stages are here."""
+    modules = {index: model.build_stage(index, 2, CPU).train() for index in (0, 1)}
+    plan = whole(problem_of(1, microbatches), Orders.from_text([orders]))
+    return TorchExecutor(plan, 0, modules, model, device=CPU, backend="gloo", timeout=10)
+
+
+OVERTAKING = ["0F0", "0F1", "1F1", "1F0", "1I0", "1B1", "0I0", "1W0", "0B1", "0W0"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_losses_and_records_have_the_plans_microbatches() -> None:
+    """Inside, microbatches have other names: the last stage runs 1 before 0 here."""
+    result = one_rank(hard_model(), OVERTAKING).step(0)
+    assert result.losses == pytest.approx({j: reference_loss(j) for j in (0, 1)}, rel=1e-5)
+    assert [str(record.action) for record in result.records] == OVERTAKING
+    for before, record in zip([None, *result.records], result.records, strict=False):
+        assert record.wait <= record.start <= record.end
+        assert before is None or before.end <= record.wait
+        assert record.received == 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_follow_each_other_and_gradients_add_up() -> None:
+    executor = one_rank(hard_model(), OVERTAKING)
+    executor.step(0)
+    first = {name: p.grad.clone() for name, p in parameters_of(executor) if p.grad is not None}
+    for _, parameter in parameters_of(executor):
+        parameter.grad = None
+    executor.step(0)
+    again = {name: p.grad for name, p in parameters_of(executor) if p.grad is not None}
+    assert relative_error(again, first) == 0.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_weight_gradients_are_computed_in_w(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, queued = WeightGrads.run, []
+
+    def counting(self: WeightGrads) -> None:
+        queued.append(len(self))
+        run(self)
+
+    monkeypatch.setattr(WeightGrads, "run", counting)
+    one_rank(hard_model(), OVERTAKING).step(0)
+    assert len(queued) == sum("W" in action for action in OVERTAKING)
+    assert min(queued) > 0
+
+
+def parameters_of(executor: TorchExecutor) -> list[tuple[str, nn.Parameter]]:
+    return [pair for stage in executor.runtime._stages for pair in stage.submod.named_parameters()]
+
+
+class NormedModel(HardModel):
+    """Stages with running statistics."""
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        inner = super().build_stage(stage, n_stages, device)
+        width = 17 if stage == n_stages - 1 else 12
+        return nn.Sequential(OrderedDict(inner=inner, norm=_NormOfLast(width))).to(device)
+
+
+class _NormOfLast(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return output
+
+
+@pytest.mark.usefixtures("alone")
+def test_inferring_shapes_leaves_running_statistics_and_gradients_alone() -> None:
+    """It runs the stages on memory that nobody has written to."""
+    model = NormedModel()
+    executor = one_rank(model, ["0F0", "0F1", "1F0", "1B0", "1F1", "1B1", "0B0", "0B1"])
+    executor.step(0)
+
+    reference = nn.Sequential(*(model.build_stage(index, 2, CPU).train() for index in (0, 1)))
+    for index in range(2):
+        words, target = model.microbatch(0, index)
+        torch.autograd.backward(model.loss(reference(words), target) / 2)
+    expected = dict(reference.named_buffers())
+    for index, stage in enumerate(executor.runtime._stages):
+        for name, found in stage.submod.named_buffers():
+            assert torch.allclose(found, expected[f"{index}.{name}"], rtol=1e-5), name
+        for name, parameter in stage.submod.named_parameters():
+            right = reference.get_parameter(f"{index}.{name}").grad
+            assert (parameter.grad is None) == (right is None)
+            if right is not None:
+                assert torch.allclose(parameter.grad, right, rtol=1e-4, atol=1e-6), name
+
+
+class UnequalModel(HardModel):
+    """Microbatches of different lengths."""
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        words, target = super().microbatch(step, index)
+        return words[:, : 3 + index], target[:, : 3 + index]
+
+
+@pytest.mark.usefixtures("alone")
+def test_unequal_microbatches_are_refused() -> None:
+    executor = one_rank(UnequalModel(), OVERTAKING)
+    with pytest.raises(ModelError, match=r"inputs have the shapes \[\(2, 3\), \(2, 4\)\].*--runtime zbv"):
+        executor.step(0)
+
+
+class PairModel(HardModel):
+    """A stage that returns two tensors."""
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        inner = super().build_stage(stage, n_stages, device)
+        return nn.Sequential(inner, _Pair()) if stage == 0 else inner
+
+
+class _Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stage_that_returns_two_tensors_is_refused() -> None:
+    with pytest.raises(ModelError, match="stage 0 returned a tuple"):
+        one_rank(PairModel(), OVERTAKING).step(0)
+
+
+class FailingModel(HardModel):
+    """A stage that fails, but not while shapes are inferred."""
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        inner = super().build_stage(stage, n_stages, device)
+        return nn.Sequential(inner, _Failing()) if stage == 1 else inner
+
+
+class _Failing(nn.Module):
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 3:
+            raise RuntimeError("out of everything")
+        return x.clone()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stage_that_fails_is_named_with_its_action() -> None:
+    with pytest.raises(RuntimeError) as failed:
+        one_rank(FailingModel(), OVERTAKING).step(0)
+    assert "out of everything" in str(failed.value.__cause__)
+    assert failed.value.__notes__ == ["rank 0, step 0, 1F1"]
+
+
+# --- traps
+
+
+def compiled_as_a_whole() -> nn.Module:
+    compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+def compiled_in_a_part() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize(("build", "where"), [(compiled_as_a_whole, ""), (compiled_in_a_part, r" \(1\)")])
+def test_compiled_stages_whose_backward_is_split_are_refused(
+    build: Callable[[], nn.Module], where: str
+) -> None:
+    with pytest.raises(InvalidRun, match=rf"stage 3 is compiled{where}, .*I and W.*without torch\.compile"):
+        refuse_compiled({2: nn.Linear(2, 2), 3: build()})
+    refuse_compiled({2: nn.Linear(2, 2)})
+
+
+def test_what_the_runtime_has_loaded_is_checked() -> None:
+    problem = problem_of(2)
+    orders = relabelled(random_orders(problem, Random(3), 0.3), problem.n_stages)
+    plan = whole(problem, orders)
+    runtime = torch_runtime(problem, 0)
+    load(runtime, lowered(problem, orders))
+    check(runtime, plan, orders)
+    del runtime.pipeline_order_with_comms[1][-2]
+    with pytest.raises(InvalidRun, match=r"not run the plan as it is.*rank 1: stage . must have one"):
+        check(runtime, plan, orders)
+
+
+def test_orders_whose_losses_would_be_mixed_up_are_refused() -> None:
+    problem = problem_of(1, 2)
+    orders = Orders.from_text([OVERTAKING])
+    runtime = torch_runtime(problem, 0)
+    load(runtime, lowered(problem, orders))
+    with pytest.raises(InvalidRun, match=r"1F1 as its forward number 0"):
+        check(runtime, whole(problem, orders), orders)
+
+
+def test_lists_that_the_runtime_refuses_are_named() -> None:
+    problem = problem_of(1, 2)
+    with pytest.raises(InvalidRun, match="PyTorch's runtime refuses the plan"):
+        load(torch_runtime(problem, 0), [["0F0", "1F0"]])
+
+
+# --- the command
+
+
+def run_arguments(plan: Path, *more: str, steps: int = 3, timeout: float = 20) -> list[str]:
+    # Tied, so that two stages of a rank share a parameter.
+    model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps({**GPT, "tied": True})]
+    numbers = ["--steps", str(steps), "--timeout", str(timeout), "--threads", "1"]
+    return ["run", "--plan-file", str(plan), *model, *numbers, *more]
+
+
+def started(arguments: Sequence[Sequence[str]], folder: Path) -> LocalRanks:
+    return LocalRanks([python_command("zbv_worker.commands.cli", *a) for a in arguments], folder)
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    return write_plan(tmp_path / "plan.json", problem_of(2), random_orders(problem_of(2), Random(3)))
+
+
+def test_both_runtimes_train_alike(plan_file: Path, tmp_path: Path) -> None:
+    losses = {}
+    for runtime in ("zbv", "torch"):
+        arguments = run_arguments(
+            plan_file, "--runtime", runtime, "--result-dir", str(tmp_path / runtime), steps=4
+        )
+        with started([arguments] * 2, tmp_path / f"logs-{runtime}") as ranks:
+            ranks.wait(timeout=240)
+        documents = read_reports(tmp_path / runtime, 2)
+        losses[runtime] = summarise(documents).losses
+        ranks_ran = [[action[0] for action in d["steps"][-1]["actions"]] for d in documents]
+        assert ranks_ran == json.loads(plan_file.read_text())["ranks"]
+        received = [sum(action[4] for action in d["steps"][-1]["actions"]) for d in documents]
+        assert min(received) > 0
+    assert losses["torch"] == pytest.approx(losses["zbv"], rel=1e-5)
+    assert losses["torch"][-1] < losses["torch"][0]
+
+
+def test_ranks_with_different_runtimes_refuse(plan_file: Path, tmp_path: Path) -> None:
+    torch_run = run_arguments(plan_file, "--runtime", "torch")
+    with (
+        started([run_arguments(plan_file), torch_run], tmp_path / "logs") as ranks,
+        pytest.raises(LaunchError, match="ended with status 2"),
+    ):
+        ranks.wait(timeout=240)
+    wait_for(lambda: "zbv-worker:" in ranks.log(0))
+    assert "the ranks differ in runtime (rank 0: zbv; rank 1: torch)" in ranks.log(0)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_hangs_or_dies_in_mid_step_is_noticed_and_named(
+    plan_file: Path, tmp_path: Path, sign: signal.Signals
+) -> None:
+    arguments = run_arguments(plan_file, "--runtime", "torch", steps=1_000_000, timeout=6)
+    with started([arguments] * 2, tmp_path / "logs") as ranks:
+        wait_for(lambda: "step 3:" in ranks.log(0))
+        os.kill(ranks.pids[1], sign)
+        with pytest.raises(LaunchError):
+            ranks.wait(timeout=240)
+        wait_for(lambda: "zbv-worker:" in ranks.log(0))
+        if sign == signal.SIGSTOP:
+            os.kill(ranks.pids[1], signal.SIGKILL)
+        waited = "waited 6 s at" if sign == signal.SIGSTOP else "waited at"
+        says = rf"rank 0 {waited} step \d+, (\d[A-Z_]+\d for rank 1|between the actions for a neigh)"
+        assert re.search(says, ranks.log(0)), ranks.log(0)
+        assert "Traceback" not in ranks.log(0)
+
+
+def wait_for(condition: Any, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)

@@ -1,0 +1,179 @@
+"""One trace of all ranks: on one clock, in the order of the plan, in a form that viewers read."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from support.selfcheck import random_orders
+from zbv_solver.plans.orders import Action
+from zbv_solver.plans.plan import plan_json
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.search.search import make_plan
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.measure.rehearse.rehearse import Rehearsal, RehearseOptions
+from zbv_worker.tracing.clocks import Alignment, Clock, Offset
+from zbv_worker.tracing.merged_trace import RankTrace, claim, render
+from zbv_worker.transport.threads import ThreadHub
+
+SECOND = 1_000_000_000
+SAME = Alignment((Offset(),) * 2, (Offset(),) * 2)
+
+
+def small_trace(rank: int, plan_id: str = "aa") -> RankTrace:
+    times = [[(1_000, 1_000, 3_000), (3_500, 4_000, 6_000)], [(6_000, 7_000, 9_000), (9_000, 9_000, 9_500)]]
+    return RankTrace(
+        plan_id,
+        rank,
+        (Action(rank, "F", 0), Action(rank, "B", 0)),
+        np.array(times, dtype=np.int64) + 7 * SECOND,
+        np.array([[0, 64], [0, 64]]),
+    )
+
+
+def complete_events(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in document["traceEvents"] if event["ph"] == "X"]
+
+
+def test_events_carry_action_step_wait_and_bytes_in_microseconds_from_the_first() -> None:
+    document = json.loads(render([[small_trace(0), small_trace(1)]], SAME))
+    events = complete_events(document)
+    assert [event["name"] for event in events if event["tid"] == 1] == [
+        "1F0",
+        "wait for the input of 1B0",
+        "1B0",
+        "wait for the input of 1F0",
+        "1F0",
+        "1B0",
+    ]
+    waited, backward = events[1:3]
+    assert (waited["ts"], waited["dur"], waited["cat"]) == (2.5, 0.5, "waiting")
+    assert (backward["ts"], backward["dur"], backward["cat"]) == (3.0, 2.0, "full backward")
+    assert backward["args"] == {
+        "stage": 0,
+        "microbatch": 0,
+        "letter": "B",
+        "step": 0,
+        "wait": 0.5,
+        "received_bytes": 64,
+    }
+    names = [event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"]
+    assert names == ["rank 0", "rank 1"]
+
+
+def test_plans_that_take_turns_are_processes_of_one_trace() -> None:
+    document = json.loads(render([[small_trace(0)], [small_trace(0, "bb")]], SAME))
+    assert {event["pid"] for event in complete_events(document)} == {0, 1}
+    assert document["otherData"]["plan_ids"] == ["aa", "bb"]
+
+
+def test_a_place_that_cannot_be_written_is_named_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRun, match=r"--trace .*file/trace.json"):
+        claim(tmp_path / "file" / "trace.json")
+
+
+def test_a_training_run_writes_one_trace_of_all_ranks(tmp_path: Path) -> None:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * 4
+    problem = Problem(placement, 2, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    plan = make_plan(problem, random_orders(problem, Random(1)), method="random")
+    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan)))
+    model = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
+    command = python_command(
+        "zbv_worker",
+        *("run", "--plan-file", str(tmp_path / "plan.json"), "--steps", "2", "--threads", "1"),
+        *("--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(model)),
+        *("--timeout", "30", "--trace", str(tmp_path / "out" / "trace.json")),
+    )
+    with LocalRanks([command] * 2, tmp_path / "logs") as ranks:
+        ranks.wait(timeout=120)
+    document = json.loads((tmp_path / "out" / "trace.json").read_text())
+    for rank in range(2):
+        events = [event for event in complete_events(document) if event["tid"] == rank]
+        names = [event["name"] for event in events if event["cat"] != "waiting"]
+        assert names == plan.orders.text(rank) * 2
+    sizes = {event["args"].get("received_bytes", 0) for event in complete_events(document)}
+    assert sizes == {0, 2 * 16 * 16 * 4}  # sequences, length, width, bytes of a float
+
+
+SHIFTS = (0, 5 * SECOND, -2 * SECOND)
+
+
+def shifted(by: int) -> Clock:
+    return lambda: time.perf_counter_ns() + by
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholePlan, dict[str, Any]]:
+    """A rehearsal whose ranks' clocks are seconds apart: the plan and the trace."""
+    placement = Placement.of("v", 3)
+    ones = (1.0,) * 6
+    problem = Problem(placement, 3, Costs(ones, ones, ones, (0.0,) * 5), Memory.unlimited(placement))
+    orders = random_orders(problem, Random(5))
+    plan = WholePlan("aa", problem, orders, objective_value=18.0)
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    options = RehearseOptions(PlanSource(), steps=2, scale=1e-3, transfer_bytes=100, timeout=20, trace=path)
+    hub = ThreadHub(3)
+
+    def rehearse(rank: int) -> object:
+        clock = shifted(SHIFTS[rank])
+        return Rehearsal(options, plan, plan.of_rank(rank), hub.transport(rank), clock).run()
+
+    with ThreadPoolExecutor(3) as pool:
+        outcomes = list(pool.map(rehearse, range(3)))
+    assert [outcome is not None for outcome in outcomes] == [True, False, False]
+    return plan, json.loads(path.read_text())
+
+
+def test_every_rank_runs_its_list_in_order_and_one_thing_at_a_time(
+    merged: tuple[WholePlan, dict[str, Any]],
+) -> None:
+    plan, document = merged
+    for rank in range(3):
+        events = [event for event in complete_events(document) if event["tid"] == rank]
+        actions = [event["name"] for event in events if event["cat"] != "waiting"]
+        assert actions == plan.orders.text(rank) * 3
+        for earlier, later in pairwise(events):
+            assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-3  # rounding of the sum
+
+
+def test_no_action_starts_before_its_input_was_made_whatever_the_clocks_showed(
+    merged: tuple[WholePlan, dict[str, Any]],
+) -> None:
+    _, document = merged
+    ahead = [SECOND / 1e3 * shift / SECOND for shift in SHIFTS]
+    other = document["otherData"]
+    slack = 2 * other["clock_uncertainty_us"]
+    for found, shift in zip(other["clocks_ahead_us"], ahead, strict=True):
+        assert abs(found - shift) <= slack
+    events = {
+        (event["args"]["step"], event["name"]): event
+        for event in complete_events(document)
+        if event["cat"] != "waiting"
+    }
+    remote = 0
+    for (step, name), event in events.items():
+        if event["args"]["received_bytes"]:
+            action = Action.parse(name)
+            made = (
+                [f"{action.stage - 1}F"] if action.letter == "F" else [f"{action.stage + 1}{c}" for c in "IB"]
+            )
+            producer = next(
+                events[step, key] for m in made if (step, key := f"{m}{action.microbatch}") in events
+            )
+            assert producer["tid"] != event["tid"]
+            assert producer["ts"] + producer["dur"] <= event["ts"] + slack
+            remote += 1
+    assert remote == 3 * 8 * 3  # of 3 steps, both ways over the 4 boundaries between ranks, 3 microbatches

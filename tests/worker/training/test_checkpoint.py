@@ -1,0 +1,384 @@
+"""Checkpoints: a run that was killed goes on as if it had not been, on other ranks and another plan too."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random as python_random
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from support.agents import DEADLINE, until
+from support.pickled import Bomb
+from support.selfcheck import random_orders
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+from zbv_solver.construct.baselines import baseline
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.stage_document import problem_json
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.precision import LossScale, Precision
+from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
+from zbv_worker.training.convert_checkpoint import convert
+from zbv_worker.training.fence import checkpoints
+from zbv_worker.training.gradients import OwnGradients
+from zbv_worker.training.update import Update
+from zbv_worker.transport.threads import ThreadHub
+
+MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
+STEPS = 9
+CLIPPING = ("--clip-norm", "0.5")
+"""Shorter than every gradient here; a length of all ranks together, so it must be the same on others."""
+
+
+def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
+    path.write_text(json.dumps({"problem": problem_json(problem), "ranks": orders.all_text()}))
+    return path
+
+
+def v_problem(p: int = 2, microbatches: int = 4) -> Problem:
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def write_v(path: Path, p: int, microbatches: int) -> Path:
+    """A V plan in no particular order."""
+    problem = v_problem(p, microbatches)
+    return write_plan(path, problem, random_orders(problem, Random(3)))
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_v(tmp_path_factory.mktemp("plan") / "random.json", p=2, microbatches=4)
+
+
+class Runs:
+    """Runs ``zbv-worker run`` in a folder."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._count = 0
+
+    def start(
+        self,
+        plan: Path,
+        *more: str,
+        ranks: int = 2,
+        steps: int = STEPS,
+        module: str = "zbv_worker",
+        environment: Mapping[str, str] | None = None,
+        **model: Any,
+    ) -> LocalRanks:
+        self._count += 1
+        self.results = self._folder / f"results-{self._count}"
+        command = python_command(
+            module,
+            *("run", "--plan-file", str(plan), "--model", "zbv_worker.models.gpt:gpt", "--threads", "1"),
+            *("--model-args", json.dumps(MODEL | model), "--steps", str(steps), "--timeout", "20"),
+            *("--result-dir", str(self.results), *more),
+        )
+        return LocalRanks([command] * ranks, self._folder / f"logs-{self._count}", environment)
+
+    def losses(self, plan: Path, *more: str, ranks: int = 2, **arguments: Any) -> dict[int, float]:
+        """Run to the end; losses by step."""
+        with self.start(plan, *more, ranks=ranks, **arguments) as started:
+            started.wait(timeout=DEADLINE)
+        found: dict[int, float] = {}
+        for rank in range(ranks):
+            steps = json.loads((self.results / f"rank-{rank}.json").read_text())["steps"]
+            found |= {line["step"]: line["loss"] for line in steps if line["loss"] is not None}
+        return found
+
+
+def newest_step(saved: Path) -> int:
+    newest = newest_checkpoint(saved)
+    assert newest is not None
+    return int(newest.name[5:13])
+
+
+def saving(folder: Path, every: int = 2) -> tuple[str, ...]:
+    return "--checkpoint-dir", str(folder), "--checkpoint-every", str(every)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def test_a_run_killed_in_mid_step_goes_on_with_the_same_losses(
+    runs: Runs, plan: Path, tmp_path: Path
+) -> None:
+    """Dropout draws random numbers, Adam has a state: all of it must come back."""
+    undisturbed = runs.losses(plan, dropout=0.2)
+    saved = tmp_path / "saved"
+    with runs.start(plan, *saving(saved), steps=1_000_000, dropout=0.2) as started:
+        until(lambda: "step 5:" in started.log(0) or "step 5:" in started.log(1))
+        os.kill(started.pids[1], signal.SIGKILL)
+        with pytest.raises(LaunchError):
+            started.wait(timeout=DEADLINE)
+    begun = newest_step(saved)
+    steps = begun + 3
+    again = runs.losses(plan, *saving(saved), dropout=0.2, steps=steps)
+    assert list(again) == [begun, begun + 1, begun + 2]
+    same = {step: loss for step, loss in undisturbed.items() if step in again}
+    assert same or begun >= STEPS
+    assert {step: again[step] for step in same} == same
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def contents(saved: Path) -> dict[str, bytes]:
+    """Every file of the checkpoints that count, and the name of the newest."""
+    return {
+        str(path.relative_to(saved)): path.read_bytes()
+        for folder in checkpoints(saved, lambda _: True).values()
+        for path in sorted(folder.iterdir())
+    }
+
+
+@pytest.mark.parametrize("check", [1, 2])
+def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_successor(
+    runs: Runs, plan: Path, tmp_path: Path, check: int
+) -> None:
+    """Stopped before it renames (1) or prunes (2), it resumes when its successor has finished."""
+    saved = tmp_path / "saved"
+    always = (*saving(saved, every=1), "--checkpoints-kept", "2")
+    stop = {"ZBV_TEST_STOP": f"4:{check}"}
+    with runs.start(
+        plan, *always, module="support.stopping_rank", environment=stop, steps=1_000_000
+    ) as given_up:
+        until(lambda: is_stopped(given_up.pids[0]))
+        newest = 4 if check == 2 else 3
+        assert newest_step(saved) == newest
+        undisturbed = runs.losses(plan, *always, steps=newest + 2)
+        assert list(undisturbed) == [newest, newest + 1]
+        before, found = contents(saved), newest_checkpoint(saved)
+        assert found is not None
+        assert found.name == f"step-{newest + 2:08d}.g2"
+
+        os.kill(given_up.pids[0], signal.SIGCONT)
+        with pytest.raises(LaunchError, match="generation 2 has taken over"):
+            given_up.wait(timeout=DEADLINE)
+        assert contents(saved) == before
+        assert newest_checkpoint(saved) == found
+        assert "Traceback" not in given_up.log(0) + given_up.log(1)
+    assert list(runs.losses(plan, *always, steps=newest + 3)) == [newest + 2]
+
+
+def test_another_plan_with_other_ranks_replicas_and_sharding_goes_on_with_it(
+    runs: Runs, plan: Path, tmp_path: Path
+) -> None:
+    """Two ranks in a V; two replicas of one rank that share its parameters; two of two; 1F1B, unsplit."""
+    undisturbed = runs.losses(plan, *CLIPPING)
+    saved = tmp_path / "saved"
+    always = (*saving(saved), *CLIPPING)
+    found = runs.losses(plan, *always, steps=3)
+    halves = write_v(tmp_path / "one-rank.json", p=1, microbatches=2)
+    found |= runs.losses(halves, *always, "--data-parallel", "2", "--shard", ranks=2, steps=5)
+    halves = write_v(tmp_path / "two-ranks.json", p=2, microbatches=2)
+    found |= runs.losses(halves, *always, "--data-parallel", "2", ranks=4, steps=7)
+    other = write_plan(tmp_path / "1f1b.json", *baseline("1f1b", v_problem()))
+    found |= runs.losses(other, *always, steps=STEPS)
+    assert found == pytest.approx(undisturbed, rel=2e-5)
+    assert sorted(path.name for path in saved.glob("step-*")) == [
+        f"step-{at:08d}.g{generation}" for at, generation in ((7, 3), (8, 4), (9, 4))
+    ]
+
+
+def test_only_complete_checkpoints_count_and_a_finished_run_trains_no_more(
+    runs: Runs, plan: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    assert list(runs.losses(plan, *saving(saved), steps=2)) == [0, 1]
+    (saved / "step-00000007.g1.partial").mkdir()
+    (saved / "step-00000008").mkdir()  # without metadata: never finished
+    (saved / "notes.txt").write_text("mine")
+    assert newest_step(saved) == 2
+    assert runs.losses(plan, *saving(saved), steps=2) == {}
+    assert list(runs.losses(plan, *saving(saved), steps=3)) == [2]
+    assert (saved / "notes.txt").read_text() == "mine"
+    assert not (saved / "step-00000007.g1.partial").exists()
+
+
+def test_the_checkpoint_of_another_model_is_refused(runs: Runs, plan: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    runs.losses(plan, *saving(saved), steps=1)
+    for model in ({"layers": 5}, {"learning_rate": 0.1}):
+        with runs.start(plan, *saving(saved), **model) as started:
+            with pytest.raises(LaunchError):
+                started.wait(timeout=DEADLINE)
+            # The other one may have lost it before it had looked itself.
+            until(lambda: any("is of another model" in started.log(rank) for rank in range(2)))
+        assert "Traceback" not in started.log(0)
+
+
+def test_a_directory_that_cannot_be_written_is_named(runs: Runs, plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(LaunchError, match=r"(?s)status 2.*--checkpoint-dir"),
+        runs.start(plan, *saving(tmp_path / "file" / "below"), steps=2) as started,
+    ):
+        started.wait(timeout=DEADLINE)
+
+
+@dataclass
+class Alone:
+    """One rank's checkpoints, in this process."""
+
+    directory: Path
+    module: nn.Module
+    update: Update
+    checkpoints: Checkpoints
+
+    @classmethod
+    def of(cls, directory: Path, seed: int, precision: Precision = "float32") -> Alone:
+        torch.manual_seed(seed)
+        module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        transport = ThreadHub(1).transport(0)
+        gradients = OwnGradients({0: module})
+        scale = LossScale.of(precision)
+        update = Update(StepwiseAdam(), gradients, transport, scale, None)  # type: ignore[arg-type]  # as far as it goes
+        options = CheckpointOptions(directory, every=1)
+        checkpoints = Checkpoints(options, {0: module}, update, "model", None, transport)
+        return cls(directory, module, update, checkpoints)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.module.zero_grad()
+            self.module(torch.randn(5, 4)).square().sum().backward()
+            self.update.apply(1.0)
+
+
+class StepwiseAdam:
+    """What an update needs of a model; its schedule keeps a Counter."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+
+
+def write_as_before(folder: Path, made: Alone, step: int, **more: Any) -> None:
+    """A checkpoint as zbv wrote it with torch.distributed.checkpoint."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    optimizer, schedule = made.update.optimizer, made.update.schedule
+    assert optimizer is not None
+    model, state = get_state_dict(made.module, optimizer, options=options)
+    progress = {
+        "step": step,
+        "model": "model",
+        "loss_scale": {"value": 1.0, "is_dynamic": False, "good_steps": 0},
+        "schedule": schedule.state_dict(),
+    }
+    random = {"torch": torch.get_rng_state(), "python": python_random.getstate()}
+    everything = {"model": model, "optimizer": state, "progress": progress, "random.0": random, **more}
+    with pytest.warns(UserWarning, match="single process"):
+        save(everything, checkpoint_id=folder / f"step-{step:08d}", no_dist=True)
+
+
+def test_a_pickled_checkpoint_is_refused_and_goes_on_to_the_bit_once_converted(
+    tmp_path: Path,
+) -> None:
+    made = Alone.of(tmp_path, seed=1)
+    made.train(3)
+    write_as_before(tmp_path, made, 3)
+    again = Alone.of(tmp_path, seed=2)
+    with pytest.raises(InvalidRun, match=r"step 3 has the format of an older zbv.*convert_checkpoint"):
+        again.checkpoints.load_newest()
+    convert(tmp_path / "step-00000003")
+    assert again.checkpoints.load_newest() == 3
+    made_random = torch.randn(3)
+    again.checkpoints.load_newest()
+    assert torch.equal(torch.randn(3), made_random)
+    assert again.update.schedule.state_dict() == made.update.schedule.state_dict()
+    for one in (made, again):
+        torch.manual_seed(7)
+        one.train(3)
+    for mine, theirs in zip(made.module.parameters(), again.module.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(InvalidRun, match="found no checkpoint of an older zbv"):
+        convert(tmp_path / "step-00000003")
+
+
+def test_a_crafted_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    """Both that of an older zbv and one that has the files of today beside it."""
+    target = tmp_path / "made"
+    directory = tmp_path / "saved"
+    Alone.of(directory, seed=1).checkpoints.save(1)
+    bomb = pickle.dumps(Bomb(target))
+    (directory / "step-00000001.g1" / ".metadata").write_bytes(bomb)
+    assert Alone.of(directory, seed=2).checkpoints.load_newest() == 1
+    (directory / "step-00000002").mkdir()
+    (directory / "step-00000002" / ".metadata").write_bytes(bomb)
+    with pytest.raises(InvalidRun, match="older zbv"):
+        Alone.of(directory, seed=2).checkpoints.load_newest()
+    assert not target.exists()
+
+
+def test_data_whose_state_is_an_object_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    alone = Alone.of(tmp_path, seed=1)
+    alone.checkpoints._data = BadData()
+    with pytest.raises(InvalidRun, match=r"data\.0\.iterator is a list_iterator, which a checkpoint cannot"):
+        alone.checkpoints.save(1)
+    assert newest_checkpoint(tmp_path) is None
+
+
+class BadData:
+    def data_state(self) -> dict[str, Any]:
+        return {"iterator": iter([1])}
+
+    def load_data_state(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"progress.model": None}, "it has no value 'progress.model'"),
+        ({"progress.loss_scale": None}, "it has no value 'progress.loss_scale'"),
+        ({"progress.loss_scale": {"dict": [["value", "large"]]}}, "the loss scale is 'large'"),
+        ({"random.0": {"dict": [["torch", 5]]}}, "expected a torch.ByteTensor"),
+    ],
+)
+def test_a_checkpoint_with_values_that_somebody_changed_is_refused(
+    values: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    Alone.of(tmp_path, seed=1).checkpoints.save(1)
+    index = tmp_path / "step-00000001.g1" / "index.json"
+    document = json.loads(index.read_text())
+    changed = {k: v for k, v in (document["values"] | values).items() if v is not None or k not in values}
+    index.write_text(json.dumps(document | {"values": changed}))
+    with pytest.raises(InvalidRun, match=re.escape(said)):
+        Alone.of(tmp_path, seed=2).checkpoints.load_newest()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "value"),
+    [("float32", "float16", 65536.0), ("float16", "float32", 1.0), ("float16", "float16", 1024.0)],
+)
+def test_a_loss_scale_goes_on_where_the_precision_is_the_same(
+    before: Precision, after: Precision, value: float, tmp_path: Path
+) -> None:
+    """A checkpoint in float32 must not switch the scaling of a run in float16 off."""
+    made = Alone.of(tmp_path, 1, before)
+    if made.update.loss_scale.is_dynamic:
+        made.update.loss_scale.value = 1024.0
+    made.checkpoints.save(1)
+    again = Alone.of(tmp_path, 2, after)
+    again.checkpoints.load_newest()
+    assert again.update.loss_scale == LossScale(value, after == "float16")

@@ -1,0 +1,232 @@
+"""A run goes on with another plan: on every rank from the same step on, and the training stays the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import zbv_worker.training.plan_change
+from support.selfcheck import random_orders, relative_error
+from support.trained import Remembering, Trained, train_alone, train_in_threads
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import identity
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.stage_document import problem_json
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.training.plan_change import NextPlan, PlanFile
+from zbv_worker.training.training import TrainingOptions
+
+STEPS = 40
+
+
+def problem_of(microbatches: int = 3) -> Problem:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def write_plan(path: Path, problem: Problem, orders: Orders) -> str:
+    path.write_text(json.dumps({"problem": problem_json(problem), "ranks": orders.all_text()}))
+    return identity(problem_json(problem), orders.all_text())
+
+
+@pytest.fixture(autouse=True)
+def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zbv_worker.training.plan_change, "_LOOK_SECONDS", 0.01)
+
+
+class Arriving(Remembering):
+    """A model during whose step 3 the next plan arrives."""
+
+    next_plan: Path
+    text: str
+
+    def microbatch(self, step: int, index: int):  # type: ignore[no-untyped-def]
+        if step == 3 and index == 0 and not self.next_plan.exists():
+            self.next_plan.write_text(self.text)
+        return super().microbatch(step, index)
+
+
+def train_with(path: Path, text: str, replicas: int = 1) -> Trained:
+    problem = problem_of()
+    Arriving.next_plan, Arriving.text = path, text
+    options = TrainingOptions(replicas=replicas, next_plan=path)
+    return train_in_threads(problem, random_orders(problem, Random(0)), options, STEPS, model=Arriving)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_all_ranks_change_at_the_same_step_and_train_on_as_if_nothing_had_happened(
+    replicas: int, tmp_path: Path
+) -> None:
+    problem = problem_of()
+    plan_id = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(1)))
+    found = train_with(tmp_path / "next.json", (tmp_path / "other.json").read_text(), replicas)
+    plans = [[line.plan_id for line in report.lines] for report in found.reports]
+    changed = plans[0].index(plan_id)
+    assert changed > 3
+    assert all(p == [plans[0][0]] * changed + [plan_id] * (STEPS - changed) for p in plans)
+    expected, losses, _ = train_alone(3 * replicas, STEPS)
+    assert relative_error(found.parameters[0], expected) < 1e-4
+    assert found.losses == pytest.approx(losses, rel=1e-4)
+    # The records are those of the plan that ran: its first action comes first.
+    newest = found.reports[0].newest()
+    assert len(newest) == STEPS - changed
+    assert {str(r.action) for r in newest[0].records} == {str(r.action) for r in newest[-1].records}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "the plan stays as it is"),
+        (json.dumps({"problem": {}, "ranks": []}), "the plan stays as it is"),
+        ("OTHER", "can only be changed for one of 2 ranks, placement v, 3 microbatches"),
+    ],
+)
+def test_what_cannot_take_its_place_is_refused_and_the_run_goes_on(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text == "OTHER":
+        larger = problem_of(microbatches=4)
+        write_plan(tmp_path / "larger.json", larger, random_orders(larger, Random(0)))
+        text = (tmp_path / "larger.json").read_text()
+    found = train_with(tmp_path / "next.json", text)
+    assert len({line.plan_id for report in found.reports for line in report.lines}) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
+    problem = problem_of()
+    write_plan(tmp_path / "same.json", problem, random_orders(problem, Random(0)))
+    found = train_with(tmp_path / "next.json", (tmp_path / "same.json").read_text())
+    assert len({line.plan_id for report in found.reports for line in report.lines}) == 1
+
+
+class Changing(PlanFile):
+    """A file whose every look finds the next plan, without a file."""
+
+    def __init__(self, plans: Iterator[str]):
+        problem = problem_of()
+        super().__init__(Path("absent"), RankPlan.of("first", problem, random_orders(problem, Random(0)), 0))
+        self.close()  # the tests look themselves
+        self._plans = plans
+        self._path = Versions()  # type: ignore[assignment]  # as far as it is asked
+
+    def _read(self) -> NextPlan:
+        return NextPlan(next(self._plans), ())
+
+
+class Versions:
+    """A path that is another file each time."""
+
+    def __init__(self) -> None:
+        self._version = 0
+
+    def stat(self) -> os.stat_result:
+        self._version += 1
+        return os.stat_result((0, self._version, *([0] * 8)))
+
+
+def test_no_plan_is_lost_between_the_thread_that_finds_and_the_one_that_takes() -> None:
+    """The newest plan is taken in the end, however the two interleave."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            watched = Changing(iter([str(number) for number in range(40)]))
+            taken: list[str] = []
+            finder = threading.Thread(target=lambda each: [each.look() for _ in range(40)], args=(watched,))
+            finder.start()
+            while finder.is_alive():
+                taken += [plan.plan_id for plan in [watched.take()] if plan is not None]
+            finder.join()
+            taken += [plan.plan_id for plan in [watched.take()] if plan is not None]
+            assert taken[-1] == "39"
+            assert taken == sorted(set(taken), key=int)  # each once, in order
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_plan_that_arrives_while_another_is_taken_is_not_dropped() -> None:
+    """The interleaving itself: the finder runs in the middle of a take."""
+
+    class Interrupted(Changing):
+        _finder: threading.Thread
+        _is_armed = False
+
+        def __setattr__(self, name: str, value: object) -> None:
+            # A take that is not atomic would find here, between reading and clearing.
+            if name == "_found" and value is None and self._is_armed:
+                self._is_armed = False
+                finder = threading.Thread(target=self.look)
+                finder.start()
+                finder.join(0.2)  # under the lock it cannot end before the take does
+                self._finder = finder
+            super().__setattr__(name, value)
+
+    watched = Interrupted(iter(["a", "b"]))
+    watched.look()
+    watched._is_armed = True
+    first = watched.take()
+    watched._finder.join(10)
+    second = watched.take()
+    assert [plan.plan_id for plan in (first, second) if plan is not None] == ["a", "b"]
+
+
+def test_the_plan_of_before_may_come_back_before_the_next_one_has_begun() -> None:
+    watched = Changing(iter(["other", "first", "first"]))
+    found = []
+    for _ in range(3):
+        watched.look()
+        found.append(watched.take())
+    assert [None if plan is None else plan.plan_id for plan in found] == ["other", "first", None]
+
+
+def test_a_file_that_could_not_be_read_is_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    class Busy(Changing):
+        def _read(self) -> NextPlan:
+            plan = next(self._plans)
+            if plan == "busy":
+                raise OSError("stale file handle")
+            return NextPlan(plan, ())
+
+    watched = Busy(iter(["busy", "next"]))
+    watched._path = Once()  # type: ignore[assignment]  # as far as it is asked
+    watched.look()
+    assert "stale file handle" in capsys.readouterr().err
+    watched.look()
+    found = watched.take()
+    assert found is not None
+    assert found.plan_id == "next"
+
+
+class Once:
+    """A file that does not change."""
+
+    def stat(self) -> os.stat_result:
+        return os.stat_result((0, 1, *([0] * 8)))
+
+
+def test_a_file_that_cannot_be_read_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = problem_of()
+    orders = random_orders(problem, Random(0))
+    (tmp_path / "next.json").mkdir()
+    watched = PlanFile(tmp_path / "next.json", RankPlan.of("0" * 64, problem, orders, 0))
+    for _ in range(3):
+        watched.look()
+    watched.close()
+    assert capsys.readouterr().err.count("the plan stays as it is") == 1
+    (tmp_path / "next.json").rmdir()
+    plan_id = write_plan(tmp_path / "next.json", problem, orders)
+    watched.look()
+    found = watched.take()
+    assert found is not None
+    assert found.plan_id == plan_id

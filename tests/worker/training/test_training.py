@@ -1,0 +1,173 @@
+"""Training with replicas, clipping, mixed precision, tied parameters and evaluation, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Literal
+
+import pytest
+import torch
+from support.selfcheck import random_orders, relative_error
+from support.trained import CPU, Remembering, train_alone, train_in_threads
+from torch import Tensor, nn
+from zbv_solver.construct.baselines import baseline
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_worker.errors import InvalidRun
+from zbv_worker.training.training import TrainingOptions
+
+MICROBATCHES = 3
+STEPS = 3
+
+
+def v_problem(p: int = 2, microbatches: int = MICROBATCHES) -> Problem:
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def random_plan(seed: int = 0) -> tuple[Problem, Orders]:
+    problem = v_problem()
+    return problem, random_orders(problem, Random(seed))
+
+
+@pytest.mark.parametrize(("replicas", "seed"), [(1, 0), (2, 1), (3, 2)])
+def test_replicas_train_as_one_process_with_all_their_microbatches(replicas: int, seed: int) -> None:
+    found = train_in_threads(*random_plan(seed), TrainingOptions(replicas=replicas), STEPS)
+    expected, losses, _ = train_alone(MICROBATCHES * replicas, STEPS)
+    assert len(found.parameters) == replicas
+    for parameters in found.parameters:
+        assert relative_error(parameters, expected) < 1e-5
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(replicas: int) -> None:
+    options = TrainingOptions(replicas=replicas, clip_norm=0.05)
+    found = train_in_threads(*random_plan(), options, STEPS)
+    expected, _, norms = train_alone(MICROBATCHES * replicas, STEPS, clip_norm=0.05)
+    assert min(norms) > 0.05  # it is the clipping that is compared
+    for parameters in found.parameters:
+        assert relative_error(parameters, expected) < 1e-5
+    for report in found.reports:
+        assert [line.updated.gradient_norm for line in report.lines] == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_norm_that_is_not_reached_changes_nothing() -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(clip_norm=1e6), STEPS)
+    assert relative_error(found.parameters[0], train_alone(MICROBATCHES, STEPS)[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
+def test_mixed_precision_trains_nearly_the_same(
+    precision: Literal["bfloat16", "float16"], tolerance: float
+) -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(precision=precision), STEPS)
+    expected, losses, _ = train_alone(MICROBATCHES, STEPS)
+    assert found.losses == pytest.approx(losses, rel=tolerance)
+    assert found.losses != pytest.approx(losses, rel=1e-6)  # it did compute in the smaller type
+    assert 0 < relative_error(found.parameters[0], expected) < 3 * tolerance
+    assert all(p.dtype == torch.float32 for p in found.parameters[0].values())
+
+
+class Overflowing(Remembering):
+    """A model whose loss is too steep for float16 in its first step."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        steep = 1e4 if float(target.flatten()[0]) == self._first else 1.0
+        return super().loss(output, target) * steep
+
+    @property
+    def _first(self) -> float:
+        return float(self.microbatch(0, 0)[1].flatten()[0])
+
+
+def test_a_step_whose_gradients_overflow_is_left_out_on_every_rank() -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), 2, model=Overflowing)
+    for report in found.reports:
+        assert [line.updated.is_skipped for line in report.lines] == [True, False]
+    # What was left out is as if it had not been: the second step starts from the first parameters.
+    once = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), 0, model=Overflowing)
+    assert relative_error(found.parameters[0], once.parameters[0]) < 0.2
+    assert all(torch.isfinite(p).all() for p in found.parameters[0].values())
+
+
+class TiedModel(Remembering):
+    """First and last layer share their weights."""
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        module = super().build_stage(stage, n_stages, device)
+        if n_stages == 1:
+            self.tie(module, module)
+        return module
+
+    def tied_parameters(self) -> Sequence[tuple[str, str]]:
+        return [("layer0.weight", "layer7.1.weight")]
+
+    @staticmethod
+    def tie(first: nn.Module, last: nn.Module) -> None:
+        last.get_submodule("layer7.1").weight = first.get_parameter("layer0.weight")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_tied_parameters_of_the_first_and_the_last_stage_are_one(replicas: int) -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(replicas=replicas), STEPS, model=TiedModel)
+    expected, losses, _ = train_alone(MICROBATCHES * replicas, STEPS, model=TiedModel)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    for parameters in found.parameters:
+        both = parameters["layer0.weight"], parameters["layer7.1.weight"]
+        assert both[0] is both[1] or torch.equal(*both)
+        same = {name: parameters[name] for name in expected}
+        assert relative_error(same, expected) < 1e-5
+
+
+def test_tied_parameters_on_two_ranks_are_refused() -> None:
+    problem, orders = baseline("1f1b", v_problem())
+    with pytest.raises(InvalidRun, match=r"layer[07].*weight is on another rank"):
+        train_in_threads(problem, orders, TrainingOptions(), 1, model=TiedModel)
+
+
+class Measured(Remembering):
+    """Has data of its own for evaluation."""
+
+    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        return self.microbatch(50, index)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluation_is_the_loss_of_the_forwards_and_changes_nothing(replicas: int) -> None:
+    options = TrainingOptions(replicas=replicas, evaluate_every=2)
+    found = train_in_threads(*random_plan(), options, 4, model=Measured)
+    plain = train_in_threads(*random_plan(), TrainingOptions(replicas=replicas), 4)
+    assert found.losses == plain.losses
+    evaluations = next(r.evaluations for r in found.reports if r.evaluations)
+    assert list(evaluations) == [0, 2, 4]
+    module = Measured().build_stage(0, 1, CPU).eval()
+    count = MICROBATCHES * replicas
+    with torch.no_grad():
+        data = [Measured().microbatch(50, index) for index in range(count)]
+        losses = [float(Measured().loss(module(x), y)) for x, y in data]
+    assert evaluations[0] == pytest.approx(sum(losses) / count, rel=1e-5)
+
+
+class Scheduled(Remembering):
+    """The learning rate halves with every step."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        self.rates: list[float] = []
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def test_a_schedule_of_the_learning_rate_is_followed() -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(), STEPS, model=Scheduled)
+    model = Remembering()
+    module = model.build_stage(0, 1, CPU).train()
+    for step in range(STEPS):
+        for index in range(MICROBATCHES):
+            x, y = model.microbatch(step, index)
+            (model.loss(module(x), y) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
+        torch.optim.SGD(module.parameters(), lr=0.05 * 0.5**step).step()
+        module.zero_grad()
+    assert relative_error(found.parameters[0], model.parameters) < 1e-5

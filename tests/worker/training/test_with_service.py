@@ -1,0 +1,78 @@
+"""Ranks fetch their own lists from a service and train by them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from random import Random
+
+import pytest
+from support.selfcheck import random_orders
+from zbv_service.client import Client
+from zbv_solver.plans.plan import plan_json
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.search.search import make_plan
+from zbv_worker.demo.local_service import LocalService, ServiceStartError
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.training.report import read_reports, summarise
+
+MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
+
+
+def test_each_rank_fetches_its_list_from_the_service_and_trains(tmp_path: Path) -> None:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * 4
+    problem = Problem(placement, 3, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    plan = make_plan(problem, random_orders(problem, Random(0)), method="random")
+    with LocalService(tmp_path / "service", port=0) as service:
+        with Client(service.address) as client:
+            assert client.import_plan(plan_json(plan)) == plan.plan_id
+        for rank in range(2):
+            fetched = PlanSource(service.address, plan.plan_id).rank_plan(rank, timeout=60)
+            assert fetched == RankPlan.of(plan.plan_id, problem, plan.orders, rank)
+        whole = PlanSource(service.address, plan.plan_id).whole(timeout=60)
+        assert whole.orders == plan.orders
+        with pytest.raises(InvalidRun, match="rank 7: no action list"):
+            PlanSource(service.address, plan.plan_id).rank_plan(7, timeout=60)
+        command = python_command(
+            "zbv_worker",
+            *("run", "--server", service.address, "--plan", plan.plan_id, "--steps", "2", "--threads", "1"),
+            *("--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)),
+            *("--timeout", "30", "--pin", "--result-dir", str(tmp_path / "results")),
+        )
+        with LocalRanks([command] * 2, tmp_path / "logs") as ranks:
+            ranks.wait(timeout=240)
+    found = summarise(read_reports(tmp_path / "results", 2))
+    assert found.plan_id == plan.plan_id
+    assert len(found.losses) == 2
+
+
+def test_a_service_that_does_not_start_is_reported_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "zbv-service"
+    script.write_text("#!/bin/sh\necho no database >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("zbv_worker.demo.local_service._executable", lambda: str(script))
+    with pytest.raises(ServiceStartError, match="no database"), LocalService(tmp_path, port=0):
+        pass
+
+
+def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
+    def interrupted() -> list[int]:
+        with LocalRanks([["sleep", "60"], ["sleep", "60"]], tmp_path) as ranks:
+            pids.extend(ranks.pids)
+            raise KeyboardInterrupt
+
+    pids: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

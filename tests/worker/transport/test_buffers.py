@@ -1,0 +1,128 @@
+"""Memory of received tensors: used again when nothing refers to it, and never sooner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from support.paths import TESTS
+from torch import Tensor, nn
+from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.transport.buffers import ReceiveBuffers
+from zbv_worker.transport.channels import TensorSpec
+
+CPU = torch.device("cpu")
+SPEC = TensorSpec((3, 4), torch.float32)
+BYTES = 3 * 4 * 4
+
+
+def test_a_buffer_that_nobody_holds_is_used_again() -> None:
+    buffers = ReceiveBuffers(CPU)
+    places = set()
+    for _ in range(5):
+        tensor = buffers.take(SPEC)
+        places.add(tensor.data_ptr())
+        del tensor
+    assert len(places) == 1
+    assert buffers.bytes == BYTES
+
+
+def linear_that_saved_it(tensor: Tensor) -> Any:
+    """An activation in an autograd graph, and nowhere else."""
+    return nn.Linear(4, 2)(tensor.detach().requires_grad_()).sum()
+
+
+def queue_of_weight_gradients(tensor: Tensor) -> Any:
+    """Between I and W."""
+    module = nn.Sequential(nn.Linear(4, 2))
+    queue = WeightGrads()
+    with defer_weight_gradients(module).into(queue):
+        output = module(tensor.detach().requires_grad_())
+    output.sum().backward()
+    del output
+    return queue
+
+
+HOLDERS: list[Callable[[Tensor], Any]] = [
+    lambda tensor: tensor,
+    lambda tensor: tensor.detach(),
+    lambda tensor: tensor[1:2, 3],
+    lambda tensor: tensor.untyped_storage(),
+    lambda tensor: tensor.numpy(),
+    lambda tensor: tensor.__dlpack__(),
+    linear_that_saved_it,
+    queue_of_weight_gradients,
+]
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_buffer_that_anything_holds_is_left_alone_until_it_is_let_go(
+    holder: Callable[[Tensor], Any],
+) -> None:
+    buffers = ReceiveBuffers(CPU)
+    tensor = buffers.take(SPEC)
+    place = tensor.data_ptr()
+    held = holder(tensor)
+    del tensor
+    others = [buffers.take(SPEC) for _ in range(3)]
+    assert place not in [other.data_ptr() for other in others]
+    assert buffers.bytes == 4 * BYTES
+    del others
+    del held
+    again = [buffers.take(SPEC) for _ in range(4)]
+    assert place in [tensor.data_ptr() for tensor in again]
+    assert buffers.bytes == 4 * BYTES
+
+
+def test_tensors_of_other_shapes_and_dtypes_have_other_buffers() -> None:
+    buffers = ReceiveBuffers(CPU)
+    specs = [SPEC, TensorSpec((4, 3), torch.float32), TensorSpec((3, 4), torch.float64)]
+    for _ in range(2):
+        for spec in specs:
+            assert TensorSpec.of(buffers.take(spec)) == spec
+    assert buffers.bytes == BYTES + BYTES + 2 * BYTES
+
+
+def test_what_is_in_use_outlives_the_pool() -> None:
+    buffers = ReceiveBuffers(CPU)
+    tensor = buffers.take(SPEC)
+    tensor.fill_(7)
+    buffers.clear()
+    assert buffers.bytes == 0
+    assert float(tensor.sum()) == 7 * 12
+    assert buffers.take(SPEC).data_ptr() != tensor.data_ptr()
+
+
+def test_buffers_given_back_in_any_order_are_all_used_again() -> None:
+    buffers = ReceiveBuffers(CPU)
+    random = Random(0)
+    held: list[Tensor] = []
+    for _ in range(300):
+        while len(held) > random.randrange(6):
+            held.pop(random.randrange(len(held)))
+        held.append(buffers.take(SPEC))
+        assert len({tensor.data_ptr() for tensor in held}) == len(held)
+    assert buffers.bytes <= 6 * BYTES
+
+
+def test_after_the_first_step_receives_allocate_nothing(tmp_path: Path) -> None:
+    """Two processes over gloo, microbatches out of order; and an evaluation, which needs no more."""
+    command = python_command("support.steady_rank", str(tmp_path))
+    environment = {"PYTHONPATH": str(TESTS)}
+    with LocalRanks([command] * 2, tmp_path / "logs", environment) as ranks:
+        ranks.wait(timeout=120)
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    for rank in found:
+        first, *others = rank["taken"]
+        assert first > 0
+        assert others == [first] * 3
+        assert first < rank["received"]  # within a step, too, buffers are used again
+        assert rank["after_close"] == 0
+    assert sorted(map(int, found[0]["losses"])) == list(range(6))
+    assert found[1]["losses"] == {}

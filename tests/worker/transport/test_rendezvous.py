@@ -1,0 +1,129 @@
+"""Ranks that meet in a store: whoever does not come is named, whoever cannot take part says why."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from torch.distributed.distributed_c10d import Store
+from zbv_worker.errors import InvalidRun
+from zbv_worker.host import local_ranks as launch
+from zbv_worker.host.local_ranks import free_port
+from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host, refuse
+
+PATIENT = 120.0
+
+
+@pytest.fixture(autouse=True)
+def _place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(free_port()))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+
+def in_threads(*calls: object) -> list[BaseException | None]:
+    """What each call raised."""
+    raised: list[BaseException | None] = [None] * len(calls)
+    stores: list[object] = []  # the store ends with rank 0's object
+
+    def run(at: int) -> None:
+        try:
+            stores.append(calls[at]())  # type: ignore[operator]
+        except Exception as error:
+            raised[at] = error
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENT)
+    return raised
+
+
+def test_all_ranks_meet() -> None:
+    assert in_threads(*(lambda r=r: meet(r, 3, PATIENT) for r in range(3))) == [None] * 3
+
+
+def test_ranks_that_do_not_come_are_named_on_every_rank() -> None:
+    raised = in_threads(lambda: meet(0, 4, 1.0), lambda: meet(2, 4, 1.0))
+    for error in raised:
+        assert isinstance(error, TimeoutError | ConnectionError), error
+        assert "ranks 1, 3 of 4 did not start within 1 s" in str(error)
+
+
+def test_where_rank_0_does_not_come_it_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"rank 0 did not start: no answer at 127\.0\.0\.1"):
+        meet(1, 2, 1.0)
+
+
+def test_a_rank_that_cannot_take_part_ends_the_wait_of_the_others_with_its_reason() -> None:
+    raised = in_threads(
+        lambda: meet(0, 3, PATIENT), lambda: meet(1, 3, PATIENT), lambda: refuse(2, 3, "no such model.")
+    )
+    assert raised[2] is None
+    for error in raised[:2]:
+        assert isinstance(error, ConnectionError), error
+        assert str(error) == "rank 2 cannot start: no such model"
+
+
+def test_an_environment_without_a_place_to_meet_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(InvalidRun, match=r"MASTER_ADDR and MASTER_PORT: found '127\.0\.0\.1' and ''"):
+        meet(1, 2, PATIENT)
+
+
+def test_of_many_ranks_some_are_named() -> None:
+    assert named(range(20)).endswith("14, 15 and 4 more")
+
+
+def test_ranks_of_one_host_know_how_many_they_are() -> None:
+    stores: list[Store] = []
+    assert in_threads(*(lambda r=r: stores.append(meet(r, 3, PATIENT)) for r in range(3))) == [None] * 3
+    assert [ranks_on_this_host(store) for store in stores] == [3] * 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "quota", "local", "threads"),
+    [
+        (2, 2, None, 1, 1),  # two agents of one rank each on a host of two cores
+        (16, 4, None, 4, 4),
+        (16, 1, "max 100000", 1, 16),
+        (16, 2, "400000 100000", 1, 4),  # two containers of four CPUs each
+        (2, 8, None, 8, 1),
+        (7, 2, None, 2, 3),
+    ],
+)
+def test_ranks_share_cores_and_the_time_of_their_container(
+    cores: int,
+    ranks: int,
+    quota: str | None,
+    local: int,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(launch, "usable_cores", lambda: list(range(cores)))
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(quota)
+    monkeypatch.setattr(launch, "_CPU_QUOTA", file)
+    assert launch.threads_per_rank(ranks, local) == threads
+
+
+def test_the_last_rank_may_come_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it is there before it is counted: whoever looks in between has met everybody."""
+
+    class Late:
+        def add(self, key: str, amount: int) -> int:
+            return 1
+
+        def set(self, key: str, value: str) -> None:
+            assert key != "meeting/refusal", value
+
+        def check(self, keys: list[str]) -> bool:
+            return keys != ["meeting/refusal"]
+
+    store = Late()
+    monkeypatch.setattr("zbv_worker.transport.rendezvous._connect", lambda *_: store)
+    assert meet(0, 2, -1.0) is store  # type: ignore[comparison-overlap]

@@ -1,0 +1,205 @@
+"""The sending ends of channels: what is kept alive how long, in which order, and what a failure says."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuda
+from torch import Tensor
+from zbv_worker.transport import sends
+from zbv_worker.transport.sends import PollSender, Sender, SendFailures, ThreadSender
+from zbv_worker.transport.staging import Staging
+
+CPU = torch.device("cpu")
+
+
+class FakeWork:
+    def __init__(self) -> None:
+        self.taken = threading.Event()
+        self.failure: Exception | None = None
+
+    def wait(self, timeout: timedelta = timedelta()) -> None:
+        assert self.taken.wait(20)
+        if self.failure is not None:
+            raise self.failure
+
+    def is_completed(self) -> bool:
+        return self.taken.is_set()
+
+    def is_success(self) -> bool:
+        return self.failure is None
+
+    def exception(self) -> object:
+        return self.failure
+
+
+class FakeWire:
+    """Remembers what was sent, as it was when the send began."""
+
+    def __init__(self) -> None:
+        self.works: list[FakeWork] = []
+        self.contents: list[object] = []
+        self.plain: list[bool] = []
+        self.broken = False
+
+    def send(self, tensor: Tensor) -> FakeWork:
+        if self.broken:
+            raise RuntimeError("Connection closed by peer")
+        self.contents.append(tensor.tolist())
+        self.plain.append(tensor.is_contiguous() and not tensor.requires_grad)
+        self.works.append(FakeWork())
+        return self.works[-1]
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
+SENDERS: list[Callable[[FakeWire, SendFailures], Sender]] = [
+    lambda wire, failures: ThreadSender(3, wire, failures),
+    lambda wire, failures: PollSender(3, wire, failures),
+]
+either = pytest.mark.parametrize("make", SENDERS, ids=["thread", "poll"])
+
+
+@either
+def test_a_tensor_is_kept_alive_until_it_was_taken_and_no_longer(
+    make: Callable[[FakeWire, SendFailures], Sender],
+) -> None:
+    wire = FakeWire()
+    sender = make(wire, SendFailures())
+    tensors = [torch.full((2,), float(j)) for j in range(2)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    while tensors:
+        sender.send(tensors.pop(0), "0F0")
+    wire.works[0].taken.set()
+
+    def gone(index: int) -> bool:
+        sender.look()
+        return alive[index]() is None
+
+    assert eventually(lambda: gone(0))
+    assert not gone(1)
+    wire.works[1].taken.set()
+    assert eventually(lambda: gone(1))
+    sender.flush(time.monotonic() + 20)
+    sender.close()
+
+
+def test_memory_worth_it_is_given_back_at_once_and_a_flush_does_not_wait_for_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sends, "_LOOK_SECONDS", 3600.0)
+    wire = FakeWire()
+    sender = ThreadSender(3, wire, SendFailures())
+    large = torch.zeros(sends._WAKE_BYTES // 4)
+    alive = weakref.ref(large)
+    sender.send(large, "0F0")
+    del large
+    wire.works[0].taken.set()
+    assert eventually(lambda: alive() is None)
+    sender.send(torch.zeros(1), "0F1")
+    wire.works[1].taken.set()
+    sender.flush(time.monotonic() + 20)
+    sender.close()
+
+
+@either
+def test_what_is_sent_is_memory_in_order_without_a_graph(
+    make: Callable[[FakeWire, SendFailures], Sender],
+) -> None:
+    wire = FakeWire()
+    sender = make(wire, SendFailures())
+    sender.send(torch.arange(6.0, requires_grad=True).reshape(2, 3).t(), "0F0")
+    assert wire.contents == [[[0, 3], [1, 4], [2, 5]]]
+    assert wire.plain == [True]
+    wire.works[0].taken.set()
+    sender.close()
+
+
+@either
+def test_a_flush_names_what_was_not_taken(make: Callable[[FakeWire, SendFailures], Sender]) -> None:
+    wire = FakeWire()
+    sender = make(wire, SendFailures())
+    sender.send(torch.zeros(1), "0F7")
+    with pytest.raises(TimeoutError, match="rank 3 did not take 0F7"):
+        sender.flush(time.monotonic() + 0.05)
+    wire.works[0].taken.set()
+    sender.close()
+
+
+@either
+def test_a_send_that_fails_later_is_found_by_the_next_look(
+    make: Callable[[FakeWire, SendFailures], Sender],
+) -> None:
+    wire, failures = FakeWire(), SendFailures()
+    sender = make(wire, failures)
+    sender.send(torch.zeros(1), "0F7")
+    wire.works[0].failure = RuntimeError("Connection reset by peer\nException raised from …")
+    wire.works[0].taken.set()
+
+    def noticed() -> bool:
+        sender.look()
+        return failures.first is not None
+
+    assert eventually(noticed)
+    with pytest.raises(ConnectionError, match=r"sending 0F7 to rank 3.*Connection reset by peer"):
+        failures.check()
+    with pytest.raises(ConnectionError):
+        sender.flush(time.monotonic() + 20)
+    sender.close()
+
+
+@either
+def test_a_send_that_cannot_begin_says_so(make: Callable[[FakeWire, SendFailures], Sender]) -> None:
+    wire = FakeWire()
+    wire.broken = True
+    sender = make(wire, SendFailures())
+    with pytest.raises(ConnectionError, match="sending 0F7 to rank 3: Connection closed by peer"):
+        sender.send(torch.zeros(1), "0F7")
+    sender.close()
+
+
+def test_the_first_failure_is_the_one_that_is_told() -> None:
+    failures = SendFailures()
+    failures.check()
+    failures.add(ConnectionError("first"))
+    failures.add(ConnectionError("second"))
+    with pytest.raises(ConnectionError, match="first"):
+        failures.check()
+
+
+def test_a_gpus_tensor_is_sent_once_its_copy_is_there_and_headers_keep_their_place() -> None:
+    """The tensor is on the GPU as far as the sender can tell: what is on the CPU goes as it is."""
+    cuda, wire = FakeCuda(), FakeWire()
+    staging = Staging(CPU, cuda, pin=False)
+    sender = ThreadSender(3, wire, SendFailures(), staging, is_staged=lambda tensor: tensor.numel() > 1)
+    done = cuda.compute.hang()
+    tensor = torch.zeros(2)
+
+    def kernel() -> bool:
+        tensor.fill_(5)
+        return True
+
+    cuda.compute.queue.append(kernel)
+    sender.send(torch.ones(1), "header")
+    sender.send(tensor, "0F0")
+    assert eventually(lambda: wire.contents == [[1.0]])
+    time.sleep(0.02)
+    assert wire.contents == [[1.0]]
+    done()
+    wire.works[0].taken.set()
+    assert eventually(lambda: len(wire.works) == 2)
+    assert wire.contents == [[1.0], [5.0, 5.0]]
+    wire.works[1].taken.set()
+    sender.flush(time.monotonic() + 20)
+    sender.close()

@@ -1,0 +1,189 @@
+"""Carries files between a generation's folder and the service, beside the agent's own work.
+
+Traces, events and logs go to the service, a plan to change over to comes from it. All of it may take as long
+as the network takes, so it has a thread of its own: signs of life must not wait for it. What cannot be sent
+now is tried again while the generation goes on; nothing here ends a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from zbv_service.client import ClientError, ServiceUnreachable
+from zbv_service.client_runs import AgentGone, NodeWork, RunClient
+from zbv_solver.errors import InvalidInput
+from zbv_solver.plans.plan import parse_orders, parse_plan_document
+
+from zbv_worker.host.state_files import NEXT_PLAN, events_file, log_files, trace_file, write_json
+
+LOG_BYTES = 256 * 1024
+"""The end of a log that is sent; the service takes no more."""
+_PAUSE_SECONDS = 3.0
+
+logger = logging.getLogger(__name__)
+
+
+class Courier:
+    """Looks after one generation's folder between :meth:`start` and :meth:`finish`.
+
+    Parameters
+    ----------
+    ranks
+        Of this node, in order.
+    connect
+        Makes a client for this thread alone.
+    pause
+        Seconds between two looks at the folder.
+    """
+
+    def __init__(
+        self,
+        agent_id: str,
+        work: NodeWork,
+        ranks: Iterable[int],
+        folder: Path,
+        connect: Callable[[], RunClient],
+        pause: float = _PAUSE_SECONDS,
+    ):
+        self._agent_id = agent_id
+        self._work = work
+        self._ranks = tuple(ranks)
+        self._folder = folder
+        self._connect = connect
+        self._pause = pause
+        self._sent: dict[Path, int] = {}
+        self._wanted_plan: str | None = None
+        self._known_plan = work.plan_id
+        self._is_finishing = False
+        self._wakes = threading.Event()
+        name = f"zbv-courier-{work.run_id[:8]}-{work.generation}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def fetch_plan(self, plan_id: str | None) -> None:
+        """Have a plan brought into the folder, once, where the first rank finds it."""
+        if plan_id is not None and plan_id != self._wanted_plan:
+            self._wanted_plan = plan_id
+            self._wakes.set()
+
+    def finish(self) -> None:
+        """The ranks are gone: send what is left, and the logs. See :attr:`is_done`."""
+        self._is_finishing = True
+        self._wakes.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything was sent, or cannot be."""
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end; returns whether it has come."""
+        self._thread.join(seconds)
+        return self.is_done
+
+    def _run(self) -> None:
+        client = self._connect()
+        try:
+            while not self._is_finishing:
+                self._round(client)
+                self._wakes.wait(self._pause)
+                self._wakes.clear()
+            self._round(client)
+            self._send_logs(client)
+        except AgentGone as error:
+            logger.warning("traces and logs are not sent: %s", error.detail)
+        finally:
+            client.close()
+
+    def _round(self, client: RunClient) -> None:
+        self._fetch(client)
+        for rank in self._ranks:
+            for path, put in (
+                (trace_file(self._folder, rank), client.put_trace),
+                (events_file(self._folder, rank), partial(self._put_events, client)),
+            ):
+                if not self._send_changed(path, partial(put, self._agent_id, self._work, rank)):
+                    return  # the service is away; each rank would wait for it in turn
+
+    def _send_changed(self, path: Path, put: Callable[[bytes], None]) -> bool:
+        """Send a file of a rank if it has changed; False when the service gave no answer."""
+        try:
+            changed = path.stat().st_mtime_ns
+            if self._sent.get(path) == changed:
+                return True
+            text = path.read_bytes()
+        except FileNotFoundError:
+            return True  # nothing to say yet
+        sent = self._try(lambda: put(text))
+        if sent is not None:
+            self._sent[path] = changed  # one that was refused is not sent again either
+        return sent is not None
+
+    @staticmethod
+    def _put_events(client: RunClient, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+        """Send events; a service that is too old to take them answers as it does to an agent that is gone."""
+        try:
+            client.put_events(agent_id, work, rank, text)
+        except AgentGone as error:
+            logger.warning("events of rank %d are not sent: %s", rank, error.detail)
+
+    def _send_logs(self, client: RunClient) -> None:
+        for local_rank, rank in enumerate(self._ranks):
+            files = log_files(self._folder, local_rank)
+            text = b"".join(log_end(path, LOG_BYTES) for path in files)[-LOG_BYTES:]
+            send = partial(client.put_log, self._agent_id, self._work, rank, text)
+            if files and self._try(send) is None:
+                return
+
+    def _fetch(self, client: RunClient) -> None:
+        wanted = self._wanted_plan
+        if wanted is None or wanted == self._known_plan:
+            return
+        began = time.monotonic()
+        if self._try(lambda: self._bring(client, wanted)):
+            self._known_plan = wanted
+            logger.info("plan %s is there after %.1f s", wanted, time.monotonic() - began)
+
+    def _bring(self, client: RunClient, plan_id: str) -> None:
+        document = client.plan_document(plan_id)
+        try:
+            parse_orders(parse_plan_document(document))  # which also holds it against its own hash
+        except InvalidInput as error:
+            raise ClientError(f"the service's plan {plan_id} is not one: {error}") from error
+        if document.get("plan_id") != plan_id:
+            raise ClientError(f"asked for plan {plan_id}, and the answer is {document.get('plan_id')}.")
+        write_json(self._folder / NEXT_PLAN, document)
+
+    def _try(self, call: Callable[[], None]) -> bool | None:
+        """Whether the service took it, None when it gave no answer; raises :class:`AgentGone`."""
+        try:
+            call()
+        except AgentGone:
+            raise
+        except ServiceUnreachable as error:
+            logger.warning("%s", error)
+            return None
+        except (ClientError, OSError) as error:
+            logger.warning("%s", error)
+            return False
+        return True
+
+
+def log_end(path: Path, size: int) -> bytes:
+    """The last bytes of a file, from the start of a line where one begins there."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(0, end - size))
+            text = file.read(size)
+    except OSError:
+        return b""
+    return text.partition(b"\n")[2] or text if end > size else text

@@ -1,0 +1,162 @@
+"""``zbv-worker agent``: its options."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from zbv_service.client_flags import add_credentials
+
+from zbv_worker.commands.arguments import positive, positive_number
+
+_EXAMPLES = """\
+examples:
+  zbv-worker agent --server http://planner:8000 --allow-model 'mypackage.models.*' \\
+      --allow-checkpoint-dir /shared --path /opt/models
+  zbv-worker agent --server http://planner:8000 --allow-model zbv_worker.models.gpt --slots 2
+
+A pattern is compared with the module of a run's model (or, with a colon in it, with module:factory). * stands
+for anything; mypackage.models.* admits mypackage.models and all modules below it. A model's module is code:
+what matches is executed on this node.
+"""
+_DEFAULT_STATE = Path("zbv-agent")
+
+
+def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    agent = commands.add_parser(
+        "agent",
+        help="offer this node to a service, and run what it is given (a daemon)",
+        description="Offer this node to a service and run its share of runs, until SIGTERM: then the run "
+        "under way may end, and the node deregisters.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    agent.add_argument(
+        "--server",
+        metavar="URL",
+        default=os.environ.get("ZBV_SERVER"),
+        help="address of the service (default: $ZBV_SERVER)",
+    )
+    add_credentials(agent)
+    agent.add_argument(
+        "--allow-model",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="a model that may be loaded here; may be repeated. With none, this node runs nothing",
+    )
+    agent.add_argument(
+        "--allow-checkpoint-dir",
+        metavar="DIR",
+        action="append",
+        type=Path,
+        default=[],
+        help="a directory in which, and below which, runs may keep checkpoints; may be repeated. With none, "
+        "this node takes no run with checkpoints",
+    )
+    agent.add_argument(
+        "--path",
+        metavar="DIR",
+        action="append",
+        type=Path,
+        default=[],
+        help="look for models' modules there, before PYTHONPATH; may be repeated. The working directory is "
+        "not searched",
+    )
+    agent.add_argument("--name", default=socket.gethostname(), help="of this node (default: the host's)")
+    agent.add_argument(
+        "--address",
+        help="host name or IP address at which other nodes reach this one (default: the one that leads to "
+        "the service)",
+    )
+    agent.add_argument(
+        "--port",
+        type=positive,
+        help="where ranks meet when this node is a run's first (default: a free one for every run)",
+    )
+    agent.add_argument("--slots", type=positive, help="ranks at the same time (default: GPUs, else cores)")
+    agent.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        type=Path,
+        default=_DEFAULT_STATE,
+        help="logs and results, one folder per run (default: ./zbv-agent)",
+    )
+    agent.add_argument(
+        "--drain-seconds",
+        type=positive_number,
+        default=60.0,
+        metavar="S",
+        help="how long a run may go on after SIGTERM (default 60); a second SIGTERM ends it at once",
+    )
+    agent.add_argument(
+        "--keep-days",
+        type=positive_number,
+        default=7.0,
+        metavar="N",
+        help="how long the folders of ended runs stay in the state directory (default 7)",
+    )
+    agent.add_argument(
+        "--check",
+        action="store_true",
+        help="say whether the agent with this state directory is at work, and end: status 0 when it is",
+    )
+
+
+def _require_address(server: str | None) -> None:
+    """A wrong address is said at once: a service that does not answer is waited for."""
+    from zbv_worker.errors import InvalidRun
+
+    if not server:
+        raise InvalidRun("found no service; give --server URL, or set ZBV_SERVER.")
+    parts = urlsplit(server)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidRun(f"--server: found {server!r}; must be an address such as http://planner:8000.")
+
+
+def _search_path(given: Sequence[Path]) -> tuple[Path, ...]:
+    from zbv_worker.errors import InvalidRun
+
+    for directory in given:
+        if not directory.is_dir():
+            raise InvalidRun(f"--path: found {str(directory)!r}; must be a directory of this node.")
+    return tuple(directory.absolute() for directory in given)
+
+
+def execute(parsed: argparse.Namespace) -> int:
+    """Be an agent until told to end; returns the exit status."""
+    if parsed.check:
+        from zbv_worker.agent.heartbeat import check
+
+        print(check(parsed.state_dir.resolve(), time.time()))
+        return 0
+    _require_address(parsed.server)
+    from zbv_worker.agent.daemon import Agent, AgentOptions
+    from zbv_worker.host import inventory
+
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    devices, slots = inventory.devices()
+    options = AgentOptions(
+        server=parsed.server,
+        name=parsed.name,
+        address=parsed.address or inventory.address_towards(parsed.server),
+        slots=parsed.slots or slots,
+        state_dir=parsed.state_dir.resolve(),
+        allowed_models=tuple(parsed.allow_model),
+        checkpoint_directories=tuple(directory.absolute() for directory in parsed.allow_checkpoint_dir),
+        path=_search_path(parsed.path),
+        devices=tuple(devices),
+        port=parsed.port,
+        drain_seconds=parsed.drain_seconds,
+        keep_days=parsed.keep_days,
+    )
+    Agent(options).run()
+    return 0

@@ -1,0 +1,79 @@
+"""Command-line arguments that several commands share: their types, and the files that they name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from zbv_solver.documents.files import output
+
+from zbv_worker.errors import InvalidRun
+
+WriteJson = Callable[[Any], None]
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; must be an integer of at least 1")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text!r}; must be a number above 0")
+    return value
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    """The options that name a model and say what it runs on."""
+    command.add_argument(
+        "--model",
+        required=True,
+        metavar="MODULE:FACTORY",
+        help="see zbv_worker.model.protocol for what it must offer",
+    )
+    command.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
+    command.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
+    command.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="gloo: CPU; nccl: CUDA")
+    command.add_argument(
+        "--timeout",
+        type=positive_number,
+        default=120.0,
+        metavar="S",
+        help="longest wait for a tensor, and for the other ranks to start (default 120)",
+    )
+
+
+@contextmanager
+def json_output(flag: str, path: Path | None) -> Iterator[WriteJson]:
+    """Open a flag's output file before the work that fills it: :func:`zbv_solver.documents.files.output`.
+
+    Yields
+    ------
+    The function that writes a document; without a path it does nothing.
+
+    Raises
+    ------
+    InvalidRun
+        When the path cannot be written.
+    """
+    if path is None:
+        yield lambda document: None
+        return
+    with ExitStack() as stack:
+        try:
+            write = stack.enter_context(output(path))
+        except OSError as error:
+            raise InvalidRun(f"{flag} {path}: {error.strerror}. Give a file that can be written.") from error
+        yield lambda document: write(json.dumps(document, indent=2) + "\n")

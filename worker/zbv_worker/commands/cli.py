@@ -1,0 +1,78 @@
+"""The ``zbv-worker`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from zbv_service import client_flags
+from zbv_service.client_token import CredentialsUnusable
+from zbv_solver import __version__
+
+from zbv_worker.commands.agent import add_agent
+from zbv_worker.commands.agent import execute as be_an_agent
+from zbv_worker.commands.estimate import add_estimate
+from zbv_worker.commands.estimate import execute as estimate
+from zbv_worker.commands.gpu_report import add_gpu_report
+from zbv_worker.commands.gpu_report import execute as gpu_report
+from zbv_worker.commands.profile import add_profile
+from zbv_worker.commands.profile import execute as profile
+from zbv_worker.commands.rehearse import add_rehearse
+from zbv_worker.commands.rehearse import execute as rehearse
+from zbv_worker.commands.run import add_run
+from zbv_worker.commands.run import execute as run
+from zbv_worker.model.search_path import add_working_directory
+
+_COMMANDS = {
+    "run": run,
+    "profile": profile,
+    "estimate": estimate,
+    "gpu-report": gpu_report,
+    "agent": be_an_agent,
+}
+_EXIT_WRONG_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0 done, 1 failed, 2 the input is wrong."""
+    parsed = _parser().parse_args(arguments)
+    client_flags.use(parsed)
+    from zbv_worker.errors import WorkerError, said
+    from zbv_worker.host.local_ranks import LaunchError
+
+    if parsed.command != "agent":
+        add_working_directory()
+    try:
+        if parsed.command == "rehearse":
+            return rehearse(parsed, sys.argv[1:] if arguments is None else arguments)
+        return _COMMANDS[parsed.command](parsed)
+    except LaunchError as error:
+        status = said(error)
+        # What a rank that was started here calls wrong input was given to this command.
+        return _EXIT_WRONG_INPUT if error.status == _EXIT_WRONG_INPUT else status
+    except WorkerError as error:
+        return said(error)
+    except CredentialsUnusable as error:
+        print(f"zbv-worker: {error}", file=sys.stderr)
+        return _EXIT_WRONG_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zbv-worker",
+        description="Runs pipeline plans on real ranks, and measures what they are made from.",
+    )
+    parser.add_argument("--version", action="version", version=f"zbv-worker {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_run(commands)
+    add_profile(commands)
+    add_estimate(commands)
+    add_rehearse(commands)
+    add_gpu_report(commands)
+    add_agent(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""``zbv-worker gpu-report``: its options and exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from zbv_worker.commands.arguments import json_output, positive
+
+_EXIT_FAILED, _EXIT_NO_GPU = 1, 3
+
+_EPILOG = """\
+examples:
+  zbv-worker gpu-report -o report.json
+  zbv-worker gpu-report -o report.json --model mypackage.model:build --ranks 4
+
+exit status: 0 reported, gradients right; 1 gradients wrong, or a rank failed; 2 wrong input; 3 no CUDA GPU
+here (nothing was measured).
+"""
+_DEFAULT_MODEL = "zbv_worker.models.gpt:gpt"
+
+
+def add_gpu_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    report = commands.add_parser(
+        "gpu-report",
+        help="measure what this node's GPUs do: profile, split, overlap of transfers, right gradients",
+        description="Run a small pipeline on this node's CUDA GPUs (one rank each with NCCL; with fewer GPUs "
+        "than ranks they are shared, and tensors go through the CPU with gloo), and report device facts, a "
+        "profile, the cost of the split, memory after F, I and W, how much of the transfers is hidden behind "
+        "compute, and whether the gradients are those of one process.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    report.add_argument("--model", default=_DEFAULT_MODEL, metavar="MODULE:FACTORY", help="(default: a GPT)")
+    report.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
+    report.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
+    report.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: show what a report holds where there is no GPU",
+    )
+    report.add_argument("--ranks", type=positive, default=2, metavar="P", help="at least 2 (default 2)")
+    report.add_argument("--microbatches", type=positive, default=8, metavar="M", help="(default 8)")
+    report.add_argument("--repeats", type=positive, default=10, help="measurements per number (default 10)")
+    report.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the report, JSON")
+
+
+def execute(parsed: argparse.Namespace) -> int:
+    """Measure, print, write; returns the exit status."""
+    from rich.console import Console
+
+    from zbv_worker.errors import InvalidRun
+    from zbv_worker.measure.gpu_report.gpu_report import NoGpu, ReportOptions, gpu_report, print_gpu_report
+    from zbv_worker.model.protocol import ModelSpec
+
+    if parsed.ranks < 2:
+        raise InvalidRun("--ranks: found 1; must be at least 2, or nothing would be transferred.")
+    options = ReportOptions(
+        ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed),
+        parsed.device,
+        parsed.ranks,
+        parsed.microbatches,
+        parsed.repeats,
+    )
+    with json_output("--output", parsed.output) as write:
+        try:
+            report = gpu_report(options)
+        except NoGpu as error:
+            print(f"zbv-worker: {error}", file=sys.stderr)  # noqa: T201
+            return _EXIT_NO_GPU
+        write(report)
+    print_gpu_report(report, Console())
+    return 0 if report["gradients"]["right"] else _EXIT_FAILED

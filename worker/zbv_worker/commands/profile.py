@@ -1,0 +1,116 @@
+"""``zbv-worker profile``: its options."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zbv_worker.commands.arguments import WriteJson, add_model, json_output, positive, positive_number
+
+_EXAMPLES = """\
+example:
+  zbv-worker profile --model zbv_worker.models.gpt:gpt --pp 2 --microbatches 8 -o problem.json
+  zbv plan problem.json -o plan.json
+"""
+
+
+def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    profile = commands.add_parser(
+        "profile",
+        help="measure a model's layers or stages on this machine and write a problem",
+        description="Measure F, I, W, B, transfers and memory, by P ranks at once: of every layer where the "
+        "model offers its layers, so that the planner may choose the cut; else of its 2P stages.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(profile)
+    profile.add_argument("--pp", type=positive, required=True, metavar="P", help="number of ranks")
+    profile.add_argument(
+        "--microbatches", type=positive, required=True, metavar="M", help="microbatches per step"
+    )
+    profile.add_argument(
+        "--by-stage", action="store_true", help="measure the 2P stages as the model itself cuts them"
+    )
+    profile.add_argument(
+        "--recompute",
+        action="store_true",
+        help="measure every layer a second time, its activations computed again in the backward: the planner "
+        "may choose that for stages then",
+    )
+    profile.add_argument("--repeats", type=positive, default=10, help="measurements per number (default 10)")
+    profile.add_argument(
+        "--memory-limit-fraction",
+        type=positive_number,
+        metavar="X",
+        help="limit the memory of each rank to X of what 1F1B needs on its fullest rank (default: unlimited)",
+    )
+    profile.add_argument(
+        "--report",
+        metavar="FILE",
+        type=Path,
+        help="write everything that was measured, as JSON: medians and 90th percentiles, memory by kind, "
+        "transfers by size and direction with latency and bandwidth; and print it as tables on stderr",
+    )
+    profile.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, required=True, help="the problem; - for standard output"
+    )
+
+
+def execute(parsed: argparse.Namespace) -> int:
+    """Measure and write; returns the exit status."""
+    _require_possible(parsed)
+    with (
+        json_output("--output", parsed.output) as write_problem,
+        json_output("--report", parsed.report) as write_report,
+    ):
+        _measure(parsed, write_problem, write_report)
+    return 0
+
+
+def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report: WriteJson) -> None:
+    from rich.console import Console
+    from zbv_solver.problem.stage_document import problem_json
+
+    from zbv_worker.execution.planned_cut import require_layered
+    from zbv_worker.measure.profile.layers import to_layered_document
+    from zbv_worker.measure.profile.profile import ProfileOptions, measure_ranks, to_problem
+    from zbv_worker.measure.profile.report import print_report, report_json
+    from zbv_worker.model.protocol import Layered, ModelSpec, has_ties
+
+    spec = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed)
+    model = spec.build()
+    by_layer = not parsed.by_stage and isinstance(model, Layered)
+    if parsed.recompute and not by_layer:
+        require_layered(model, "--recompute measures layers")
+    options = ProfileOptions(
+        model=spec,
+        pp_degree=parsed.pp,
+        microbatches=parsed.microbatches,
+        repeats=parsed.repeats,
+        by_layer=by_layer,
+        recompute=parsed.recompute,
+        backend=parsed.backend,
+        memory_limit_fraction=parsed.memory_limit_fraction,
+        timeout=parsed.timeout,
+    )
+    ranks = measure_ranks(options)
+    write_problem(
+        to_layered_document(options, ranks, is_tied=has_ties(model))
+        if by_layer
+        else problem_json(to_problem(options, ranks))
+    )
+    write_report(report_json(ranks))
+    if parsed.report is not None:
+        print_report(ranks, Console(stderr=True))
+
+
+def _require_possible(parsed: argparse.Namespace) -> None:
+    """What can be wrong before minutes are spent on measuring."""
+    from zbv_worker.errors import InvalidRun
+
+    if parsed.recompute and parsed.by_stage:
+        raise InvalidRun(
+            "--recompute: found --by-stage; only layers have an alternative that the planner can choose. "
+            "Leave one of them out."
+        )

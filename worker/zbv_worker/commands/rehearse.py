@@ -1,0 +1,192 @@
+"""``zbv-worker rehearse``: its options, and the ranks that it starts itself where torchrun did not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from zbv_service.client_flags import add_credentials
+
+from zbv_worker.commands.arguments import json_output, positive, positive_number
+
+if TYPE_CHECKING:  # torch takes seconds to import; --help must not
+    from zbv_worker.host.local_ranks import LaunchError
+    from zbv_worker.measure.rehearse.rehearse import RehearseOptions
+    from zbv_worker.transport.distributed import World
+
+_EXAMPLES = """\
+examples:
+  zbv-worker rehearse --plan-file plan.json                     # all ranks on this machine
+  zbv-worker rehearse --plan-file plan.json --scale 0.01 --trace rehearsal.json
+  zbv-worker rehearse --plan-file plan.json --overhead --bytes 64 --steps 50
+  torchrun --nnodes 4 --nproc-per-node 2 … --no-python zbv-worker rehearse \\
+      --server http://planner:8000 --plan 1f3a… --bytes 33554432
+"""
+_START_SECONDS = 60.0
+"""For a rank to start: importing torch on a busy machine takes long."""
+
+_PREFIX = "zbv-worker: "
+"""Before what a rank says when it fails."""
+
+_PATIENCE = 4.0
+"""A rehearsal that takes this much longer than planned is ended."""
+
+
+def add_rehearse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    rehearse = commands.add_parser(
+        "rehearse",
+        help="execute a plan with real transfers and sleeps in place of compute; needs no model",
+        description="Execute a plan on real ranks with real transfers and sleeps in place of compute, and "
+        "print planned beside measured times. Under torchrun this is one of the ranks; else all ranks are "
+        "started on this machine.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    rehearse.add_argument("--server", metavar="URL", help="address of the service")
+    add_credentials(rehearse)
+    rehearse.add_argument("--plan", metavar="ID", help="the plan's id there")
+    rehearse.add_argument(
+        "--plan-file", metavar="FILE", type=Path, help="a plan file, with no service at all"
+    )
+    rehearse.add_argument("--steps", type=positive, default=5, help="steps to measure, after one (default 5)")
+    length = rehearse.add_mutually_exclusive_group()
+    length.add_argument(
+        "--overhead",
+        action="store_true",
+        help="let actions take no time at all, and print what executor and transfers cost in CPU time",
+    )
+    length.add_argument(
+        "--scale",
+        type=positive_number,
+        metavar="S",
+        help="seconds per time unit of the plan (default: what the problem's units say; where they say "
+        "nothing, such that an action takes 10 ms on average)",
+    )
+    rehearse.add_argument(
+        "--bytes",
+        type=positive,
+        default=1 << 16,
+        metavar="N",
+        help="size of a tensor between ranks (default 65536)",
+    )
+    rehearse.add_argument(
+        "--look-ahead", type=positive, default=3, help="receives posted ahead per channel (default 3)"
+    )
+    rehearse.add_argument(
+        "--timeout",
+        type=positive_number,
+        default=120.0,
+        metavar="S",
+        help="longest wait for a tensor (default 120)",
+    )
+    rehearse.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write when every action happened on every rank, on one clock, for Perfetto",
+    )
+    rehearse.add_argument("--json", metavar="FILE", type=Path, help="write the numbers here, in seconds")
+
+
+def execute(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Be one rank under torchrun, else start them all; returns the exit status.
+
+    Parameters
+    ----------
+    arguments
+        The command line, for ranks that are started here.
+    """
+    from zbv_worker.transport.distributed import World
+
+    options = _options(parsed)
+    if "RANK" in os.environ:
+        _be_a_rank(options, World.from_environment(), parsed)
+        return 0
+    try:
+        _start_ranks(options, arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    # As an exception, so that the `with` block ends the ranks.
+    raise SystemExit(128 + number)
+
+
+def _options(parsed: argparse.Namespace) -> RehearseOptions:
+    from zbv_worker.execution.plan_source import PlanSource
+    from zbv_worker.measure.rehearse.rehearse import RehearseOptions
+
+    return RehearseOptions(
+        source=PlanSource(parsed.server, parsed.plan, parsed.plan_file),
+        steps=parsed.steps,
+        scale=0.0 if parsed.overhead else parsed.scale,
+        transfer_bytes=parsed.bytes,
+        timeout=parsed.timeout,
+        look_ahead=parsed.look_ahead,
+        trace=parsed.trace,
+    )
+
+
+def _be_a_rank(options: RehearseOptions, world: World, parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from zbv_worker.measure.rehearse.outcome_text import outcome_json, overhead, sentences, table
+    from zbv_worker.measure.rehearse.rehearse import rehearse
+
+    with json_output("--json", parsed.json if world.rank == 0 else None) as write:
+        outcome = rehearse(options, world)
+        if outcome is None:
+            return
+        write(outcome_json(outcome))
+    out = Console()
+    if not parsed.overhead:
+        out.print(table(outcome))
+    for sentence in [overhead(outcome)] if parsed.overhead else sentences(outcome):
+        out.print(sentence, soft_wrap=True, highlight=False)
+
+
+def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:
+    """All ranks of the plan on this machine; rank 0's output becomes this command's."""
+    from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+
+    plan = options.plan()  # what is wrong with it is said once, not by every rank
+    count = plan.problem.pp_degree
+    step = plan.objective_value * options.seconds_per_unit(plan)
+    print(
+        f"rehearsing on {count} local ranks: {options.steps} steps and one before them, of {step:.3g} s as "
+        f"planned",
+        file=sys.stderr,
+        flush=True,
+    )
+    signal.signal(signal.SIGTERM, _stop)
+    command = python_command("zbv_worker", *arguments)
+    longest = _PATIENCE * step * (options.steps + 1) + options.timeout + _START_SECONDS * (1 + count / 4)
+    with (
+        tempfile.TemporaryDirectory(prefix="zbv-rehearse-") as folder,
+        LocalRanks([command] * count, Path(folder)) as ranks,
+    ):
+        try:
+            ranks.wait(longest)
+        except LaunchError as error:
+            raise _with_reasons(error, [ranks.log(rank) for rank in range(count)]) from error
+        sys.stdout.write(ranks.log(0))
+
+
+def _with_reasons(error: LaunchError, logs: Sequence[str]) -> LaunchError:
+    """The error with what every rank said itself: the first to end is rarely the one at fault."""
+    lines = [line for log in logs for line in log.splitlines() if line.startswith(_PREFIX)]
+    said = [line.removeprefix(_PREFIX) for line in lines]
+    if not said:
+        return error
+    # Whoever waited knows more than those who then lost their peer.
+    said.sort(key=lambda line: " waited " not in line)
+    return type(error)("the rehearsal failed.\n" + "\n".join(f"  {line}" for line in dict.fromkeys(said)))

@@ -1,0 +1,214 @@
+"""``zbv-worker run``: train a model as one rank of a plan."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zbv_service.client_flags import add_credentials
+
+from zbv_worker.commands.arguments import add_model, positive, positive_number
+
+if TYPE_CHECKING:  # torch takes seconds to import; --help must not
+    from zbv_worker.execution.plan_source import PlanSource
+    from zbv_worker.training.checkpoint import CheckpointOptions
+    from zbv_worker.training.run import RunOptions
+    from zbv_worker.training.training import TrainingOptions
+
+_RUN_EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 4 --no-python zbv-worker run --server http://planner:8000 --plan 1f3a… \\
+      --model mypackage.model:build --steps 1000
+  torchrun --nproc-per-node 2 --no-python zbv-worker run --plan-file plan.json \\
+      --model zbv_worker.models.gpt:gpt --model-args '{"layers": 8}' --steps 20
+"""
+
+
+def execute(parsed: argparse.Namespace) -> int:
+    """Be one rank; returns the exit status."""
+    from zbv_worker.host.local_ranks import pin_to_core
+    from zbv_worker.training.run import run
+    from zbv_worker.transport.distributed import World
+
+    options = _run_options(parsed)
+    world = World.from_environment()
+    if parsed.pin:
+        pin_to_core(world.local_rank)
+    run(options, world)
+    return 0
+
+
+def _run_options(parsed: argparse.Namespace) -> RunOptions:
+    from zbv_worker.model.protocol import ModelSpec
+    from zbv_worker.training.run import RunOptions
+
+    return RunOptions(
+        sources=_sources(parsed),
+        model=ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed),
+        steps=parsed.steps,
+        backend=parsed.backend,
+        timeout=parsed.timeout,
+        look_ahead=parsed.look_ahead,
+        threads=parsed.threads,
+        result_dir=parsed.result_dir,
+        trace=parsed.trace,
+        runtime=parsed.runtime,
+        training=_training_options(parsed),
+    )
+
+
+def _sources(parsed: argparse.Namespace) -> tuple[PlanSource, ...]:
+    from zbv_worker.execution.plan_source import PlanSource
+
+    fetched = [PlanSource(parsed.server, plan) for plan in parsed.plan]
+    sources = (*fetched, *(PlanSource(file=file) for file in parsed.plan_file))
+    return sources or (PlanSource(parsed.server),)
+
+
+def _training_options(parsed: argparse.Namespace) -> TrainingOptions:
+    from zbv_worker.training.training import TrainingOptions
+
+    return TrainingOptions(
+        replicas=parsed.data_parallel,
+        is_sharded=parsed.shard,
+        precision=parsed.precision,
+        clip_norm=parsed.clip_norm,
+        non_finite=parsed.non_finite,
+        evaluate_every=parsed.evaluate_every,
+        checkpoint=_checkpoint_options(parsed),
+        next_plan=parsed.next_plan,
+    )
+
+
+def _checkpoint_options(parsed: argparse.Namespace) -> CheckpointOptions | None:
+    from zbv_worker.training.checkpoint import CheckpointOptions
+
+    if parsed.checkpoint_dir is None:
+        return None
+    return CheckpointOptions(
+        parsed.checkpoint_dir, parsed.checkpoint_every, parsed.checkpoints_kept, parsed.checkpoint_timeout
+    )
+
+
+def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    run = commands.add_parser(
+        "run",
+        help="train a model as one rank of a plan (under torchrun)",
+        description="Train a model as one rank of a plan. Start one per rank, with torchrun.",
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_credentials(run)
+    source = run.add_argument_group("the plan, from a service or a file")
+    source.add_argument("--server", metavar="URL", help="address of the service")
+    source.add_argument("--plan", metavar="ID", action="append", default=[], help="the plan's id there")
+    source.add_argument(
+        "--plan-file",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="a plan file, with no service at all. Several plans take turns step by step, each training a "
+        "copy of its own, so that their times can be compared",
+    )
+    add_model(run)
+    run.add_argument("--steps", type=positive, default=20, help="training steps (default 20)")
+    run.add_argument(
+        "--look-ahead", type=positive, default=3, help="receives posted ahead per channel (default 3)"
+    )
+    run.add_argument(
+        "--runtime",
+        choices=("zbv", "torch"),
+        default="zbv",
+        help="what walks the lists: zbv's own executor (default), or torch.distributed.pipelining's "
+        "(which has no --look-ahead)",
+    )
+    run.add_argument(
+        "--threads", type=positive, help="compute threads per rank (default: the host's cores / its ranks)"
+    )
+    run.add_argument("--pin", action="store_true", help="bind every local rank to a CPU core of its own")
+    run.add_argument(
+        "--result-dir",
+        metavar="DIR",
+        type=Path,
+        help="write losses, step times and traces here, one file per rank; of several plans, one "
+        "folder per plan",
+    )
+    run.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write when every action happened on every rank, on one clock, for Perfetto",
+    )
+    _add_training(run.add_argument_group("training"))
+    _add_checkpoints(run.add_argument_group("checkpoints, and changes of plan"))
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--data-parallel",
+        type=positive,
+        default=1,
+        metavar="D",
+        help="data-parallel pipelines: p × D ranks; D neighbours hold the same stages (default 1)",
+    )
+    group.add_argument(
+        "--shard",
+        action="store_true",
+        help="spread parameters, gradients and optimizer state over the replicas (FSDP2)",
+    )
+    group.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="what autocast computes in; float16 scales the loss (default float32: no autocast)",
+    )
+    group.add_argument(
+        "--clip-norm",
+        type=positive_number,
+        metavar="X",
+        help="longest gradient of the whole model; plan for the makespan then: ranks wait for all",
+    )
+    group.add_argument(
+        "--non-finite",
+        choices=("fail", "skip", "continue"),
+        default="fail",
+        help="what to do with a step whose loss or gradients are infinite or not a number: end the run with "
+        "an error (default), leave the step out on all ranks, which then wait for each other once a step, or "
+        "go on",
+    )
+    group.add_argument(
+        "--evaluate-every", type=positive, metavar="N", help="run the forwards alone every N steps"
+    )
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--checkpoint-dir",
+        metavar="DIR",
+        type=Path,
+        help="save the run there, where all ranks can read and write; go on from the newest complete "
+        "checkpoint that is there already",
+    )
+    group.add_argument(
+        "--checkpoint-every", type=positive, default=100, metavar="N", help="steps in between (default 100)"
+    )
+    group.add_argument(
+        "--checkpoints-kept", type=positive, default=3, metavar="K", help="the newest K stay (default 3)"
+    )
+    group.add_argument(
+        "--checkpoint-timeout",
+        type=positive_number,
+        default=600.0,
+        metavar="S",
+        help="longest wait for the slowest rank's file (default 600)",
+    )
+    group.add_argument(
+        "--next-plan",
+        metavar="FILE",
+        type=Path,
+        help="when a plan appears in this file, all ranks go on with it from the next step; it must have as "
+        "many ranks and microbatches, the same placement and layers. Give it to all ranks; rank 0 reads it",
+    )

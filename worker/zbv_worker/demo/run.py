@@ -1,0 +1,342 @@
+"""The whole line on this machine: profile, plan, run, compare. ``python -m zbv_worker.demo.run``.
+
+A small GPT's stages are measured, a service plans them, local ranks fetch their lists and train: with this
+plan, with 1F1B and with interleaved 1F1B in turns, all planned from the same measurements. What is printed
+was measured in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from zbv_worker.demo.local_service import LocalService, port_or_free
+from zbv_worker.errors import WorkerError
+from zbv_worker.host.local_ranks import LocalRanks, python_command, usable_cores
+from zbv_worker.measure.profile.profile import ProfileOptions, profile
+from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.training.report import RunSummary, read_reports, summarise
+
+if TYPE_CHECKING:
+    from zbv_service.client import Client, Search
+    from zbv_solver.plans.plan import Plan
+    from zbv_solver.problem.problem import Problem
+
+MICROBATCHES = 8
+LAYERS_PER_STAGE = 2
+WIDTH = 192
+MODEL_SIZE = {"heads": 6, "length": 128, "sequences": 2}
+WARM_UP_STEPS = 2
+LOSS_TOLERANCE = 1e-2
+"""Schedules sum gradients in different orders, and training amplifies rounding; more than this is a bug."""
+
+_CALM = 0.15
+"""Steps that scatter by more than this were disturbed from outside."""
+
+_RUN_TIMEOUT = 600.0
+_SEARCH_TIMEOUT = 300.0
+_PROFILE_ROUNDS = 12
+_BASELINES = {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}
+
+
+class DemoFailed(WorkerError):
+    """The demonstration did not show what it should."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One schedule, planned and run.
+
+    Attributes
+    ----------
+    planned
+        The plan's span, in seconds.
+    planned_busy
+        The plan's time in actions, summed over the ranks, in seconds.
+    """
+
+    name: str
+    plan_id: str
+    planned: float
+    planned_busy: float
+    run: RunSummary
+
+    @classmethod
+    def of(cls, name: str, plan: Plan, run: RunSummary) -> Outcome:
+        """A plan whose times are in microseconds, and its run."""
+        orders = plan.orders
+        busy = float(plan.problem.arrays.duration[orders.letter, orders.stage].sum())
+        return cls(name, plan.plan_id, plan.metrics.span / 1e6, busy / 1e6, run)
+
+    @property
+    def slowdown(self) -> float:
+        """How long actions took, relative to the profile that the plan was made from."""
+        return self.run.median_busy(WARM_UP_STEPS) / self.planned_busy
+
+
+class Demo:
+    """Everything between a running service and the table."""
+
+    def __init__(
+        self,
+        client: Client,
+        server: str,
+        folder: Path,
+        ranks: int,
+        steps: int,
+        width: int,
+        effort: str,
+        progress: Progress,
+    ):
+        self._client = client
+        self._server = server
+        self._folder = folder
+        self._ranks = ranks
+        self._steps = steps
+        self._progress = progress
+        layers = LAYERS_PER_STAGE * 2 * ranks
+        self._effort = effort
+        self._model = ModelSpec("zbv_worker.models.gpt:gpt", {"layers": layers, "width": width, **MODEL_SIZE})
+
+    def outcomes(self) -> list[Outcome]:
+        """Profile, plan and run: the planner's schedule first, then the baselines."""
+        from zbv_solver.plans.plan import plan_json
+        from zbv_solver.problem.stage_document import problem_json
+        from zbv_solver.search.search import baseline_plan
+
+        problem = self._profile()
+        (self._folder / "problem.json").write_text(json.dumps(problem_json(problem), indent=2) + "\n")
+        plans = {"zbv": self._client.plan(self._plan(problem))}
+        for name, title in _BASELINES.items():
+            plans[title] = baseline_plan(name, problem)
+            self._client.import_plan(plan_json(plans[title]))
+        return self._train(plans)
+
+    def _profile(self) -> Problem:
+        options = ProfileOptions(self._model, self._ranks, MICROBATCHES, repeats=_PROFILE_ROUNDS)
+        rounds = _PROFILE_ROUNDS + 3
+        task = self._progress.add_task(f"measuring {2 * self._ranks} stages", total=rounds)
+        problem = profile(options, lambda done: self._progress.update(task, completed=done))
+        self._progress.update(task, completed=rounds)
+        return problem
+
+    def _plan(self, problem: Problem) -> str:
+        from zbv_solver.problem.stage_document import problem_json
+
+        task = self._progress.add_task("searching a plan", total=1)
+        search = self._client.submit(problem_json(problem), {"effort": self._effort})
+
+        def show(seen: Search) -> None:
+            gap = "" if seen.gap is None else f", gap {seen.gap:.1%}"
+            self._progress.update(task, description=f"searching a plan ({seen.state}{gap})")
+
+        found = self._client.wait(search.id, show, timeout=_SEARCH_TIMEOUT)
+        if found.plan_id is None:
+            raise DemoFailed(f"search {found.id} ended without a plan.")
+        self._progress.update(task, completed=1)
+        return found.plan_id
+
+    def _train(self, plans: Mapping[str, Plan]) -> list[Outcome]:
+        """Run the plans in turns, step by step: the machine's own ups and downs then meet all of them."""
+        folder = self._folder / "runs"
+        shutil.rmtree(folder, ignore_errors=True)
+        chosen = [argument for plan in plans.values() for argument in ("--plan", plan.plan_id)]
+        command = python_command(
+            "zbv_worker.commands.cli",
+            *("run", "--server", self._server, *chosen, "--pin", "--threads", "1"),
+            *("--model", self._model.factory, "--model-args", json.dumps(dict(self._model.arguments))),
+            *("--steps", str(self._steps), "--timeout", "60", "--result-dir", str(folder)),
+        )
+        total = self._steps * len(plans)
+        task = self._progress.add_task(f"training with {', '.join(plans)} in turns", total=total)
+        with LocalRanks([command] * self._ranks, folder) as ranks:
+
+            def show() -> None:
+                lines = (line for rank in range(self._ranks) for line in ranks.log(rank).splitlines())
+                self._progress.update(task, completed=sum(line.startswith("step ") for line in lines))
+
+            ranks.wait(_RUN_TIMEOUT, show)
+        self._progress.update(task, completed=total)
+        return [
+            Outcome.of(name, plan, summarise(read_reports(folder / plan.plan_id, self._ranks)))
+            for name, plan in plans.items()
+        ]
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """Planned and measured step times, one row per schedule."""
+    shown = Table(title="Step time of the same model on the same ranks")
+    # Headings short enough for a terminal of 80 columns.
+    for column in ("schedule", "planned", "measured", "÷ planned", "÷ profile", "vs 1F1B"):
+        shown.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
+    reference = next(o.run.median_seconds(WARM_UP_STEPS) for o in outcomes if o.name == "1F1B")
+    for outcome in outcomes:
+        measured = outcome.run.median_seconds(WARM_UP_STEPS)
+        shown.add_row(
+            outcome.name,
+            f"{outcome.planned * 1e3:.0f} ms",
+            f"{measured * 1e3:.0f} ms",
+            f"{measured / outcome.planned:.2f}",
+            f"{outcome.slowdown:.2f}",
+            f"{measured / reference - 1:+.1%}",
+        )
+    return shown
+
+
+def check_losses(outcomes: Sequence[Outcome]) -> float:
+    """The largest relative difference of any step's loss between schedules.
+
+    Raises
+    ------
+    DemoFailed
+        When it is larger than rounding explains, or when the loss did not go down.
+    """
+    first = outcomes[0].run.losses
+    worst = max(
+        abs(mine - right) / abs(right)
+        for outcome in outcomes
+        for mine, right in zip(outcome.run.losses, first, strict=True)
+    )
+    if worst > LOSS_TOLERANCE:
+        raise DemoFailed(f"the schedules' losses differ by {worst:.1%}; they must train the same model.")
+    if len(first) > 1 and not first[-1] < first[0]:
+        raise DemoFailed(f"the loss did not go down: {first[0]:.3f} → {first[-1]:.3f}.")
+    return worst
+
+
+def rank_count() -> int:
+    """One rank per core, at least two, at most four."""
+    return min(4, max(2, len(usable_cores())))
+
+
+def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None:
+    """Run everything, print the summary, and keep serving unless told to exit."""
+    from zbv_service.client import Client
+    from zbv_service.client_token import FILE_VARIABLE, TOKEN_VARIABLE
+
+    ranks, folder = rank_count(), options.folder.absolute()
+    port = port_or_free(options.port)
+    if port != options.port:
+        err.print(f"Port {options.port} is taken; the service listens on a free one.")
+    if len(usable_cores()) < ranks:
+        err.print(
+            f"[yellow]{ranks} ranks, but CPU cores: {len(usable_cores())}. Ranks fill each other's bubbles: "
+            f"the measured times say nothing about the schedules."
+        )
+    for name in (TOKEN_VARIABLE, FILE_VARIABLE):
+        os.environ.pop(name, None)  # for another service; this one leaves us a token of its own
+    with ExitStack() as stack:
+        service = stack.enter_context(LocalService(folder, port))
+        client = stack.enter_context(Client(service.address))
+        err.print(f"Service at {service.address}, state and logs in {folder}")
+        with _progress(err) as progress:
+            sizes = (options.steps, options.width, options.effort)
+            demo = Demo(client, service.address, folder, ranks, *sizes, progress)
+            outcomes = demo.outcomes()
+        _summary(outcomes, service.address, folder, out)
+        if not options.exit:
+            link = f"{client.sign_in_link()}&next=/plans/{outcomes[0].plan_id}"
+            out.print(f"To see it, sign in with this link, which works once: {link}", soft_wrap=True)
+            out.print("Serving until Ctrl-C.")
+            with suppress(KeyboardInterrupt):  # the way to end it
+                service.wait()
+
+
+def _summary(outcomes: Sequence[Outcome], server: str, folder: Path, out: Console) -> None:
+    worst = check_losses(outcomes)
+    ranks = rank_count()
+    out.print(table(outcomes))
+    out.print(
+        f"{ranks} ranks, {MICROBATCHES} microbatches. Planned: the plan's span, from stages measured on this "
+        f"machine. Measured: median over the steps after the first {WARM_UP_STEPS} of the slowest rank's "
+        f"time from its first action's start to its last one's end, optimizer excluded. The schedules took "
+        f"turns, step by step. ÷ profile: how long the actions themselves took, relative to the "
+        f"profile; what is left of ÷ planned is waiting."
+    )
+    spread = max(outcome.run.spread(WARM_UP_STEPS) for outcome in outcomes)
+    if spread > _CALM:
+        out.print(
+            f"[yellow]The slowest tenth of the steps took {spread:.0%} longer than the median: something "
+            f"else keeps this machine busy, and differences of a few percent mean little. Run it again when "
+            f"it is idle."
+        )
+    for outcome in outcomes:
+        losses = outcome.run.losses
+        out.print(f"Loss of {outcome.name} over {len(losses)} steps: {losses[0]:.4f} → {losses[-1]:.4f}")
+    out.print(f"Losses of the schedules agree to {worst:.0e} (relative).")
+    out.print(f"The plan: {server}/plans/{outcomes[0].plan_id}", soft_wrap=True)
+    report = [{**asdict(outcome), "run": asdict(outcome.run)} for outcome in outcomes]
+    (folder / "summary.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    # As an exception, so that every `with` block ends its processes.
+    raise SystemExit(128 + number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zbv_worker.demo.run", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--exit", action="store_true", help="stop after the summary instead of serving on")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="of the service (default 8000; 0 for a free one)"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="training steps per schedule (default 20)")
+    parser.add_argument(
+        "--width", type=int, default=WIDTH, help=f"of the model, a multiple of 6 (default {WIDTH})"
+    )
+    parser.add_argument(
+        "--effort",
+        choices=("quick", "standard", "thorough"),
+        default="standard",
+        help="of the search (default standard)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/demo"), help="state, logs and results (default build/demo)"
+    )
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps: found {options.steps}; must be at least 1")
+    if options.width < 1 or options.width % MODEL_SIZE["heads"]:
+        parser.error(f"--width: found {options.width}; must be a multiple of {MODEL_SIZE['heads']}")
+    from zbv_service.client import ClientError
+
+    signal.signal(signal.SIGTERM, _stop)
+    out, err = Console(), Console(stderr=True)
+    try:
+        demonstrate(options, out, err)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (WorkerError, ClientError) as error:
+        err.print(f"demo: {error}", markup=False, highlight=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

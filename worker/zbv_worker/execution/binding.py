@@ -1,0 +1,206 @@
+"""A rank's instructions bound to its stages and channels: what the executor calls, looking nothing up.
+
+Between two actions every microsecond is one in which a rank does not compute. So what never changes from
+step to step (which stage, which channel, the how-manieth tensor of it) is found once, when a plan is taken
+up, and each instruction becomes three calls: take the input, run, pass the output on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from zbv_solver.plans.channels import Transfer
+
+from zbv_worker.execution.computation import Computation, evaluation_of
+from zbv_worker.execution.rank_plan import Instruction, Local, Remote
+from zbv_worker.execution.wait_errors import not_received, send_failed
+from zbv_worker.transport.channels import ChannelKey, Inbox, Outbox, TensorSpec
+
+
+@dataclass
+class WalkState:
+    """What one walk carries from action to action."""
+
+    step: int
+    microbatch: Callable[[int, int], tuple[Tensor, Tensor]]
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    handed_over: dict[tuple[str, Transfer], Tensor] = field(default_factory=dict)
+    targets: dict[int, Tensor] = field(default_factory=dict)
+
+    def values(self) -> dict[int, float]:
+        """The losses, by microbatch; waits for the device."""
+        return {microbatch: float(loss) for microbatch, loss in self.losses.items()}
+
+
+Take = Callable[[WalkState], Tensor]
+Run = Callable[[Tensor | None, WalkState], Tensor | None]
+PassOn = Callable[[Tensor, WalkState], None]
+
+
+class Bound(NamedTuple):
+    """An instruction and its calls; ``take`` and ``pass_on`` are None where there is nothing to do."""
+
+    instruction: Instruction
+    take: Take | None
+    run: Run
+    pass_on: PassOn | None
+    is_received: bool
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What instructions are bound to.
+
+    Attributes
+    ----------
+    rank
+        The global one, for errors.
+    specs
+        What crosses each boundary; forwards note what they return.
+    """
+
+    rank: int
+    last_stage: int
+    stages: Mapping[int, Computation]
+    inboxes: Mapping[ChannelKey, Inbox]
+    outboxes: Mapping[ChannelKey, Outbox]
+    specs: dict[int, TensorSpec]
+    device: torch.device
+    timeout: float
+
+    def of_step(self, program: Iterable[Instruction]) -> tuple[Bound, ...]:
+        """Instructions as a step runs them."""
+        return tuple(self._bound(instruction, self._run(instruction)) for instruction in program)
+
+    def of_evaluation(self, forwards: Iterable[Instruction]) -> tuple[Bound, ...]:
+        """F's as an evaluation runs them; raises :class:`InvalidRun` for stages that have no such thing."""
+        return tuple(self._bound(instruction, self._evaluate(instruction)) for instruction in forwards)
+
+    def _bound(self, instruction: Instruction, run: Run) -> Bound:
+        received = isinstance(instruction.source, Remote)
+        return Bound(instruction, self._take(instruction), run, self._pass_on(instruction), received)
+
+    def _take(self, instruction: Instruction) -> Take | None:
+        source = instruction.source
+        if isinstance(source, Remote):
+            return self._receive(instruction, source)
+        if isinstance(source, Local):
+            key = (source.kind, source.transfer)
+            return lambda state: state.handed_over.pop(key)
+        return self._load(instruction.action.microbatch) if instruction.action.letter == "F" else None
+
+    def _receive(self, instruction: Instruction, source: Remote) -> Take:
+        inbox, rank, timeout = self.inboxes[source.channel], self.rank, self.timeout
+        index = inbox.index(source.transfer)
+
+        def receive(state: WalkState) -> Tensor:
+            try:
+                return inbox.take(index, timeout)
+            except (TimeoutError, ConnectionError) as error:
+                raise not_received(error, rank, instruction, timeout) from error
+
+        return receive
+
+    def _load(self, microbatch: int) -> Take:
+        on_device, has_last = self._on_device(), self.last_stage in self.stages
+
+        def load(state: WalkState) -> Tensor:
+            input, target = state.microbatch(state.step, microbatch)
+            if has_last:
+                state.targets[microbatch] = target
+            return on_device(input)
+
+        return load
+
+    def _run(self, instruction: Instruction) -> Run:
+        stage, letter, microbatch = instruction.action
+        computation = self.stages[stage]
+        if letter == "F":
+            forward, split = computation.forward, instruction.split
+            return self._forward(instruction, lambda x, y: forward(microbatch, x, y, split=split))
+        if letter == "W":
+            backward_weight = computation.backward_weight
+
+            def run_weight(value: Tensor | None, state: WalkState) -> None:
+                backward_weight(microbatch)
+
+            return run_weight
+        backward = computation.backward_input if letter == "I" else computation.backward
+        return lambda value, state: backward(microbatch, value)
+
+    def _evaluate(self, instruction: Instruction) -> Run:
+        stage = instruction.action.stage
+        return self._forward(instruction, evaluation_of(stage, self.stages[stage]).evaluate)
+
+    def _forward(self, instruction: Instruction, forward: Callable[[Tensor, Tensor | None], Tensor]) -> Run:
+        """An F: its output is handed on, but a loss is kept."""
+        stage, _, microbatch = instruction.action
+        specs, target_of = self.specs, self._target(microbatch)
+
+        def run(value: Tensor | None, state: WalkState) -> Tensor:
+            output = forward(_given(value), None)
+            known = specs.get(stage)
+            if known is None or not known.fits(output):
+                specs[stage] = TensorSpec.of(output)
+            return output
+
+        def run_last(value: Tensor | None, state: WalkState) -> None:
+            state.losses[microbatch] = forward(_given(value), target_of(state))
+
+        return run_last if stage == self.last_stage else run
+
+    def _target(self, microbatch: int) -> Take:
+        on_device = self._on_device()
+
+        def target_of(state: WalkState) -> Tensor:
+            target = state.targets.pop(microbatch, None)
+            if target is None:
+                _, target = state.microbatch(state.step, microbatch)
+            return on_device(target)
+
+        return target_of
+
+    def _pass_on(self, instruction: Instruction) -> PassOn | None:
+        sink = instruction.sink
+        if sink is None:
+            return None
+        if isinstance(sink, Local):
+            return _hand_over((sink.kind, sink.transfer))
+        send, transfer, rank = self.outboxes[sink.channel].send, sink.transfer, self.rank
+        action = instruction.action
+
+        def pass_on(output: Tensor, state: WalkState) -> None:
+            try:
+                send(transfer, output, action)
+            except (TimeoutError, ConnectionError) as error:
+                raise send_failed(error, rank, instruction) from error
+
+        return pass_on
+
+    def _on_device(self) -> Callable[[Tensor], Tensor]:
+        device = self.device
+
+        def through_pinned_memory(tensor: Tensor) -> Tensor:
+            if tensor.device.type != "cpu":
+                return tensor.to(device)
+            # From pageable memory the copy would hold up the host until the device had come to it.
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        return through_pinned_memory if device.type == "cuda" else lambda tensor: tensor.to(device)
+
+
+def _hand_over(key: tuple[str, Transfer]) -> PassOn:
+    def hand_over(output: Tensor, state: WalkState) -> None:
+        state.handed_over[key] = output
+
+    return hand_over
+
+
+def _given(value: Tensor | None) -> Tensor:
+    if value is None:  # lowering gives every F a source or the data
+        raise RuntimeError("found an F without an input")
+    return value

@@ -1,0 +1,80 @@
+"""What a node has to offer: devices, versions, its address. Imports no torch and makes no CUDA context."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import subprocess
+from importlib import metadata
+from urllib.parse import urlsplit
+
+from zbv_solver import __version__
+
+from zbv_worker.host.local_ranks import usable_cores
+
+_QUERY_SECONDS = 20.0
+
+
+def gpu_names() -> list[str]:
+    """Names of the NVIDIA GPUs, as the driver's own tool lists them; empty where there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in found.stdout.splitlines() if line.strip()]
+
+
+def devices() -> tuple[list[str], int]:
+    """Descriptions of what computes here, and how many ranks that carries: one per GPU, else per core."""
+    gpus = gpu_names()
+    if gpus:
+        return gpus, len(gpus)
+    cores = len(usable_cores())
+    return [f"{cores} CPU cores ({platform.machine()})"], cores
+
+
+def versions() -> dict[str, str]:
+    """Of what a run depends on."""
+    found = {"zbv": __version__, "python": platform.python_version()}
+    try:
+        found["torch"] = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        found["torch"] = "absent"
+    return found
+
+
+def address_towards(server: str) -> str:
+    """This host's address on the way to a server; others of its network reach it there.
+
+    Falls back to the host's name. Nothing is sent.
+    """
+    parts = urlsplit(server)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            parts.hostname or "127.0.0.1", parts.port or 80, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+def free_port_at(address: str, wanted: int | None = None) -> int:
+    """A port that nobody listens on now: the wanted one while it is free, else any."""
+    for port in (*([] if wanted is None else [wanted]), 0):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError("no TCP port is free on this host.")

@@ -1,0 +1,1 @@
+"""TODO: say what measure is for."""

@@ -1,0 +1,1 @@
+"""TODO: say what gpu_report is for."""

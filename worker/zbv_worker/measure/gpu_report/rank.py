@@ -1,0 +1,189 @@
+"""One rank of a GPU report: profile, training steps on its device's timeline, gradients.
+
+Run as ``python -m zbv_worker.measure.gpu_report.rank REQUEST`` with torchrun's environment; writes
+``RANK.json`` beside the request.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.selfcheck import relative_error
+from torch import Tensor, nn
+from zbv_solver.plans.channels import channels
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+
+from zbv_worker.execution.executor import Executor, StepResult
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stages import build_stages
+from zbv_worker.host.local_ranks import keep_freed_memory, pin_to_core
+from zbv_worker.measure.gpu_report.gpu_report import Device, ReportOptions, Timed
+from zbv_worker.measure.profile.profile import ProfileOptions, rank_json
+from zbv_worker.measure.profile.rank import RankProfiler
+from zbv_worker.model.protocol import ModelSpec, PipelineModel, build_stage
+from zbv_worker.transport.channels import Transport, key_of
+from zbv_worker.transport.distributed import Backend, DistributedTransport, World, select_device
+
+Gradients = dict[str, Tensor]
+
+
+def placed(device: Device, world: World) -> tuple[torch.device, Backend]:
+    """A rank's device and backend: a GPU each and NCCL where there are enough, else shared ones and gloo."""
+    if device == "cpu":
+        return torch.device("cpu"), "gloo"
+    count = torch.cuda.device_count()
+    if count >= world.world_size:
+        return select_device("nccl", world.local_rank), "nccl"
+    shared = torch.device("cuda", world.local_rank % count)
+    torch.cuda.set_device(shared)
+    return shared, "gloo"
+
+
+def v_orders(problem: Problem) -> Orders:
+    """A plain V plan with split backwards, so that a node needs no solver to report.
+
+    Time goes round by round: in each, every rank runs one action that is ready, the backward before the
+    forward, later stages before earlier ones, and W's where there is nothing else.
+    """
+    last = problem.n_stages - 1
+    ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
+    ready = [Action(0, "F", j) for j in range(problem.microbatches)]
+    while ready:
+        chosen: dict[int, Action] = {}
+        for action in sorted(ready, key=_urgency):
+            chosen.setdefault(problem.placement.rank_of[action.stage], action)
+        for rank, action in chosen.items():
+            ranks[rank].append(action)
+            ready.remove(action)
+            stage, letter, j = action
+            if letter == "F":
+                ready.append(Action(stage + 1, "F", j) if stage < last else Action(last, "I", j))
+            elif letter == "I":
+                ready.append(Action(stage, "W", j))
+                if stage:
+                    ready.append(Action(stage - 1, "I", j))
+    return Orders.from_actions(ranks)
+
+
+def _urgency(action: Action) -> tuple[int, int, int]:
+    return "IFW".index(action.letter), -action.stage, action.microbatch
+
+
+def problem_of(p: int, microbatches: int) -> Problem:
+    """A V of equal stages."""
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def measure(options: ReportOptions, transport: Transport, device: torch.device) -> dict[str, Any]:
+    """Everything that one rank finds."""
+    profiled = ProfileOptions(
+        options.model,
+        options.ranks,
+        options.microbatches,
+        repeats=options.repeats,
+        timeout=options.timeout,
+    )
+    found = RankProfiler(profiled, transport, device).measure()
+    model = options.model.build()
+    result, gradients = _trained(options, model, transport, device)
+    error = _error_of_all(
+        gradients, reference_gradients(model, options.microbatches, device), transport, options
+    )
+    return {
+        "profile": json.loads(rank_json(found)),
+        "relative_error": error,
+        "actions": [asdict(action) for action in _timed(transport.rank, result)],
+    }
+
+
+def _error_of_all(
+    mine: Gradients, reference: Gradients, transport: Transport, options: ReportOptions
+) -> float:
+    """The largest relative error of any parameter on any rank; infinite where one is missing.
+
+    Every rank compares its own gradients, so that none of them travels.
+    """
+    own = {name: reference[name] for name in mine if name in reference}
+    said = transport.gather([sorted(mine), relative_error(mine, own)], options.timeout)
+    names = {name for found, _ in said for name in found}
+    return max(error for _, error in said) if names == reference.keys() else float("inf")
+
+
+def _trained(
+    options: ReportOptions, model: PipelineModel, transport: Transport, device: torch.device
+) -> tuple[StepResult, Gradients]:
+    """Run the steps without an optimizer; the last one's result and gradients, on the CPU."""
+    problem = problem_of(options.ranks, options.microbatches)
+    orders = v_orders(problem)
+    plan = RankPlan.of("gpu-report", problem, orders, transport.rank)
+    transport.open([key_of(channel) for channel in channels(problem, orders)], options.timeout)
+    stages = build_stages(model, plan, device)
+    modules = [stage.module for stage in stages.values()]
+    executor = Executor(plan, stages, model, transport, device=device, timeout=options.timeout)
+    result = executor.step(0)  # exchanges shapes; every step has the same data
+    for _ in range(options.steps):
+        for module in modules:
+            module.zero_grad()
+        transport.barrier(options.timeout)
+        result = executor.step(0)
+    return result, _gradients(modules)
+
+
+def reference_gradients(model: PipelineModel, microbatches: int, device: torch.device) -> Gradients:
+    """Plain autograd on the uncut model."""
+    module = build_stage(model, 0, 1, device)
+    for index in range(microbatches):
+        input, target = (tensor.to(device) for tensor in model.microbatch(0, index))
+        loss = model.loss(module(input), target) / microbatches
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+    return _gradients([module])
+
+
+def _gradients(modules: Iterable[nn.Module]) -> Gradients:
+    return {
+        name: parameter.grad.cpu()
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _timed(rank: int, result: StepResult) -> list[Timed]:
+    return [
+        Timed(rank, r.action.stage, r.action.letter, r.action.microbatch, r.wait, r.start, r.end, r.received)
+        for r in result.records
+    ]
+
+
+def main(request: Path) -> None:
+    """Measure as one rank."""
+    document = json.loads(request.read_text())
+    options = ReportOptions(**{**document, "model": ModelSpec(**document["model"])})
+    world = World.from_environment()
+    device, backend = placed(options.device, world)
+    if device.type == "cpu":
+        pin_to_core(world.local_rank)
+        keep_freed_memory()
+        torch.set_num_threads(1)
+    transport = DistributedTransport(world, backend, device, options.timeout)
+    try:
+        found = measure(options, transport, device)
+        transport.flush(options.timeout)
+        transport.barrier(options.timeout)
+    finally:
+        transport.close()
+    (request.parent / f"{world.rank}.json").write_text(json.dumps({**found, "backend": backend}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

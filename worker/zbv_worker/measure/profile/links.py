@@ -1,0 +1,100 @@
+"""Measures transfers between neighbouring ranks, by size and direction, and fits latency and bandwidth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from zbv_worker.measure.profile.profile import LinkProfile, LinkSample, Spread
+from zbv_worker.transport.channels import ChannelKey, TensorSpec, Transport
+
+SIZES = (1 << 12, 1 << 16, 1 << 20)
+"""Bytes; the size of what crosses the boundary is measured, too."""
+
+ROUND_TRIPS = 20
+_TINY = 8
+_FLOAT_BYTES = 4
+
+
+class LinkProfiler:
+    """Measures the transfers of one rank; all ranks make theirs, and call the same methods in one order."""
+
+    def __init__(
+        self, transport: Transport, device: torch.device, timeout: float, settle: Callable[[], None]
+    ):
+        self._transport = transport
+        self._device = device
+        self._timeout = timeout
+        self._settle = settle
+
+    def links(self, near: int, far: int, own_size: int) -> Iterator[LinkProfile]:
+        """Both directions between two ranks; on the first of them, which times, and nothing on others.
+
+        A transfer one way is a round trip that is answered by a few bytes, less the way of those.
+        """
+        if self._transport.rank not in (near, far):
+            return
+        sizes = sorted({*SIZES, own_size})
+        tiny = self.round_trips(near, far, _TINY, _TINY)
+        there, back = (
+            {size: self.round_trips(near, far, *pair(size)) for size in sizes}
+            for pair in (lambda size: (size, _TINY), lambda size: (_TINY, size))
+        )
+        if self._transport.rank != near:
+            return
+        for sender, receiver, trips in ((near, far, there), (far, near, back)):
+            yield link_of(sender, receiver, {size: one_way(trips[size], tiny) for size in sizes})
+
+    def round_trips(self, near: int, far: int, there_bytes: int, back_bytes: int) -> list[float]:
+        """Seconds of round trips; measured on ``near``, empty on ``far``."""
+        there, back = ChannelKey(near, far, "activation"), ChannelKey(far, near, "gradient")
+        out, answer = (
+            torch.zeros(-(-n // _FLOAT_BYTES), device=self._device) for n in (there_bytes, back_bytes)
+        )
+        seconds: list[float] = []
+        for _ in range(ROUND_TRIPS):
+            if self._transport.rank == far:
+                self._transport.irecv(there, TensorSpec.of(out)).wait(self._timeout)
+                self._transport.isend(back, answer, "ping-pong")
+                continue
+            pending = self._transport.irecv(back, TensorSpec.of(answer))
+            self._settle()
+            start = time.perf_counter()
+            self._transport.isend(there, out, "ping-pong")
+            pending.wait(self._timeout)
+            self._settle()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+def one_way(trips: Sequence[float], tiny: Sequence[float]) -> list[float]:
+    """Seconds one way: round trips answered by a few bytes, less half of those of a few bytes each way."""
+    answer = float(np.median(tiny)) / 2
+    return [max(0.0, trip - answer) for trip in trips]
+
+
+def link_of(sender: int, receiver: int, one_way: dict[int, list[float]]) -> LinkProfile:
+    """A link from the seconds of its transfers, by size in bytes."""
+    samples = tuple(LinkSample(size, Spread.of(one_way[size])) for size in sorted(one_way))
+    latency, per_byte = fit(
+        [sample.bytes for sample in samples], [sample.seconds.median for sample in samples]
+    )
+    return LinkProfile(sender, receiver, samples, latency, 1 / per_byte if per_byte > 0 else None)
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Latency and seconds per byte: least squares of the relative errors, so that small transfers count.
+
+    A fit with a negative part would promise transfers that take no time; that part is then 0.
+    """
+    x, y = np.asarray(sizes, dtype=float), np.maximum(np.asarray(seconds, dtype=float), 1e-9)
+    rows = np.column_stack([1 / y, x / y])
+    (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(x)), rcond=None)
+    if latency < 0:
+        return 0.0, float((x / y).sum() / ((x / y) ** 2).sum())
+    if per_byte < 0:
+        return float((1 / y).sum() / ((1 / y) ** 2).sum()), 0.0
+    return float(latency), float(per_byte)

@@ -1,0 +1,295 @@
+"""What one rank measures: its stages' F, I, W and B, their memory, and transfers to its neighbour.
+
+Run as ``python -m zbv_worker.measure.profile.rank REQUEST`` with torchrun's environment; writes
+``profile-RANK.json`` beside the request. The stages are measured on real activations and gradients: one
+microbatch is trained through the whole pipeline first, and every stage keeps what it was given.
+
+Layers are measured as if each were a stage. Every rank has an even share of them, as one stage.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import torch
+from zbv_solver.plans.channels import channels
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+
+from zbv_worker.errors import InvalidRun, WorkerError, said
+from zbv_worker.execution.executor import Executor
+from zbv_worker.execution.main_gradients import use_main_gradients
+from zbv_worker.execution.planned_cut import PlannedCut, even_partition, require_layered
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stages import build_stages
+from zbv_worker.host.local_ranks import keep_freed_memory, pin_to_core
+from zbv_worker.measure.profile.captured import Given, Seen, layers_of
+from zbv_worker.measure.profile.links import LinkProfiler
+from zbv_worker.measure.profile.profile import (
+    PROGRESS_MARK,
+    LayerProfile,
+    LinkProfile,
+    ProfileOptions,
+    RankProfile,
+    Spread,
+    StageProfile,
+    rank_json,
+)
+from zbv_worker.measure.profile.stopwatch import Seconds, stopwatch
+from zbv_worker.measure.stage_memory import received_bytes, stage_memory, static_bytes, tensor_bytes
+from zbv_worker.model.protocol import ModelSpec, PipelineModel, layer_names
+from zbv_worker.transport.channels import Transport, key_of
+from zbv_worker.transport.distributed import DistributedTransport, World, select_device
+
+_Times = tuple[Spread, Spread, Spread, Spread]
+
+_WARM_UP = 3
+_IN_FLIGHT = 2
+
+
+class RankProfiler:
+    """One rank of the measurement.
+
+    Raises
+    ------
+    InvalidRun
+        When layers are to be measured of a model that has none, or fewer than ranks.
+    """
+
+    def __init__(self, options: ProfileOptions, transport: Transport, device: torch.device):
+        self._options = options
+        self._transport = transport
+        self._device = device
+        self._model = options.model.build()
+        self._names = _layer_names(self._model, options) if options.by_layer else ()
+        self._stopwatch = stopwatch(device)
+        self._link_profiler = LinkProfiler(transport, device, options.timeout, self._stopwatch.settle)
+        p = options.pp_degree
+        self._problem = _one_microbatch(Placement.of("single" if options.by_layer else "v", p))
+        orders = _there_and_back(self._problem)
+        self._plan = RankPlan.of("profile", self._problem, orders, transport.rank)
+        if options.by_layer:
+            self._plan = replace(self._plan, cut=PlannedCut(even_partition(self._names, p)))
+        self._keys = [key_of(channel) for channel in channels(self._problem, orders)]
+
+    def measure(self) -> RankProfile:
+        """Train one microbatch, then measure; every rank does the same at the same time."""
+        transport, timeout = self._transport, self._options.timeout
+        transport.open(self._keys, timeout)
+        # m = 1 here: a microbatch costs the same whatever its gradients are scaled by.
+        stages = build_stages(self._model, self._plan, self._device)
+        for stage in stages.values():
+            use_main_gradients(stage.module.parameters())  # as training does
+        seen = {index: Seen(stage) for index, stage in stages.items()}
+        Executor(
+            self._plan, stages, self._model, transport, device=self._device, timeout=timeout, look_ahead=1
+        ).step(0)
+        given = {index: each.release() for index, each in seen.items()}
+        receives = received_bytes(
+            self._problem.placement,
+            transport.rank,
+            {index: each.input for index, each in given.items()},
+            {index: each.gradient for index, each in given.items()},
+        )
+        layers: tuple[LayerProfile, ...] = ()
+        profiles: tuple[StageProfile, ...] = ()
+        if self._options.by_layer:
+            layers = self._layers(given[transport.rank])
+            workspace = max(layer.kept.workspace for layer in layers)
+        else:
+            (profiles,) = self._profiles([given])
+            workspace = max(profile.workspace for profile in profiles)
+        static = static_bytes(self._model, stages, receives, workspace)
+        return RankProfile(transport.rank, profiles, static, self._p2p(given), self._links(given), layers)
+
+    def _layers(self, given: Given) -> tuple[LayerProfile, ...]:
+        """The layers of this rank's stage."""
+        first = sum(map(len, (self._plan.cut.partition or ())[: self._transport.rank]))
+        kept = layers_of(given, self._model, first, len(self._names))
+        variants = [kept]
+        if self._options.recompute:
+            again = layers_of(given, self._model, first, len(self._names), is_recomputed=True)
+            variants.append(again)
+        found = [dict(zip(kept, profiles, strict=True)) for profiles in self._profiles(variants)]
+        return tuple(
+            LayerProfile(
+                self._names[at],
+                found[0][at],
+                found[1][at] if self._options.recompute else None,
+                static_bytes(self._model, {at: each.stage}, receives=0, workspace=0),
+                tensor_bytes([each.output]),
+            )
+            for at, each in kept.items()
+        )
+
+    def _profiles(self, variants: Sequence[Mapping[int, Given]]) -> list[tuple[StageProfile, ...]]:
+        """Memory and times of stages, or of layers, in each variant."""
+        held = [
+            {
+                index: stage_memory(each.stage, each.input, each.target, each.gradient, self._device)
+                for index, each in variant.items()
+            }
+            for variant in variants
+        ]
+        times = self._times(variants)
+        return [
+            tuple(
+                replace(
+                    StageProfile(index, *times[number][index], *astuple(held[number][index])),
+                    split=each.stage.split_share,
+                )
+                for index, each in variant.items()
+            )
+            for number, variant in enumerate(variants)
+        ]
+
+    def _times(self, variants: Sequence[Mapping[int, Given]]) -> list[dict[int, _Times]]:
+        """F, I, W and B of every stage, by variant."""
+        measured: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+        gc.collect()
+        for turn in range(_WARM_UP + self._options.repeats):
+            for number, variant in enumerate(variants):
+                # Ranks begin every round together, so that each is measured while the others are busy.
+                self._transport.barrier(self._options.timeout)
+                found = self._round(variant)
+                self._stopwatch.settle()
+                if turn >= _WARM_UP:
+                    for (index, letter), seconds in found:
+                        measured[number, index, letter].append(seconds())
+            sys.stdout.write(f"{PROGRESS_MARK} {turn}\n")
+            sys.stdout.flush()
+
+        def spread(number: int, index: int, letter: str) -> Spread:
+            return Spread.of(measured[number, index, letter])
+
+        return [
+            {
+                index: (
+                    spread(number, index, "F"),
+                    spread(number, index, "I"),
+                    spread(number, index, "W"),
+                    spread(number, index, "B"),
+                )
+                for index in variant
+            }
+            for number, variant in enumerate(variants)
+        ]
+
+    def _round(self, given: Mapping[int, Given]) -> list[tuple[tuple[int, str], Seconds]]:
+        """Times of some actions, in an order as plans have it.
+
+        All stages and several microbatches take turns: a stage that runs again and again finds its weights
+        and activations in the cache, which in a pipeline it never does.
+        """
+        found = []
+        for split, letters in ((True, "FIW"), (False, "FB")):
+            for letter in letters:
+                for j in range(_IN_FLIGHT):
+                    for index, each in given.items():
+                        seconds = self._stopwatch.time(_action(each, letter, j, split=split))
+                        found.append(((index, letter), seconds))
+        return found
+
+    def _p2p(self, given: Mapping[int, Given]) -> dict[int, Spread]:
+        """One way of what crosses a boundary, there and back alike; on the rank that times it."""
+        found = {}
+        for boundary, (near, far) in self._crossings():
+            self._transport.barrier(self._options.timeout)
+            if self._transport.rank not in (near, far):
+                continue
+            tensor = given[boundary].output if self._transport.rank == near else given[boundary + 1].input
+            trips = self._link_profiler.round_trips(near, far, tensor.nbytes, tensor.nbytes)
+            if trips:
+                found[boundary] = Spread.of([trip / 2 for trip in trips])
+        return found
+
+    def _links(self, given: Mapping[int, Given]) -> tuple[LinkProfile, ...]:
+        """Both directions of every pair of neighbours that this rank is the first of."""
+        found: list[LinkProfile] = []
+        pairs = {tuple(sorted(ranks)): boundary for boundary, ranks in self._crossings()}
+        for (near, far), boundary in sorted(pairs.items()):
+            self._transport.barrier(self._options.timeout)
+            mine = [each for index, each in given.items() if index in (boundary, boundary + 1)]
+            if self._transport.rank in (near, far):
+                tensor = mine[0].output if mine[0].stage.index == boundary else mine[0].input
+                found += self._link_profiler.links(near, far, tensor.nbytes)
+        return tuple(found)
+
+    def _crossings(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """The boundaries between ranks, and the ranks on both sides."""
+        rank_of = self._problem.placement.rank_of
+        for boundary in range(self._problem.n_stages - 1):
+            near, far = rank_of[boundary], rank_of[boundary + 1]
+            if near != far:
+                yield boundary, (near, far)
+
+
+def _action(given: Given, letter: str, microbatch: int, *, split: bool) -> Callable[[], object]:
+    """An action of a stage on what the stage was given."""
+    stage, gradient = given.stage, given.gradient
+    actions: dict[str, Callable[[], object]] = {
+        "F": lambda: stage.forward(microbatch, given.input, given.target, split=split),
+        "I": lambda: stage.backward_input(microbatch, gradient),
+        "W": lambda: stage.backward_weight(microbatch),
+        "B": lambda: stage.backward(microbatch, gradient),
+    }
+    return actions[letter]
+
+
+def _layer_names(model: PipelineModel, options: ProfileOptions) -> tuple[str, ...]:
+    names = layer_names(require_layered(model))
+    if len(names) < options.pp_degree:
+        raise InvalidRun(
+            f"found {len(names)} layers and {options.pp_degree} ranks; every rank measures a layer at least. "
+            f"Measure with fewer ranks, or by stages."
+        )
+    return names
+
+
+def _one_microbatch(placement: Placement) -> Problem:
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, 1, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def _there_and_back(problem: Problem) -> Orders:
+    """One microbatch through all stages and back, with fused backwards."""
+    ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
+    stages = range(problem.n_stages)
+    for letter, order in (("F", stages), ("B", reversed(stages))):
+        for stage in order:
+            ranks[problem.placement.rank_of[stage]].append(Action(stage, letter, 0))
+    return Orders.from_actions(ranks)
+
+
+def main(request: Path) -> None:
+    """Measure as one rank."""
+    document = json.loads(request.read_text())
+    options = ProfileOptions(**{**document, "model": ModelSpec(**document["model"])})
+    world = World.from_environment()
+    device = select_device(options.backend, world.local_rank)
+    if device.type == "cpu":
+        pin_to_core(world.local_rank)
+        keep_freed_memory()
+        torch.set_num_threads(1)
+    transport = DistributedTransport(world, options.backend, device, options.timeout)
+    try:
+        found = RankProfiler(options, transport, device).measure()
+        transport.flush(options.timeout)
+        transport.barrier(options.timeout)
+    finally:
+        transport.close()
+    (request.parent / f"profile-{world.rank}.json").write_text(rank_json(found))
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except WorkerError as error:  # its message says it all
+        sys.exit(said(error))

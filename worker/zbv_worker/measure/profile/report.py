@@ -1,0 +1,103 @@
+"""Everything that a profile measured: for people, and as JSON. A problem holds the medians only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zbv_worker.measure.profile.layers import layers_of
+from zbv_worker.measure.profile.profile import LinkProfile, RankProfile, Spread, StageProfile
+
+
+def report_json(ranks: Sequence[RankProfile]) -> dict[str, Any]:
+    """By rank: times in seconds, medians and 90th percentiles; memory in bytes."""
+    return {"ranks": [{**asdict(rank), "static_total": rank.static.total} for rank in ranks]}
+
+
+def print_report(ranks: Sequence[RankProfile], out: Console) -> None:
+    """Tables of stages or layers, ranks and links."""
+    for title, named in _measured(ranks):
+        out.print(_times(title, named), _held(title, named))
+        for name, found in named:
+            if found.split is not None and found.split.is_small:
+                out.print(f"{title}, {name}: {found.split}.", highlight=False, markup=False)
+    out.print(_static(ranks))
+    links = [link for rank in ranks for link in rank.links]
+    if links:
+        out.print(_links(links))
+
+
+def _measured(ranks: Sequence[RankProfile]) -> Iterator[tuple[str, list[tuple[str, StageProfile]]]]:
+    """What was measured, by the title of its tables: names and numbers."""
+    layers = layers_of(ranks)
+    stages = sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
+    for title, named in (
+        ("Stages", [(str(stage.stage), stage) for stage in stages]),
+        ("Layers", [(layer.name, layer.kept) for layer in layers]),
+        ("Layers, recomputed", [(layer.name, layer.recomputed) for layer in layers if layer.recomputed]),
+    ):
+        if named:
+            yield title, named
+
+
+def _times(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
+    shown = Table(title=f"{title}: ms, median and 90th percentile", title_justify="left")
+    for column in ("", "F", "I", "W", "B"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for name, found in named:
+        times = (found.forward, found.backward_input, found.backward_weight, found.backward)
+        shown.add_row(name, *map(_ms, times))
+    return shown
+
+
+def _held(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
+    shown = Table(title=f"{title}: MB held, and beside that within", title_justify="left")
+    for column in ("", "after F", "after I", "after W", "within"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for name, found in named:
+        held = (found.held_after_forward, found.held_after_input, found.held_after_weight, found.workspace)
+        shown.add_row(name, *map(_mb, held))
+    return shown
+
+
+def _static(ranks: Sequence[RankProfile]) -> Table:
+    shown = Table(title="Always held: MB", title_justify="left")
+    # Headings short enough for a terminal of 80 columns.
+    for column in ("rank", "param.", "grad.", "optim.", "buffers", "receives", "within", "total"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for rank in ranks:
+        shown.add_row(str(rank.rank), *map(_mb, astuple(rank.static)), _mb(rank.static.total))
+    return shown
+
+
+def _links(links: Sequence[LinkProfile]) -> Table:
+    shown = Table(title="Transfers one way", title_justify="left")
+    for column in ("from", "to", "latency", "bandwidth", "of bytes: us, median and 90th percentile"):
+        shown.add_column(column, justify="right" if "bytes" not in column else "left")
+    for link in links:
+        bandwidth = "—" if link.bandwidth is None else f"{link.bandwidth / 1e9:.2f} GB/s"
+        shown.add_row(
+            str(link.sender),
+            str(link.receiver),
+            f"{link.latency * 1e6:.0f} us",
+            bandwidth,
+            ", ".join(_samples(link)),
+        )
+    return shown
+
+
+def _samples(link: LinkProfile) -> Iterator[str]:
+    for sample in link.samples:
+        yield f"{sample.bytes}: {sample.seconds.median * 1e6:.0f} {sample.seconds.p90 * 1e6:.0f}"
+
+
+def _ms(spread: Spread) -> str:
+    return f"{spread.median * 1e3:.3g} {spread.p90 * 1e3:.3g}"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.2f}"

@@ -1,0 +1,70 @@
+"""A rehearsal's outcome for people, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from zbv_worker.measure.rehearse.outcome import Link, Outcome
+
+_SHOWN_LINKS = 3
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """Everything, times in seconds."""
+    return {**asdict(outcome), "ratio": outcome.ratio if outcome.planned > 0 else None}
+
+
+def table(outcome: Outcome) -> Table:
+    """One row per rank: where its step went."""
+    shown = Table(title="A step of every rank, ms (medians)")
+    # Headings short enough for a terminal of 80 columns.
+    for column in ("rank", "actions", "planned", "waiting", "planned", "unplanned", "between"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for times in outcome.ranks:
+        shown.add_row(
+            str(times.rank),
+            *(f"{seconds * 1e3:.1f}" for seconds in (times.busy, times.planned_busy)),
+            *(f"{seconds * 1e3:.1f}" for seconds in (times.waiting, times.planned_waiting)),
+            f"{times.unplanned_waiting * 1e3:+.1f}",
+            f"{times.between * 1e3:.1f}",
+        )
+    return shown
+
+
+def sentences(outcome: Outcome) -> Iterator[str]:
+    """The result in a few lines."""
+    fastest, slowest = min(outcome.steps), max(outcome.steps)
+    yield (
+        f"{outcome.objective} of plan {outcome.plan_id[:12]}: planned {_ms(outcome.planned)}, measured "
+        f"{_ms(outcome.measured)}, {outcome.ratio - 1:+.2%} (median of {len(outcome.steps)} steps, "
+        f"{_ms(fastest)} to {_ms(slowest)})"
+    )
+    if outcome.links:
+        links = sorted(outcome.links, key=lambda link: -link.median)
+        yield "Transfers that were waited for, the slowest pairs of ranks first:"
+        yield from map(_link, links[:_SHOWN_LINKS])
+    yield overhead(outcome)
+    yield f"Clocks of the ranks agree to {outcome.clock_uncertainty * 1e6:.0f} us"
+
+
+def overhead(outcome: Outcome) -> str:
+    """What running the plan costs beside its actions."""
+    return (
+        f"CPU time per action beside the sleeps: {outcome.cpu_thread * 1e6:.0f} us in the executor's thread, "
+        f"{outcome.cpu_process * 1e6:.0f} us with the transport's threads"
+    )
+
+
+def _link(link: Link) -> str:
+    return (
+        f"  {link.sender} → {link.receiver}: median {_ms(link.median)}, a tenth over {_ms(link.slow)} "
+        f"({link.count} of them); planned {_ms(link.planned)}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms" if seconds < 0.1 else f"{seconds * 1e3:.1f} ms"

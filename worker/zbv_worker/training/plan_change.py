@@ -1,0 +1,195 @@
+"""Changing the plan of a run between two steps, on every rank at the same step.
+
+Rank 0 watches a file. When a plan appears there it posts every rank's list, and before its step n the note
+"from step n + 1 on, that plan". Every other rank looks for such a note before each of its steps. It cannot
+miss one: its step n needs what rank 0 computed in step n, after the note, so it comes to step n + 1 later.
+With replicas the sums of step n join each replica to that of rank 0 in the same way. So no step waits for a
+message, and nobody needs the service.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.plans.channels import Channel, Transfer
+from zbv_solver.plans.orders import Action
+from zbv_solver.plans.plan import identity, parse_orders, parse_plan_document
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.verify.verifier import verify_orders
+
+from zbv_worker.execution.planned_cut import PlannedCut
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.transport.channels import Transport
+
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class NextPlan:
+    """A plan that was found, as lists of all ranks."""
+
+    plan_id: str
+    parts: tuple[RankPlan, ...]
+
+
+class PlanFile:
+    """Watches a file for a plan that can take the place of the current one, in a thread of its own.
+
+    Verifying a large plan takes seconds; a step must not wait for it.
+    """
+
+    def __init__(self, path: Path, current: RankPlan):
+        self._path = path
+        self._current = current
+        self._seen: tuple[int, int, int] | None = None
+        self._obstacle = ""
+        # One thread finds, another takes: what was found, and what was taken last, belong together.
+        self._lock = threading.Lock()
+        self._found: NextPlan | None = None
+        self._taken = current.plan_id
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="zbv-next-plan", daemon=True)
+        self._thread.start()
+
+    def take(self) -> NextPlan | None:
+        """The newest plan that was found since the last call; None without one, or when it was taken last."""
+        with self._lock:
+            found, self._found = self._found, None
+            if found is None or found.plan_id == self._taken:
+                return None
+            self._taken = found.plan_id
+            return found
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+        self._thread.join(timeout=5.0)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        """Read the file if it has changed; what is found replaces what nobody has taken yet."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return
+        version = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if version == self._seen:
+            return
+        try:
+            found = self._read()
+        except OSError as error:  # a file system that is busy: the next look may succeed
+            if str(error) != self._obstacle:  # looks come twice a second
+                _say(f"{self._path}: the plan stays as it is: {error}")
+            self._obstacle = str(error)
+            return
+        except (ValueError, InvalidInput, InvalidPlan) as error:
+            _say(f"{self._path}: the plan stays as it is: {error}")
+        else:
+            with self._lock:
+                self._found = found
+        self._seen = version
+
+    def _read(self) -> NextPlan:
+        problem, orders = parse_orders(parse_plan_document(json.loads(self._path.read_text())))
+        verify_orders(problem, orders)
+        ours = (self._current.placement, self._current.microbatches)
+        if (problem.placement, problem.microbatches) != ours:
+            raise ValueError(
+                f"found a plan of {problem.pp_degree} ranks, placement {problem.placement.kind}, "
+                f"{problem.microbatches} microbatches; a running plan can only be changed for one of "
+                f"{self._current.placement.pp_degree} ranks, placement {self._current.placement.kind}, "
+                f"{self._current.microbatches} microbatches."
+            )
+        if PlannedCut.of(problem).partition != self._current.cut.partition:
+            raise ValueError(
+                "found a plan that cuts the model elsewhere; a running plan can only be changed for one with "
+                "the same layers on every stage. Begin the run anew from a checkpoint: it fits every cut."
+            )
+        plan_id = identity(problem_json(problem), orders.all_text())
+        parts = [RankPlan.of(plan_id, problem, orders, rank) for rank in range(problem.pp_degree)]
+        return NextPlan(plan_id, tuple(parts))
+
+
+class Swaps:
+    """One rank's part in changing plans.
+
+    Parameters
+    ----------
+    path
+        Where a next plan may appear; only rank 0 looks there. All ranks must give one, or none.
+    """
+
+    def __init__(self, transport: Transport, path: Path, current: RankPlan):
+        self._transport = transport
+        self._file = PlanFile(path, current) if transport.rank == 0 else None
+
+    def before(self, step: int) -> RankPlan | None:
+        """This rank's list of the plan to go on with from this step, if it changes; does not wait.
+
+        Raises
+        ------
+        ConnectionError
+            When the ranks' common store is gone.
+        """
+        plan_id = self._transport.posted(f"swap/{step}")
+        found = None if self._file is None else self._file.take()
+        if found is not None:
+            for part in found.parts:
+                self._transport.post(f"plan/{found.plan_id}/{part.rank}", json.dumps(_document(part)))
+            self._transport.post(f"swap/{step + 1}", found.plan_id)
+        if plan_id is None:
+            return None
+        text = self._transport.posted(f"plan/{plan_id}/{self._transport.pp_rank}")
+        if text is None:
+            raise ConnectionError(f"no list of plan {plan_id} was posted")
+        return _rank_plan(json.loads(text))
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _document(plan: RankPlan) -> dict[str, Any]:
+    return {
+        "plan_id": plan.plan_id,
+        "rank": plan.rank,
+        "placement": [plan.placement.kind, plan.placement.pp_degree, plan.placement.chunks],
+        "microbatches": plan.microbatches,
+        "actions": [[*action] for action in plan.actions],
+        "channels": [
+            [c.sender, c.receiver, c.kind, [[t.boundary, t.microbatch] for t in c.transfers]]
+            for c in plan.channels
+        ],
+        "partition": plan.cut.partition,
+        "recompute": plan.cut.recompute,
+    }
+
+
+def _rank_plan(document: dict[str, Any]) -> RankPlan:
+    return RankPlan(
+        plan_id=document["plan_id"],
+        rank=document["rank"],
+        placement=Placement(*document["placement"]),
+        microbatches=document["microbatches"],
+        actions=tuple(Action(*action) for action in document["actions"]),
+        channels=tuple(
+            Channel(sender, receiver, kind, tuple(Transfer(*transfer) for transfer in transfers))
+            for sender, receiver, kind, transfers in document["channels"]
+        ),
+        cut=PlannedCut.parse(document["partition"], document["recompute"]),
+    )
+
+
+def _say(text: str) -> None:
+    print(f"zbv-worker: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a rank's log

@@ -1,8 +1,9 @@
-"""The page of a plan as one file, with its style, scripts and data, that opens from disk without a network."""
+"""The page of a plan as one file with style, scripts and data, which opens from disk without a network."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from markupsafe import Markup
@@ -39,13 +40,13 @@ def render(plan: Plan) -> str:
     )
 
 
-def one_module() -> str:
-    """All modules of the page as one.
+def one_module(names: Sequence[str] = report.MODULES) -> str:
+    """Modules of the page as one.
 
     Browsers refuse to import modules from files on disk. One after the other in a single module, their names
     are all in scope; no two modules define the same name at top level, which a test checks.
     """
-    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _text_of(name))) for name in report.MODULES)
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _text_of(name))) for name in names)
 
 
 def _text_of(name: str) -> str:

@@ -1,7 +1,7 @@
 """A timeline for the script that draws it: facts as JSON, and actions as packed columns.
 
-``static/timeline.js`` reads both. The columns are binary data, because a plan may have hundreds of thousands of
-actions.
+``static/timeline.js`` reads both. The columns are binary data, because a plan may have hundreds of
+thousands of actions.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
 def timeline_bytes(line: Timeline, *, is_measured: bool = False) -> bytes:
     """The columns of n actions, one after the other, little-endian.
 
-    start (n float64), if ``is_measured`` end (n float64), microbatch (n uint16, or n uint32 if 16 bits are too
-    few), letter (n uint8), chunk (n uint8).
+    start (n float64), if ``is_measured`` end (n float64), microbatch (n uint16, or n uint32 if 16 bits are
+    too few), letter (n uint8), chunk (n uint8).
     """
     columns = [line.start.astype("<f8")]
     if is_measured:

@@ -9,7 +9,7 @@ MINUTES ?= 10
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test soak suite lint style types format browser postgres picture pictures openapi freeze clean install
+.PHONY: help run test soak suite lint style scripts types format browser postgres picture pictures openapi freeze clean install
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -41,9 +41,18 @@ soak: install ## Compare bounds and plans of random problems with exact optima; 
 
 lint: style types ## Check style and types only
 
-style: install
+style: install scripts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+# The scripts of the pages. Only developers need npm: zbv runs without it.
+scripts:
+	@if command -v npm >/dev/null; then \
+	  $(MAKE) --no-print-directory node_modules/.package-lock.json && npm run --silent check; \
+	else echo "npm is not installed: the scripts of the pages are not checked"; fi
+
+node_modules/.package-lock.json: package.json package-lock.json
+	npm ci --silent --no-audit --no-fund
 
 types: install
 	$(BIN)/mypy
@@ -88,4 +97,4 @@ freeze: ## Write constraints.txt again from what is installed
 	@mv constraints.new constraints.txt
 
 clean: ## Remove what make and the tests made
-	rm -rf $(VENV) build artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) node_modules build artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -104,7 +104,7 @@ def test_it_is_dark_at_night_and_fits_a_phone(
     found = opened(look(address.partition("/plans")[0], **options), address)
     page = found.page
     assert page.evaluate("() => document.documentElement.scrollWidth") == page.evaluate("() => innerWidth")
-    left, top, width, height = found.draw_area(1)
+    left, top, width, _ = found.draw_area(1)
     background = found.colour_at(left + width - 3, top + 2)  # rank 0 has long ended
     assert background == ((11, 14, 20) if name == "dark" else (255, 255, 255))
     found.keep(f"compare-{name}")

@@ -246,7 +246,7 @@ def test_numbers_are_pasted_from_a_spreadsheet(form: Form) -> None:
 def test_a_list_of_numbers_is_read_as_it_was_meant_or_not_at_all(
     shared: Form, text: str, rows: list[list[str]]
 ) -> None:
-    module = "/static/pages/new-search/values.js"
+    module = "/static/new-search/values.js"
     if not shared.page.url.startswith(shared.look.origin):
         shared.open()
     read = "async ([module, text]) => (await import(module)).pasted(text)"

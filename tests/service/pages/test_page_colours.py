@@ -1,4 +1,4 @@
-"""The colours of pages: tokens with a light and a dark value, readable in both and equal to those of exports."""
+"""The colours of pages: tokens with a light and a dark value, readable in both, the same as in exports."""
 
 from __future__ import annotations
 

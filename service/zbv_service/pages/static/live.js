@@ -57,7 +57,7 @@
     const selected = window.getSelection();
     for (const old of live(document)) {
       const now = fresh.get(old.dataset.live);
-      const isSelected = !selected.isCollapsed && selected.containsNode(old, true);
+      const isSelected = selected !== null && !selected.isCollapsed && selected.containsNode(old, true);
       if (now !== undefined && !isSelected && bare(old) !== bare(now)) {
         replace(old, now);
       }

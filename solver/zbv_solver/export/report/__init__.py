@@ -65,6 +65,7 @@ STATIC: Path = Path(__file__).parent / "static"
 TEMPLATES: Path = Path(__file__).parent / "templates"
 
 MODULES: tuple[str, ...] = (
+    "dom.js",
     "numbers.js",
     "timeline.js",
     "words.js",

@@ -33,7 +33,7 @@ export class Cells {
 
   draw() {
     const focused = document.activeElement;
-    const id = this.table.contains(focused) ? focused.id : null;
+    const id = focused !== null && this.table.contains(focused) ? focused.id : null;
     const { shape } = this.form;
     const values = this.quantities.map(({ key }) => this.form.values[key]);
     const finest = (mode) => values.some((each) => each.mode === mode && each.asIs === undefined);
@@ -183,7 +183,7 @@ export class Cells {
     if (key !== undefined) {
       this.form.values[key].asIs = undefined;
       this.draw();
-      document.getElementById(cellId(key, 0)).focus();
+      document.getElementById(cellId(key, 0))?.focus();
       this.changed(key);
     }
   }

@@ -1,12 +1,12 @@
 // Beside the form: what its problem promises, and what it would with other numbers.
 
+import { at, input } from "../dom.js";
 import { drawBars } from "./promise.js";
 import { latest, said } from "./service.js";
 import { WhatIf } from "./what-if.js";
 
 const PAUSE = 350; // ms after the last change
 
-const at = (id) => document.getElementById(id);
 
 export class Expectation {
   // timeUnit() names the unit of now; take(document, note) puts a document into the form.
@@ -55,8 +55,8 @@ export class Expectation {
 
   #moved() {
     const isOwn = this.whatIf.isNeutral;
-    at("what-if-reset").disabled = isOwn;
-    at("what-if-take").disabled = isOwn;
+    input("what-if-reset").disabled = isOwn;
+    input("what-if-take").disabled = isOwn;
     if (this.problem !== null) {
       this.#ask({ of: this.problem, question: isOwn ? null : this.whatIf.question() });
     }

@@ -30,7 +30,7 @@ export function readText(text) {
   try {
     document = JSON.parse(text);
   } catch (error) {
-    throw new TypeError(`It is no JSON: ${error.message}`);
+    throw new TypeError(`It is not JSON: ${/** @type {Error} */ (error).message}`);
   }
   return problemIn(document);
 }
@@ -65,9 +65,10 @@ export function acceptFiles(input, veil, take) {
   document.addEventListener("drop", (event) => {
     depth = 0;
     veil.hidden = true;
-    if (hasFiles(event) && event.dataTransfer.files.length > 0) {
+    const [file] = event.dataTransfer?.files ?? [];
+    if (hasFiles(event) && file !== undefined) {
       event.preventDefault();
-      take(event.dataTransfer.files[0]);
+      take(file);
     }
   });
 }
@@ -76,7 +77,8 @@ export function acceptFiles(input, veil, take) {
 export function acceptPaste(take) {
   document.addEventListener("paste", (event) => {
     const text = event.clipboardData?.getData("text/plain").trim() ?? "";
-    if (!event.target.closest("input, textarea, select") && text.startsWith("{")) {
+    const isField = event.target instanceof Element && event.target.closest("input, textarea, select") !== null;
+    if (!isField && text.startsWith("{")) {
       event.preventDefault();
       take(text);
     }

@@ -53,7 +53,7 @@ export class Issues {
     this.shown = [];
     for (const id of Object.values(FIELDS)) {
       const holder = Object.assign(document.createElement("p"), { className: "issue", id: `issue-${id}`, hidden: true });
-      document.getElementById(id).closest(".field")?.append(holder);
+      document.getElementById(id)?.closest(".field")?.append(holder);
     }
   }
 
@@ -74,7 +74,7 @@ export class Issues {
   }
 
   clear() {
-    for (const holder of document.querySelectorAll(".issue")) {
+    for (const holder of document.querySelectorAll(/** @type {"p"} */ (".issue"))) {
       holder.textContent = "";
       holder.hidden = true;
       holder.closest(".issue-row")?.setAttribute("hidden", "");
@@ -100,7 +100,7 @@ export class Issues {
         item.textContent = `${pointer || "the document"}: ${detail}`;
         return item;
       }
-      const name = control.getAttribute("aria-label") ?? control.labels?.[0]?.textContent ?? pointer;
+      const name = control.getAttribute("aria-label") ?? /** @type {HTMLInputElement} */ (control).labels?.[0]?.textContent ?? pointer;
       const link = Object.assign(document.createElement("a"), { href: `#${control.id}`, textContent: `${name}: ${detail}` });
       link.addEventListener("click", (event) => {
         event.preventDefault();

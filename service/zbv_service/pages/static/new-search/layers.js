@@ -1,7 +1,7 @@
 // Layers of a problem file: shown, and sent along as they are. Where the file has them cut into stages, that
 // can be forgotten, and they are cut anew.
 
-import { figure, storage } from "../numbers.js";
+import { number, storage } from "../numbers.js";
 
 const MOST_SHOWN = 512; // as many layers as there may be: more are a mistake
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
@@ -74,11 +74,11 @@ export class Layers {
     ];
     const head = row("th", ["Layer", ...columns.map(([name]) => name)]);
     for (const cell of head.children) {
-      cell.scope = "col";
+      cell.setAttribute("scope", "col");
     }
     const lines = this.layers.slice(0, MOST_SHOWN).map((layer) => {
       const found = isObject(layer) ? layer : {};
-      const line = row("td", columns.map(([, of]) => of(found)));
+      const line = row("td", columns.map(([, of]) => /** @type {(layer: any) => string} */ (of)(found)));
       const name = Object.assign(document.createElement("th"), { scope: "row", textContent: told(found.name) });
       if ((found.repeat ?? null) !== null) {
         name.append(Object.assign(document.createElement("span"), { className: "muted", textContent: ` × ${told(found.repeat)}` }));
@@ -88,7 +88,7 @@ export class Layers {
     });
     const more = this.layers.length - lines.length;
     if (more > 0) {
-      lines.push(row("td", [`and ${figure(more)} more`]));
+      lines.push(row("td", [`and ${number(more)} more`]));
     }
     const [thead, tbody] = ["thead", "tbody"].map((name) => document.createElement(name));
     thead.append(head);
@@ -124,7 +124,7 @@ export class Layers {
 
 function told(value) {
   if (typeof value === "number") {
-    return figure(value);
+    return number(value);
   }
   const text = typeof value === "string" ? value : (JSON.stringify(value) ?? "–");
   return text.length > 40 ? `${text.slice(0, 37)}…` : text;

@@ -1,6 +1,7 @@
 // The form for a new search. The fields are a problem document in another form: every change makes it anew,
 // has the service check it, and shows what it promises.
 
+import { at, input, part } from "../dom.js";
 import { Cells } from "./cells.js";
 import { Expectation } from "./expectation.js";
 import { acceptFiles, acceptPaste, readFile, readText } from "./files.js";
@@ -15,8 +16,8 @@ const CHECK_PAUSE = 200; // ms after the last key
 const DRAFT = "zbv-new-search";
 const TEXTS = ["pp_degree", "microbatches", "chunks", "limit_fraction", "time_unit", "memory_unit", "time_limit", "seed"];
 
-const at = (id) => document.getElementById(id);
-const page = at("new-search") === null ? null : JSON.parse(at("new-search").textContent);
+const data = document.getElementById("new-search"); // none for readers who may not search
+const page = data === null ? null : JSON.parse(data.textContent);
 
 class NewSearch {
   constructor() {
@@ -47,7 +48,7 @@ class NewSearch {
   #listen() {
     for (const name of TEXTS) {
       at(name).addEventListener("input", () => {
-        this.form.texts[name] = at(name).value;
+        this.form.texts[name] = input(name).value;
         this.form.forget(name);
         if (name === "pp_degree" || name === "chunks") {
           this.#drawTables();
@@ -59,24 +60,24 @@ class NewSearch {
       });
     }
     at("effort").addEventListener("change", () => {
-      this.form.texts.effort = at("effort").value;
+      this.form.texts.effort = input("effort").value;
       this.form.forget("effort");
       this.changed();
     });
     for (const [id, name] of [["placement", "placement"], ["objective", "objective"], ["limit_kind", "limitKind"]]) {
-      at(id).addEventListener("change", () => this.#choose(name, at(id).value));
+      at(id).addEventListener("change", () => this.#choose(name, input(id).value));
     }
     at("has_memory").addEventListener("change", () => {
-      this.form.hasMemory = at("has_memory").checked;
+      this.form.hasMemory = input("has_memory").checked;
       this.#draw();
       this.changed();
     });
     at("keep_cut").addEventListener("change", () => {
-      this.form.layers.keepsCut = at("keep_cut").checked;
+      this.form.layers.keepsCut = input("keep_cut").checked;
       this.changed();
     });
     at("preset").addEventListener("change", () => {
-      const preset = page.presets[at("preset").value];
+      const preset = page.presets[input("preset").value];
       if (preset !== undefined) {
         this.begin(preset, "");
       }
@@ -85,7 +86,7 @@ class NewSearch {
       event.preventDefault();
       this.submit();
     });
-    for (const button of document.querySelectorAll("[data-copy]")) {
+    for (const button of document.querySelectorAll(/** @type {"button"} */ ("[data-copy]"))) {
       button.addEventListener("click", () => this.#copy(button.dataset.copy));
     }
     acceptFiles(at("file"), at("drop"), (file) => this.#open(file.name, () => readFile(file)));
@@ -128,12 +129,12 @@ class NewSearch {
   #draw() {
     const { form } = this;
     for (const name of [...TEXTS, "effort"]) {
-      at(name).value = form.texts[name];
+      input(name).value = form.texts[name];
     }
-    at("placement").value = form.placement;
-    at("objective").value = form.objective;
-    at("limit_kind").value = form.limitKind;
-    at("has_memory").checked = form.hasMemory;
+    input("placement").value = form.placement;
+    input("objective").value = form.objective;
+    input("limit_kind").value = form.limitKind;
+    input("has_memory").checked = form.hasMemory;
     at("memory-fields").hidden = !form.hasMemory;
     at("chunks-field").hidden = form.placement !== "loop";
     showLayers(form.layers, this.#units);
@@ -183,10 +184,11 @@ class NewSearch {
     at("copied").textContent = isStale && this.checked !== null ? "Not valid yet; the memory limit may be missing." : "";
     at("json").textContent = text;
     at("curl").textContent = curl(body, page.base, page.has_tokens);
-    if (at("download").href) {
-      URL.revokeObjectURL(at("download").href);
+    const link = part(document, "#download", HTMLAnchorElement);
+    if (link.href) {
+      URL.revokeObjectURL(link.href);
     }
-    at("download").href = URL.createObjectURL(new Blob([`${text}\n`], { type: "application/json" }));
+    link.href = URL.createObjectURL(new Blob([`${text}\n`], { type: "application/json" }));
   }
 
   async check() {
@@ -249,7 +251,7 @@ class NewSearch {
   // ---- files, copies, and the search itself
 
   async #open(name, read) {
-    at("preset").value = "";
+    input("preset").value = "";
     try {
       this.begin(await read(), `This is ${name}.`);
     } catch (error) {
@@ -267,7 +269,7 @@ class NewSearch {
   }
 
   async submit() {
-    const button = at("submit");
+    const button = input("submit");
     button.disabled = true;
     try {
       do {
@@ -334,7 +336,7 @@ if (page !== null) {
   if (kept !== null) {
     search.begin(kept, "This is what you typed before you were signed out.");
   } else {
-    at("preset").value = page.start.preset;
+    input("preset").value = page.start.preset;
     search.begin(page.start, page.start.note);
   }
 }

@@ -41,7 +41,8 @@ export class ProblemForm {
     this.limitKind = "fraction";
     this.values = Object.fromEntries(QUANTITIES.map(({ key, per, start }) => [key, new Values(per, start)]));
     this.kept = nothing();
-    this.layers = null; // in place of what stages cost and hold
+    /** @type {any} */
+    this.layers = null; // a Layers, in place of the costs and memory of stages
     this.ranks = 4;
   }
 

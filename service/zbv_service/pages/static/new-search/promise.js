@@ -1,6 +1,6 @@
 // What a problem promises, as bars: a verified plan of a moment's search beside the classical schedules.
 
-import { percent, withUnit } from "../numbers.js";
+import { amount, percent } from "../numbers.js";
 
 const CUTS = ["histogram-cut", "even-cut", "v", "loop-2", "loop-3", "loop-4", "single"]; // of layers
 const ORDER = [...CUTS, "zb-h1", "interleaved-1f1b", "eager-1f1b", "1f1b", "gpipe"];
@@ -73,14 +73,14 @@ export function drawBars(list, estimate, unit, before = null) {
     if (!row.fits) {
       name.append(make("small", "too-much", "over the limit"));
     }
-    const cells = [name, make("b", "", withUnit(row.value, unit)), make("span", "share", percent(row.idle, 1))];
+    const cells = [name, make("b", "", amount(row.value, unit)), make("span", "share", percent(row.idle, 1))];
     if (was !== undefined) {
       cells.push(make("span", toneOf(row.value, was.value), change(row.value, was.value)));
     }
     return make("li", row.name === "plan" ? "own" : "", ...cells, bar);
   }));
   const status = estimate.plan === null ? "" : gapOf(estimate);
-  const floor = `No schedule is below ${withUnit(bound, unit)}${status}`;
+  const floor = `No schedule is below ${amount(bound, unit)}${status}`;
   items.push(make("li", "floor", make("span", "name", floor)));
   list.replaceChildren(...items);
 }

@@ -18,7 +18,7 @@ export async function copy(text, element) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    getSelection().selectAllChildren(element);
+    getSelection()?.selectAllChildren(element);
     return false;
   }
 }

@@ -83,6 +83,7 @@ export class Values {
     this.each = new Map(); // by "chunk position", so that it stays in place when the number of ranks changes
     this.list = null; // texts that were given at once, and are more or fewer than there are fields
     this.asIs = undefined; // of a file, what no field can show
+    /** @type {any} */
     this.collapsed = null; // what hides the values of a finer mode
   }
 

@@ -1,13 +1,13 @@
 // What the service says of the form's problem, in words.
 
-import { figure, storage, withUnit } from "../numbers.js";
+import { amount, number, storage } from "../numbers.js";
 
 const MOST_TOLD = 8; // where one mistake was made many times, its first places tell it
 
 // A smallest fraction with four digits, none of them too low to be used.
 function roundedUp(fraction) {
   const unit = 10 ** (Math.floor(Math.log10(fraction)) - 3);
-  return figure(Math.ceil(fraction / unit - 1e-6) * unit);
+  return number(Math.ceil(fraction / unit - 1e-6) * unit);
 }
 
 // Whether it can be searched: [tone, words]; `homeless` are issues that no field shows.
@@ -34,18 +34,18 @@ export function meaningOf(facts, isFraction, unit) {
     return "Plans may use as much memory as they like.";
   }
   const [low, high] = [Math.min(...facts.limit), Math.max(...facts.limit)];
-  const amount = [...new Set([storage(low, unit), storage(high, unit)])].join(" to ");
-  const fraction = facts.limit_fraction === null ? "" : `, ${figure(facts.limit_fraction, 3)} of what 1F1B takes`;
+  const limit = [...new Set([storage(low, unit), storage(high, unit)])].join(" to ");
+  const fraction = facts.limit_fraction === null ? "" : `, ${number(facts.limit_fraction, 3)} of what 1F1B takes`;
   const least = facts.smallest_fraction === null ? "" : `; no plan fits below ${roundedUp(facts.smallest_fraction)}`;
-  return isFraction ? `That is ${amount} per rank${least}.` : `That is ${amount}${fraction}${least}.`;
+  return isFraction ? `That is ${limit} per rank${least}.` : `That is ${limit}${fraction}${least}.`;
 }
 
 // Facts as rows of a list of names and texts.
 export function factRows(facts, units) {
   const busiest = Math.max(...facts.busy);
   const found = [
-    ["Actions", `${figure(facts.actions, 7)} on ${facts.stages} stages`],
-    ["Work of the busiest rank", `${withUnit(busiest, units.time)} (rank ${facts.busy.indexOf(busiest)})`],
+    ["Actions", `${number(facts.actions, 7)} on ${facts.stages} stages`],
+    ["Work of the busiest rank", `${amount(busiest, units.time)} (rank ${facts.busy.indexOf(busiest)})`],
   ];
   if (facts.one_f_one_b_memory > 0) {
     found.push(["Memory of 1F1B", storage(facts.one_f_one_b_memory, units.memory)]);

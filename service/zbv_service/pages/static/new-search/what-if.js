@@ -1,6 +1,6 @@
 // Sliders that change a problem without changing the form: costs, memory limit and microbatches.
 
-import { figure } from "../numbers.js";
+import { number } from "../numbers.js";
 
 const SCALES = [
   { name: "forward", label: "F" },
@@ -21,6 +21,7 @@ export class WhatIf {
   constructor(holder, changed) {
     this.holder = holder;
     this.changed = changed;
+    /** @type {any} */
     this.base = null;
     this.inputs = new Map();
     holder.addEventListener("input", () => {
@@ -86,7 +87,7 @@ export class WhatIf {
   #say() {
     for (const [name, { input, output }] of this.inputs) {
       const value = this.#value(name);
-      const text = name === "microbatches" ? String(value) : `${figure(value, 3)} ×${name === "limit" ? " 1F1B" : ""}`;
+      const text = name === "microbatches" ? String(value) : `${number(value, 3)} ×${name === "limit" ? " 1F1B" : ""}`;
       output.textContent = text;
       input.setAttribute("aria-valuetext", text);
       output.classList.toggle("moved", this.#moved(name));

@@ -1,5 +1,6 @@
 // The selected action: its microbatch through the stages, its critical path, and both in words.
 
+import { make, part } from "./dom.js";
 import { memory, number, time } from "./numbers.js";
 import { terms } from "./tooltip.js";
 import { idleBefore, spentInWords } from "./words.js";
@@ -17,20 +18,6 @@ const AROUND = 40; // px kept free above and below a selected action
 
 /** @param {number} count */
 const actions = (count) => (count === 1 ? "1 action" : `${number(count)} actions`);
-
-/**
- * @template {HTMLElement} T
- * @param {ParentNode} parent
- * @param {string} selector
- * @param {new () => T} kind
- */
-function part(parent, selector, kind) {
-  const found = parent.querySelector(selector);
-  if (!(found instanceof kind)) {
-    throw new Error(`this page has no ${selector}`);
-  }
-  return found;
-}
 
 export class Inspector {
   /**
@@ -246,10 +233,8 @@ export class Inspector {
     const { facts } = timeline;
     const rank = timeline.rankOf(action);
     const { during, after } = timeline.memory(action);
-    const name = document.createElement("b");
-    name.textContent = timeline.text(action);
     this.parts.head.replaceChildren(
-      name,
+      make("b", { textContent: timeline.text(action) }),
       ` ${timeline.name(action)}, rank ${rank}, stage ${timeline.stage[action]} (chunk ${timeline.chunk[action]}), microbatch ${timeline.microbatch[action]}`,
     );
     /** @type {[string, string][]} */
@@ -284,10 +269,7 @@ export class Inspector {
     if (by === "nothing") {
       return ["It waited for nothing."];
     }
-    const link = document.createElement("button");
-    link.type = "button";
-    link.className = "link";
-    link.textContent = timeline.text(awaited);
+    const link = make("button", { type: "button", className: "link", textContent: timeline.text(awaited) });
     link.addEventListener("click", () => this.select(awaited));
     const at = time(timeline.end[awaited], timeline.facts);
     if (by === "rank") {

@@ -1,6 +1,7 @@
 // The memory of every rank over time: all changes that are in view, or the peak of every column of the screen where
 // the changes are too many. A band from the least to the most loaded rank replaces the lines of many ranks.
 
+import { make } from "./dom.js";
 import { amount, axisNumbers, ticks, time } from "./numbers.js";
 import { FONT, Surface } from "./surface.js";
 
@@ -51,10 +52,8 @@ export class Memory {
    * @param {number} at
    */
   #entry(label, at) {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.className = `plain line-${at % 8}${at >= 8 ? " dotted" : ""}`;
-    button.textContent = label;
+    const className = `plain line-${at % 8}${at >= 8 ? " dotted" : ""}`;
+    const button = make("button", { type: "button", className, textContent: label });
     button.setAttribute("aria-pressed", "true");
     button.addEventListener("click", () => {
       button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true"));

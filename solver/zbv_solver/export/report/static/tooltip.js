@@ -1,5 +1,6 @@
 // A box beside the pointer that describes what is under it.
 
+import { make } from "./dom.js";
 import { time } from "./numbers.js";
 import { idleBefore, waitedFor } from "./words.js";
 
@@ -11,9 +12,7 @@ const MARGIN = 4; // px from the edges of the window
 
 export class Tooltip {
   constructor() {
-    this.box = document.createElement("div");
-    this.box.className = "tip";
-    this.box.hidden = true;
+    this.box = make("div", { className: "tip", hidden: true });
     document.body.append(this.box);
     /** @type {string | number | null} */
     this.shown = null;
@@ -66,8 +65,10 @@ export class Tooltip {
  */
 export function describeAction(timeline, action, more) {
   const { facts } = timeline;
+  const head = make("p");
+  head.append(make("b", { textContent: timeline.text(action) }), ` ${timeline.name(action)}`);
   return [
-    heading(timeline, action, timeline.name(action)),
+    head,
     terms([
       ["start", time(timeline.start[action], facts)],
       ["end", time(timeline.end[action], facts)],
@@ -82,29 +83,13 @@ export function describeAction(timeline, action, more) {
 }
 
 /**
- * @param {Timeline} timeline
- * @param {number} action
- * @param {string} words
- */
-function heading(timeline, action, words) {
-  const head = document.createElement("p");
-  const name = document.createElement("b");
-  name.textContent = timeline.text(action);
-  head.append(name, ` ${words}`);
-  return head;
-}
-
-/**
  * A list of terms and values.
  * @param {Rows} rows
  */
 export function terms(rows) {
-  const list = document.createElement("dl");
+  const list = make("dl");
   for (const [term, value] of rows) {
-    const [dt, dd] = [document.createElement("dt"), document.createElement("dd")];
-    dt.textContent = term;
-    dd.textContent = value;
-    list.append(dt, dd);
+    list.append(make("dt", { textContent: term }), make("dd", { textContent: value }));
   }
   return list;
 }

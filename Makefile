@@ -9,12 +9,13 @@ MINUTES ?= 10
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test soak suite lint style scripts types format browser postgres picture pictures openapi freeze clean install
+.PHONY: help run test suite lint style scripts types format docs prose bench soak browser postgres picture pictures openapi \
+  client freeze clean install
 
-help: ## Show the targets
+help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-install: $(VENV)/.installed ## Set up .venv with the pinned versions
+install: $(VENV)/.installed ## Create .venv with the pinned versions
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -25,25 +26,35 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m zbv_solver.commands.warm_up
 	@touch $@
 
-run: install ## Plan, train and compare on this machine; ARGS=--exit stops after the summary
+run: install ## Plan, train and compare on this machine; ARGS=--exit exits after the summary
 	$(BIN)/python -m zbv_worker.demo.run $(ARGS)
 
-# Types are checked beside the tests, which often wait: together they take little longer than the tests alone.
+# Tests often wait, so the type check runs at the same time and adds little.
 test: install browser postgres style ## Run all checks and tests; ARGS go to pytest
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
-# One process more than there are cores: many tests wait for processes of their own.
+# One process more than CI has cores, because many tests wait for child processes.
 suite: install
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-soak: install ## Compare bounds and plans of random problems with exact optima; MINUTES=10, ARGS="--seed 1"
-	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+docs: install ## Build the documentation site in build/docs
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
 
-lint: style types ## Check style and types only
+prose: install ## Find idioms that we avoid; ARGS="--all solver" also lists suspicious ones
+	$(BIN)/python tests/docs/prose.py $(ARGS)
+
+bench: install ## Run a benchmark; ARGS="--help" lists them, ARGS="planner benchmarks/public.json" runs one
+	$(BIN)/python -m benchmarks $(or $(ARGS),planner benchmarks/proofs.json)
+
+soak: install ## Compare bounds and plans of random problems with exact optima; MINUTES=10, ARGS="--seed 1"
+	$(BIN)/python -m benchmarks soak --minutes $(MINUTES) $(ARGS)
+
+lint: style types ## Check only style and types
 
 style: install scripts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
 
 # The scripts of the pages. Only developers need npm: zbv runs without it.
 scripts:
@@ -57,11 +68,11 @@ node_modules/.package-lock.json: package.json package-lock.json
 types: install
 	$(BIN)/mypy
 
-format: install ## Rewrite the code in the project's format
+format: install ## Format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# Browser tests drive a Chromium; where there is none, Debian's is installed, if possible the one without windows.
+# Browser tests need a Chromium. If there is none, install Debian's, preferably the headless one.
 browser:
 	@command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null || { \
 	  echo "installing chromium"; \
@@ -70,8 +81,8 @@ browser:
 	  $$SUDO apt-get -qq update && \
 	  { $$INSTALL chromium-headless-shell >/dev/null 2>&1 || $$INSTALL chromium >/dev/null; }; }
 
-# Service tests start a PostgreSQL server of their own; Debian's is installed where there is none, and the cluster
-# that its package would make and start is left out.
+# Service tests start their own PostgreSQL server. If none is installed, install Debian's package without the cluster that it
+# would create and start.
 postgres:
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
 	  echo "installing postgresql"; \
@@ -82,19 +93,22 @@ postgres:
 	  $$SUDO apt-get -qq update && $$SUDO apt-get -qq install -y --no-install-recommends postgresql >/dev/null && \
 	  $$SUDO rm /etc/postgresql-common/createcluster.d/zbv.conf; }
 
-picture: install ## Draw the README's plan again
+picture: install ## Redraw the README's plan
 	$(BIN)/zbv plan examples/readme.json -o build/readme.json
 	$(BIN)/zbv export build/readme.json --format svg -o docs/plan.svg
 
-pictures: install browser ## Take the README's pictures of the pages again
+pictures: install browser ## Take the documentation's screenshots again
 	cd tests && ../$(BIN)/python -m web.pictures ../docs
 
-openapi: install ## Write the service's OpenAPI document again
+openapi: install ## Regenerate the service's OpenAPI document
 	$(BIN)/zbv-service openapi > service/openapi.json
 
-freeze: ## Write constraints.txt again from what is installed
+client: install ## Regenerate the blocking client from the asynchronous one
+	$(BIN)/python service/make_synchronous_client.py
+
+freeze: ## Regenerate constraints.txt from the installed versions
 	@{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new
 	@mv constraints.new constraints.txt
 
-clean: ## Remove what make and the tests made
-	rm -rf $(VENV) node_modules build artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## Remove everything that make and the tests created
+	rm -rf $(VENV) build artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,1 +1,5 @@
-"""Measurements and long checks of zbv, run from a checkout; no part of the installed packages."""
+"""Benchmarks of the planner, the service and the worker: ``python -m benchmarks``.
+
+They run from a checkout and are not part of the wheel. docs/benchmarks.md explains them and shows their
+results.
+"""

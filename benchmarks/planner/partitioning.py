@@ -16,10 +16,11 @@ from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import Bounds, CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
-from zbv_solver.plans.plan import Plan, gap_of
+from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import SearchOptions, search
 
 VOCABULARY, SEQUENCE = 128_000, 4096
@@ -95,7 +96,7 @@ def gpt_layers(
         "costs": {"p2p": 0.02},
         "memory": {"limit": room * 2 * blocks},
     }
-    layered = parse_question(document)
+    layered = parse_any_problem(document)
     if not isinstance(layered, LayeredProblem):
         raise TypeError("layers without a partition are a layered problem; this is a fault of ours.")
     return layered

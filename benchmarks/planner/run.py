@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TextIO
 
 from zbv_solver.commands.interrupt import interruptible
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import STAGES, Cancelled, Progress, SearchOptions, search
 
 from benchmarks.planner.ablation import contribution

@@ -1,130 +1,113 @@
-"""``zbv-service bench``: measure the service under load, beside its targets."""
+"""``python -m benchmarks service``."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from contextlib import nullcontext
-from math import inf, nan
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from importlib import import_module
+from typing import Any
 
-from zbv_service.commands.ending import DONE, FAILED, WRONG_INPUT, Stop
-from zbv_service.commands.files import output
+from zbv_worker.commands.arguments import positive, positive_number
 
-if TYPE_CHECKING:
-    from benchmarks.service.findings import Finding
+from benchmarks.measuring import add_output, measure_all
 
 ALL = ("ranks", "queue", "stored", "fuzz", "streams")
-NAMES = (*ALL, "heartbeats", "hostile", "page")
-_TITLES = {
-    "ranks": "Rank plans fetched over loopback",
-    "queue": "A queue over SIGKILL",
-    "stored": "An identical problem answered from the store",
+TITLES = {
+    "ranks": "Rank plans fetched over the loopback interface",
+    "queue": "A queue that survives SIGKILL",
+    "stored": "A known problem, answered from the database",
     "fuzz": "Malformed bodies",
     "streams": "Idle event streams",
     "heartbeats": "Heartbeats of the agents of one run",
-    "hostile": "The worst requests, each repeated by 16 clients",
-    "page": "The page of a plan in a browser",
+    "hostile": "The most expensive requests, each repeated by 16 clients",
+    "page": "A plan's page in a browser",
 }
 
 
-def add_bench(commands: Any) -> None:
-    """Add the command."""
-    bench = commands.add_parser(
-        "bench",
+def add_service(commands: Any) -> None:
+    """Add the benchmarks of the service."""
+    command = commands.add_parser(
+        "service",
         help="measure the service under load",
-        description="Start a service of its own for each measurement, in a folder of its own, load it from "
-        "another process, and print what was measured beside what was asked. Exit status 1 when a target is "
-        "missed.",
+        description="For each measurement, start a service in a temporary folder, load it from another "
+        "process, and compare the measurements with targets.",
     )
-    bench.add_argument(
+    command.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
         help=f"{', '.join(ALL)}, or all of these (the default); heartbeats, which needs PostgreSQL; hostile, "
         "which takes --seconds for every request; or page, which needs a browser",
     )
-    bench.add_argument(
-        "--seconds", type=_amount, default=10.0, metavar="S", help="of each measurement (default 10)"
+    command.add_argument(
+        "--seconds",
+        type=positive_number,
+        default=10.0,
+        metavar="S",
+        help="duration of each measurement (default: 10)",
     )
-    bench.add_argument("--connections", type=_count, default=32, metavar="N", help="that fetch (default 32)")
-    bench.add_argument(
-        "--offered", type=_amount, default=1000.0, metavar="N", help="fetches per second beside a search"
+    command.add_argument(
+        "--connections",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="ranks: concurrent connections (default: 32)",
     )
-    bench.add_argument("--searches", type=_count, default=1000, metavar="N", help="that are queued")
-    bench.add_argument("--bodies", type=_count, default=10_000, metavar="N", help="that are malformed")
-    bench.add_argument("--streams", type=_count, default=1000, metavar="N", help="that are held open")
-    bench.add_argument("--agents", type=_count, default=512, metavar="N", help="that beat (default 512)")
-    bench.add_argument(
+    command.add_argument(
+        "--offered",
+        type=positive_number,
+        default=1000.0,
+        metavar="N",
+        help="ranks: requests per second while a search runs (default: 1000)",
+    )
+    command.add_argument(
+        "--searches", type=positive, default=1000, metavar="N", help="queue: searches (default: 1000)"
+    )
+    command.add_argument(
+        "--bodies", type=positive, default=10_000, metavar="N", help="fuzz: bodies (default: 10000)"
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="fuzz: seed (default: 0)")
+    command.add_argument(
+        "--streams", type=positive, default=1000, metavar="N", help="streams: open streams (default: 1000)"
+    )
+    command.add_argument(
+        "--agents", type=positive, default=512, metavar="N", help="heartbeats: agents (default: 512)"
+    )
+    command.add_argument(
         "--database",
         metavar="URL",
-        help="an empty database for heartbeats (default: a PostgreSQL server of its own)",
+        help="heartbeats: an empty database (default: start a PostgreSQL server)",
     )
-    bench.add_argument(
+    command.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="TEXT",
-        help="hostile requests with this in their names",
+        help="hostile: only requests with this text in their names; may be repeated",
     )
-    bench.add_argument("--seed", type=int, default=0, help="of the malformed bodies")
-    bench.add_argument("-o", "--output", metavar="FILE", help="write the findings as JSON, too")
-    bench.set_defaults(run=_bench)
+    add_output(command)
+    command.set_defaults(run=_service)
 
 
-def _bench(parsed: argparse.Namespace) -> int:
-    from benchmarks.service.findings import print_table
-    from benchmarks.service.served import NotStarted
+def _service(parsed: argparse.Namespace) -> int:
+    from benchmarks.errors import WrongInput
 
-    names = ALL if not parsed.names or parsed.names == ["all"] else tuple(parsed.names)
-    unknown = [name for name in names if name not in NAMES]
-    if unknown:
-        raise Stop(WRONG_INPUT, f"found {unknown[0]!r}; must be of {', '.join(NAMES)}, or all.")
-    every: dict[str, list[Finding]] = {}
-    with nullcontext() if parsed.output is None else output(parsed.output) as write:
-        for name in names:
-            try:
-                every[name] = _measure(name, parsed)
-            except NotStarted as error:
-                raise Stop(FAILED, str(error)) from None
-            print_table(_TITLES[name], every[name])
-            if write is not None:  # after each: its findings are kept if the next fails
-                document = {done: [found.document for found in findings] for done, findings in every.items()}
-                write(json.dumps(document, indent=1) + "\n")
-    return DONE if all(found.is_met for findings in every.values() for found in findings) else FAILED
-
-
-def _measure(name: str, parsed: argparse.Namespace) -> list[Finding]:
-    from benchmarks.service import fuzz, heartbeats, hostile, page, queue, ranks, stored, streams
-
-    if name == "ranks":
-        return ranks.measure(parsed.seconds, parsed.connections, parsed.offered)
-    if name == "queue":
-        return queue.measure(parsed.searches)
-    if name == "stored":
-        return stored.measure(parsed.seconds)
-    if name == "fuzz":
-        return fuzz.measure(parsed.bodies, parsed.seed)
-    if name == "heartbeats":
-        return heartbeats.measure(parsed.agents, parsed.seconds, parsed.database)
-    if name == "hostile":
-        return hostile.measure(parsed.seconds, parsed.only)
-    if name == "page":
-        return page.measure()
-    return streams.measure(parsed.streams, parsed.seconds)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; must be a whole number of at least 1")
-    return int(text)
-
-
-def _amount(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = nan
-    if not 0 < found < inf:
-        raise argparse.ArgumentTypeError(f"found {text!r}; must be a number above 0")
-    return found
+    names = ALL if parsed.names in ([], ["all"]) else tuple(parsed.names)
+    for name in names:
+        if name not in TITLES:
+            raise WrongInput(f"found {name!r}; must be one of {', '.join(TITLES)}, or all.")
+    options: dict[str, tuple[Any, ...]] = {
+        "ranks": (parsed.seconds, parsed.connections, parsed.offered),
+        "queue": (parsed.searches,),
+        "stored": (parsed.seconds,),
+        "fuzz": (parsed.bodies, parsed.seed),
+        "streams": (parsed.streams, parsed.seconds),
+        "heartbeats": (parsed.agents, parsed.seconds, parsed.database),
+        "hostile": (parsed.seconds, parsed.only),
+        "page": (),
+    }
+    jobs = [
+        (name, TITLES[name], partial(import_module(f"benchmarks.service.{name}").measure, *options[name]))
+        for name in names
+    ]
+    return measure_all(jobs, parsed.output)

@@ -11,7 +11,7 @@ from random import Random
 import httpx
 from zbv_service.client.credentials import Bearer
 
-from benchmarks.service.findings import Finding
+from benchmarks.findings import Finding, at_least, at_most
 from benchmarks.service.malformed import AGENT, ID, PLAN, RUN, RUN_ID, Malformed, malformed
 from benchmarks.service.served import serving
 
@@ -33,15 +33,15 @@ def measure(count: int, seed: int) -> list[Finding]:
     for text in crashes[:SHOWN]:
         print(text[:2000])
     return [
-        Finding("malformed bodies answered", len(answers), "", count, at_most=False),
-        Finding("  with 5xx", len(crashes), "", 0),
+        Finding("malformed bodies answered", len(answers), "", at_least(count)),
+        Finding("  with 5xx", len(crashes), "", at_most(0)),
         Finding(
             "  with an error that is no problem document",
             sum(is_unshaped(answer) for answer in answers),
             "",
-            0,
+            at_most(0),
         ),
-        Finding("tracebacks in the log", log.count("Traceback"), "", 0),
+        Finding("tracebacks in the log", log.count("Traceback"), "", at_most(0)),
         *(
             Finding(f"  with {status}", number, "")
             for status, number in sorted(Counter(status for status, _ in answers).items())

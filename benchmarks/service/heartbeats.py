@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sqlalchemy import Engine, create_engine, text
-from zbv_service.client_runs import RunClient
+from zbv_service.client import AgentClient
 from zbv_service.database.url import async_url
 
-from benchmarks.service.findings import Finding, quantile
+from benchmarks.findings import Finding, at_least, at_most, quantile
 from benchmarks.service.load import Load, offer, post
 from benchmarks.service.postgres import a_server
 from benchmarks.service.served import Served, serving
@@ -83,7 +83,7 @@ class _Counters:
 async def _measure(served: Served, url: str, size: int, seconds: float, *, is_largest: bool) -> list[Finding]:
     parsed = async_url(url)
     engine = create_engine(parsed) if parsed.get_backend_name() == "postgresql" else None
-    with RunClient(served.address, timeout=_START_SECONDS) as client:
+    with AgentClient(served.address, timeout=_START_SECONDS) as client:
         rate, names = size / HEARTBEAT_SECONDS, await _register(served, size)
         begun = asyncio.create_task(asyncio.to_thread(_begin, client, size))
         while not begun.done():  # agents beat from the beginning, or they are lost before the run begins
@@ -104,15 +104,15 @@ async def _measure(served: Served, url: str, size: int, seconds: float, *, is_la
     transactions, rows = after.transactions - before.transactions, after.rows - before.rows
     return [
         Finding(f"{size} agents: heartbeats", count, ""),
-        Finding("  answered otherwise than 200", _refused(load), "", 0),
-        Finding("  CPU of the service", 100 * cpu / took, "%", MOST_CPU if is_largest else None),
+        Finding("  answered otherwise than 200", _refused(load), "", at_most(0)),
+        Finding("  CPU of the service", 100 * cpu / took, "%", at_most(MOST_CPU if is_largest else None)),
         Finding("  CPU for one heartbeat", 1e3 * cpu / count, "ms"),
         Finding("  median", 1e3 * quantile(load.latencies, 0.5), "ms"),
         Finding("  p99", 1e3 * quantile(load.latencies, 0.99), "ms"),
         Finding("  transactions for one", transactions / count, ""),
         Finding("  rows read for one", rows / count, ""),
-        Finding("  agents lost", lost, "", 0),
-        Finding("  the run went on undisturbed", float(is_undisturbed), "", 1, at_most=False),
+        Finding("  agents lost", lost, "", at_most(0)),
+        Finding("  the run went on undisturbed", float(is_undisturbed), "", at_least(1)),
     ]
 
 
@@ -134,7 +134,7 @@ def _idle_beats(served: Served, names: list[str]) -> list[bytes]:
     return [post(served.address, f"/v1/agents/{name}/heartbeat", b"{}", served.token) for name in names]
 
 
-def _begin(client: RunClient, size: int) -> tuple[str, list[str]]:
+def _begin(client: AgentClient, size: int) -> tuple[str, list[str]]:
     """Start a run of all agents; its id, and theirs by node rank."""
     plan_id = client.import_plan(plan_to_serve(_RANKS, 2 * _RANKS))
     model = {"factory": "bench.model:build"}
@@ -168,7 +168,7 @@ def _refused(load: Load) -> int:
     return sum(count for status, count in load.statuses.items() if status != 200)
 
 
-def _end(client: RunClient, run_id: str, agent_ids: list[str]) -> tuple[str, int, int]:
+def _end(client: AgentClient, run_id: str, agent_ids: list[str]) -> tuple[str, int, int]:
     """How the run is and how many of its agents are missing; both are gone afterwards."""
     run = client.run(run_id)
     present = {str(agent["id"]) for agent in client.agents()}

@@ -34,7 +34,7 @@ class Load:
 
     seconds: float
     latencies: list[float]
-    statuses: dict[int, int]
+    statuses: Counter[int]
 
     @property
     def rate(self) -> float:
@@ -154,7 +154,7 @@ async def _load(address: str, requests: Sequence[bytes], connections: int, turns
     took = time.perf_counter() - began
     for connection in made:
         connection.close()
-    return Load(took, latencies, dict(statuses))
+    return Load(took, latencies, statuses)
 
 
 async def _connect(address: str, count: int) -> list[_Connection]:

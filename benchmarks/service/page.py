@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.service.findings import Finding, quantile
-from benchmarks.service.served import NotStarted, Served, serving
+from benchmarks.errors import BenchmarkError
+from benchmarks.findings import Finding, at_most, quantile
+from benchmarks.service.served import Served, serving
 from benchmarks.service.workload import plan_to_see
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ _CHOOSE = """() => {
 }"""
 
 
-class NotSeen(NotStarted):
+class NotSeen(BenchmarkError):
     """There is no browser, or it could not show a page; the message says why."""
 
 
@@ -146,11 +147,11 @@ def _look(browser: Browser, served: Served, size: Size, plan_id: str) -> list[Fi
     data_bytes, data_seconds = _fetch(f"{address}/actions")
     name = f"{size.pp_degree} × {size.microbatches}:"
     return [
-        Finding(f"{name} chart drawn, plan not in memory", seen.drawn[0], "s", size.drawn),
-        Finding("  again, worst", max(seen.drawn[1:]), "s", size.drawn),
-        Finding("  zoom or pan redrawn, median", quantile(seen.redraws, 0.5), "s", size.redraw),
-        Finding("  worst", max(seen.redraws), "s", size.redraw),
-        Finding("  memory of the page's process", seen.resident / MEGABYTE, "MB", size.memory),
+        Finding(f"{name} chart drawn, plan not in memory", seen.drawn[0], "s", at_most(size.drawn)),
+        Finding("  again, worst", max(seen.drawn[1:]), "s", at_most(size.drawn)),
+        Finding("  zoom or pan redrawn, median", quantile(seen.redraws, 0.5), "s", at_most(size.redraw)),
+        Finding("  worst", max(seen.redraws), "s", at_most(size.redraw)),
+        Finding("  memory of the page's process", seen.resident / MEGABYTE, "MB", at_most(size.memory)),
         Finding("  of that scripts' heap", seen.heap / MEGABYTE, "MB"),
         Finding("  the page's text", page_bytes / MEGABYTE, "MB"),
         Finding("  and its actions", data_bytes / MEGABYTE, "MB"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from zbv_service.client import AsyncClient, Client
 
-from benchmarks.service.findings import Finding
+from benchmarks.findings import Finding, at_least, at_most
 from benchmarks.service.served import serving
 from benchmarks.service.workload import LONG, SMALL
 
@@ -31,11 +31,11 @@ def measure(count: int) -> list[Finding]:
     lost = [search_id for search_id in accepted if search_id not in kept]
     unfit = [search_id for search_id in accepted if kept.get(search_id) in ("failed", "cancelled")]
     return [
-        Finding("searches accepted", len(set(accepted)), "", count, at_most=False),
+        Finding("searches accepted", len(set(accepted)), "", at_least(count)),
         Finding("  per second", count / seconds, "/s"),
-        Finding("lost over SIGKILL and restart", len(lost), "", 0),
-        Finding("there, but failed or cancelled", len(unfit), "", 0),
-        Finding("the one that ran is there", float(running in kept), "", 1, at_most=False),
+        Finding("lost over SIGKILL and restart", len(lost), "", at_most(0)),
+        Finding("there, but failed or cancelled", len(unfit), "", at_most(0)),
+        Finding("the one that ran is there", float(running in kept), "", at_least(1)),
     ]
 
 

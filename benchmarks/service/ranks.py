@@ -8,7 +8,7 @@ import time
 
 from zbv_service.client import Client
 
-from benchmarks.service.findings import Finding, quantile
+from benchmarks.findings import Finding, at_least, at_most, quantile
 from benchmarks.service.load import Load, get, offer, saturate
 from benchmarks.service.served import serving
 from benchmarks.service.workload import LONG, plan_to_serve
@@ -43,17 +43,15 @@ def measure(seconds: float, connections: int, offered: float) -> list[Finding]:
         is_running = client.search(search_id).state == "running"
         client.cancel(search_id)
     return [
-        Finding(f"rank plans, {connections} connections", alone.rate, "/s", RATE_TARGET, at_most=False),
+        Finding(f"rank plans, {connections} connections", alone.rate, "/s", at_least(RATE_TARGET)),
         Finding("  CPU of the service for one", 1e6 * cpu / len(alone.latencies), "µs"),
         Finding("  median", 1e3 * quantile(alone.latencies, 0.5), "ms"),
-        Finding("  99 of 100 within", 1e3 * quantile(alone.latencies, 0.99), "ms", ALONE_TARGET),
-        Finding(
-            f"while a search runs, {offered:g}/s offered", beside.rate, "/s", 0.98 * offered, at_most=False
-        ),
+        Finding("  99 of 100 within", 1e3 * quantile(alone.latencies, 0.99), "ms", at_most(ALONE_TARGET)),
+        Finding(f"while a search runs, {offered:g}/s offered", beside.rate, "/s", at_least(0.98 * offered)),
         Finding("  median", 1e3 * quantile(beside.latencies, 0.5), "ms"),
-        Finding("  99 of 100 within", 1e3 * quantile(beside.latencies, 0.99), "ms", BESIDE_TARGET),
-        Finding("  the search was still running", float(is_running), "", 1, at_most=False),
-        Finding("answers other than 200", _others(alone) + _others(beside), "", 0),
+        Finding("  99 of 100 within", 1e3 * quantile(beside.latencies, 0.99), "ms", at_most(BESIDE_TARGET)),
+        Finding("  the search was still running", float(is_running), "", at_least(1)),
+        Finding("answers other than 200", _others(alone) + _others(beside), "", at_most(0)),
     ]
 
 

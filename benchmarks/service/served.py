@@ -13,14 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zbv_service import client_token
+from zbv_service.client import tokens
+
+from benchmarks.errors import BenchmarkError
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 COMMAND = (sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())")
 
 
-class NotStarted(Exception):
+class NotStarted(BenchmarkError):
     """The service did not start; the message has its log."""
 
 
@@ -62,7 +64,7 @@ class Served:
     @property
     def token(self) -> str | None:
         """The token for it, as commands find it."""
-        return client_token.find(self.address)
+        return tokens.find(self.address)
 
     def kill(self) -> None:
         """SIGKILL, as a machine that loses power."""

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from zbv_service.client import Client
 
-from benchmarks.service.findings import Finding, quantile
+from benchmarks.findings import Finding, at_least, at_most, quantile
 from benchmarks.service.served import Served, serving
 from benchmarks.service.workload import LONG, SMALL
 
@@ -46,12 +46,12 @@ async def _hold(served: Served, client: Client, search_id: str, count: int, seco
     for _, writer in streams:
         writer.close()
     return [
-        Finding("event streams opened", len(streams), "", count, at_most=False),
-        Finding(f"  broken off within {seconds:g} s", dropped, "", 0),
+        Finding("event streams opened", len(streams), "", at_least(count)),
+        Finding(f"  broken off within {seconds:g} s", dropped, "", at_most(0)),
         Finding("  memory of the service for one", memory / max(1, len(streams)) / 1024, "KiB"),
         Finding("  memory for all of them", memory / MEBIBYTE, "MiB"),
         Finding("  CPU of the service meanwhile", 100 * cpu / seconds, "%"),
-        Finding("told of the end", len(delays), "", count, at_most=False),
+        Finding("told of the end", len(delays), "", at_least(count)),
         Finding("  the last one after", 1e3 * max(delays, default=0.0), "ms"),
         Finding("  median", 1e3 * quantile(delays or [0.0], 0.5), "ms"),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zbv_solver.plans.plan import Plan, plan_json
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 SMALL: dict[str, Any] = {
     "pp_degree": 2,

@@ -21,10 +21,11 @@ from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.simple_cuts import level_cut
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Plan, parse_plan, plan_json
+from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import STAGES, SearchOptions
 from zbv_solver.search.search import search
@@ -161,7 +162,7 @@ class _Examination:
 class _Stages(_Examination):
     def run(self) -> None:
         pipeline = read(self.document)
-        problem = parse_question(self.document)
+        problem = parse_any_problem(self.document)
         if not isinstance(problem, Problem):
             raise TypeError("a document without layers became layers.")
         if not pipeline.is_feasible():
@@ -252,7 +253,7 @@ class _Stages(_Examination):
         exponents = [it for it in (-40, -20, -3, 1, 7, 20) if largest * 2.0**it < 1e14]
         factor = 2.0 ** self.chance.choice(exponents)
         document = scaled(self.document, factor)
-        other = parse_question(document)
+        other = parse_any_problem(document)
         seed = plan.provenance.seed
         again = search(other, SearchOptions(effort="quick", seed=seed))
         self.require(
@@ -266,7 +267,7 @@ class _Stages(_Examination):
 
 class _Layers(_Examination):
     def run(self) -> None:
-        problem = parse_question(self.document)
+        problem = parse_any_problem(self.document)
         if not isinstance(problem, LayeredProblem):
             raise TypeError("a document with layers became stages.")
         cuts = list(every_cut(self.document))

@@ -46,7 +46,7 @@ def soak(
         if found is not None:
             path = _write(directory, found)
             say(f"problem {number} of seed {seed}: {found['found']}")
-            say(f"reproduce it: python -m benchmarks.soak --replay {path}")
+            say(f"reproduce it: python -m benchmarks soak --replay {path}")
             return Ended(tally, time.monotonic() - began, path)
         number += 1
         if time.monotonic() - told >= PROGRESS_SECONDS:
@@ -95,7 +95,7 @@ def replay(path: Path, say: Say = print) -> bool:
 def _write(directory: Path, case: dict[str, Any]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"contradiction-{case['seed'].replace('/', '-').removesuffix('-checks')}.json"
-    command = f"python -m benchmarks.soak --replay {path}"
+    command = f"python -m benchmarks soak --replay {path}"
     path.write_text(json.dumps({"command": command, **case}, indent=1) + "\n")
     return path
 

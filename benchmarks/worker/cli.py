@@ -1,114 +1,80 @@
-"""``zbv-worker bench``: its options, its table and its exit status."""
+"""``python -m benchmarks worker``."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbv_worker.commands.arguments import json_output, positive
+from zbv_worker.commands.arguments import positive
 
-if TYPE_CHECKING:  # torch takes seconds to import; --help must not
-    from benchmarks.worker.findings import Finding
+from benchmarks.measuring import Measure, add_output, measure_all
+
+if TYPE_CHECKING:
+    from benchmarks.findings import Finding
 
 NAMES = ("overhead", "gpt", "split", "memory", "rehearse")
+DESCRIPTION = """\
+Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;
+on a busy machine, their intervals are wider.
 
-_EXAMPLES = """\
+  overhead  CPU time per action, compared with PyTorch's runtime
+  gpt       a GPT with our plan and with PyTorch's schedules
+  split     I + W, compared with the fused backward
+  memory    peaks of real steps, compared with the plan
+  rehearse  time of a rehearsal, compared with the plan
+"""
+EXAMPLES = """\
 examples:
-  zbv-worker bench all -o bench.json
-  zbv-worker bench gpt --rehearse-pp 8
-  zbv-worker bench memory --workload benchmarks/worker/memory-wide.json
-
-exit status: 0 every target was met; 1 one was missed (by how much is said), or the measurement failed;
-2 wrong input.
+  python -m benchmarks worker all -o worker.json
+  python -m benchmarks worker gpt --rehearse-pp 8
+  python -m benchmarks worker memory --workload benchmarks/worker/memory-wide.json
 """
 
 
-def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    bench = commands.add_parser(
-        "bench",
-        help="measure overhead, speed, split, memory and rehearsals against targets",
-        description="Measure on this machine, with two ranks or more on its CPU cores. overhead: CPU time "
-        "per action, ours and PyTorch's runtime. gpt: a GPT by our plan and by PyTorch's schedules in turns. "
-        "split: I + W against the fused backward. memory: peaks of real steps against the plan's. "
-        "rehearse: a rehearsal's time against the planned. Times are told as ratios of what was measured in "
-        "turns; on a busy machine they scatter more, and the intervals say so.",
-        epilog=_EXAMPLES,
+def add_worker(commands: Any) -> None:
+    """Add the benchmarks of the worker."""
+    command = commands.add_parser(
+        "worker",
+        help="measure overhead, speed, split, memory and rehearsals of the worker",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    bench.add_argument("name", choices=(*NAMES, "all"), help="what to measure")
-    bench.add_argument(
-        "--workload", metavar="FILE", type=Path, help="replace fields of the workload (see benchmarks/worker)"
+    command.add_argument("name", choices=(*NAMES, "all"), help="what to measure")
+    command.add_argument(
+        "--workload",
+        metavar="FILE",
+        type=Path,
+        help="replace fields of the workload; benchmarks/worker has examples",
     )
-    bench.add_argument("--rounds", type=positive, metavar="N", help="measured rounds (gpt, overhead, split)")
-    bench.add_argument(
+    command.add_argument(
+        "--rounds", type=positive, metavar="N", help="gpt, overhead, split: number of measured rounds"
+    )
+    command.add_argument(
         "--rehearse-pp",
         type=positive,
         metavar="P",
-        help="gpt: also rehearse the schedules at P ranks, with sleeps in place of compute",
+        help="gpt: also rehearse the schedules with P ranks that sleep instead of computing",
     )
-    bench.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the numbers here, as JSON")
+    add_output(command)
+    command.set_defaults(run=_worker)
 
 
-def execute(parsed: argparse.Namespace) -> int:
-    """Measure, print, write; returns the exit status.
-
-    Raises
-    ------
-    InvalidRun
-        For a workload that does not fit.
-    WorkerError
-        When a measurement fails.
-    """
-    from rich.console import Console
-    from zbv_solver.errors import InfeasibleMemory, InvalidInput
-    from zbv_worker.errors import InvalidRun
-
-    from benchmarks.worker.findings import findings_json, missed, table
+def _worker(parsed: argparse.Namespace) -> int:
+    from benchmarks.errors import WrongInput
 
     names = NAMES if parsed.name == "all" else (parsed.name,)
     if parsed.workload is not None and len(names) > 1:
-        raise InvalidRun("--workload: found it with `all`; a workload belongs to one measurement. Name that.")
-    _require_planner()
-    jobs = [(name, _job(name, parsed)) for name in names]  # wrong input is said before anything is measured
-    out, report, late = Console(), {}, []
-    with json_output("--output", parsed.output) as write:
-        for name, measure in jobs:
-            load = os.getloadavg()[0]
-            try:
-                found = measure()
-            except (InvalidInput, InfeasibleMemory) as error:  # of the planner: such a workload has no plan
-                raise InvalidRun(f"bench {name}: {error}") from error
-            report[name] = {"load_before": load, "cores": os.cpu_count(), "findings": findings_json(found)}
-            out.print(table(f"{name} (load {load:.1f} on {os.cpu_count()} cores before it)", found))
-            late += missed(found)
-            write(report)  # after each: its findings are kept if the next fails
-    for sentence in late:
-        print(f"zbv-worker: {sentence}", file=sys.stderr)
-    return 1 if late else 0
+        raise WrongInput("--workload: found it with `all`; a workload belongs to one measurement. Name that.")
+    # Read every workload before the first measurement, so that wrong input is reported at once.
+    return measure_all([(name, name, _job(name, parsed)) for name in names], parsed.output)
 
 
-def _require_planner() -> None:
-    """Raises :class:`InvalidRun` where there is no planner, which plans what is measured."""
-    from zbv_worker.errors import InvalidRun
-
-    try:
-        import_module("zbv_solver.search.search")
-    except ModuleNotFoundError as error:
-        raise InvalidRun(
-            f"bench plans what it measures, and {error.name} is not installed. Install zbv[solver]."
-        ) from error
-
-
-def _job(name: str, parsed: argparse.Namespace) -> Callable[[], Sequence[Finding]]:
-    """What measures, with its workload read."""
-    from dataclasses import fields, replace
-
+def _job(name: str, parsed: argparse.Namespace) -> Measure:
     from benchmarks.worker.workload import read_workload
 
     comparison = import_module(f"benchmarks.worker.{name}")
@@ -117,7 +83,7 @@ def _job(name: str, parsed: argparse.Namespace) -> Callable[[], Sequence[Finding
     if parsed.rounds is not None and any(field.name == "rounds" for field in fields(kind)):
         workload = replace(workload, rounds=parsed.rounds)
 
-    def measure() -> list[Finding]:
+    def measure() -> Sequence[Finding]:
         found: list[Finding] = comparison.measure(workload)
         if name == "gpt" and parsed.rehearse_pp is not None:
             found += _rehearsed_schedules(parsed.rehearse_pp)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import ConfigDict
 from zbv_worker.errors import WorkerError
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 
-from benchmarks.worker.findings import Finding, Target
+from benchmarks.findings import Finding, Target
 from benchmarks.worker.paired_ratios import paired_ratio
 from benchmarks.worker.ranks import MEETING_SECONDS, meeting, on_ranks
 from benchmarks.worker.workload import parse_workload, workload_json
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from torch import nn
     from zbv_solver.plans.plan import Plan
     from zbv_solver.problem.problem import Problem
-    from zbv_worker.execution.executor import Batches, Executor
+    from zbv_worker.execution.computation import Batches
+    from zbv_worker.execution.executor import Executor
     from zbv_worker.execution.whole_plan import WholePlan
     from zbv_worker.transport.channels import Transport
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
     from benchmarks.worker.torch_schedules import StepData
 
@@ -189,8 +190,8 @@ def zbv_pipeline(
     """A plan on our executor; collective."""
     import torch
     from zbv_solver.plans.channels import channels
+    from zbv_worker.execution.build_stages import build_stages
     from zbv_worker.execution.executor import Executor
-    from zbv_worker.execution.stages import build_stages
     from zbv_worker.transport.channels import key_of
 
     device = torch.device("cpu")

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 from zbv_worker.measure.profile.profile import ProfileOptions, RankProfile, measure_ranks, to_problem
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 
-from benchmarks.worker.findings import Finding, Target
+from benchmarks.findings import Finding, Target
 from benchmarks.worker.ranks import meeting, on_ranks
 from benchmarks.worker.workload import parse_workload, workload_json
 
 if TYPE_CHECKING:
     from zbv_solver.plans.plan import Plan
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
 MOST_PERCENT = 5.0
 

@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 
-from benchmarks.worker.findings import Finding, Target
+from benchmarks.findings import Finding, Target
 from benchmarks.worker.paired_ratios import median_interval
 from benchmarks.worker.ranks import MEETING_SECONDS, meeting, on_ranks
 from benchmarks.worker.workload import parse_workload, workload_json
 
 if TYPE_CHECKING:
     from zbv_solver.plans.plan import Plan
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
 OURS, STORE, STOCK = "zbv", "torch with our split", "torch as shipped"
 PLAIN, BARE = "plain loop", "plain loop with bare transfers"
@@ -105,16 +105,16 @@ def findings(p: int, answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
     for at, what in enumerate(("executor's thread", "whole process")):
         value, interval = median_interval(own[:, at])
         title = f"p={p}: CPU per action beyond compute and bare transfers, {what}"
-        found.append(Finding(title, value, "us", interval, Target(MOST_US)))
+        found.append(Finding(title, value, "us", Target(MOST_US), interval))
     for at, what in enumerate(("executor's thread", "whole process")):
         value, interval = median_interval(of[OURS][:, at])
-        found.append(Finding(f"p={p}: CPU per action beyond compute, {what}", value, "us", interval))
+        found.append(Finding(f"p={p}: CPU per action beyond compute, {what}", value, "us", interval=interval))
     for rival in RIVALS:
         value, interval = median_interval(of[OURS][:, 1] / of[rival][:, 1])
-        found.append(Finding(f"p={p}: zbv / {rival}, whole process", value, "", interval, Target(MOST_RATIO)))
+        found.append(Finding(f"p={p}: zbv / {rival}, whole process", value, "", Target(MOST_RATIO), interval))
     for rival in RIVALS:
         value, interval = median_interval(of[rival][:, 1])
-        found.append(Finding(f"p={p}: {rival}, whole process", value, "us", interval))
+        found.append(Finding(f"p={p}: {rival}, whole process", value, "us", interval=interval))
     return found
 
 
@@ -139,7 +139,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
 
     import torch
     from zbv_worker.execution.whole_plan import WholePlan
-    from zbv_worker.model.protocol import build_stage
+    from zbv_worker.model.checks import build_stage
     from zbv_worker.torch_runtime.executor import TorchExecutor
 
     from benchmarks.worker.gpt import zbv_pipeline

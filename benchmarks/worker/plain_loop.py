@@ -12,8 +12,10 @@ from typing_extensions import override
 from zbv_solver.plans.orders import Action
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
-from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
-from zbv_worker.model.protocol import PipelineModel, build_stage
+from zbv_worker.model.checks import build_stage
+from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.channels import ChannelKey
 from zbv_worker.transport.distributed import DistributedTransport
 

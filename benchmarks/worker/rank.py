@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from zbv_worker.host.local_ranks import keep_freed_memory, pin_to_core
-from zbv_worker.transport.distributed import World
+from zbv_worker.host.cores import keep_freed_memory, pin_to_core
+from zbv_worker.transport.world import World
 
 from benchmarks.worker.ranks import answer_path
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 if TYPE_CHECKING:
-    from zbv_worker.transport.distributed import DistributedTransport, World
+    from zbv_worker.transport.distributed import DistributedTransport
+    from zbv_worker.transport.world import World
 
 MEETING_SECONDS = 120.0
 """For ranks to meet, and for one tensor."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
-from benchmarks.worker.findings import Finding, Target
+from benchmarks.findings import Finding, Target
 from benchmarks.worker.paired_ratios import median_interval, paired_ratio
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def findings(workload: RehearseWorkload, outcome: dict[str, Any]) -> list[Findin
         "waiting that was not planned": [r["waiting"] - r["planned_waiting"] for r in ranks],
     }
     return [
-        Finding(title, over, "%", interval, Target(MOST_PERCENT)),
+        Finding(title, over, "%", Target(MOST_PERCENT), interval),
         *(
             Finding(f"  of it {what}", 100 * float(np.mean(seconds)) / planned, "%")
             for what, seconds in parts.items()
@@ -131,7 +131,7 @@ def measure_schedules(workload: RehearseWorkload, pp_degree: int, microbatches: 
         other = outcomes[name]
         ratio, interval = paired_ratio(mine["steps"], other["steps"])
         title = f"rehearsed p={pp_degree} m={microbatches}: zbv / {name}"
-        found.append(Finding(title, ratio, "", interval, target))
+        found.append(Finding(title, ratio, "", target, interval))
         found.append(Finding("  as planned", mine["planned"] / other["planned"]))
     return found
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
-from benchmarks.worker.findings import Finding, Target
+from benchmarks.findings import Finding, Target
 from benchmarks.worker.paired_ratios import paired_ratio
 from benchmarks.worker.ranks import on_ranks
 from benchmarks.worker.workload import parse_workload, workload_json
 
 if TYPE_CHECKING:
-    from zbv_worker.execution.stage import Stage
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.stage.stage import Stage
+    from zbv_worker.transport.world import World
 
 MOST = 1.03
 
@@ -52,7 +52,7 @@ def measure(workload: SplitWorkload) -> list[Finding]:
         times = answer[str(width)]
         ratio, interval = paired_ratio(times["split"], times["fused"])
         what = f"hidden {width}, {workload.tokens} tokens: (I + W) / B"
-        found.append(Finding(what, ratio, "", interval, Target(MOST)))
+        found.append(Finding(what, ratio, "", Target(MOST), interval))
     return found
 
 
@@ -66,8 +66,8 @@ def _times(workload: SplitWorkload, width: int) -> dict[str, list[float]]:
     import gc
 
     import torch
-    from zbv_worker.execution.stage import Stage
     from zbv_worker.models.gpt import Block
+    from zbv_worker.stage.stage import Stage
 
     torch.manual_seed(0)
     shape = (workload.sequences, workload.tokens // workload.sequences, width)

@@ -23,7 +23,8 @@ from zbv_solver.export.torch_comms_csv import lowered
 from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_worker.execution.whole_plan import WholePlan
-from zbv_worker.model.protocol import PipelineModel, build_stage
+from zbv_worker.model.checks import build_stage
+from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.torch_runtime.executor import load
 
 from benchmarks.worker.ranks import MEETING_SECONDS

@@ -1,5 +1,5 @@
-"""zbv_service: searches over HTTP, durable and resumable. The command is ``zbv-service``.
+"""The REST service of zbv: durable searches, training runs and pages; ``zbv-service`` starts it.
 
-Nothing is imported here, so that the thin client (:mod:`zbv_service.client`) loads on machines that have
-neither a web framework nor a database.
+No package ``__init__`` imports its modules, except :mod:`zbv_service.database` and :mod:`zbv_service.client`:
+the client, the Dask workers and the search processes each load only the modules that they need.
 """

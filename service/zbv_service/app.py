@@ -1,19 +1,18 @@
-"""The application factory: the rooms of the service, put together."""
+"""The application factory: builds the parts of the service and connects them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 from zbv_solver import __version__
 
-from zbv_service import errors as problems
 from zbv_service.api import openapi
 from zbv_service.api.bodies import BodyMemory
+from zbv_service.api.error_handlers import install as install_error_handlers
 from zbv_service.api.limits import Limited
 from zbv_service.api.rank_fetches import RankFetches
 from zbv_service.api.readiness import Readiness
@@ -25,12 +24,14 @@ from zbv_service.api.routers import plans as plan_routes
 from zbv_service.api.routers import runs as run_routes
 from zbv_service.api.routers import search_events as search_event_routes
 from zbv_service.api.routers import searches as search_routes
+from zbv_service.api.state import ApplicationState
 from zbv_service.compute.computations import Computations
+from zbv_service.compute.processes import preload
 from zbv_service.database import (
     AgentTable,
     Database,
-    DatabaseAway,
     HeartbeatTable,
+    Keep,
     ListenerTable,
     PartTable,
     PlanTable,
@@ -41,12 +42,13 @@ from zbv_service.database import (
     SearchTable,
     TokenTable,
 )
-from zbv_service.database.sweeper import Sweeper, keep_of
+from zbv_service.database.sweeper import Sweeper
 from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
 from zbv_service.pages import routes as pages
 from zbv_service.pages.routes import problem_pages, problem_types, sign_in
+from zbv_service.pages.shell import assets
 from zbv_service.plans.compared import ComparedPlans
 from zbv_service.plans.pictures import PlanPictures
 from zbv_service.plans.plans import Plans
@@ -74,37 +76,6 @@ from zbv_service.security.sign_in import SignIn
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
 from zbv_service.settings import Settings
-
-
-@dataclass(frozen=True)
-class Rooms:
-    """What routes work with; they find it as ``request.app.state.rooms``."""
-
-    settings: Settings
-    database: Database
-    runner: Runner
-    searches: Searches
-    events: SearchEvents
-    computations: Computations
-    comparisons: Comparisons
-    estimates: Estimates
-    schedules: Schedules
-    frontiers: Frontiers
-    compared: ComparedPlans
-    plans: Plans
-    pictures: PlanPictures
-    dispatcher: Dispatcher
-    heartbeats: Heartbeats
-    agents: Agents
-    runs: Runs
-    parts: RunParts
-    steps: RunSteps
-    measurements: Measurements
-    sweeper: Sweeper
-    metrics: Metrics
-    readiness: Readiness
-    access: Access
-    sign_in: SignIn
 
 
 class Application(FastAPI):
@@ -136,28 +107,31 @@ def create_app(
     """
     settings = settings or Settings()
     metrics = Metrics()
+    preload("zbv_service.api.preload")
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database = Database(settings.database)
         try:
             await database.migrate()
-            app.state.rooms = rooms = _furnish(database, settings, search, metrics, local_token)
-            runner, dispatcher = rooms.runner, rooms.dispatcher
-            await rooms.events.start()
+            app.state.application = application = _build_state(
+                database, settings, search, metrics, local_token
+            )
+            runner, dispatcher = application.runner, application.dispatcher
+            await application.events.start()
             await runner.start()
             await dispatcher.start()
-            await rooms.sweeper.start()
+            await application.sweeper.start()
             try:
                 yield
             finally:
                 await dispatcher.stop()
-                await rooms.heartbeats.stop()
+                await application.heartbeats.stop()
                 await runner.stop()
-                await rooms.sweeper.stop()
-                await rooms.access.tokens.close()
-                await rooms.events.stop()
-                rooms.computations.stop()
+                await application.sweeper.stop()
+                await application.access.tokens.close()
+                await application.events.stop()
+                application.computations.stop()
         finally:
             await database.close()
 
@@ -176,8 +150,7 @@ def create_app(
     app.state.metrics = metrics
     app.state.settings = settings
     app.state.body_memory = BodyMemory()
-    problems.install(app)
-    app.add_exception_handler(DatabaseAway, problems.on_database_away)
+    install_error_handlers(app)
     sign_in.install(app)
     for router in (
         search_routes.router,
@@ -203,14 +176,14 @@ def create_app(
     return app
 
 
-def _furnish(
+def _build_state(
     database: Database,
     settings: Settings,
     search: SearchFunction,
     metrics: Metrics,
     local_token: TokenText | None,
-) -> Rooms:
-    """The rooms on an open database."""
+) -> ApplicationState:
+    """The parts of the service on an open database."""
     agents, runs, run_plans = AgentTable(database), RunTable(database), RunPlanTable(database)
     searches_table, plan_table, parts = SearchTable(database), PlanTable(database), PartTable(database)
     events = SearchEvents(SearchEventTable(database))
@@ -226,7 +199,7 @@ def _furnish(
     token_table = TokenTable(database)
     schedules, run_parts = Schedules(computations), RunParts(parts, computations)
     tokens = Tokens(token_table, local_token)
-    return Rooms(
+    return ApplicationState(
         settings=settings,
         database=database,
         runner=runner,
@@ -247,9 +220,22 @@ def _furnish(
         parts=run_parts,
         steps=RunSteps(run_parts, computations),
         measurements=Measurements(run_parts, plans, computations),
-        sweeper=Sweeper(Retention(database), keep_of(settings), plans.used),
+        sweeper=Sweeper(Retention(database), _keep(settings), plans.used),
         metrics=metrics,
         readiness=Readiness(database, runner, dispatcher),
+        assets=assets(),
         access=Access(tokens, is_open=settings.auth == "none"),
         sign_in=SignIn(token_table, tokens, 3600 * settings.session_hours),
+    )
+
+
+def _keep(settings: Settings) -> Keep:
+    """The retention times of the settings."""
+    return Keep(
+        ended=settings.keep_days,
+        failed=settings.keep_failed_days,
+        plans=settings.keep_plan_days,
+        runs=settings.keep_run_days,
+        agents=settings.keep_agent_days,
+        tokens=settings.keep_token_days,
     )

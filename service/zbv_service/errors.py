@@ -1,38 +1,27 @@
-"""Errors as RFC 9457 problem documents: their types, their one shape, and the handlers that make them.
+"""Errors of the service as problem documents (RFC 9457): their kinds, their shape and their responses.
 
-Every answer of the service that is not what was asked for has this shape, those of the framework
-(unknown routes, wrong methods, crashes) included.
+Every error response of the service has this shape; :mod:`zbv_service.api.error_handlers` extends that to the
+errors of the framework.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
-from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException
-from starlette.routing import Match
 from zbv_solver.errors import (
     MOST_ISSUES,
     ContradictedBound,
     InfeasibleMemory,
-    InvalidInput,
-    InvalidPlan,
-    MissingDependency,
 )
-from zbv_solver.problem.stage_document import canonical_json
 
 from zbv_service.observability.context import REQUEST_ID
 
 MEDIA_TYPE = "application/problem+json"
 _PREFIX = "/problems/"
-
-logger = logging.getLogger(__name__)
 
 
 class ErrorItem(BaseModel):
@@ -133,7 +122,7 @@ class ProblemError(Exception):
         return ProblemError, (self.kind, self.detail, self.errors, self.headers)
 
 
-def document(
+def problem_document(
     kind: Kind, detail: str, errors: list[dict[str, str]] | None = None, **more: Any
 ) -> dict[str, Any]:
     """A problem document; ``more`` are extension members."""
@@ -150,7 +139,7 @@ def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
         }
         for rank in error.ranks[:MOST_ISSUES]
     ]
-    return document(INFEASIBLE_MEMORY, str(error), at, smallest_limit=list(error.smallest))
+    return problem_document(INFEASIBLE_MEMORY, str(error), at, smallest_limit=list(error.smallest))
 
 
 def contradicted(error: ContradictedBound, problem: str | None = None) -> dict[str, Any]:
@@ -161,7 +150,7 @@ def contradicted(error: ContradictedBound, problem: str | None = None) -> dict[s
         f"({error.source}). One of the two is wrong, so no plan is returned. This is a bug in zbv: please "
         f"report it with {where}."
     )
-    found = document(
+    found = problem_document(
         CONTRADICTED_BOUND,
         detail,
         objective=error.objective,
@@ -171,7 +160,7 @@ def contradicted(error: ContradictedBound, problem: str | None = None) -> dict[s
     return found if problem is None else {**found, "problem": problem}
 
 
-def response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+def problem_response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     """An answer that carries a problem document."""
     request_id = REQUEST_ID.get()
     if request_id is not None:
@@ -180,127 +169,6 @@ def response(content: dict[str, Any], headers: dict[str, str] | None = None) -> 
     return Response(json.dumps(content), content["status"], headers, MEDIA_TYPE)
 
 
-def answer_to(error: ProblemError) -> Response:
+def response_to(error: ProblemError) -> Response:
     """The answer that a raised problem stands for."""
-    return response(document(error.kind, error.detail, error.errors), error.headers)
-
-
-def install(app: FastAPI) -> None:
-    """Make every error of an application a problem document."""
-    app.add_exception_handler(ProblemError, _on_problem)
-    app.add_exception_handler(InvalidInput, _on_invalid_input)
-    app.add_exception_handler(InvalidPlan, _on_invalid_plan)
-    app.add_exception_handler(ContradictedBound, _on_contradicted_bound)
-    app.add_exception_handler(MissingDependency, _on_missing_dependency)
-    app.add_exception_handler(RequestValidationError, _on_parameters)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_crash)
-
-
-def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
-    """The ``responses`` of a route that can answer with these kinds of errors."""
-    answers: dict[int | str, dict[str, Any]] = {}
-    for kind in (*kinds, INTERNAL, NOT_READY):
-        schema = {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}
-        known = answers.setdefault(kind.status, {"description": kind.title, "content": {MEDIA_TYPE: schema}})
-        if kind.title not in known["description"]:
-            known["description"] += f"; or: {kind.title}"
-    return answers
-
-
-async def _on_problem(_request: Request, error: Exception) -> Response:
-    return answer_to(cast("ProblemError", error))  # registered for this class alone
-
-
-async def _on_invalid_input(_request: Request, error: Exception) -> Response:
-    error = cast("InvalidInput", error)
-    errors = [{"pointer": issue.pointer, "detail": issue.detail} for issue in error.issues]
-    return response(document(INVALID_BODY, str(error), errors))
-
-
-async def _on_invalid_plan(_request: Request, error: Exception) -> Response:
-    return response(document(INVALID_PLAN, str(error), [{"pointer": "/ranks", "detail": str(error)}]))
-
-
-async def _on_contradicted_bound(request: Request, error: Exception) -> Response:
-    error = cast("ContradictedBound", error)
-    request.app.state.metrics.bound_contradicted()
-    logger.error("%s; the problem is %s", error, canonical_json(error.problem))
-    return response(contradicted(error))
-
-
-async def _on_missing_dependency(_request: Request, error: Exception) -> Response:
-    return response(document(NOT_IMPLEMENTED, str(error)))
-
-
-async def _on_parameters(_request: Request, error: Exception) -> Response:
-    error = cast("RequestValidationError", error)
-    errors = []
-    for entry in error.errors():
-        where, *names = entry["loc"]
-        name = ".".join(map(str, names)) or str(where)
-        message = f"found {str(entry['input'])[:60]!r}; {entry['msg'][0].lower()}{entry['msg'][1:]}."
-        errors.append({"parameter": name, "detail": message})
-    detail = "; ".join(f"{entry['parameter']}: {entry['detail']}" for entry in errors)
-    return response(document(INVALID_PARAMETER, detail, errors))
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    error = cast("HTTPException", error)
-    headers = dict(error.headers or {})
-    if error.status_code == 404:
-        detail = f"found no {request.url.path} here; the addresses are in /openapi.json."
-        return response(document(NOT_FOUND, detail), headers)
-    if error.status_code == 405:
-        headers["Allow"] = allowed = ", ".join(_allowed(request))
-        if request.method == "OPTIONS":
-            return Response(status_code=204, headers=headers)
-        detail = f"found {request.method}; {request.url.path} takes {allowed}."
-        return response(document(METHOD_NOT_ALLOWED, detail), headers)
-    known = {413: BODY_TOO_LARGE}.get(error.status_code)
-    if known is not None:
-        return response(document(known, str(error.detail)), headers)
-    # RFC 9457: a problem that means no more than its status.
-    phrase = HTTPStatus(error.status_code).phrase
-    plain = {"type": "about:blank", "title": phrase, "status": error.status_code}
-    return response({**plain, "detail": str(error.detail)}, headers)
-
-
-def _allowed(request: Request) -> list[str]:
-    """The methods that an address takes; every route has its own, so all are asked."""
-    found = [
-        method
-        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
-        if any(
-            route.matches({**request.scope, "method": method})[0] is Match.FULL
-            for route in request.app.router.routes
-        )
-    ]
-    found = found or ["GET"]  # inside a mounted folder of files, where our routes do not match
-    return [*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"]
-
-
-async def on_database_away(request: Request, error: Exception) -> Response:
-    """The answer to a request that needed the database when it was away."""
-    logger.warning("%s %s was not answered: %s", request.method, request.url.path, error)
-    detail = f"The database does not answer now. {_repeating(request)}"
-    return response(document(NOT_READY, detail), {"Retry-After": "1"})
-
-
-async def _on_crash(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    detail = f"An error of the service, not of the request; its log has the details. {_repeating(request)}"
-    return response(document(INTERNAL, detail))
-
-
-def _repeating(request: Request) -> str:
-    """What to do about a request of which nobody knows whether it was carried out.
-
-    A commit whose answer was lost has changed the database all the same, and a crash may come after one.
-    """
-    if request.method in ("GET", "HEAD"):
-        return "Repeat the request in a moment."
-    return (
-        "The request may have been carried out all the same. Look first, or repeat it with the same "
-        "Idempotency-Key where it had one (POST /v1/searches, POST /v1/runs)."
-    )
+    return problem_response(problem_document(error.kind, error.detail, error.errors), error.headers)

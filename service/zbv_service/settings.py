@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from zbv_solver.search.options import Effort
 
-from zbv_service.client_token import is_loopback
+from zbv_service.client.tokens import is_loopback
 from zbv_service.compute.executor_choice import parse_choice
 from zbv_service.database.url import async_url
 

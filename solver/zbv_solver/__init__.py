@@ -1,7 +1,3 @@
-"""zbv_solver: plans zero-bubble V schedules. A library, and the ``zbv`` command.
+"""Plans zero-bubble V schedules: a library, and the ``zbv`` command."""
 
-A :class:`~zbv_solver.problem.problem.Problem` goes into :func:`~zbv_solver.search.search.search`, and a verified
-:class:`~zbv_solver.plans.plan.Plan` comes out.
-"""
-
-__version__ = "0.1.0"
+from zbv_solver._version import __version__ as __version__

@@ -49,7 +49,7 @@ def test_a_wrong_bound_stops_it_with_a_file_whose_replay_fails(
         assert ended.found is not None
         case = json.loads(ended.found.read_text())
         assert case["found"].startswith("bound: quick")
-        assert case["command"] == f"python -m benchmarks.soak --replay {ended.found}"
+        assert case["command"] == f"python -m benchmarks soak --replay {ended.found}"
         assert not replay(ended.found, quiet)
     assert replay(ended.found, quiet)
 

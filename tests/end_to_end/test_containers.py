@@ -20,11 +20,11 @@ from distributed.cli.dask_scheduler import main as dask_scheduler
 from distributed.cli.dask_worker import main as dask_worker
 from support.containers import DOCKER, Container, Dockerfile, compose, containers
 from support.paths import ROOT
-from zbv_service import errors as problems
 from zbv_service.api.routers.agents import MAX_WAIT
-from zbv_service.client_token import FILE_VARIABLE
+from zbv_service.client.tokens import FILE_VARIABLE
 from zbv_service.commands.cli import _parser as service_parser
 from zbv_service.commands.settings import settings_of
+from zbv_service.errors import NOT_READY, problem_document
 from zbv_service.searches.events import KEEP_ALIVE_SECONDS
 from zbv_service.settings import Settings
 from zbv_worker.commands.cli import _parser as worker_parser
@@ -375,8 +375,8 @@ def test_the_balancer_passes_on_nothing_that_clients_say_of_where_they_come_from
 
 def test_the_balancer_says_that_no_service_is_alive_as_a_service_would() -> None:
     (text,) = re.findall(r"http-error status 503 .* string '(.*)'", (DOCKER / "haproxy.cfg").read_text())
-    body, kind = json.loads(text), problems.NOT_READY
-    expected = problems.document(kind, body["detail"])
+    body, kind = json.loads(text), NOT_READY
+    expected = problem_document(kind, body["detail"])
     assert body == expected
 
 
@@ -391,7 +391,8 @@ def test_each_node_has_a_gpu_of_its_own_and_a_slot_for_it() -> None:
 
 
 def test_commands_in_texts_name_files_that_exist() -> None:
-    texts = [path.read_text() for path in (*DOCKER.iterdir(), ROOT / "docs" / "clusters.md")]
+    pages = [ROOT / "docs" / name for name in ("clusters.md", "containers.md")]
+    texts = [path.read_text() for path in (*DOCKER.iterdir(), *pages)]
     files = {name for text in texts for name in re.findall(r" -f (\S+)", text)}
     assert {f"docker/{name}" for name in ("compose.yaml", "compose.gpu.yaml", *IMAGES)} <= files
     assert not [
@@ -402,7 +403,7 @@ def test_commands_in_texts_name_files_that_exist() -> None:
 
 
 def test_commands_to_try_are_ones_that_the_programs_take() -> None:
-    text = (DOCKER / "README.md").read_text().replace("\\\n", " ")
+    text = (ROOT / "docs" / "containers.md").read_text().replace("\\\n", " ")
     tried = [shlex.split(line) for line in re.findall(r"exec (?:-T )?service ([^<#\n]+)", text)]
     assert {tuple(words[:2]) for words in tried} == {("zbv-service", c) for c in ("token", "submit", "run")}
     for words in tried:

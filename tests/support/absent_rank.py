@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import torch
-from zbv_worker.transport.distributed import DistributedTransport, World
+from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.world import World
 
 
 def main(what: str, late: int, folder: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from zbv_service.client_runs import Run, RunClient
+from zbv_service.client import Client, Run
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
@@ -88,7 +88,7 @@ class Cluster:
 
     folder: Path
     address: str
-    client: RunClient
+    client: Client
     service: int
     stack: ExitStack
     agents: list[AgentProcess] = field(default_factory=list)
@@ -166,7 +166,7 @@ def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
     try:
         with ExitStack() as stack:
             service = stack.enter_context(LocalService(folder / "service", port=0))
-            client = RunClient(service.address)
+            client = Client(service.address)
             stack.callback(client.close)
             yield Cluster(folder, service.address, client, _service(), stack)
     finally:

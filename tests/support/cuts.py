@@ -14,7 +14,7 @@ from zbv_solver.problem.layer import LayerCosts, LayerMemory, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 
 BLOCK = {
     "name": "block",
@@ -52,7 +52,7 @@ def document(**changes: Any) -> dict[str, Any]:
 
 def layered(**changes: Any) -> LayeredProblem:
     """:func:`document` as a problem."""
-    problem = parse_question(document(**changes))
+    problem = parse_any_problem(document(**changes))
     assert isinstance(problem, LayeredProblem)
     return problem
 
@@ -108,10 +108,10 @@ def layered_problems(
         **changes,
     }
     try:
-        problem = parse_question(body)
+        problem = parse_any_problem(body)
     except InvalidInput:
         # Too few layers for the stages, or rules that contradict each other.
-        problem = parse_question({**body, "pp_degree": 1, "placement": "single", "cut": {}})
+        problem = parse_any_problem({**body, "pp_degree": 1, "placement": "single", "cut": {}})
     assert isinstance(problem, LayeredProblem)
     return problem
 

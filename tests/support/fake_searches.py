@@ -21,7 +21,7 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Metrics, Plan, Provenance
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import make_plan
 
 DEADLINE = 120.0

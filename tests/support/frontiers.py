@@ -20,10 +20,10 @@ async def planned(service: Service, problem: dict[str, Any], **options: Any) -> 
 
 async def frontier(service: Service, plan_id: str) -> Frontier:
     """With its bounds, which the first look may not wait for."""
-    rooms = service.app.state.rooms
-    plan = await rooms.plans.plan(plan_id)
+    application = service.app.state.application
+    plan = await application.plans.plan(plan_id)
     while True:
-        found: Frontier = await rooms.frontiers.of(plan)
+        found: Frontier = await application.frontiers.of(plan)
         if all(point.bound is not None for point in found.points):
             return found
 

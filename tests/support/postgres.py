@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.service.postgres import START_SECONDS, Server, a_server
+from support.paths import ROOT, TESTS
 
 __all__ = ["Server", "SharedServer", "a_server"]
 
@@ -46,13 +47,14 @@ class SharedServer:
 
 def _start_guard(place: Path) -> None:
     """Start a guard that is nobody's child, and wait until its server answers."""
-    command = [sys.executable, __file__, str(place)]
+    command = [sys.executable, "-m", "support.postgres", str(place)]
     with (place / "postgres.log").open("a") as log:
         ran = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))},
             start_new_session=True,
             timeout=2 * START_SECONDS,
             check=False,

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Costs, Memory, Objective, Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 
 def uniform(

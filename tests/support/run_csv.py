@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_worker.torch_runtime.stage import StoreStage
 
 from support.selfcheck import hard_model

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 from support.fake_searches import orders_of
 from support.serving import DEADLINE, PROBLEM, Service

@@ -24,16 +24,17 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
-from zbv_worker.execution.executor import Executor, StepResult
+from zbv_worker.execution.build_stages import build_modules, build_stages
+from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_modules, build_stages
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.training.run import Runtime
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
-from zbv_worker.transport.distributed import DistributedTransport, World
+from zbv_worker.transport.distributed import DistributedTransport
 from zbv_worker.transport.threads import ThreadHub
+from zbv_worker.transport.world import World
 
 Gradients = dict[str, Tensor]
 
@@ -174,7 +175,15 @@ def run_rank(
     The transport's channels must be open.
     """
     stages = build_stages(model, plan, _CPU)
-    executor = Executor(plan, stages, model, transport, device=_CPU, timeout=timeout, look_ahead=look_ahead)
+    executor = Executor(
+        plan,
+        stages,
+        model,
+        transport,
+        device=_CPU,
+        timeout=timeout,
+        options=ExecutorOptions(look_ahead=look_ahead),
+    )
     result = executor.step(0)
     kept = {index: stage.held for index, stage in stages.items() if any(stage.held)}
     if kept:

@@ -12,9 +12,10 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import key_of
-from zbv_worker.transport.distributed import DistributedTransport, World
+from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.world import World
 
 from support.selfcheck import hard_model, random_orders
 

@@ -34,7 +34,7 @@ async def add_token(
 
 async def add(service: Service, *scopes: str, **more: Any) -> dict[str, str]:
     """The header fields of a caller with a token of its own."""
-    database: Database = service.app.state.rooms.database
+    database: Database = service.app.state.application.database
     return bearer(await add_token(database, *scopes, **more))
 
 

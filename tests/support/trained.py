@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.report import RankReport
 from zbv_worker.training.run import RunOptions, train
-from zbv_worker.training.training import TrainingOptions
 from zbv_worker.transport.threads import ThreadHub
 
 from support.selfcheck import HardModel

@@ -21,8 +21,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Locator, Page
 from support.paths import ROOT
-from zbv_service.client_token import find
-from zbv_solver.plans.plan import Plan, parse_plan, plan_json
+from zbv_service.client.tokens import find
+from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.plans.reading import parse_plan
 
 ARTIFACTS = ROOT / "artifacts"
 BROWSERS = (

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, StorageState, sync_playwright
 from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, PROBLEM, Look, Service, serving
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import make_plan
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.rank_traces import trace_documents
 from web.browsing import Service
-from zbv_service.client_token import find
+from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from web.browsing import Look, Service
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 
 READY = "Ready to search."
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Request, Route
 from web.browsing import PROBLEM, Look, Service
-from zbv_solver.plans.plan import Plan, parse_plan
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.reading import parse_problem
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 READY = "Ready to search."

@@ -18,7 +18,7 @@ from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_facts, timeline_text
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Units
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan, search
 from zbv_solver.timing.start_times import memory_profile
 

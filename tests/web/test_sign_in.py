@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from web.browsing import Look, Service
-from zbv_service.client_token import find
+from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan
 
 UNAUTHORISED = "error: Failed to load resource: the server responded with a status of 401 (Unauthorized)"

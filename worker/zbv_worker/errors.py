@@ -9,7 +9,7 @@
     ├── ChannelTimeout      a peer did not deliver within the timeout
     ├── PeerLost            the connection to a peer broke
     ├── NotFinite           a loss or a gradient is infinite or not a number
-    └── ModelError          a model broke the protocol of zbv_worker.model.protocol
+    └── ModelError          a model broke the protocol of zbv_worker.model
 
 A message names the rank it comes from, the action that could not go on, and the peer it waited for.
 """
@@ -56,7 +56,7 @@ class NotFinite(WorkerError):
 
 
 class ModelError(WorkerError):
-    """A model's stage returned something that the protocol of :mod:`zbv_worker.model.protocol` does not allow."""
+    """A model's stage returned something that the protocol of :mod:`zbv_worker.model` does not allow."""
 
 
 def said(error: WorkerError) -> int:

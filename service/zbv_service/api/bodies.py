@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import email.message
-import json
-import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
-from zbv_solver.errors import InvalidInput
 
+from zbv_service.documents.parsing import malformed, parse_json, parse_medium, too_large
 from zbv_service.errors import (
-    BODY_TOO_LARGE,
     BODY_TOO_SLOW,
-    MALFORMED_JSON,
     NOT_READY,
     UNSUPPORTED_MEDIA_TYPE,
     ProblemError,
@@ -63,7 +59,7 @@ async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T
     async with read_text(request, min(limit, MEDIUM)) as body:
         if len(body) <= SMALL:
             return read(parse_json(body))
-        return cast("T", await request.app.state.rooms.computations.for_client(_OfMedium(read), body))
+        return cast("T", await request.app.state.application.computations.for_client(_OfMedium(read), body))
 
 
 @asynccontextmanager
@@ -115,20 +111,6 @@ async def read_form(request: Request, limit: int) -> str:
         return body.decode("latin-1")
 
 
-def decompressed(body: bytes | bytearray, limit: int) -> bytes:
-    """A gzip body's content, at most ``limit`` bytes of it; raises :class:`ProblemError` 400 or 413."""
-    stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-    try:
-        text = stream.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise ProblemError(MALFORMED_JSON, f"The body is not gzip: {error}. Compress it again.") from None
-    if len(text) > limit:
-        raise _too_large(limit)
-    if not stream.eof or stream.unused_data:
-        raise ProblemError(MALFORMED_JSON, "The body is not one whole gzip stream. Compress it again.")
-    return text
-
-
 @dataclass(frozen=True)
 class _OfMedium(Generic[T]):
     """A function of a decoded document as one of the text; importable from another process."""
@@ -137,43 +119,6 @@ class _OfMedium(Generic[T]):
 
     def __call__(self, body: bytes | bytearray) -> T:
         return self.read(parse_medium(body))
-
-
-def parse_medium(body: bytes | bytearray) -> Any:
-    """As :func:`parse_json`; raises :class:`InvalidInput` for a document with too many values."""
-    document = parse_json(body)
-    # Each of them follows a comma or an opening bracket, which may also stand in a text.
-    if sum(map(body.count, (b",", b"[", b"{"))) > MEDIUM_VALUES and _values(document) > MEDIUM_VALUES:
-        raise InvalidInput.at("", f"found more than {MEDIUM_VALUES} values in one document; send fewer.")
-    return document
-
-
-def _values(document: Any) -> int:
-    """Number of values in a decoded document."""
-    waiting, count = [document], 0
-    while waiting:
-        value = waiting.pop()
-        count += 1
-        if isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, list):
-            waiting.extend(value)
-    return count
-
-
-def parse_json(body: bytes | bytearray) -> Any:
-    """Strict JSON: UTF-8, no NaN or infinities, numbers and nesting within reason."""
-    try:
-        return json.loads(body.decode(), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise _malformed(f"byte {error.start} is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise _malformed(f"line {error.lineno} column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise _malformed("it is nested too deeply") from None
-    except ValueError:
-        # Python refuses to convert integers of more than some thousand digits.
-        raise _malformed("it holds an integer with thousands of digits") from None
 
 
 def _require_json(request: Request) -> None:
@@ -224,7 +169,7 @@ async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
     declared = request.headers.get("content-length", "")
     is_declared = declared.isdecimal() and len(declared) < 20
     if is_declared and int(declared) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserved(int(declared) if is_declared else limit):
         body = await _read(request, limit)
@@ -258,12 +203,12 @@ async def _read(request: Request, limit: int) -> bytearray:
             async for part in request.stream():
                 body += part
                 if len(body) > limit:
-                    raise _too_large(limit)
+                    raise too_large(limit)
                 patience.reschedule(until + len(body) / SLOWEST)
     except TimeoutError:
         raise _too_slow(len(body)) from None
     except ClientDisconnect:
-        raise _malformed("it ends before its declared length") from None
+        raise malformed("it ends before its declared length") from None
     return body
 
 
@@ -273,18 +218,3 @@ def _too_slow(size: int) -> ProblemError:
         f"Of the body {size} bytes came, and then no more for too long; send it again, faster.",
         headers={"Connection": "close"},
     )
-
-
-def _too_large(limit: int) -> ProblemError:
-    # The rest of the body is not read, so the connection cannot carry another request.
-    return ProblemError(
-        BODY_TOO_LARGE, f"The body is larger than {limit} bytes; send less.", headers={"Connection": "close"}
-    )
-
-
-def _malformed(what: str) -> ProblemError:
-    return ProblemError(MALFORMED_JSON, f"The body is not JSON: {what}. Send one JSON document in UTF-8.")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _malformed(f"it holds {name}, which JSON does not have")

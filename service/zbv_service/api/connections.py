@@ -16,8 +16,7 @@ from typing import Any, cast
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from zbv_service import errors as problems
-from zbv_service.errors import HEADERS_TOO_LARGE, MALFORMED_REQUEST, Kind
+from zbv_service.errors import HEADERS_TOO_LARGE, MALFORMED_REQUEST, MEDIA_TYPE, Kind, problem_document
 
 CROWDED = "zbv.is_crowded"
 """Marks the scopes of connections beyond the limit; :class:`zbv_service.api.limits.Limited` refuses them."""
@@ -146,10 +145,10 @@ def _crowded(app: ASGIApp) -> Any:
 
 def _answer(kind: Kind, detail: str) -> bytes:
     """A problem document as the bytes of a whole answer, after which the connection is closed."""
-    body = json.dumps(problems.document(kind, detail)).encode()
+    body = json.dumps(problem_document(kind, detail)).encode()
     lines = (
         f"HTTP/1.1 {kind.status} {HTTPStatus(kind.status).phrase}",
-        f"Content-Type: {problems.MEDIA_TYPE}",
+        f"Content-Type: {MEDIA_TYPE}",
         f"Content-Length: {len(body)}",
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from zbv_service import errors as problems
 from zbv_service.api.connections import CROWDED
-from zbv_service.errors import ProblemError
+from zbv_service.errors import (
+    ADDRESS_TOO_LONG,
+    HEADERS_TOO_LARGE,
+    TOO_MANY_CONNECTIONS,
+    ProblemError,
+    response_to,
+)
 
 MAX_ADDRESS = 8192
 """Bytes of path and query; every real one is far shorter."""
@@ -29,7 +34,7 @@ class Limited:
         if refusal is None:
             await self._app(scope, receive, _in_slices(send))
         else:
-            await problems.answer_to(refusal)(scope, receive, send)
+            await response_to(refusal)(scope, receive, send)
 
 
 def _in_slices(send: Send) -> Send:
@@ -56,18 +61,16 @@ def _in_slices(send: Send) -> Send:
 def _refusal(scope: Scope) -> ProblemError | None:
     if scope.get(CROWDED):
         return ProblemError(
-            problems.TOO_MANY_CONNECTIONS,
+            TOO_MANY_CONNECTIONS,
             "As many connections are open as the service takes; come back in a moment.",
             headers={"Retry-After": str(RETRY_SECONDS), "Connection": "close"},
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_ADDRESS:
         return ProblemError(
-            problems.ADDRESS_TOO_LONG, f"The address is longer than {MAX_ADDRESS} bytes; send a shorter one."
+            ADDRESS_TOO_LONG, f"The address is longer than {MAX_ADDRESS} bytes; send a shorter one."
         )
     if _size(scope["headers"]) > MAX_HEADERS:
-        return ProblemError(
-            problems.HEADERS_TOO_LARGE, f"The header fields exceed {MAX_HEADERS} bytes; send less."
-        )
+        return ProblemError(HEADERS_TOO_LARGE, f"The header fields exceed {MAX_HEADERS} bytes; send less.")
     return None
 
 

@@ -9,8 +9,9 @@ from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from zbv_solver.problem.layered_problem import PlacementChoice
+from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
 from zbv_solver.problem.placement import PlacementKind
-from zbv_solver.problem.problem import MAX_CELLS, MAX_PP_DEGREE, Objective
+from zbv_solver.problem.problem import Objective
 
 from zbv_service.api.negotiation import VARY
 from zbv_service.records.runs import AGENT_PRESENT, AgentFilter, AgentState, RunFilter, RunState

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zbv_service.api.error_handlers import documented
 from zbv_service.errors import (
     BODY_TOO_SLOW,
     INSUFFICIENT_SCOPE,
@@ -11,7 +12,6 @@ from zbv_service.errors import (
     TOO_MANY_ATTEMPTS,
     UNAUTHENTICATED,
     UNKNOWN_HOST,
-    documented,
 )
 from zbv_service.security.scheme import SCHEME
 from zbv_service.security.scopes import SCOPES

@@ -15,9 +15,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from zbv_service import errors as problems
+from zbv_service.api.caching import REVALIDATED
+from zbv_service.api.error_handlers import on_database_away
 from zbv_service.database import DatabaseAway
-from zbv_service.errors import ProblemError
+from zbv_service.errors import ProblemError, response_to
+from zbv_service.plans.plans import rank_tag
 
 _PATH = re.compile(r"/v1/plans/([0-9a-f]{64})/ranks/(0|[1-9][0-9]{0,5})")
 
@@ -45,21 +47,28 @@ class RankFetches:
         if found is None or scope["method"] != "GET" or scope.get("root_path"):
             await self._app(scope, receive, send)
             return
-        rooms = self._owner.state.rooms
-        answer = rooms.plans.known_rank(found[1], int(found[2]))
-        if answer is None or answer.is_conditional(scope["headers"]):
+        application = self._owner.state.application
+        plan_id, rank = found[1], int(found[2])
+        body = application.plans.known_rank(plan_id, rank)
+        if body is None or any(name == b"if-none-match" for name, _ in scope["headers"]):
             await self._app(scope, receive, send)
             return
         scope["route"] = self._route
         request = Request(scope)
         try:
-            await rooms.access.require(request, self._scopes)
+            await application.access.require(request, self._scopes)
         except ProblemError as error:
-            await problems.answer_to(error)(scope, receive, send)
+            await response_to(error)(scope, receive, send)
             return
         except DatabaseAway as error:
-            await (await problems.on_database_away(request, error))(scope, receive, send)
+            await (await on_database_away(request, error))(scope, receive, send)
             return
-        rooms.metrics.rank_fetches.inc()
-        await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
-        await send({"type": "http.response.body", "body": answer.body})
+        application.metrics.rank_fetches.inc()
+        headers = [
+            (b"content-length", b"%d" % len(body)),
+            (b"content-type", b"application/json"),
+            (b"etag", f'"{rank_tag(plan_id, rank)}"'.encode()),
+            (b"cache-control", REVALIDATED.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

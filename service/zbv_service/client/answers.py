@@ -1,4 +1,4 @@
-"""What the service's answers say, as plain frozen objects; and reading them, distrusting every one."""
+"""The service's answers as frozen objects, and the functions that read and validate them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
 from zbv_solver.plans.orders import Action
-from zbv_solver.plans.plan import Plan, parse_plan
+from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.reading import parse_plan
 
 from zbv_service.client.errors import InvalidAnswer
 
 
 @dataclass(frozen=True)
 class Search:
-    """A search as the service describes it; ``objective``, ``lower_bound`` and ``gap`` are the best known."""
+    """A search. ``objective``, ``lower_bound`` and ``gap`` are the best known so far."""
 
     id: str
     state: str
@@ -32,27 +33,27 @@ class Search:
 
     @property
     def is_finished(self) -> bool:
-        """Whether its state is final."""
+        """Whether the state is final."""
         return self.state not in ("queued", "running")
 
-    def after(self, event: SearchEvent) -> Search:
-        """The search as it is after an event."""
+    def after(self, event: Event) -> Search:
+        """The search with the changes of an event."""
         known = ("state", "objective", "lower_bound", "gap", "plan_id", "error", "method", "attempts")
         return replace(self, **{name: event.data[name] for name in known if name in event.data})
 
 
 @dataclass(frozen=True)
-class SearchEvent:
-    """Something that happened to a search.
+class Event:
+    """An event of a search.
 
     Attributes
     ----------
     id
-        What to give to go on after it.
+        The position in the stream; give it as ``last_event_id`` to continue after this event.
     kind
         ``state``, ``improvement``, ``bound`` or ``end``.
     data
-        What changed, named as in :class:`Search`.
+        The changed members of the search, with the names of :class:`Search`.
     """
 
     id: str
@@ -62,7 +63,7 @@ class SearchEvent:
 
 @dataclass(frozen=True)
 class SearchPage:
-    """Some of the searches, the newest first; ``next`` leads to the page after it, None at the end."""
+    """One page of the list of searches, newest first; ``next`` is the next page's path, None at the end."""
 
     searches: tuple[Search, ...]
     next: str | None
@@ -70,18 +71,18 @@ class SearchPage:
 
 @dataclass(frozen=True)
 class Check:
-    """What the service says of a problem before it is searched.
+    """What the service finds out about a problem without searching.
 
     Attributes
     ----------
     issues
-        Every broken rule; pointers are into what was sent.
+        Every broken rule; the pointers refer to the request.
     facts
-        What its numbers mean, as the API names it; None when a rule is broken, or the stages are unknown.
+        Derived numbers, with the API's names; None when a rule is broken or the problem has layers.
     layers
-        In place of facts, of layers that are still to be cut.
+        Derived numbers of a problem whose layers are not yet divided into stages.
     plan
-        Of the plan that was sent along: ``is_valid``, ``issues``, and its ``claims`` with ``is_verified``.
+        The check of the plan that was sent: ``is_valid``, ``issues``, and ``claims`` with ``is_verified``.
     """
 
     issues: tuple[Issue, ...]
@@ -91,22 +92,22 @@ class Check:
 
     @property
     def is_valid(self) -> bool:
-        """Whether a search of it would be accepted."""
+        """Whether the service would accept a search of the problem."""
         return not self.issues
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a moment's search reaches on a problem.
+    """The result of a search of a fraction of a second.
 
     Attributes
     ----------
     lower_bound
         No plan of the problem has a smaller objective.
     plan
-        Metrics of a verified plan, as the API names them; None of a problem that is too large for one.
+        Metrics of a verified plan, with the API's names; None when the problem is too large.
     baselines
-        The classical schedules, as in a plan's document.
+        The classical schedules, as in a plan document.
     """
 
     lower_bound: float
@@ -125,13 +126,13 @@ class RankPlan:
     stages
         The rank's stages in model order.
     peers
-        The ranks it exchanges tensors with.
+        The ranks with which it exchanges tensors.
     channels
-        What it sends and receives, in the order in which the sending rank produces it.
+        Its transfers, in the order in which the sending rank produces them.
     partition
-        The layer names of every stage, of all ranks; None where the plan knows of no layers.
+        The layer names of every stage of the model; None when the plan does not contain layers.
     recompute
-        Of every stage, whether it is recomputed; None where the plan does not say.
+        For each stage of the model, whether it is recomputed; None when the plan does not say.
     """
 
     plan_id: str
@@ -148,15 +149,36 @@ class RankPlan:
     recompute: tuple[bool, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run; ``document`` is the whole answer. ``plan_id`` is None while its plan is being searched."""
+
+    id: str
+    state: str
+    plan_id: str | None
+    error: dict[str, Any] | None
+    document: dict[str, Any]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the state is final."""
+        return self.state in ("succeeded", "failed", "cancelled")
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """``agent``, ``rank``, ``action``, ``peer`` and ``detail`` of each failure, root causes first."""
+        return list((self.error or {}).get("failures") or [])
+
+
 def member(answer: Any, key: str) -> Any:
-    """A member of an answer that must have it; raises :class:`InvalidAnswer`."""
+    """A required member of an answer; raises :class:`InvalidAnswer`."""
     if not isinstance(answer, dict) or key not in answer:
         raise InvalidAnswer(f"the answer has no {key!r}; is this a zbv service?")
     return answer[key]
 
 
 def read_object(answer: Any) -> dict[str, Any]:
-    """An answer that is a JSON object."""
+    """An answer that must be a JSON object; raises :class:`InvalidAnswer`."""
     if not isinstance(answer, dict):
         raise InvalidAnswer(f"found {type(answer).__name__}; it must be an object. Is this a zbv service?")
     return answer
@@ -177,28 +199,30 @@ _SEARCH = (
 
 
 def read_search(answer: Any) -> Search:
-    """A search."""
+    """Read a search."""
     fields = {name: member(answer, name) for name in _SEARCH}
     try:
         created_at = datetime.fromisoformat(member(answer, "created_at"))
     except (TypeError, ValueError):
-        raise InvalidAnswer(f"found created_at {answer['created_at']!r}; it must be a moment.") from None
+        raise InvalidAnswer(
+            f"found created_at {answer['created_at']!r}; it must be a date and time."
+        ) from None
     return Search(**fields, created_at=created_at)
 
 
 def read_search_page(answer: Any) -> SearchPage:
-    """A page of searches."""
+    """Read a page of searches."""
     searches, after = member(answer, "searches"), member(answer, "next")
     if not isinstance(searches, list):
         raise InvalidAnswer(f"found {type(searches).__name__} for searches; it must be a list.")
-    # An address elsewhere would be sent the token.
+    # The client would send its token to an address elsewhere.
     if not (after is None or (isinstance(after, str) and after.startswith("/v1/"))):
-        raise InvalidAnswer(f"found {after!r} for the next page; it must be an address of this service.")
+        raise InvalidAnswer(f"found {after!r} as the next page; it must be a path of this service.")
     return SearchPage(tuple(map(read_search, searches)), after)
 
 
 def read_check(answer: Any) -> Check:
-    """What is said of a problem."""
+    """Read the check of a problem."""
     issues, facts = member(answer, "issues"), member(answer, "facts")
     if not isinstance(issues, list):
         raise InvalidAnswer(f"found {type(issues).__name__} for issues; it must be a list.")
@@ -213,28 +237,30 @@ def read_check(answer: Any) -> Check:
 
 
 def read_estimate(answer: Any) -> Estimate:
-    """What a moment's search reached."""
+    """Read an estimate."""
     bound, plan = member(answer, "lower_bound"), member(answer, "plan")
     baselines = member(answer, "baselines")
     if not isinstance(bound, int | float) or not isinstance(baselines, list):
-        raise InvalidAnswer("found no estimate; it must have a number as its bound, and a list of baselines.")
-    own = None if plan is None else read_object(plan)
-    return Estimate(float(bound), own, tuple(map(read_object, baselines)))
+        raise InvalidAnswer(
+            "the answer is not an estimate: lower_bound must be a number, and baselines a list."
+        )
+    metrics = None if plan is None else read_object(plan)
+    return Estimate(float(bound), metrics, tuple(map(read_object, baselines)))
 
 
 def read_plan(plan_id: str, answer: Any) -> Plan:
-    """A plan; that it hashes to its id is checked here."""
+    """Read a plan and verify that it hashes to its id."""
     try:
         plan = parse_plan(read_object(answer))
     except InvalidInput as error:
-        raise InvalidAnswer(f"the service's plan {plan_id} is not one: {error}") from error
+        raise InvalidAnswer(f"the service's plan {plan_id} is not a valid plan: {error}") from error
     if plan.plan_id != plan_id:
-        raise InvalidAnswer(f"asked for plan {plan_id}, and the answer is plan {plan.plan_id}.")
+        raise InvalidAnswer(f"asked for plan {plan_id}, but the answer is plan {plan.plan_id}.")
     return plan
 
 
 def read_rank(answer: Any) -> RankPlan:
-    """One rank's part of a plan."""
+    """Read one rank's part of a plan."""
     try:
         rank = int(member(answer, "rank"))
         return RankPlan(
@@ -252,17 +278,28 @@ def read_rank(answer: Any) -> RankPlan:
             recompute=_flags(answer.get("recompute")),
         )
     except (InvalidInput, TypeError, ValueError) as error:
-        raise InvalidAnswer(f"the answer for a rank cannot be read: {error}") from error
+        raise InvalidAnswer(f"cannot read the answer for a rank: {error}") from error
+
+
+def read_run(answer: Any) -> Run:
+    """Read a run."""
+    fields = {name: member(answer, name) for name in ("id", "state", "plan_id", "error")}
+    return Run(**fields, document=dict(answer))
+
+
+def read_runs(answer: Any) -> list[Run]:
+    """Read a list of runs."""
+    return [read_run(entry) for entry in member(answer, "runs")]
 
 
 def _partition(answer: Any) -> tuple[tuple[str, ...], ...] | None:
     if answer is None:
         return None
-    is_one = isinstance(answer, list) and all(
+    is_valid = isinstance(answer, list) and all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in answer
     )
-    if not is_one:
-        raise InvalidAnswer("found a partition that is no list of lists of layer names.")
+    if not is_valid:
+        raise InvalidAnswer("found a partition that is not a list of lists of layer names.")
     return tuple(map(tuple, answer))
 
 

@@ -1,19 +1,21 @@
-"""What can go wrong between a client and the service.
+"""Errors of the client.
 
 ::
 
     ClientError
     ├── ServiceUnreachable   no answer: connection refused, timed out, cut off
     ├── ServiceError         an answer that is a problem document (RFC 9457)
-    │   ├── InvalidRequest   4xx: the request is wrong; asking again changes nothing
+    │   ├── InvalidRequest   4xx: the request is wrong; repeating it changes nothing
     │   │   ├── NotFound     404
-    │   │   └── Overloaded   429: too much at once; asking again later helps
+    │   │   ├── Overloaded   429: too many requests; repeating it later helps
+    │   │   └── AgentGone    404 or 410 for an agent: it must register again
     │   └── ServiceFailed    5xx
     ├── SearchEnded          the search ended without a plan: failed, infeasible, or cancelled
-    ├── SearchTimeout        the search did not end within the caller's time; it goes on in the service
-    └── InvalidAnswer        an answer that is not what the service promises
+    ├── SearchTimeout        the search did not end in time; it continues in the service
+    ├── RunTimeout           the run did not end in time; it continues
+    └── InvalidAnswer        an answer that breaks the API; most likely another program answered
 
-After any of them the client stays usable.
+The client stays usable after each of them.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from typing import TYPE_CHECKING, Any
 from zbv_solver.errors import Issue
 
 if TYPE_CHECKING:
-    from zbv_service.client.answers import Search
+    from zbv_service.client.answers import Run, Search
 
 
 class ClientError(Exception):
-    """Root of this module's errors."""
+    """Base class of the client's errors."""
 
 
 class ServiceUnreachable(ClientError):
-    """The service gave no answer."""
+    """The service did not answer."""
 
 
 class ServiceError(ClientError):
@@ -40,10 +42,12 @@ class ServiceError(ClientError):
 
     Attributes
     ----------
+    document
+        The problem document.
     kind
-        The document's ``type``.
+        Its ``type``.
     request_id
-        Names the request in the service's log; None when the answer has none.
+        The request's id in the service's log; None when the document has none.
     """
 
     def __init__(self, document: Mapping[str, Any]):
@@ -56,7 +60,7 @@ class ServiceError(ClientError):
 
     @property
     def issues(self) -> tuple[Issue, ...]:
-        """The broken rules, where the service names them."""
+        """The broken rules, when the document lists them."""
         entries = self.document.get("errors")
         named = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
         return tuple(Issue(_place(entry), str(entry.get("detail", ""))) for entry in named)
@@ -71,11 +75,18 @@ class InvalidRequest(ServiceError):
 
 
 class NotFound(InvalidRequest):
-    """404: there is no such thing."""
+    """404: not found."""
 
 
 class Overloaded(InvalidRequest):
-    """429: the service takes no more of the caller's work for now."""
+    """429: the service accepts no more work from this caller for now."""
+
+
+class AgentGone(InvalidRequest):
+    """The service does not know the agent, has declared it lost, or another token owns it.
+
+    The agent's part of a run has ended; register again under a new id.
+    """
 
 
 class ServiceFailed(ServiceError):
@@ -92,12 +103,22 @@ class SearchEnded(ClientError):
 
 
 class SearchTimeout(ClientError):
-    """A search did not end in time; ``search`` is its last known state. It goes on in the service."""
+    """A search did not end in time and continues; ``search`` is its last known state."""
 
     def __init__(self, search: Search, seconds: float):
         self.search = search
-        super().__init__(f"search {search.id} is still {search.state} after {seconds:g} s; it goes on.")
+        super().__init__(
+            f"search {search.id} is still {search.state} after {seconds:g} s; it continues in the service."
+        )
+
+
+class RunTimeout(ClientError):
+    """A run did not end in time and continues; ``run`` is its last known state."""
+
+    def __init__(self, run: Run, seconds: float):
+        self.run = run
+        super().__init__(f"run {run.id} is still {run.state} after {seconds:g} s; it continues.")
 
 
 class InvalidAnswer(ClientError):
-    """An answer that is not what the service promises: most often, it is not this service."""
+    """An answer breaks the API; most likely another program answered."""

@@ -1,4 +1,4 @@
-"""When a request is sent again, and after how long."""
+"""When a client repeats a request, and after which pause."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import httpx
 
 from zbv_service.client.errors import ServiceUnreachable
 
-PASSING = frozenset({429, 502, 503, 504})
-"""Statuses that a later request may not meet."""
+TRANSIENT = frozenset({429, 502, 503, 504})
+"""Statuses that a later attempt may not get."""
 CONFLICT = 409
-"""This one neither, when the service says when to come back: the same request is being answered."""
+"""Transient only with Retry-After: the service is still answering the same request."""
 DEFAULT_TIMEOUT = 30.0
 """Seconds for one request."""
 DEFAULT_RETRIES = 4
@@ -23,54 +23,55 @@ DEFAULT_RETRIES = 4
 
 @dataclass(frozen=True)
 class Retries:
-    """How patient a client is.
+    """How often and how long a client retries.
 
     Attributes
     ----------
     count
-        How often a request is repeated.
+        How often a request is repeated at most.
     first, longest
-        Seconds before the first repetition, which double from one to the next, and their limit.
-    longest_told
-        Seconds that the service may ask for by Retry-After; for more its answer is the caller's to deal with.
+        Seconds before the first repetition, and the limit that doubling them reaches.
+    longest_retry_after
+        The longest Retry-After, in seconds, that the client obeys. When the service asks for more, the
+        caller gets the error at once.
     """
 
     count: int = DEFAULT_RETRIES
     first: float = 0.1
     longest: float = 5.0
-    longest_told: float = 60.0
+    longest_retry_after: float = 60.0
 
     def __post_init__(self) -> None:
         if self.count < 0:
             raise ValueError(f"found {self.count} retries; must be at least 0.")
 
 
-class Attempts:
-    """The attempts at one request: says after each whether and when there is another."""
+class RetryState:
+    """Counts the attempts at one request and decides after each whether to repeat it."""
 
     def __init__(self, retries: Retries, address: str):
         self._retries = retries
         self._address = address
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
-        """Begin anew: what was tried has gone well for a while, and later trouble is another trouble."""
+    def reset(self) -> None:
+        """Forget earlier failures: the connection has been healthy since."""
         self._left = self._retries.count
         self._pause = self._retries.first
 
-    def after_answer(self, response: httpx.Response) -> float | None:
-        """Seconds until the next attempt; None when the answer is to be taken as it is."""
-        told = _told(response.headers.get("retry-after", ""))
-        is_passing = response.status_code in PASSING or (response.status_code == CONFLICT and told > 0)
-        if not is_passing or self._left == 0 or told > self._retries.longest_told:
+    def after_response(self, response: httpx.Response) -> float | None:
+        """Seconds until the next attempt; None when the response is final."""
+        asked = _retry_after(response.headers.get("retry-after", ""))
+        is_transient = response.status_code in TRANSIENT or (response.status_code == CONFLICT and asked > 0)
+        if not is_transient or self._left == 0 or asked > self._retries.longest_retry_after:
             return None
-        return told + self._next()
+        return asked + self._next_pause()
 
     def after_error(self, error: httpx.HTTPError | httpx.InvalidURL) -> float:
         """Seconds until the next attempt; raises :class:`ServiceUnreachable` after the last one."""
         if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
             raise ServiceUnreachable(
-                f"{self._address} is no address: {str(error).rstrip('.')}. Give one such as "
+                f"{self._address} is not an address: {str(error).rstrip('.')}. Use one such as "
                 f"http://127.0.0.1:8000."
             ) from error
         if self._left == 0:
@@ -78,12 +79,12 @@ class Attempts:
                 f"no answer from {self._address}: {str(error).rstrip('.') or type(error).__name__}. "
                 f"{_advice(error)}"
             ) from error
-        return self._next()
+        return self._next_pause()
 
-    def _next(self) -> float:
+    def _next_pause(self) -> float:
         self._left -= 1
         pause, self._pause = self._pause, min(self._retries.longest, 2 * self._pause)
-        # Spread out, or thousands of ranks that were cut off together come back together.
+        # Without jitter, thousands of ranks that were disconnected together would come back together.
         return pause * random.uniform(0.5, 1.0)
 
 
@@ -92,14 +93,17 @@ def _advice(error: BaseException) -> str:
     while found is not None and not isinstance(found, ssl.SSLError):
         found = found.__cause__ or found.__context__
     if isinstance(found, ssl.SSLCertVerificationError):
-        return "Name the authority of its certificate (--tls-ca), and the host as the certificate does."
+        return (
+            "Pass the authority that signed its certificate (--tls-ca), and use the host name that the "
+            "certificate contains."
+        )
     if found is not None:
-        return "Does the service speak TLS there, and does it want a certificate (--tls-cert)?"
+        return "Does the service use TLS there, and does it ask for a client certificate (--tls-cert)?"
     return "Is the service running there? (zbv-service serve)"
 
 
-def _told(text: str) -> float:
-    """What Retry-After asks for, in seconds: it is a number of them, or a moment."""
+def _retry_after(text: str) -> float:
+    """Parse a Retry-After header, seconds or an HTTP date; returns seconds, 0 when it asks for nothing."""
     text = text.strip()
     if text.isdecimal():
         return float(text)

@@ -1,73 +1,99 @@
-"""Following a search's events over connections that break: what to ask for next, and when. It carries nothing
-itself."""
+"""State of an event stream that continues over several connections. This module sends nothing."""
 
 from __future__ import annotations
 
 import time
 
 import httpx
+from httpx_sse import ServerSentEvent
 
-from zbv_service.client import calls
-from zbv_service.client.answers import SearchEvent
-from zbv_service.client.calls import Call, is_stream
-from zbv_service.client.events import EventReader
-from zbv_service.client.retries import Attempts, Retries
+from zbv_service.client.answers import Event
+from zbv_service.client.calls import Call, as_nothing, checked
+from zbv_service.client.errors import InvalidAnswer
+from zbv_service.client.retries import Retries, RetryState
 
+END = "end"
+"""The kind of the last event of a stream."""
 STEADY_SECONDS = 10.0
-"""A connection that has lasted for so long was a good one, even if nothing happened to the search."""
+"""A connection that lasted this long was healthy, even if it carried no event."""
 
 
 class Stream:
-    """A search's events, from connection to connection.
+    """A stream of server-sent events, from connection to connection.
 
     Parameters
     ----------
-    reader
-        Knows the last event that was read; it may have read other streams before.
+    path
+        Where the service sends the stream.
+    last_id
+        The id of the last event that the caller has; None starts with the first event.
     """
 
-    def __init__(self, search_id: str, reader: EventReader, retries: Retries, address: str):
-        self._search_id = search_id
-        self._reader = reader
-        self._attempts = Attempts(retries, address)
-        self._began = 0.0
-        self._told: float | None = None
+    def __init__(self, path: str, retries: Retries, address: str, last_id: str | None = None):
+        self._path = path
+        self._last_id = last_id
+        self._retries = RetryState(retries, address)
+        self._opened_at = 0.0
+        self._retry_after: float | None = None
 
     def open(self) -> Call[None]:
-        """The call that goes on where the last connection broke."""
-        self._reader.restart()
-        self._began, self._told = time.monotonic(), None
-        return calls.events(self._search_id, self._reader.last_id)
+        """The request for the events after the last one read."""
+        self._opened_at, self._retry_after = time.monotonic(), None
+        headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
+        if self._last_id is not None:
+            headers["Last-Event-ID"] = self._last_id
+        return Call("GET", self._path, as_nothing, headers=headers)
 
     def accept(self, response: httpx.Response) -> bool:
-        """Whether there are events to come.
+        """Whether the response is a stream; 204 means that there are no more events.
 
         Raises
         ------
         httpx.HTTPStatusError
-            When the service says to come back later; :meth:`broke` knows when.
+            When the service asks to come back later; :meth:`broke` returns the pause.
         ClientError
-            When it refuses, or the answer is something else.
+            When it refuses, or the response is something else.
         """
-        self._told = self._attempts.after_answer(response)
-        if self._told is not None:
+        self._retry_after = self._retries.after_response(response)
+        if self._retry_after is not None:
             raise httpx.HTTPStatusError("later", request=response.request, response=response)
-        return is_stream(calls.checked(response))
+        if checked(response).status_code == 204:
+            return False
+        found = response.headers.get("content-type", "")
+        if not found.startswith("text/event-stream"):
+            raise InvalidAnswer(
+                f"{response.url} answered with {found or 'no content type'}; it must be text/event-stream."
+            )
+        return True
 
-    def feed(self, chunk: bytes) -> list[SearchEvent]:
-        """Take what came; the events that it completes."""
-        events = self._reader.feed(chunk)
-        if events or time.monotonic() - self._began > STEADY_SECONDS:
-            self._attempts.renew()
-        return events
+    def read(self, sent: ServerSentEvent) -> Event | None:
+        """Convert an event; None when it has no data, as the standard demands."""
+        if not sent.data:
+            return None
+        try:
+            data = sent.json()
+        except ValueError:
+            raise InvalidAnswer(
+                "the service sent an event that is not JSON; is this a zbv service?"
+            ) from None
+        if not isinstance(data, dict):
+            raise InvalidAnswer("the service sent an event that is not a JSON object; is this a zbv service?")
+        self._last_id = sent.id or self._last_id
+        self._retries.reset()
+        return Event(self._last_id or "", sent.event, data)
+
+    def received(self) -> None:
+        """Note that bytes arrived, which may be a comment that only keeps the connection alive."""
+        if time.monotonic() - self._opened_at > STEADY_SECONDS:
+            self._retries.reset()
 
     def broke(self, error: httpx.HTTPError | None) -> float:
-        """Seconds until the next connection; raises :class:`ServiceUnreachable` after the last one.
+        """Seconds until the next connection; raises :class:`ServiceUnreachable` after the last attempt.
 
-        Without an error, the stream ended although the search did not: its service stops, or the token that
-        asked for it was revoked, which the next answer says.
+        ``error`` is None when the service closed the stream before its last event: it is shutting down, or
+        the token was revoked, which the next response says.
         """
-        if self._told is not None:
-            return self._told
-        ended = httpx.RemoteProtocolError("the stream ended before the search")
-        return self._attempts.after_error(error or ended)
+        if self._retry_after is not None:
+            return self._retry_after
+        ended = httpx.RemoteProtocolError("the stream ended before its last event")
+        return self._retries.after_error(error or ended)

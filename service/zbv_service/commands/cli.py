@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from zbv_solver import __version__
 
-from zbv_service import client_flags
-from zbv_service.client_token import CredentialsUnusable
+from zbv_service.client.flags import apply_credentials
+from zbv_service.client.tokens import CredentialsUnusable
 from zbv_service.commands.ending import EPILOG, FAILED, WRONG_INPUT, Stop
 from zbv_service.commands.openapi import add_openapi
 from zbv_service.commands.run import add_run
@@ -24,7 +24,7 @@ from zbv_service.commands.token import add_token
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parsed = _parser().parse_args(arguments)
-    client_flags.use(parsed)
+    apply_credentials(parsed)
     try:
         status: int = parsed.run(parsed)
     except Stop as stop:

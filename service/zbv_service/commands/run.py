@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from zbv_service.client.flags import add_server
 from zbv_service.commands.ending import FAILED, Stop, WrongInput
 from zbv_service.commands.files import read_json, require_finite
 from zbv_service.commands.refusals import stop_of
-from zbv_service.commands.server import add_server
 
 if TYPE_CHECKING:
-    from zbv_service.client_runs import Run, RunClient
+    from zbv_service.client import Client, Run
 
 SUCCEEDED = 0
 POLL_SECONDS = 0.5
@@ -137,8 +137,7 @@ def execute(parsed: argparse.Namespace) -> int:
     Stop
         When the service refuses it or cannot be reached, or flags contradict each other.
     """
-    from zbv_service.client import ClientError, InvalidRequest
-    from zbv_service.client_runs import RunClient
+    from zbv_service.client import Client, ClientError, InvalidRequest
 
     body = request_of(parsed)
     if (parsed.file is None) == (parsed.plan is None):
@@ -146,7 +145,7 @@ def execute(parsed: argparse.Namespace) -> int:
         raise WrongInput(f"found {found} of a file and --plan; give exactly one.")
     document = None if parsed.file is None else read_json(parsed.file)
     require_finite(body, document)
-    with RunClient(parsed.server) as client:
+    with Client(parsed.server) as client:
         try:
             run = _submit(client, body, parsed.plan, document)
         except InvalidRequest as error:
@@ -200,14 +199,14 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _submit(client: RunClient, body: dict[str, Any], plan_id: str | None, document: Any) -> Run:
+def _submit(client: Client, body: dict[str, Any], plan_id: str | None, document: Any) -> Run:
     is_plan = isinstance(document, dict) and "ranks" in document
     if is_plan:
         plan_id = client.import_plan(document)
     return client.submit_run(plan_id, **body, problem=None if is_plan else document)
 
 
-def _follow_or_leave(client: RunClient, run: Run, *, cancels: bool) -> int:
+def _follow_or_leave(client: Client, run: Run, *, cancels: bool) -> int:
     from zbv_service.client import ClientError
 
     address = f"{client.base_url}/v1/runs/{run.id}"
@@ -226,7 +225,7 @@ def _follow_or_leave(client: RunClient, run: Run, *, cancels: bool) -> int:
     return SUCCEEDED if ended.state == "succeeded" else FAILED
 
 
-def _follow_or_cancel(client: RunClient, run_id: str, cancels: bool) -> Run:
+def _follow_or_cancel(client: Client, run_id: str, cancels: bool) -> Run:
     try:
         return follow(client, run_id)
     except KeyboardInterrupt:
@@ -237,7 +236,7 @@ def _follow_or_cancel(client: RunClient, run_id: str, cancels: bool) -> Run:
     return follow(client, run_id)
 
 
-def follow(client: RunClient, run_id: str) -> Run:
+def follow(client: Client, run_id: str) -> Run:
     """Say what happens to a run until it has ended.
 
     A service that does not answer is waited for :data:`AWAY_SECONDS`; then its error is raised.

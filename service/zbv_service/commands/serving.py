@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from zbv_service.api.connections import ConnectionLimits, limited
 from zbv_service.app import create_app
-from zbv_service.client_token import is_loopback
+from zbv_service.client.tokens import is_loopback
 from zbv_service.security.local_token import kept_token, left_behind
 from zbv_service.security.token_text import TokenText
 from zbv_service.settings import Settings
@@ -114,9 +114,9 @@ class _Server(uvicorn.Server):
         # A thread that writes a list lets the others on this often.
         sys.setswitchinterval(SWITCH_SECONDS)
         print(f"zbv-service: listening on {self._address}", flush=True)
-        rooms = self._app.state.rooms
-        if (grant := rooms.access.tokens.local_grant) is not None:
-            token = await rooms.sign_in.new_link(grant)
+        application = self._app.state.application
+        if (grant := application.access.tokens.local_grant) is not None:
+            token = await application.sign_in.new_link(grant)
             print(
                 f"zbv-service: to sign in, open {self._address}/sign-in?token={token}\n"
                 f"zbv-service: (works once; for another link: zbv-service token link)",
@@ -125,8 +125,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Agents wait for work for seconds, and readers of events for hours; the server would wait as long.
-        self._app.state.rooms.dispatcher.hang_up()
-        self._app.state.rooms.events.hang_up()
+        self._app.state.application.dispatcher.hang_up()
+        self._app.state.application.events.hang_up()
         await super().shutdown(sockets)
 
 

@@ -8,11 +8,11 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+from zbv_service.client.flags import add_server
 from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, Stop
 from zbv_service.commands.files import output, read_json, require_finite
 from zbv_service.commands.refusals import stop_of
 from zbv_service.commands.search_progress import SearchProgress, found_text
-from zbv_service.commands.server import add_server
 
 if TYPE_CHECKING:
     from zbv_service.client import Client, Search

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from zbv_service.client.flags import add_server
 from zbv_service.commands.ending import DONE, FAILED, WrongInput
 from zbv_service.commands.files import output
-from zbv_service.commands.server import add_server
 from zbv_service.commands.settings import add_flags, settings_of
 
 if TYPE_CHECKING:
@@ -212,9 +212,9 @@ def _link(parsed: argparse.Namespace) -> int:
 
 
 def _show_local(parsed: argparse.Namespace) -> int:
-    from zbv_service import client_token
+    from zbv_service.client import tokens
 
-    found = client_token.find(parsed.server)
+    found = tokens.find(parsed.server)
     if found is None:
         raise WrongInput(
             f"found no token for {parsed.server}: neither ZBV_TOKEN nor ZBV_TOKEN_FILE, and no service of "

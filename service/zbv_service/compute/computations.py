@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from zbv_service.api.bodies import parse_json
 from zbv_service.compute.fair_queue import NoRoom, Turns
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.compute.waiting import happened
+from zbv_service.documents.parsing import parse_json
 from zbv_service.errors import NOT_READY, ProblemError
 from zbv_service.observability.context import CALLER, CLIENT_GONE
 

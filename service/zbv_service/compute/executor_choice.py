@@ -1,4 +1,4 @@
-"""Which executor the operator chose, as it is written in a setting."""
+"""The operator's choice of an executor, as text in a setting."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Choice:
     Attributes
     ----------
     scheduler
-        Address of a Dask scheduler, as Dask writes it; None for processes of this machine.
+        Address of a Dask scheduler in Dask's form; None for processes on this machine.
     processes
-        How many of them; None for as many as searches may run.
+        Number of processes; None for as many as searches may run.
     """
 
     scheduler: str | None = None

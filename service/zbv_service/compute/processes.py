@@ -1,8 +1,7 @@
-"""An executor whose processes fail one by one.
+"""An executor that isolates its processes: the death of one does not affect the others.
 
-A :class:`concurrent.futures.ProcessPoolExecutor` breaks as a whole when one of its processes dies, and
-takes every other search down with it. Here each process is a pool of its own, so a death is known to be
-the fault of the task it ran.
+A :class:`concurrent.futures.ProcessPoolExecutor` breaks as a whole when one of its processes dies, and all
+its tasks fail. Here each process is a separate pool, so only the task that it ran fails.
 """
 
 from __future__ import annotations
@@ -24,28 +23,35 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PRELOADED = "zbv_service.searches.preload"
 NICENESS = 10
-"""Searches take whatever CPU time is left: requests, which take little, are answered meanwhile."""
+"""Niceness: computations use the CPU time that the service leaves, so requests stay fast."""
 KEPT_BYTES = 384 * 1024**2
-"""An idle process of bounded memory that holds more than this is ended: little of it is given back else."""
+"""An idle process with a memory limit that holds more bytes than this is ended, to release them."""
 ORPHANED = 70
-"""Exit status of a process whose service is gone."""
+"""Exit status of a process that lost its service."""
 
 logger = logging.getLogger(__name__)
 
 
-class IsolatedProcesses(Executor):
-    """As many processes as there are tasks at the same time; idle ones are kept for the next task.
+def preload(*modules: str) -> None:
+    """Have the fork server import these modules, so that forked processes start with them.
 
-    The caller bounds the number of tasks. A task whose process dies fails with
-    :class:`concurrent.futures.BrokenExecutor`; the others never notice.
+    The fork server is shared by all executors of this process, and imports modules only when it starts.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+
+
+class IsolatedProcesses(Executor):
+    """Runs one process per concurrent task, and keeps idle processes for later tasks.
+
+    The caller limits the number of tasks. If a process dies, its task fails with
+    :class:`concurrent.futures.BrokenExecutor`, and no other task is affected.
 
     Parameters
     ----------
     memory
-        Bytes that a process may allocate beyond what it begins with, None for any number: then Python raises
-        :class:`MemoryError`, and other code may end the process. Only Linux keeps to it.
+        Bytes that a process may allocate after its start, None for no limit. Beyond it Python raises
+        :class:`MemoryError`, and other code may end the process. Only effective on Linux.
     """
 
     def __init__(self, memory: int | None = None) -> None:
@@ -55,13 +61,12 @@ class IsolatedProcesses(Executor):
         self._all: dict[ProcessPoolExecutor, Future[int]] = {}
         self._working: dict[Future[Any], ProcessPoolExecutor] = {}
         self._is_shut_down = False
-        # Forked, from a process that has no threads and has loaded the planner: starting another one is a
-        # matter of milliseconds. Never forked from this one, which has threads.
+        # Processes are forked from a fork server that has loaded the planner and has no threads, which takes
+        # milliseconds. Forking this process would be unsafe, because it has threads.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([PRELOADED])
 
     def prepare(self) -> None:
-        """Start the process from which the others are forked, without waiting for what it loads."""
+        """Start the fork server without waiting until it has loaded everything."""
         forkserver.ensure_running()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -82,7 +87,7 @@ class IsolatedProcesses(Executor):
             return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End every process once its task has ended."""
+        """End each process after its task."""
         with self._lock:
             self._is_shut_down = True
             pools = list(self._all)
@@ -90,7 +95,7 @@ class IsolatedProcesses(Executor):
             pool.shutdown(wait=wait, cancel_futures=cancel_futures)
 
     def kill(self) -> None:
-        """End every process now, whatever it does."""
+        """Kill every process now."""
         with self._lock:
             self._is_shut_down = True
             started = [process_id for process_id in self._all.values() if process_id.done()]
@@ -98,7 +103,7 @@ class IsolatedProcesses(Executor):
             _kill(process_id)
 
     def kill_process_of(self, future: Future[Any]) -> None:
-        """End the process that works on a call; one that has ended, or not begun, is left alone."""
+        """Kill the process of a call, unless the call has ended or not begun."""
         with self._lock:
             pool = self._working.get(future)
             process_id = None if pool is None else self._all.get(pool)
@@ -143,17 +148,17 @@ def _kill(process_id: Future[int]) -> None:
 
 
 def _prepare(memory: int | None) -> None:
-    """In the new process: leave Ctrl-C to the service, follow it when it dies, and let it go first."""
+    """Set up a new process: ignore Ctrl-C, exit if the service dies, and run at low priority."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if memory is not None:
         _limit_memory(memory)
-    with suppress(OSError):  # systems that have no priorities, or allow no change
+    with suppress(OSError):  # systems without priorities, or without permission to change them
         os.nice(NICENESS)
     threading.Thread(target=_exit_with_parent, name="zbv-orphan-watch", daemon=True).start()
 
 
 def _limit_memory(most: int) -> None:
-    """Let this process allocate so many bytes more."""
+    """Let this process allocate at most this many more bytes."""
     status = Path("/proc/self/status")
     if not status.exists():
         return
@@ -165,7 +170,7 @@ def _limit_memory(most: int) -> None:
 
 
 def _resident(process_id: int) -> int:
-    """Bytes of memory that a process has; 0 where the system does not say."""
+    """The resident memory of a process in bytes; 0 if the system does not report it."""
     try:
         pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[1])
     except OSError:
@@ -176,5 +181,5 @@ def _resident(process_id: int) -> int:
 def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
-        parent.join()  # a pipe from the parent ends with it, however it dies
+        parent.join()  # the pipe from the parent closes however the parent dies
         os._exit(ORPHANED)

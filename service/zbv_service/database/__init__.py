@@ -1,7 +1,7 @@
 """The database: tables, migrations, and the only code that speaks SQL.
 
-Nothing outside sees a table or a session. What leaves are the frozen records of
-:mod:`zbv_service.records.searches` and :mod:`zbv_service.records.runs`.
+Tables and sessions stay inside this package. Callers pass and receive the frozen records of
+:mod:`zbv_service.records`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading and writing agents: who is there, and who is lost. Their heartbeats have a table of their own."""
+"""Reads and writes agents: which are present and which are lost. Heartbeats are in :mod:`.heartbeats`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AgentTable:
         self._database = database
 
     async def add(self, new: NewAgent) -> tuple[AgentRecord, bool]:
-        """Register an agent; the same one again is not added. And whether it was added."""
+        """Register an agent, and say whether it is new; a repeated registration adds nothing."""
         try:
             async with self._database.writing() as session:
                 known = await session.get(AgentRow, new.id)
@@ -37,7 +37,7 @@ class AgentTable:
                 now = await self._database.now(session)
                 row = AgentRow(**asdict(new), state="live", run_id=None, created_at=now, seen_at=now)
                 session.add(row)
-        except IntegrityError:  # the same request came twice at once
+        except IntegrityError:  # the same request arrived twice at once
             async with self._database.reading() as session:
                 return _record(await session.get_one(AgentRow, new.id)), False
         return _record(row), True
@@ -49,7 +49,7 @@ class AgentTable:
             return None if row is None else _record(row)
 
     async def owned(self, agent_id: str, by: str) -> str | None:
-        """The owner of an agent, which is ``by`` if it has none yet; None when there is no such agent."""
+        """The owner of an agent; ``by`` becomes the owner if it has none. None for an unknown agent."""
         record = await self.get(agent_id)
         if record is None or record.owner is not None:
             return None if record is None else record.owner
@@ -60,11 +60,11 @@ class AgentTable:
         return None if record is None else record.owner
 
     async def newest(self, limit: int) -> list[AgentRecord]:
-        """The agents that are there, the newest first."""
+        """The agents that are present, newest first."""
         return list((await self.page(AgentFilter(), limit)).items)
 
     async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
-        """Some agents, the newest first, from a position on."""
+        """One page of agents, newest first, starting at a position."""
         query = select(AgentRow).where(AgentRow.state.in_(sorted(wanted.states)))
         if wanted.text:
             named = (
@@ -77,13 +77,13 @@ class AgentTable:
         return page_of(records, limit, after, lambda agent: (agent.created_at, agent.id))
 
     async def drain(self, agent_id: str) -> AgentRecord | None:
-        """Give an agent no more work."""
+        """Stop assigning work to an agent."""
         async with self._database.writing() as session:
             await session.execute(_present(agent_id).values(state="draining"))
         return await self.get(agent_id)
 
     async def leave(self, agent_id: str) -> AgentRecord | None:
-        """Forget an agent that says goodbye; a run that it still had fails."""
+        """Deregister an agent; if it still works for a run, the run fails."""
         for _ in range(_TRIES):
             async with self._database.writing() as session:
                 if await _remove(session, agent_id, "left", "deregistered while it had a node of this run"):
@@ -94,7 +94,7 @@ class AgentTable:
         return await self.get(agent_id)
 
     async def lose(self, timeout_seconds: float, before: datetime) -> list[AgentRecord]:
-        """Declare lost the agents that were last seen before a moment; their runs fail by their names."""
+        """Declare agents lost that were last seen before a moment; their runs fail and name them."""
         silent = select(AgentRow).where(AgentRow.state.in_(_PRESENT), AgentRow.seen_at < before)
         async with self._database.reading() as session:
             found = [row.id for row in await session.scalars(silent)]
@@ -113,9 +113,9 @@ class AgentTable:
 async def _remove(
     session: AsyncSession, agent_id: str, state: AgentState, reason: str, before: datetime | None = None
 ) -> bool:
-    """Take an agent out of the pool, if it was not seen since ``before``, and end the node that it had.
+    """Remove an agent that was not seen since ``before`` from the pool, and end its node.
 
-    False when it was not there, was seen, or was given to a run, or back, in the meantime.
+    Returns False if the agent is unknown, was seen, or changed its run in the meantime.
     """
     row = await session.get(AgentRow, agent_id)
     run = None if row is None or row.run_id is None else await lock_run(session, row.run_id)
@@ -137,7 +137,7 @@ async def _end_its_node(session: AsyncSession, run: RunRow, agent: AgentRow, rea
         return
     detail = (
         f"agent {agent.name} ({agent.address}, node {node.node_rank}) {reason}; {_places(node)}. "
-        f"See whether the host and its zbv-worker agent are up."
+        f"Check that the host and its zbv-worker agent are up."
     )
     add_event(session, run.id, "agent-lost", f"agent {agent.name} {reason}")
     failure = {"kind": "agent-lost", "rank": None, "step": None, "action": None, "peer": None}

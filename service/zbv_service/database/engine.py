@@ -1,4 +1,4 @@
-"""One database: its engine, its transactions, and bringing its tables up to date."""
+"""One database: its engine, its transactions and its migration."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from zbv_service.database.migrate import upgrade
 from zbv_service.database.url import async_url, sqlite_file
 
 BUSY_SECONDS = 30.0
-"""How long a SQLite writer waits for another one before it gives up."""
+"""How long a SQLite writer waits for another writer before it gives up."""
 
 POOLED, MORE_POOLED = 10, 20
-"""Connections to a PostgreSQL server that are kept, and how many more there may be for a moment."""
+"""Connections to a PostgreSQL server that the pool keeps, and how many more it may open under load."""
 WAIT_SECONDS = 10.0
-"""How long to wait for a free one, and for a new one."""
+"""How long to wait for a free connection, and for a new one."""
 STATEMENT_SECONDS = 30.0
-"""How long PostgreSQL works on a statement, and waits for a lock or for the rest of a transaction."""
+"""Limits for PostgreSQL: the time of a statement, of waiting for a lock, and of an idle transaction."""
 
 QUICK_READERS = 2
-"""Threads that read a SQLite file for a single query each: none takes a millisecond."""
+"""Threads that each run a single query on a SQLite file. Such a query takes less than a millisecond."""
 
 _RETRY_SECONDS = 0.02
 _ONE_STATE = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-"""Else every statement of a PostgreSQL transaction sees what was committed before that statement."""
+"""By default each statement of a PostgreSQL transaction sees what was committed before that statement."""
 _MIGRATION_LOCK = 6_451_203
-"""Names the lock under which one service at a time migrates a PostgreSQL database; any number would do."""
+"""The advisory lock under which one service at a time migrates PostgreSQL; the number is arbitrary."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class DatabaseUnusable(Exception):
-    """The database cannot be opened or brought up to date; the message says which, why and what to do."""
+    """The database cannot be opened or migrated; the message says which one, why, and what to do."""
 
 
 class DatabaseAway(Exception):
-    """The database does not answer, or not in time; it may be back in a moment.
+    """The database does not answer in time; it may be back in a moment.
 
-    What was being written may be stored or not: the answer to a commit can get lost.
+    A write that was in progress may or may not be stored: the answer to a commit can get lost.
     """
 
 
@@ -74,12 +74,12 @@ class Database:
         self._quick = _QuickReader(parsed) if self._file is not None else None
 
     async def migrate(self) -> None:
-        """Bring the tables to the newest version, from any older one or from nothing.
+        """Migrate the tables to the newest version, from any older version or an empty database.
 
         Raises
         ------
         DatabaseUnusable
-            When the database cannot be opened, is none, or is of a newer version than this code.
+            The database cannot be opened, is not a database, or is newer than this code.
         """
         try:
             if self.is_sqlite:
@@ -87,12 +87,12 @@ class Database:
             async with self._engine.connect() as connection:
                 await connection.execution_options(zbv_writes=True, zbv_migrates=True)
                 async with connection.begin():
-                    if not self.is_sqlite:  # whose writers wait for each other anyway
+                    if not self.is_sqlite:  # SQLite writers exclude each other anyway
                         await _unhurried(connection)
                         await connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
                     await connection.run_sync(upgrade)
                 if self.is_sqlite:
-                    await connection.invalidate()  # no later user gets one without foreign keys
+                    await connection.invalidate()  # nobody may reuse a connection without foreign keys
             if self._file is not None:
                 await asyncio.to_thread(_make_private, self._file)
         except (SQLAlchemyError, CommandError, sqlite3.Error) as error:
@@ -105,7 +105,7 @@ class Database:
             ) from error
 
     async def ping(self) -> None:
-        """Raise :class:`DatabaseAway` when the database does not answer."""
+        """Raise :class:`DatabaseAway` if the database does not answer."""
         with _away():
             async with self._engine.connect() as connection:
                 await connection.execute(text("SELECT 1"))
@@ -117,9 +117,9 @@ class Database:
         await self._engine.dispose()
 
     async def rows(self, query: Select[Any], **values: Any) -> Sequence[Row[Any]]:
-        """What one query finds, with values for its parameters; raises :class:`DatabaseAway`.
+        """The rows of one query with these parameters; raises :class:`DatabaseAway`.
 
-        One statement sees one state anyway, so it is spared a transaction.
+        A single statement sees one consistent state, so it needs no transaction.
         """
         with _away():
             if self._quick is not None:
@@ -130,7 +130,7 @@ class Database:
                 return found
 
     async def now(self, session: AsyncSession) -> datetime:
-        """The moment on the database's clock: services on several machines compare no other times.
+        """The current time by the database's clock, the only one that several services can compare.
 
         Microseconds on PostgreSQL, milliseconds on SQLite.
         """
@@ -142,10 +142,10 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A session that sees one state of the database and changes nothing; raises :class:`DatabaseAway`."""
+        """A read-only session that sees one consistent state; raises :class:`DatabaseAway`."""
         with _away():
             async with AsyncSession(self._engine, expire_on_commit=False) as session:
-                if not self.is_sqlite:  # of which a transaction has this anyway
+                if not self.is_sqlite:  # SQLite transactions are serializable anyway
                     await session.connection(execution_options=_ONE_STATE)
                 yield session
 
@@ -156,7 +156,7 @@ class Database:
         Raises
         ------
         DatabaseAway
-            When the database does not answer.
+            The database does not answer.
         """
         with _away():
             async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
@@ -165,7 +165,7 @@ class Database:
 
 
 class _QuickReader:
-    """Reads of a SQLite file in one hand-over to a thread; the asynchronous driver makes one per step."""
+    """Runs a query on a SQLite file in one hop to a thread; the asynchronous driver needs one per step."""
 
     def __init__(self, url: URL):
         self._engine = create_engine(url.set(drivername="sqlite"), connect_args={"timeout": BUSY_SECONDS})
@@ -173,7 +173,7 @@ class _QuickReader:
         self._threads = ThreadPoolExecutor(QUICK_READERS, thread_name_prefix="zbv-sqlite")
 
     async def rows(self, query: Select[Any], values: dict[str, Any]) -> Sequence[Row[Any]]:
-        """What a query finds."""
+        """The rows of a query."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, query, values)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ def _without_transactions(connection: Any, _record: Any) -> None:
 
 @contextmanager
 def _away() -> Iterator[None]:
-    """Turn a driver's many ways to say that the database is away into one."""
+    """Translate every driver error that means "the database is away" into :class:`DatabaseAway`."""
     try:
         yield
     except (OperationalError, InterfaceError) as error:
@@ -208,13 +208,13 @@ def _postgres_options() -> dict[str, Any]:
         "pool_size": POOLED,
         "max_overflow": MORE_POOLED,
         "pool_timeout": WAIT_SECONDS,
-        # A server that was restarted leaves dead connections behind; they are found before they are used.
+        # A restarted server leaves dead connections in the pool; this finds them before they are used.
         "pool_pre_ping": True,
         "connect_args": {
             "connect_timeout": round(WAIT_SECONDS),
             "application_name": "zbv-service",
             "options": " ".join(f"-c {name}={limit}" for name in names),
-            # A server whose machine is gone says nothing; it is noticed within half a minute.
+            # If the server's machine disappears, no packet says so; keepalives notice within half a minute.
             "keepalives_idle": 10,
             "keepalives_interval": 5,
             "keepalives_count": 4,
@@ -223,18 +223,18 @@ def _postgres_options() -> dict[str, Any]:
 
 
 async def _unhurried(connection: AsyncConnection) -> None:
-    """Lift the limits for a transaction: migrating a large database takes as long as it takes."""
+    """Lift the time limits for one transaction, because migrating a large database may take long."""
     for name in ("statement_timeout", "lock_timeout"):
         await connection.execute(text(f"SET LOCAL {name} = 0"))
 
 
 def _open_once(path: str) -> None:
-    """Make a new file private, and raise what opening raises.
+    """Create a new file with private permissions, or raise the error of opening it.
 
-    The asynchronous driver raises it too, and then its thread outlives the loop and complains on standard
-    error.
+    The asynchronous driver would raise the same error, but its thread then outlives the event loop and
+    writes a traceback to standard error.
     """
-    with suppress(OSError):  # sqlite3 says what is wrong
+    with suppress(OSError):  # sqlite3 reports what is wrong
         if path != ":memory:":
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     sqlite3.connect(path, timeout=BUSY_SECONDS).close()
@@ -243,8 +243,8 @@ def _open_once(path: str) -> None:
 def _make_private(path: Path) -> None:
     """Make a database file and its ``-wal`` and ``-shm`` files private to this user.
 
-    New ones are private from the start: SQLite gives the others the permissions of the first. This is for
-    files that an earlier version created, as the umask said.
+    New files are private from the start, because SQLite copies the permissions of the main file. This fixes
+    files that an earlier version created under the umask.
     """
     for suffix in ("", "-wal", "-shm", "-journal"):
         file = path.with_name(path.name + suffix)
@@ -252,7 +252,7 @@ def _make_private(path: Path) -> None:
             mode = stat.S_IMODE(file.stat().st_mode)
             if mode & 0o077:
                 file.chmod(0o600)
-                logger.warning("%s had mode %o, so others could use it; it has 600 now.", file, mode)
+                logger.warning("%s had mode %o, so other users could read it; changed to 600.", file, mode)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -267,8 +267,8 @@ def _make_private(path: Path) -> None:
 def _prepare_sqlite(engine: AsyncEngine) -> None:
     @event.listens_for(engine.sync_engine, "connect")
     def configure(connection: Any, _record: Any) -> None:
-        # The driver's own transactions start too late: only before the first write, and then as
-        # readers that may fail to become writers. Ours are begun below, as what they are.
+        # The driver begins a transaction only before the first write, and as a reader that may fail to
+        # become a writer. So its transactions are switched off, and begin() below starts the right kind.
         connection.isolation_level = None
         cursor = connection.cursor()
         _write_ahead(cursor)
@@ -291,17 +291,17 @@ def _prepare_sqlite(engine: AsyncEngine) -> None:
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
         if options.get("zbv_migrates", False):
-            # SQLite alters a table by copying it, and others refer to the one that goes meanwhile. The
-            # switch works only outside of a transaction.
+            # SQLite alters a table by copying it and dropping the original, which foreign keys forbid.
+            # They can be switched off only outside a transaction.
             connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
         connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("zbv_writes", False) else "BEGIN")
 
 
 def _write_ahead(cursor: Any) -> None:
-    """Switch a new database to write-ahead logging; it stays that way.
+    """Switch a new database to write-ahead logging, which is persistent.
 
-    The switch does not wait for others as writes do: when several connections open a new database at once,
-    SQLite answers "locked" at once. So it is waited for here.
+    Unlike writes, this switch ignores the busy timeout: if several connections open a new database at once,
+    SQLite answers "locked" immediately. So this function retries.
     """
     deadline = time.monotonic() + BUSY_SECONDS
     while True:

@@ -1,7 +1,7 @@
-"""Storing agents' heartbeats: many at once, at a cost for each that does not grow with its run.
+"""Stores agents' heartbeats in batches; the cost of a heartbeat does not grow with the size of its run.
 
-Agents and nodes are written in two transactions, each in the order of the agents' ids, so that services that
-store heartbeats at the same time, and transactions that end a node meanwhile, cannot deadlock.
+Agents and nodes are written in two transactions, each in the order of the agents' ids. This prevents
+deadlocks between services that store heartbeats at the same time, and with transactions that end a node.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zbv_service.records.runs import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
 
 _AGENTS, _NODES = cast("Table", AgentRow.__table__), cast("Table", NodeRow.__table__)
 _IS_PRESENT = or_(*(_AGENTS.c.state == state for state in sorted(AGENT_PRESENT)))
-"""Written out: a statement that is executed with many rows of parameters has no lists."""
+"""Spelled out, because a statement executed with many rows of parameters cannot take lists."""
 _WORKING = ("starting", "running")
 
-# Made once: what SQLAlchemy derives from a statement takes longer than carrying it out, and is kept with it.
+# Built once: compiling a statement takes SQLAlchemy longer than executing it, and it caches the result.
 _SEEN = (
     update(_AGENTS)
     .where(_AGENTS.c.id == bindparam("agent"), _IS_PRESENT)
@@ -57,15 +57,15 @@ _ORDERS = select(
 
 
 class HeartbeatTable:
-    """The heartbeats of the agents of one database; of each agent the last one counts."""
+    """The latest heartbeat of each agent in one database."""
 
     def __init__(self, database: Database):
         self._database = database
 
     async def store(self, beats: Sequence[Beat]) -> list[BeatAnswer]:
-        """Note that agents are there, and where their ranks are; what each agent gets to hear, in order.
+        """Record that agents are alive and where their ranks are; returns an answer per heartbeat, in order.
 
-        An agent that is lost or has left stays so. ``beats`` has at most one for each agent and run.
+        An agent that is lost or has left stays so. ``beats`` has at most one entry per agent and run.
         """
         ordered = sorted(beats, key=lambda beat: beat.agent_id)
         run_ids = sorted({beat.run_id for beat in beats if beat.run_id is not None})
@@ -104,9 +104,9 @@ class HeartbeatTable:
         await self._note_running([run_id for run_id in sorted(begun) if runs[run_id].state == "starting"])
 
     async def _note_running(self, run_ids: Collection[str]) -> None:
-        """Note that a run is running once every one of its nodes is.
+        """Mark a run as running once all of its nodes are.
 
-        The nodes' own states are committed before, so of two services one sees the last node.
+        The states of the nodes are already committed, so at least one of two services sees the last node.
         """
         for run_id in run_ids:
             async with self._database.reading() as session:
@@ -126,7 +126,7 @@ class HeartbeatTable:
 
 
 def _somebody_is_missing(run_id: str) -> Select[Any]:
-    """A query for one node of a run's current generation that is not in a step."""
+    """A query for one node of the run's current generation that is not in a step yet."""
     query = select(NodeRow.node_rank).join(RunRow, NodeRow.run_id == RunRow.id)
     of_it = (RunRow.id == run_id, NodeRow.generation == RunRow.generation, NodeRow.state != "running")
     return query.where(*of_it).limit(1)

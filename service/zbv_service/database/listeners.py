@@ -1,8 +1,8 @@
-"""Since when the services on a database have listened to agents without a pause.
+"""Records since when each service has listened to agents without a pause.
 
-Each service notes when it looks. An agent's silence says something about the agent only while every service
-listened: heartbeats may wait in front of one that is stopped or overloaded. All moments are the database's,
-and all services judge from the same rows, so they come to the same decision.
+An agent's silence is evidence only if every service listened all the time: its heartbeats may be waiting at a
+service that is stopped or overloaded. All times come from the database's clock, and all services judge by the
+same rows, so they reach the same decision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zbv_service.database.engine import Database
 from zbv_service.database.run_models import ListenerRow
 
 _REMEMBERED = 4
-"""Timeouts of agents after which a service that does not come back is forgotten."""
+"""A service that stays away for this many agent timeouts is forgotten."""
 
 
 class ListenerTable:
@@ -26,19 +26,19 @@ class ListenerTable:
         self._database = database
 
     async def look(self, listener_id: str, silence: timedelta, *, paused: bool) -> datetime | None:
-        """Note that a service listens, and return before when a silent agent was last seen.
+        """Record that a service listens, and return the moment before which a silent agent was last seen.
 
         Parameters
         ----------
         silence
-            How long an agent may be silent.
+            How long an agent may be silent before it is lost.
         paused
-            Whether the service knows that it has just been late: it may not have read what agents sent.
+            Whether this service has just been late, so it may not have read what agents sent.
 
         Returns
         -------
-        None while the silence of agents may be the fault of a service: this one or another has listened for
-        less than ``silence`` since its last pause.
+        None while a service may be the reason for silence: this service or another one has listened for less
+        than ``silence`` since its last pause.
         """
         async with self._database.writing() as session:
             now = await self._database.now(session)
@@ -52,7 +52,7 @@ class ListenerTable:
                 mine = ListenerRow(id=listener_id, looked_at=now, listening_since=now)
                 session.add(mine)
             elif paused or not timedelta(0) <= now - mine.looked_at <= silence / 2:
-                mine.listening_since = now  # the database was away, or somebody set its clock
+                mine.listening_since = now  # the database was away, or its clock was changed
             mine.looked_at = now
             await session.flush()
             others = await session.scalars(select(ListenerRow))
@@ -60,9 +60,9 @@ class ListenerTable:
 
 
 def _all_since(listeners: Iterable[ListenerRow], now: datetime, silence: timedelta) -> datetime:
-    """The moment since which every service listens.
+    """The moment since which every service has listened.
 
-    One that is late counts as paused until its agents have had time to turn to another service.
+    A late service counts as paused until its agents have had time to reach another service.
     """
     return max(
         row.listening_since if now - row.looked_at <= silence / 2 else row.looked_at + silence

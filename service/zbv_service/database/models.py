@@ -1,4 +1,4 @@
-"""The tables. Their history is in ``migrations``; a test holds the two together."""
+"""The tables of searches and plans. ``migrations`` has their history; a test compares the two."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A moment in UTC; databases without time zones get it back on reading."""
+    """A moment in UTC. Reading adds the time zone for databases that do not store it."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Refuse naive moments: their meaning would depend on the machine."""
+        """Reject naive moments, because their meaning depends on the machine."""
         if value is not None and value.tzinfo is None:
             raise ValueError(f"found the naive moment {value}; only moments with a time zone are stored.")
         return None if value is None else value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Moments come back in UTC."""
+        """Return moments in UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
 class Base(DeclarativeBase):
-    """Root of the tables."""
+    """The declarative base of all tables."""
 
     type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), float: Double()}  # noqa: RUF012
 
 
 class PlanRow(Base):
-    """A plan, immutable under its hash. ``used_at`` is when it was last fetched, or found again."""
+    """A plan, immutable under its hash. ``used_at`` is when it was last fetched or found again."""
 
     __tablename__ = "plans"
 
@@ -64,14 +64,15 @@ class PlanRow(Base):
 
 
 class SearchRow(Base):
-    """A search: the durable truth about it.
+    """A search; this row is the source of truth about it.
 
-    ``request_key`` is given up (null) by a search that is cancelled or failed, so that asking again
-    starts a new one. ``problem_objective`` is what is to be minimised, ``objective`` how far that came.
-    ``last_event`` is the number of its newest event; it grows in the transaction that adds one.
-    ``is_wanted_by_client`` is false while only runs have asked for it: the last of them takes it away.
-    ``turn`` orders the queue: searches of one caller have rising turns, and a caller that has none waiting
-    gets the turn that is being served, so callers are served in rotation.
+    A cancelled or failed search sets ``request_key`` to null, so that the same request starts a new search.
+    ``problem_objective`` names the quantity to minimise, ``objective`` is the best value so far.
+    ``last_event`` is the number of the newest event; the transaction that adds an event increases it.
+    ``is_wanted_by_client`` is false while only runs have asked for the search; it is cancelled when the last
+    of them no longer needs it. ``turn`` orders the queue: the searches of one caller have increasing turns,
+    and the first search of a caller without queued searches gets the turn that is being served. This serves
+    callers round-robin.
     """
 
     __tablename__ = "searches"
@@ -120,7 +121,7 @@ class SearchRow(Base):
 
 
 class SearchEventRow(Base):
-    """Something that happened to a search, numbered from 1 within it."""
+    """An event of a search, numbered from 1 within the search."""
 
     __tablename__ = "search_events"
 
@@ -132,9 +133,9 @@ class SearchEventRow(Base):
 
 
 class IdempotencyRow(Base):
-    """A request that named itself with an Idempotency-Key, and what it created or found.
+    """A request with an Idempotency-Key, and the resource that it created or found.
 
-    ``kind`` says in which table ``resource_id`` is. That row may be gone: the key outlives it.
+    ``kind`` is the table of ``resource_id``. The key may outlive that row.
     """
 
     __tablename__ = "idempotency_keys"

@@ -1,4 +1,4 @@
-"""Requests that carry an Idempotency-Key; each is stored in the transaction that creates what it asks for."""
+"""Requests with an Idempotency-Key. Each is stored in the transaction that creates its resource."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from zbv_service.records.searches import NamedRequest
 
 
 class NameTaken(Exception):
-    """The caller gave the same name to another request: another address or another body."""
+    """The caller used the same key for a request with another address or another body."""
 
 
 async def answered_with(session: AsyncSession, named: NamedRequest) -> str | None:
-    """The id of what a request of this name created or found before; None when there was no such request.
+    """The id of the resource that an earlier request with this key created or found, None without one.
 
     Raises
     ------
     NameTaken
-        When it was another request.
+        The earlier request had another address or body.
     """
     known = await session.get(IdempotencyRow, named.key_hash)
     if known is None or known.expires_at <= datetime.now(UTC):
@@ -32,10 +32,10 @@ async def answered_with(session: AsyncSession, named: NamedRequest) -> str | Non
 
 
 async def remember(session: AsyncSession, named: NamedRequest, resource_id: str) -> None:
-    """Note what a named request created or found; an expired name can be used again.
+    """Record the resource that a request created or found; an expired key can be used again.
 
-    A request of the same name that another transaction has stored meanwhile makes this one fail with
-    sqlalchemy's IntegrityError; look again then.
+    If another transaction has stored the same key in the meantime, this one fails with SQLAlchemy's
+    IntegrityError; the caller must look again.
     """
     same, expired = IdempotencyRow.key_hash == named.key_hash, IdempotencyRow.expires_at <= datetime.now(UTC)
     await session.execute(delete(IdempotencyRow).where(same, expired))

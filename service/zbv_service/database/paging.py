@@ -1,7 +1,7 @@
-"""Lists by pages: sorted by creation, the newest first, gone through by key.
+"""Keyset pagination of lists that are sorted by creation, newest first.
 
-A page begins after the last row of the one before, never at a count of rows, so that rows which come in
-meanwhile neither repeat nor hide one, and a late page costs no more than the first.
+A page starts after the last row of the previous page and not at an offset. So new rows neither repeat nor
+hide others, and a late page costs as much as the first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def page_after(
     limit: int,
     after: Position | None,
 ) -> Select[Any]:
-    """The query for one page, and one row more: whether there is another page. Rows come nearest first."""
+    """The query for one page and one more row, which tells whether another page exists; nearest first."""
     if after is not None:
         here, there = tuple_(created_at, key), tuple_(after.created_at, after.id)
         query = query.where(here > there if after.is_newer else here < there)
@@ -37,7 +37,7 @@ def page_after(
 def page_of(
     found: Sequence[T], limit: int, after: Position | None, place: Callable[[T], tuple[datetime, str]]
 ) -> Page[T]:
-    """The page that rows of :func:`page_after` make; ``place`` is a row's moment and key."""
+    """The page made of the rows of :func:`page_after`; ``place`` returns a row's moment and key."""
     is_newer = after is not None and after.is_newer
     items = found[:limit][::-1] if is_newer else found[:limit]
     if not items:
@@ -51,7 +51,7 @@ def page_of(
 
 
 def begins(text: str | None, *columns: InstrumentedAttribute[Any]) -> list[ColumnElement[bool]]:
-    """The condition that one of these ids begins with a text; none when there is no text."""
+    """The condition that one of these ids begins with a text; no condition without a text."""
     if not text:
         return []
     return [or_(*(column.startswith(text.lower(), autoescape=True) for column in columns))]
@@ -66,7 +66,7 @@ def of_shape(
     objective: InstrumentedAttribute[str],
     created_at: InstrumentedAttribute[datetime],
 ) -> list[ColumnElement[bool]]:
-    """The conditions of a filter, on the columns that it is about."""
+    """The conditions of a filter on the columns it refers to."""
     found: list[ColumnElement[bool]] = []
     if shape.pp_degree is not None:
         found.append(pp_degree == shape.pp_degree)

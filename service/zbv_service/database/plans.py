@@ -1,4 +1,4 @@
-"""Reading and writing plans. A plan never changes: its id is the hash of what it says."""
+"""Reads and writes plans. A plan never changes: its id is the hash of its content."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class PlanTable:
         self._database = database
 
     async def add(self, plan: NewPlan) -> bool:
-        """Store a plan; False when it was there already."""
+        """Store a plan; returns False if it was already stored."""
         async with self._database.writing() as session:
             return await insert_plan(session, plan, await self._database.now(session))
 
     async def document(self, plan_id: str) -> bytes | None:
-        """A plan's whole document, packed."""
+        """The whole document of a plan, packed."""
         found = await self._database.rows(select(PlanRow.document).where(PlanRow.plan_id == plan_id))
         return found[0].document if found else None
 
     async def pp_degree(self, plan_id: str) -> int | None:
-        """How many ranks a plan has."""
+        """The number of ranks of a plan."""
         found = await self._database.rows(select(PlanRow.pp_degree).where(PlanRow.plan_id == plan_id))
         return found[0].pp_degree if found else None
 
     async def newest(self, limit: int) -> list[PlanSummary]:
-        """The newest plans first."""
+        """The newest plans, newest first."""
         return list((await self.page(PlanFilter(), limit)).items)
 
     async def page(self, wanted: PlanFilter, limit: int, after: Position | None = None) -> Page[PlanSummary]:
-        """Some plans, the newest first, from a position on."""
+        """One page of plans, newest first, starting at a position."""
         conditions = of_shape(
             wanted,
             pp_degree=PlanRow.pp_degree,
@@ -61,7 +61,7 @@ class PlanTable:
         return page_of(found, limit, after, lambda plan: (plan.created_at, plan.plan_id))
 
     async def best(self, problem_key: str) -> PlanSummary | None:
-        """The best plan of a problem; of equally good ones, the oldest."""
+        """The best plan of a problem; ties go to the oldest."""
         query = select(*_SUMMARY).where(PlanRow.problem_key == problem_key)
         query = query.order_by(PlanRow.value, PlanRow.created_at).limit(1)
         async with self._database.reading() as session:
@@ -69,7 +69,7 @@ class PlanTable:
             return None if row is None else PlanSummary(*row)
 
     async def best_of(self, problem_keys: Collection[str]) -> dict[str, PlanSummary]:
-        """The best plan of each of these problems that has one, by the problem's key."""
+        """The best plan of each of these problems, by problem key; problems without a plan are left out."""
         order = (PlanRow.value, PlanRow.created_at)
         place = func.row_number().over(partition_by=PlanRow.problem_key, order_by=order)
         ranked = select(PlanRow.plan_id, place.label("place")).where(PlanRow.problem_key.in_(problem_keys))
@@ -84,7 +84,7 @@ _SUMMARY = tuple(getattr(PlanRow, field.name) for field in fields(PlanSummary))
 
 
 async def insert_plan(session: AsyncSession, plan: NewPlan, now: datetime) -> bool:
-    """Store a plan in an open transaction; False when it was there already, which counts as a use of it."""
+    """Store a plan in an open transaction; False if it was already stored, which counts as a use."""
     try:
         async with session.begin_nested():
             row = PlanRow(**asdict(plan.summary), document=plan.document, problem_key=plan.problem_key)

@@ -1,8 +1,8 @@
-"""Removes rows that are older than the operator wants to keep, in batches that hold nobody up.
+"""Removes rows that are older than the operator wants to keep, in batches that block nobody.
 
-Nothing is removed that something else refers to: a plan that a search, a run or a trace names, the search
-that a run waits for, an agent that a run had, a token that others were made from. It goes once those have
-gone. Services that sweep at the same time take different rows. Times are those of the database's clock.
+A row stays as long as another row refers to it: a plan named by a search, a run or a trace, a search that a
+run waits for, an agent that worked for a run, a token that others were made from. Services that sweep at the
+same time take different rows. All times come from the database's clock.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from zbv_service.records.runs import AGENT_ENDED, RUN_ENDED
 from zbv_service.records.searches import FINISHED
 
 BATCH = 200
-"""Rows that one transaction removes."""
+"""Rows per transaction."""
 SEARCH_BATCH = 20
-"""Searches that one transaction removes: each may have a thousand events."""
+"""Searches per transaction; each may have a thousand events."""
 USED_HOURS = 1.0
-"""How exactly it is noted when a plan was last used."""
+"""The resolution of a plan's last use, which saves writes."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class Keep:
     Attributes
     ----------
     ended
-        Searches after their end, with their events; traces and logs of runs after the run's end.
+        Ended searches with their events; traces and logs of ended runs.
     failed
-        Searches that failed, with their problems.
+        Failed searches with their problems.
     plans
-        Plans that nothing refers to, after they were last fetched or found.
+        Unreferenced plans after their last use.
     runs
-        Runs after their end, with their generations and events.
+        Ended runs with their generations and events.
     agents
         Agents after their last sign of life.
     tokens
-        Tokens, sessions and links after they were revoked or expired.
+        Tokens, sessions and links after their revocation or expiry.
     """
 
     ended: float
@@ -60,13 +60,13 @@ class Keep:
 
 
 class Retention:
-    """Removes what is old from one database."""
+    """Removes old rows from one database."""
 
     def __init__(self, database: Database):
         self._database = database
 
     async def note_uses(self, plan_ids: Collection[str]) -> None:
-        """Note that plans were used now."""
+        """Record that plans were used now."""
         remaining = sorted(plan_ids)
         while remaining:
             batch, remaining = remaining[:BATCH], remaining[BATCH:]
@@ -77,7 +77,7 @@ class Retention:
                 await session.execute(used.values(used_at=now))
 
     async def sweep(self, keep: Keep, is_enough: Callable[[], bool] = lambda: False) -> dict[str, int]:
-        """Remove what is too old, until it is enough; returns how many rows of each kind went."""
+        """Remove old rows until ``is_enough`` returns True; returns the number of removed rows by kind."""
         async with self._database.reading() as session:
             now = await self._database.now(session)
 
@@ -85,7 +85,7 @@ class Retention:
             return now - timedelta(days=days)
 
         runs = before(keep.runs)
-        parts = max(before(keep.ended), runs)  # a run goes with its traces and logs
+        parts = max(before(keep.ended), runs)  # a removed run takes its traces and logs along
         steps: tuple[tuple[str, Callable[[], Awaitable[int]]], ...] = (
             ("idempotency keys", lambda: self._remove(IdempotencyRow, IdempotencyRow.expires_at <= now)),
             ("traces and logs", lambda: self._remove(PartRow, _of_old_run(PartRow, parts))),
@@ -109,10 +109,10 @@ class Retention:
         key = inspect(table).primary_key
         found = select(*key).where(*conditions).limit(BATCH)
         if not await self._database.rows(found.limit(1)):
-            return 0  # a look needs no lock
+            return 0  # checked without a lock
         async with self._database.writing() as session:
             rows = (await session.execute(found.with_for_update(skip_locked=True, of=table))).all()
-            # Asked again, of locked rows: what came to refer to them meanwhile keeps them.
+            # Repeat the condition on the locked rows: a new reference since then keeps a row.
             doomed = tuple_(*key).in_([tuple(row) for row in rows])
             await session.execute(
                 delete(table).where(doomed, *conditions).execution_options(synchronize_session=False)
@@ -124,7 +124,7 @@ class Retention:
             (SearchRow.state == "failed") & (SearchRow.finished_at < failed),
             SearchRow.state.in_(sorted(FINISHED - {"failed"})) & (SearchRow.finished_at < ended),
         )
-        # An index has created_at, which comes before the end.
+        # created_at has an index, and no search ends before it was created.
         recent = SearchRow.created_at < max(ended, failed)
         found: Select[Any] = select(SearchRow.id).where(recent, old, ~_awaited()).limit(SEARCH_BATCH)
         if not await self._database.rows(found.limit(1)):
@@ -136,7 +136,7 @@ class Retention:
 
 
 async def remove_searches(session: AsyncSession, search_ids: Sequence[str]) -> None:
-    """Remove searches with their events; runs that had their plan from them keep it."""
+    """Remove searches with their events; runs that got their plan from one keep the plan."""
     await session.execute(update(RunRow).where(RunRow.search_id.in_(search_ids)).values(search_id=None))
     await session.execute(delete(SearchEventRow).where(SearchEventRow.search_id.in_(search_ids)))
     await session.execute(delete(SearchRow).where(SearchRow.id.in_(search_ids)))
@@ -157,7 +157,7 @@ def _has_no_agent() -> ColumnElement[bool]:
 
 
 def _awaited() -> ColumnElement[bool]:
-    """Whether a run waits for a search, or goes by its measured costs."""
+    """Whether a run waits for the search, or uses it to replan for measured costs."""
     planning = (RunRow.search_id == SearchRow.id) & (RunRow.state == "planning")
     measured = RunRow.state.not_in(sorted(RUN_ENDED)) & RunRow.replanning.is_not(None)
     replanning = measured & (RunRow.replanning["search_id"].as_string() == SearchRow.id)
@@ -197,7 +197,7 @@ def _ended_before(token: type[TokenRow], before: datetime) -> ColumnElement[bool
 
 
 def _old_session(before: datetime) -> ColumnElement[bool]:
-    """A session or link that has ended, or whose token has."""
+    """A session or link that has ended itself, or with its token."""
     parent = aliased(TokenRow)
     orphaned = (
         select(parent.id).where(parent.id == TokenRow.parent_id, _ended_before(parent, before)).exists()

@@ -1,10 +1,10 @@
-"""How a generation of a run ends: when every one of its nodes has, and why; and whether there is another.
+"""Ends a generation of a run once all of its nodes have ended, and decides whether another one follows.
 
-A failure stops the other nodes, but the generation has not failed before they have all told their story: the
-first to report is often the one that lost a peer, not the peer.
+A failure stops the other nodes, but the generation fails only after all of them have reported: the first
+report often comes from a rank that lost its peer, and not from the peer.
 
-Rows are locked in one order everywhere, or two transactions would wait for each other: a run first, then its
-nodes, then agents; several runs or agents of one transaction by their ids.
+All code locks rows in the same order, which prevents deadlocks: a run first, then its nodes, then agents;
+several runs or agents in one transaction by id.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sqlalchemy import CursorResult, select, update
 from sqlalchemy import Update as UpdateStatement
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service import errors as problems
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
+from zbv_service.errors import RUN_FAILED, problem_document
 from zbv_service.records.runs import (
     DEFAULT_RETRIES,
     FAILURE_KINDS,
@@ -31,19 +31,19 @@ from zbv_service.records.runs import (
 
 
 async def lock_run(session: AsyncSession, run_id: str) -> RunRow | None:
-    """A run that nobody else changes until the transaction ends."""
+    """Lock a run until the transaction ends, and return it."""
     query = select(RunRow).where(RunRow.id == run_id).with_for_update()
     return await session.scalar(query.execution_options(populate_existing=True))
 
 
 async def nodes_of(session: AsyncSession, run: RunRow) -> list[NodeRow]:
-    """The nodes of a run's current generation, by node rank."""
+    """The nodes of a run's current generation, in the order of node ranks."""
     query = select(NodeRow).where(NodeRow.run_id == run.id, NodeRow.generation == run.generation)
     return list(await session.scalars(query.order_by(NodeRow.node_rank)))
 
 
 async def node_of(session: AsyncSession, run: RunRow, agent_id: str) -> NodeRow | None:
-    """The node that an agent has in a run's current generation: one row, however large the run is."""
+    """The node of an agent in a run's current generation; reads one row, whatever the size of the run."""
     of_it = (NodeRow.agent_id == agent_id, NodeRow.run_id == run.id, NodeRow.generation == run.generation)
     query = select(NodeRow).where(*of_it).order_by(NodeRow.node_rank.desc()).limit(1)
     return await session.scalar(query.execution_options(populate_existing=True))
@@ -56,9 +56,9 @@ async def end_node(
     outcome: NodeOutcome,
     failures: list[dict[str, Any]],
 ) -> None:
-    """End a node's part, give its agent back, and stop, end or begin anew the run as that demands.
+    """End a node and release its agent; then stop, end or restart the run as needed.
 
-    ``run`` is locked. A node that has ended stays as it is.
+    The caller holds the lock on ``run``. A node that has already ended stays unchanged.
     """
     if node.state == "ended":
         return
@@ -80,7 +80,7 @@ async def end_node(
 
 
 async def _goes_on(session: AsyncSession, run: RunRow) -> bool:
-    """Whether a node of a locked run's generation has not ended; its nodes are read once, when all have."""
+    """Whether some node of a locked run's current generation has not ended. Does not read all nodes."""
     open_node = select(NodeRow.node_rank).where(
         NodeRow.run_id == run.id, NodeRow.generation == run.generation, NodeRow.state != "ended"
     )
@@ -88,17 +88,17 @@ async def _goes_on(session: AsyncSession, run: RunRow) -> bool:
 
 
 def add_event(session: AsyncSession, run_id: str, kind: str, detail: str) -> None:
-    """Note what happened to a run."""
+    """Add an event to a run."""
     session.add(EventRow(run_id=run_id, at=datetime.now(UTC), kind=kind, detail=detail))
 
 
 async def changed(session: AsyncSession, statement: UpdateStatement) -> int:
-    """How many rows a statement changed."""
+    """Execute a statement, and return the number of rows it changed."""
     return cast("CursorResult[Any]", await session.execute(statement)).rowcount
 
 
 def end_run(session: AsyncSession, run: RunRow, state: RunState, error: dict[str, Any] | None = None) -> None:
-    """A locked run's last state."""
+    """Set the final state of a locked run."""
     run.state, run.error, run.waits_for = state, error, None
     run.finished_at = run.updated_at = datetime.now(UTC)
     run.offer = run.target_plan_id = None
@@ -106,7 +106,7 @@ def end_run(session: AsyncSession, run: RunRow, state: RunState, error: dict[str
 
 
 def change_plan(session: AsyncSession, run: RunRow, plan_id: str, detail: str) -> None:
-    """A locked run has another plan from now on."""
+    """Set another plan for a locked run."""
     before = run.plan_id or ""
     run.plan_id, run.target_plan_id, run.offer = plan_id, None, None
     add_event(session, run.id, "swapped", f"from plan {before[:12]} to {plan_id[:12]}, {detail}")
@@ -122,7 +122,7 @@ def _end_generation(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) ->
 
 
 def _end_failed(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) -> None:
-    """Fail a locked run, or have it wait for agents again: for others, where some refused it."""
+    """Fail a locked run, or let it wait for agents again; agents that refused it are excluded."""
     failures = _causes_first(failure for node in nodes for failure in node.failures)
     is_final = any(failure["kind"] in FINAL_FAILURES for failure in failures)
     refusals = [_refusal(run, node) for node in nodes if _has_refused(node)]
@@ -142,7 +142,7 @@ def _end_failed(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) -> Non
 
 
 def _wait_again(session: AsyncSession, run: RunRow, kind: str, detail: str) -> None:
-    """Have a locked run wait for agents again; its ranks resume from their last checkpoint by themselves."""
+    """Let a locked run wait for agents again; its ranks resume from their last checkpoint."""
     run.state, run.stop_requested = "waiting", False
     run.generation += 1
     add_event(session, run.id, kind, detail)
@@ -155,7 +155,7 @@ def _has_refused(node: NodeRow) -> bool:
 
 
 def _refusal(run: RunRow, node: NodeRow) -> dict[str, Any]:
-    """What a run keeps of an agent that refused it."""
+    """The record of an agent that refused a run."""
     (detail, *_) = (failure["detail"] for failure in node.failures if failure["kind"] == "refused")
     return {
         "generation": run.generation,
@@ -167,7 +167,7 @@ def _refusal(run: RunRow, node: NodeRow) -> dict[str, Any]:
 
 
 def _cause(run: RunRow, failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a run keeps of a generation that failed: its first cause, and how many failures followed."""
+    """The record of a failed generation: its first cause and the number of failures that followed."""
     first = failures[0]
     kept = ("kind", "node_rank", "agent", "rank", "step", "action", "peer", "last_step", "last_action")
     return {
@@ -180,7 +180,7 @@ def _cause(run: RunRow, failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _placed(node: NodeRow, failure: dict[str, Any]) -> dict[str, Any]:
-    """A failure with its node, and with what its rank reported last: that may lag behind the failure."""
+    """A failure with its node and the last place that its rank reported, which may lag behind."""
     rank = failure.get("rank")
     last: dict[str, Any] = next((place for place in node.ranks if place.get("rank") == rank), {})
     return {
@@ -193,14 +193,14 @@ def _placed(node: NodeRow, failure: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told(failure: dict[str, Any]) -> str:
-    """A failure as an event: where it happened, then what was said of it."""
+    """The text of a failure for an event: its place, then its detail."""
     where = place_of(failure)
     at = f"node {failure['node_rank']} ({failure['agent']})"
     return f"{at}{', ' if where else ''}{where}: {failure['detail']}"
 
 
 def _causes_first(failures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Failures by their kind; of one kind, those that know their step say more."""
+    """Sort failures by kind, causes first; within a kind, failures with a known step come first."""
 
     def place(failure: dict[str, Any]) -> tuple[int, bool]:
         return FAILURE_KINDS.index(failure["kind"]), failure.get("step") is None
@@ -209,6 +209,6 @@ def _causes_first(failures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _error_of(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The failures, causes before consequences; the first speaks for the run."""
+    """The run's problem document. Failures are sorted, causes first; the first one gives the detail."""
     detail = str(failures[0]["detail"]) if failures else "The nodes were stopped; no failure was reported."
-    return problems.document(problems.RUN_FAILED, detail, failures=list(failures))
+    return problem_document(RUN_FAILED, detail, failures=list(failures))

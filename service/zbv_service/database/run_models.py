@@ -1,4 +1,4 @@
-"""The tables of agents and runs. Their history is in ``migrations``; a test holds the two together."""
+"""The tables of agents and runs. ``migrations`` has their history; a test compares the two."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zbv_service.database.models import Base
 
 
 class RunRow(Base):
-    """A run: the durable truth about it.
+    """A run; this row is the source of truth about it.
 
-    ``failures`` has the cause of every generation that failed, ``refusals`` the agents that refused the run,
-    ``waits_for`` what a waiting run lacks.
+    ``failures`` has the cause of each failed generation, ``refusals`` the agents that refused the run, and
+    ``waits_for`` says what a waiting run lacks.
     """
 
     __tablename__ = "runs"
@@ -58,7 +58,7 @@ class RunRow(Base):
 class AgentRow(Base):
     """An agent. It has one ``run_id``, so two runs cannot share it.
 
-    No index has ``seen_at``: a sign of life then changes no index.
+    ``seen_at`` is deliberately not indexed, so that a heartbeat updates no index.
     """
 
     __tablename__ = "agents"
@@ -86,7 +86,7 @@ class AgentRow(Base):
 
 
 class ListenerRow(Base):
-    """A service that listens to agents: when it last looked, and since when without a pause."""
+    """A service that listens to agents: when it last checked in, and since when without a pause."""
 
     __tablename__ = "listeners"
 
@@ -96,7 +96,7 @@ class ListenerRow(Base):
 
 
 class NodeRow(Base):
-    """One agent's part in one generation of a run."""
+    """The part of one agent in one generation of a run."""
 
     __tablename__ = "run_nodes"
 
@@ -116,7 +116,7 @@ class NodeRow(Base):
 
 
 class EventRow(Base):
-    """Something that happened to a run."""
+    """An event of a run."""
 
     __tablename__ = "run_events"
 
@@ -130,7 +130,7 @@ class EventRow(Base):
 
 
 class PartRow(Base):
-    """What a rank of a generation left behind: its trace, or the end of its log. The latest wins."""
+    """An artifact of one rank in one generation: its trace or the end of its log. The latest one wins."""
 
     __tablename__ = "run_parts"
 

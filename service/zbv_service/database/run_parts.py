@@ -1,4 +1,4 @@
-"""Reading and writing what ranks leave behind: traces and logs. Of each the latest is kept."""
+"""Reads and writes the artifacts of ranks, traces and logs. Only the latest of each is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zbv_service.database.run_models import EventRow, NodeRow, PartRow, RunRow
 from zbv_service.records.runs import RUN_ENDED, NewPart, PartInfo, PartKind
 
 MAX_NOTED = 1000
-"""Events of a kind that are kept of a run: one that goes on with such values would fill the database."""
+"""Most events of one kind per run. Without a limit, a run with bad values would fill the database."""
 
 
 class PartTable:
@@ -25,7 +25,7 @@ class PartTable:
         self._database = database
 
     async def ranks_of(self, agent_id: str, run_id: str, generation: int) -> range | None:
-        """The ranks that an agent had in a generation of a run, None when it had none."""
+        """The ranks of an agent in a generation of a run, None if it had none."""
         query = select(NodeRow.node_rank, RunRow.ranks_per_node).join(RunRow, NodeRow.run_id == RunRow.id)
         query = query.where(NodeRow.run_id == run_id, NodeRow.generation == generation)
         async with self._database.reading() as session:
@@ -36,12 +36,12 @@ class PartTable:
         return range(node_rank * ranks, (node_rank + 1) * ranks)
 
     async def put(self, new: NewPart) -> None:
-        """Keep a part in place of an earlier one.
+        """Store a part, replacing an earlier one.
 
-        A trace that was measured with the plan that its run is to change over to says that it has.
+        A trace measured with the run's target plan shows that the run has changed to that plan.
         """
         async with self._database.writing() as session:
-            run = await lock_run(session, new.run_id)  # and two uploads of one part wait for each other
+            run = await lock_run(session, new.run_id)  # also serialises two uploads of the same part
             if run is None:
                 return
             row = await session.get(PartRow, (new.run_id, new.generation, new.rank, new.kind))
@@ -55,14 +55,14 @@ class PartTable:
             if not is_current or new.plan_id is None or new.plan_id != run.target_plan_id:
                 return
             if new.plan_id == run.plan_id:
-                run.target_plan_id = None  # it was to change over, and then it was not
+                run.target_plan_id = None  # a change of plan that was taken back
             else:
                 change_plan(session, run, new.plan_id, f"by step {new.last_step}")
 
     async def note(self, run_id: str, kind: str, details: Sequence[str]) -> None:
-        """Note what happened to a run, each once, and :data:`MAX_NOTED` of a kind at most."""
+        """Add events to a run: each text once, and at most :data:`MAX_NOTED` of a kind."""
         async with self._database.writing() as session:
-            run = await lock_run(session, run_id)  # and two that say the same wait for each other
+            run = await lock_run(session, run_id)  # also serialises two writers of the same event
             if run is None:
                 return
             query = select(EventRow.detail).where(EventRow.run_id == run_id, EventRow.kind == kind)
@@ -74,7 +74,7 @@ class PartTable:
                 run.updated_at = datetime.now(UTC)
 
     async def newest_generation(self, run_id: str, kind: PartKind, rank: int | None = None) -> int | None:
-        """The newest generation of which there is such a part, of a rank or of any."""
+        """The newest generation with a part of this kind, of one rank or of any rank."""
         query = select(func.max(PartRow.generation)).where(PartRow.run_id == run_id, PartRow.kind == kind)
         if rank is not None:
             query = query.where(PartRow.rank == rank)
@@ -84,7 +84,7 @@ class PartTable:
     async def read(
         self, run_id: str, generation: int, kind: PartKind, ranks: Sequence[int] | None = None
     ) -> list[NewPart]:
-        """The parts of a kind of these ranks, or of all, by rank."""
+        """The parts of a kind for these ranks, or for all ranks, in rank order."""
         where = (PartRow.run_id == run_id, PartRow.generation == generation, PartRow.kind == kind)
         query = select(PartRow).where(*where).order_by(PartRow.rank).options(undefer(PartRow.body))
         if ranks is not None:
@@ -93,7 +93,7 @@ class PartTable:
             return [_part(row) for row in await session.scalars(query)]
 
     async def index(self, run_id: str) -> list[PartInfo]:
-        """What there is of a run, of all generations: a look that reads no part."""
+        """The list of a run's parts in all generations, without their content."""
         columns = [getattr(PartRow, field.name) for field in fields(PartInfo)]
         query = select(*columns).where(PartRow.run_id == run_id)
         async with self._database.reading() as session:
@@ -101,9 +101,11 @@ class PartTable:
             return [PartInfo(*row) for row in found]
 
     async def first_replica(self, run_id: str, generation: int, plan_id: str) -> dict[int, tuple[int, int]]:
-        """Of the first replica's traces of a plan, by rank of the pipeline: the rank, and its newest step.
+        """The first replica's traces of a plan, without their content.
 
-        A look that reads no trace.
+        Returns
+        -------
+        By pipeline rank: the rank, and the newest step of its trace.
         """
         query = select(PartRow.pp_rank, PartRow.rank, PartRow.last_step).where(
             PartRow.run_id == run_id,
@@ -114,7 +116,7 @@ class PartTable:
         )
         async with self._database.reading() as session:
             found = await session.execute(query)
-            # A trace without a step has none that is new.
+            # A trace without a step has no new step.
             return {p: (rank, -1 if step is None else step) for p, rank, step in found if p is not None}
 
 

@@ -1,6 +1,6 @@
-"""The plans of runs: taking what a search found, changing over, and what is remembered of replanning.
+"""The plans of runs: taking the plan of a search, changing to another plan, and the state of replanning.
 
-Every change of a run happens with its row locked and its state looked at again; see
+Every change locks the run's row and checks its state again; see
 :mod:`zbv_service.database.run_end`.
 """
 
@@ -13,28 +13,28 @@ from typing import Any
 
 from sqlalchemy import select
 
-from zbv_service import errors as problems
 from zbv_service.database.engine import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.database.run_end import add_event, end_run, lock_run
 from zbv_service.database.run_models import RunRow
+from zbv_service.errors import RUN_FAILED, problem_document
 from zbv_service.records.runs import RUN_ENDED, Replanning
 from zbv_service.records.searches import FINISHED
 
 _CONSIDERED = 200
-"""Runs that are looked at in one go."""
+"""Runs per pass."""
 
 
 class RunPlanTable:
-    """What the runs of one database are to execute."""
+    """The plans of the runs in one database."""
 
     def __init__(self, database: Database):
         self._database = database
 
     async def settle_planned(self) -> tuple[int, int]:
-        """Move on the runs whose search has ended: to their agents, or to their failure.
+        """Advance runs that waited for a search which has ended: they wait for agents now, or fail.
 
-        Returns how many were moved on, and how many still wait for a search.
+        Returns the number of advanced runs, and of runs that still wait for a search.
         """
         async with self._database.reading() as session:
             query = select(RunRow.id, SearchRow.state).join(SearchRow, RunRow.search_id == SearchRow.id)
@@ -59,7 +59,7 @@ class RunPlanTable:
             add_event(session, run_id, "waiting", f"for {run.nodes} agents")
 
     async def replanned(self) -> list[str]:
-        """Runs under way that ask for a look at their measured costs."""
+        """Active runs that want to be replanned when their measured costs drift."""
         query = select(RunRow.id).where(RunRow.state == "running")
         async with self._database.reading() as session:
             wanted = RunRow.options["replan"].as_string().in_(["auto", "ask"])
@@ -67,7 +67,7 @@ class RunPlanTable:
             return list(found)
 
     async def remember(self, run_id: str, before: Replanning | None, after: Replanning) -> bool:
-        """Note a look; False when another service looked in the meantime."""
+        """Store the state of replanning; False if another service has changed it in the meantime."""
         async with self._database.writing() as session:
             run = await lock_run(session, run_id)
             if run is None or run.replanning != (None if before is None else asdict(before)):
@@ -80,9 +80,9 @@ class RunPlanTable:
     async def offer(
         self, run_id: str, before: Replanning, after: Replanning, offer: Mapping[str, Any], *, take: bool
     ) -> bool:
-        """Note that a search found a better plan, and change over to it if it is to be taken.
+        """Record that a search found a better plan, and change to it if the run accepts it.
 
-        False when the run has changed in the meantime.
+        Returns False if the run has changed in the meantime.
         """
         async with self._database.writing() as session:
             run = await lock_run(session, run_id)
@@ -99,9 +99,9 @@ class RunPlanTable:
             return True
 
     async def change(self, run_id: str, plan_id: str) -> bool:
-        """Have a run change over to a plan; False when it has no plan yet, or has ended.
+        """Change the plan of a run; False if it has no plan yet or has ended.
 
-        One that waits for its agents has the plan at once, any other from the next step on.
+        A run that waits for agents gets the plan at once, any other run from its next step on.
         """
         async with self._database.writing() as session:
             run = await lock_run(session, run_id)
@@ -121,4 +121,4 @@ def _error_of(search: SearchRow | None) -> dict[str, Any]:
     if search is not None and search.error is not None:
         return search.error
     detail = "The search for its plan was cancelled before it found one. Submit the run again."
-    return problems.document(problems.RUN_FAILED, detail)
+    return problem_document(RUN_FAILED, detail)

@@ -1,7 +1,6 @@
-"""Reading and writing runs: gathering agents for them, following their nodes, ending them.
+"""Reads and writes runs: assigns agents, follows nodes, ends runs.
 
-Every change of a run happens with its row locked, so that of two nodes that end at the same time one sees
-the other.
+Every change locks the run's row. So if two nodes end at the same time, the second one sees the first.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from typing import Protocol
 
 from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -22,23 +22,24 @@ from zbv_service.database.run_end import add_event, changed, end_node, end_run, 
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.records.runs import (
     RUN_ENDED,
+    AvailableAgent,
     EventRecord,
     NewRun,
     NodeRecord,
     NodeReport,
     RunFilter,
     RunRecord,
+    WaitingRun,
     Work,
 )
 from zbv_service.records.searches import NamedRequest, Page, Position
-from zbv_service.runs.scheduler import Offer, Wanted, choose, lack
 
 _CONSIDERED = 200
-"""Waiting runs that are looked at in one go."""
+"""Waiting runs per pass."""
 
 
 class AgentsTaken(Exception):
-    """Another service gave the agents away in the meantime; nothing was changed, look again."""
+    """Another service assigned the agents in the meantime; nothing was changed, so try again."""
 
 
 class SearchGone(Exception):
@@ -46,7 +47,17 @@ class SearchGone(Exception):
 
 
 class RunRemoved(Exception):
-    """The run that a named request created was removed since."""
+    """The run that a request with this Idempotency-Key created was removed."""
+
+
+class Scheduler(Protocol):
+    """Decides which waiting run gets which agents: :mod:`zbv_service.runs.scheduler`."""
+
+    def choose(self, waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> dict[str, list[str]]:
+        """Agent ids for the runs that can start now, by run id."""
+
+    def lack(self, run: WaitingRun, agents: Sequence[AvailableAgent]) -> str:
+        """Why a run cannot start."""
 
 
 class RunTable:
@@ -56,14 +67,14 @@ class RunTable:
         self._database = database
 
     async def add(self, new: NewRun, named: NamedRequest | None = None) -> RunRecord:
-        """Accept a run; it waits for agents, or for its plan. A named request is stored with it.
+        """Store a new run, which waits for agents or for its plan, together with its Idempotency-Key.
 
-        A request that was answered before gets the run that it created then.
+        A repeated request returns the run that it created the first time.
 
         Raises
         ------
         SearchGone
-            When the search that it is to wait for has been discarded or cancelled meanwhile.
+            The search to wait for has been discarded or cancelled in the meantime.
         NameTaken, RunRemoved
             As :meth:`of_request`.
         """
@@ -93,18 +104,18 @@ class RunTable:
             known = None if named is None else await self.of_request(named)
             if known is None:
                 raise
-            return known  # the same request came twice at once
+            return known  # the same request arrived twice at once
         return _record(row, ())
 
     async def of_request(self, named: NamedRequest) -> RunRecord | None:
-        """The run that a request of this name created; None when there was no such request.
+        """The run that an earlier request with this key created, None without one.
 
         Raises
         ------
         NameTaken
-            When it was another request.
+            The earlier request had another address or body.
         RunRemoved
-            When the run was removed since.
+            The run was removed.
         """
         async with self._database.reading() as session:
             run_id = await answered_with(session, named)
@@ -122,17 +133,17 @@ class RunTable:
             return None if row is None else _record(row, await nodes_of(session, row))
 
     async def brief(self, run_id: str) -> RunRecord | None:
-        """A run by id without its nodes: one row, however large the run is."""
+        """A run by id without its nodes; reads one row, whatever the size of the run."""
         async with self._database.reading() as session:
             row = await session.get(RunRow, run_id)
             return None if row is None else _record(row, ())
 
     async def newest(self, limit: int) -> list[RunRecord]:
-        """The newest runs first."""
+        """The newest runs, newest first."""
         return list((await self.page(RunFilter(), limit)).items)
 
     async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
-        """Some runs, the newest first, from a position on."""
+        """One page of runs, newest first, starting at a position."""
         query = select(RunRow).where(*_conditions(wanted))
         query = page_after(query, RunRow.created_at, RunRow.id, limit, after)
         async with self._database.reading() as session:
@@ -142,21 +153,21 @@ class RunTable:
         return page_of(records, limit, after, lambda run: (run.created_at, run.id))
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
-        """What happened to a run after an event, the oldest first."""
+        """The events of a run after a given event, oldest first."""
         query = select(EventRow).where(EventRow.run_id == run_id, EventRow.id > after)
         async with self._database.reading() as session:
             rows = await session.scalars(query.order_by(EventRow.id).limit(limit))
             return [EventRecord(row.id, row.at, row.kind, row.detail) for row in rows]
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
-        """What happened to a run last, the newest first."""
+        """The latest events of a run, newest first."""
         query = select(EventRow).where(EventRow.run_id == run_id).order_by(EventRow.id.desc())
         async with self._database.reading() as session:
             rows = await session.scalars(query.limit(limit))
             return [EventRecord(row.id, row.at, row.kind, row.detail) for row in rows]
 
     async def request_cancel(self, run_id: str) -> RunRecord | None:
-        """Cancel a run that has no nodes yet; have those of any other unfinished one stopped."""
+        """Cancel a run without nodes at once; for any other unfinished run, stop its nodes first."""
         async with self._database.writing() as session:
             run = await lock_run(session, run_id)
             if run is not None and run.state not in RUN_ENDED and not run.cancel_requested:
@@ -167,13 +178,13 @@ class RunTable:
                     end_run(session, run, "cancelled")
         return await self.get(run_id)
 
-    async def assign(self) -> list[str]:
-        """Give every waiting run that can start all its agents; returns the runs that got theirs.
+    async def assign(self, scheduler: Scheduler) -> list[str]:
+        """Assign agents to every waiting run that can start, and return the ids of these runs.
 
         Raises
         ------
         AgentsTaken
-            When another service was faster.
+            Another service was faster.
         """
         waiting = select(RunRow).where(RunRow.state == "waiting").order_by(RunRow.created_at, RunRow.id)
         async with self._database.reading() as session:
@@ -183,28 +194,31 @@ class RunTable:
             runs = {row.id: row for row in await session.scalars(waiting.limit(_CONSIDERED))}
             live = select(AgentRow).where(AgentRow.state == "live")
             agents = {a.id: a for a in await session.scalars(live.order_by(AgentRow.created_at, AgentRow.id))}
-            wanted, offers = [*map(_wanted, runs.values())], [*map(_offer, agents.values())]
-            placed = choose(wanted, offers)
+            waiting_runs = [_waiting_run(row) for row in runs.values()]
+            available = [_available_agent(row) for row in agents.values()]
+            placed = scheduler.choose(waiting_runs, available)
             await _lock(session, placed)
             for run_id, agent_ids in placed.items():
                 await _take(session, runs[run_id], [agents[agent_id] for agent_id in agent_ids])
-        said = {run.run_id: lack(run, offers) for run in wanted if run.run_id not in placed}
-        await self._say_lack(
-            {run_id: text for run_id, text in said.items() if runs[run_id].waits_for != text}
+        lacking = {
+            run.run_id: scheduler.lack(run, available) for run in waiting_runs if run.run_id not in placed
+        }
+        await self._store_lack(
+            {run_id: text for run_id, text in lacking.items() if runs[run_id].waits_for != text}
         )
         return list(placed)
 
-    async def _say_lack(self, said: Mapping[str, str]) -> None:
-        """Note what waiting runs lack."""
-        if not said:
+    async def _store_lack(self, lacking: Mapping[str, str]) -> None:
+        """Store what waiting runs lack."""
+        if not lacking:
             return
         async with self._database.writing() as session:
-            for run_id in sorted(said):
+            for run_id in sorted(lacking):
                 waits = update(RunRow).where(RunRow.id == run_id, RunRow.state == "waiting")
-                await session.execute(waits.values(waits_for=said[run_id]))
+                await session.execute(waits.values(waits_for=lacking[run_id]))
 
     async def work_of(self, agent_id: str) -> Work | None:
-        """The node that an agent has; the same however often it is asked for."""
+        """The node that an agent has to run; repeated calls return the same."""
         async with self._database.reading() as session:
             run_id = await session.scalar(select(AgentRow.run_id).where(AgentRow.id == agent_id))
             run = None if run_id is None else await session.get(RunRow, run_id)
@@ -214,12 +228,12 @@ class RunTable:
             return None if mine is None or mine.state == "ended" else Work(_record(run, [mine]), _node(mine))
 
     async def with_work(self, agent_ids: Sequence[str]) -> list[str]:
-        """Those of some agents that have a node of a run."""
+        """The ids of those agents that have a node."""
         query = select(AgentRow.id).where(AgentRow.id.in_(agent_ids), AgentRow.run_id.is_not(None))
         return [row.id for row in await self._database.rows(query)]
 
     async def ended(self, agent_id: str, report: NodeReport) -> None:
-        """Note how an agent's node ended; a repeated or outdated report changes nothing."""
+        """Record how an agent's node ended; a repeated or outdated report changes nothing."""
         async with self._database.writing() as session:
             run = await lock_run(session, report.run_id)
             node = None if run is None else await node_of(session, run, agent_id)
@@ -243,7 +257,7 @@ def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
 
 
 async def _nodes_of_all(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, list[NodeRow]]:
-    """The nodes of the current generations of runs, by node rank."""
+    """The nodes of the current generation of each run, in the order of node ranks."""
     query = select(NodeRow).join(RunRow, NodeRow.run_id == RunRow.id)
     query = query.where(RunRow.id.in_(run_ids), NodeRow.generation == RunRow.generation)
     found: dict[str, list[NodeRow]] = {}
@@ -253,14 +267,14 @@ async def _nodes_of_all(session: AsyncSession, run_ids: Sequence[str]) -> dict[s
 
 
 async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> None:
-    """Lock runs and then their agents, both by id: two services that assign at once must not entangle."""
+    """Lock runs and then their agents, both by id, so that two assigning services cannot deadlock."""
     agent_ids = [agent_id for ids in placed.values() for agent_id in ids]
     for column, ids in ((RunRow.id, list(placed)), (AgentRow.id, agent_ids)):
         await session.execute(select(column).where(column.in_(ids)).order_by(column).with_for_update())
 
 
 async def _take(session: AsyncSession, run: RunRow, agents: list[AgentRow]) -> None:
-    """A run's agents become its own, all of them, or the transaction ends."""
+    """Assign all agents of a run, or abort the transaction."""
     now = datetime.now(UTC)
     started = await changed(
         session,
@@ -295,9 +309,9 @@ def _rendezvous(first: AgentRow) -> str:
     return f"{host}:{first.port}"
 
 
-def _wanted(run: RunRow) -> Wanted:
+def _waiting_run(run: RunRow) -> WaitingRun:
     checkpoint = run.options.get("checkpoint")
-    return Wanted(
+    return WaitingRun(
         run.id,
         run.nodes,
         run.ranks_per_node,
@@ -307,9 +321,9 @@ def _wanted(run: RunRow) -> Wanted:
     )
 
 
-def _offer(agent: AgentRow) -> Offer:
+def _available_agent(agent: AgentRow) -> AvailableAgent:
     directories = agent.checkpoint_directories
-    return Offer(
+    return AvailableAgent(
         agent.id,
         agent.slots,
         agent.run_id is None,
@@ -329,6 +343,6 @@ def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunRecord:
 
 
 async def _held_search(session: AsyncSession, search_id: str) -> bool:
-    """Whether there is a search that can give a plan; nobody takes it away before this transaction ends."""
+    """Whether a search can still give a plan; locks it so that nobody removes it in this transaction."""
     query = select(SearchRow.cancel_requested).where(SearchRow.id == search_id)
     return await session.scalar(query.with_for_update(read=True, key_share=True)) is False

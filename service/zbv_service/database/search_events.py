@@ -1,7 +1,7 @@
-"""The events of searches: rows that are written with the change they tell of, and read by whoever follows.
+"""The events of searches. The transaction of a change also writes its event.
 
-An event's number is taken from its search's row, in the transaction that adds the event. The lock on that
-row orders them: whoever sees an event sees all that came before it.
+The number of an event comes from the search's row. The lock on that row orders events: a reader who sees an
+event also sees all earlier ones.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from zbv_service.database.models import SearchEventRow, SearchRow
 from zbv_service.records.searches import EventKind, SearchEvent
 
 KEPT_EVENTS = 1000
-"""Of a search's improvements and bounds so many of the newest are kept; a search makes a few per second."""
+"""How many of the newest improvements and bounds of a search are kept; it makes a few per second."""
 PRUNED_EVERY = 100
 _PER_QUERY = 500
-"""Databases bound the number of parameters of a statement."""
+"""Databases limit the number of parameters of a statement."""
 
 
 class SearchEventTable:
@@ -32,7 +32,7 @@ class SearchEventTable:
         self._database = database
 
     async def last_numbers(self, search_ids: Iterable[str]) -> dict[str, int]:
-        """The number of each search's newest event; searches that are gone are left out."""
+        """The number of each search's newest event; removed searches are left out."""
         found: dict[str, int] = {}
         async with self._database.reading() as session:
             for ids in _portions(search_ids, _PER_QUERY):
@@ -41,7 +41,7 @@ class SearchEventTable:
         return found
 
     async def after(self, positions: Mapping[str, int]) -> list[SearchEvent]:
-        """The events of searches that come after the given numbers, in order within each search."""
+        """The events of each search after the given number, in order within each search."""
         found: list[SearchEvent] = []
         row = SearchEventRow
         async with self._database.reading() as session:
@@ -56,7 +56,7 @@ class SearchEventTable:
 async def add_event(
     session: AsyncSession, row: SearchRow, at: datetime, kind: EventKind, data: Mapping[str, Any]
 ) -> None:
-    """Tell of a change in its own transaction, which must hold the lock on the search's row."""
+    """Add an event in the transaction of its change, which must hold the lock on the search's row."""
     row.last_event += 1
     session.add(SearchEventRow(search_id=row.id, number=row.last_event, at=at, kind=kind, data=dict(data)))
     await session.flush()
@@ -71,13 +71,13 @@ async def add_event(
 
 
 def first_event(row: SearchRow) -> SearchEventRow:
-    """The event of a search that is being accepted; its row counts it already."""
+    """The first event of a new search; the search's row already counts it."""
     data = _state(row, "submitted")
     return SearchEventRow(search_id=row.id, number=row.last_event, at=row.created_at, kind="state", data=data)
 
 
 async def tell_state(session: AsyncSession, row: SearchRow, at: datetime, reason: str) -> None:
-    """Tell that a search is queued or runs, or is asked to stop, and why."""
+    """Add the event that a search is queued, runs or was asked to stop, with the reason."""
     await add_event(session, row, at, "state", _state(row, reason))
 
 
@@ -93,7 +93,7 @@ async def tell_end(session: AsyncSession, row: SearchRow, at: datetime) -> None:
 
 
 async def times_since_found(session: AsyncSession, row: SearchRow, reason: str) -> int:
-    """How often a search was told to be queued for a reason since its last better plan or bound."""
+    """How often a search was queued for this reason since its last better plan or bound."""
     of_it = SearchEventRow.search_id == row.id
     found = select(func.max(SearchEventRow.number)).where(
         of_it, SearchEventRow.kind.in_(["improvement", "bound"])
@@ -115,12 +115,12 @@ def _found(row: SearchRow) -> dict[str, Any]:
 
 
 def _seconds(row: SearchRow, at: datetime) -> float | None:
-    """Since the search was first started."""
+    """Seconds since the search was first started."""
     return None if row.started_at is None else round((at - row.started_at).total_seconds(), 3)
 
 
 def _portions(keys: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Keys in as many as a statement can hold."""
+    """Keys in portions that fit in one statement."""
     remaining = iter(keys)
     while portion := tuple(islice(remaining, size)):
         yield portion

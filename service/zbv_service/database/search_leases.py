@@ -1,9 +1,9 @@
-"""Searches as those who run them see them: leased, followed and ended.
+"""Searches from the runner's side: leased, followed and ended.
 
-A running search is leased: it has an owner, a time at which the lease ends unless renewed, and a fence
-that grows with every claim. Whoever runs it writes only while its fence is the current one, so an owner
-that was presumed dead and is not can do no harm. Every change locks the search's row first, and tells of
-itself in an event. Times are those of the database's clock: no service depends on another one's.
+A running search has a lease: an owner, a time at which it expires unless renewed, and a fence that grows
+with every claim. A runner can write only with the current fence, so an owner that was wrongly presumed dead
+does no harm. Every change locks the search's row and adds an event. Times come from the database's clock, so
+services do not depend on each other's clocks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zbv_service.records.searches import Claim, NewPlan, Refusal, SearchState, U
 
 
 class SearchLeases:
-    """The searches of one database, for those who run them."""
+    """The searches of one database, for runners."""
 
     def __init__(self, database: Database):
         self._database = database
         self._listeners: list[Callable[[str], None]] = []
 
     def listen(self, listener: Callable[[str], None]) -> None:
-        """Have a search's id told to a listener whenever this object has changed it."""
+        """Call a listener with a search's id whenever this object has changed the search."""
         self._listeners.append(listener)
 
     async def claim(
@@ -46,20 +46,20 @@ class SearchLeases:
         cancelled_only: bool = False,
         share: int | None = None,
     ) -> Claim | None:
-        """Lease the queued search whose turn it is, if there is one.
+        """Lease the queued search with the earliest turn, None if the queue is empty.
 
         Parameters
         ----------
         cancelled_only
-            Only one that was cancelled and has something to make a plan of, which is quickly done.
+            Only lease a cancelled search with an incumbent; making its plan is quick.
         share
-            Callers with this many running searches, in all services, wait while others have searches queued.
+            A caller with this many running searches, in all services, waits while others have queued ones.
         """
         queued = select(SearchRow).where(SearchRow.state == "queued")
         if cancelled_only:
             queued = queued.where(SearchRow.cancel_requested)
         async with self._database.reading() as session:
-            # A look costs readers nothing; only a queue with something in it is worth a write lock.
+            # Reading blocks nobody, so the write lock is taken only if the queue is not empty.
             if await session.scalar(queued.with_only_columns(SearchRow.id).limit(1)) is None:
                 return None
         first = queued.order_by(SearchRow.turn, SearchRow.created_at, SearchRow.id).limit(1)
@@ -72,7 +72,7 @@ class SearchLeases:
             row = row or await session.scalar(first)
             if row is None:
                 return None
-            now = await self._database.now(session)  # the transaction has its lock: the lease begins here
+            now = await self._database.now(session)  # the lease begins once the lock is held
             row.state = "running"
             row.lease_owner, row.leased_until = owner, now + timedelta(seconds=lease_seconds)
             row.fence += 1
@@ -85,7 +85,7 @@ class SearchLeases:
         return claim
 
     async def renew(self, owner: str, fences: Mapping[str, int], lease_seconds: float) -> set[str]:
-        """Renew leases; returns the ids of those that are still the owner's."""
+        """Renew leases; returns the ids of the searches that the owner still holds."""
         if not fences:
             return set()
         async with self._database.writing() as session:
@@ -98,7 +98,7 @@ class SearchLeases:
             return {row.id for row in kept}
 
     async def unwanted(self, fences: Mapping[str, int]) -> set[str]:
-        """Of the running searches with these fences those that should stop: cancelled, discarded or lost."""
+        """Which of these running searches should stop: they were cancelled, discarded or lost."""
         if not fences:
             return set()
         query = select(SearchRow.id, SearchRow.fence).where(SearchRow.id.in_(fences))
@@ -110,31 +110,31 @@ class SearchLeases:
         return set(fences) - wanted
 
     async def requeue_expired(self) -> int:
-        """Queue every running search whose lease has ended."""
+        """Requeue every running search with an expired lease; returns their number."""
         async with self._database.reading() as session:
             now = await self._database.now(session)
         return await self._requeue(SearchRow.leased_until < now)
 
     async def requeue_of(self, owners: Collection[str]) -> int:
-        """Queue every running search of owners that are known to be dead."""
+        """Requeue every running search of dead owners; returns their number."""
         return await self._requeue(SearchRow.lease_owner.in_(owners))
 
     async def owners(self) -> set[str]:
-        """Owners of running searches."""
+        """The owners of running searches."""
         query = select(SearchRow.lease_owner).where(SearchRow.state == "running").distinct()
         async with self._database.reading() as session:
             return {owner for owner in await session.scalars(query) if owner is not None}
 
     async def progressed(self, search_id: str, fence: int, found: Update) -> bool:
-        """Store a better plan or bound; False when the search is no longer the caller's.
+        """Store a better plan or bound; False if the caller no longer holds the search.
 
-        What is stored never gets worse: an attempt that begins below what the one before it had found
-        changes nothing until it is ahead. Only an incumbent that does not fit its problem is forgotten.
+        Stored results never get worse: an attempt that starts behind an earlier one changes nothing until it
+        is ahead. Only an incumbent that does not fit its problem is removed.
 
         Raises
         ------
         ContradictedBound
-            When a plan undercuts a bound, of this attempt or an earlier one. Nothing is stored then.
+            A plan undercuts a bound of this attempt or an earlier one. Nothing was stored.
         """
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
@@ -145,7 +145,7 @@ class SearchLeases:
     async def release(
         self, search_id: str, fence: int, found: Update | None, reason: str = "service-stopped"
     ) -> bool:
-        """Queue a search again, with what it has found, for somebody else to finish."""
+        """Requeue a search with its incumbent, for another runner to finish."""
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
             if found is not None:
@@ -157,7 +157,7 @@ class SearchLeases:
     async def crashed(
         self, search_id: str, fence: int, found: Update | None, most: int, error: Mapping[str, Any]
     ) -> bool:
-        """Queue a search again whose process died; fail it with ``error`` when that was for the last time."""
+        """Requeue a search after its process died, or fail it with ``error`` after too many crashes."""
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
             if found is not None:
@@ -170,9 +170,9 @@ class SearchLeases:
     async def evicted(
         self, search_id: str, fence: int, found: Update | None, most: int, error: Mapping[str, Any]
     ) -> bool:
-        """Queue a search again whose worker was told to end; fail it when that came ``most`` times in a row.
+        """Requeue a search after its worker was told to end; fail it after ``most`` times in a row.
 
-        In a row: since it last got any further.
+        Progress restarts the count.
         """
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
@@ -184,9 +184,9 @@ class SearchLeases:
         return await self._change(search_id, fence, change)
 
     async def finished(self, search_id: str, fence: int, plan: NewPlan) -> bool:
-        """Store a search's plan; the search is done, or cancelled when that was asked for before.
+        """Store a search's plan and end the search: as done, or as cancelled if that was requested.
 
-        Plan, end and event are one transaction: either all of them are stored, or the search is run again.
+        Plan, end and event are one transaction: either all of them are stored, or the search runs again.
 
         Raises
         ------
@@ -198,7 +198,7 @@ class SearchLeases:
             await _forget_refused(session, row, plan.refusal)
             summary = plan.summary
             is_better = row.objective is None or summary.value < row.objective
-            # A bound that an earlier attempt proved holds, whatever this one got to.
+            # A bound proven by an earlier attempt still holds.
             row.lower_bound = await _best_bound(session, row, summary.value, plan.search_bound)
             await insert_plan(session, plan, now)
             row.objective, row.method = summary.value, summary.method
@@ -211,7 +211,7 @@ class SearchLeases:
         return await self._change(search_id, fence, change)
 
     async def ended(self, search_id: str, fence: int, state: SearchState, error: Mapping[str, Any]) -> bool:
-        """End a search without a plan. A failed one gives up its request key; infeasible is an answer."""
+        """End a search without a plan. A failed one gives up its request key, an infeasible one keeps it."""
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
             row.error = dict(error)
@@ -222,9 +222,9 @@ class SearchLeases:
         return await self._change(search_id, fence, change)
 
     async def contradicted(self, search_id: str, fence: int, error: Mapping[str, Any]) -> bool:
-        """Fail a search in which a plan undercut a bound, and forget what it found: one of them is wrong.
+        """Fail a search in which a plan undercut a bound, and remove its results, one of which is wrong.
 
-        Its problem stays.
+        The problem stays, as evidence.
         """
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
@@ -235,7 +235,7 @@ class SearchLeases:
         return await self._change(search_id, fence, change)
 
     async def _change(self, search_id: str, fence: int, change: _Change) -> bool:
-        """Change a search under its lock; False, and nothing, when it is no longer the caller's."""
+        """Change a locked search; False without a change if the caller no longer holds it."""
         held = select(SearchRow).where(SearchRow.id == search_id, SearchRow.fence == fence)
         async with self._database.writing() as session:
             row = await session.scalar(held.where(SearchRow.state == "running").with_for_update())
@@ -271,7 +271,7 @@ _Change = Callable[[AsyncSession, SearchRow, datetime], Awaitable[None]]
 
 
 async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: Update) -> None:
-    """Take over what is better in an update than what is stored."""
+    """Store the parts of an update that are better than the stored ones."""
     await _forget_refused(session, row, found.refusal)
     before, known = row.objective, row.lower_bound
     if before is None or found.objective < before:
@@ -297,7 +297,7 @@ async def _best_bound(session: AsyncSession, row: SearchRow, objective: float, b
 
 
 async def _forget_refused(session: AsyncSession, row: SearchRow, refusal: Refusal | None) -> None:
-    """Forget a stored incumbent that an attempt refused, with its objective and its bound."""
+    """Remove a stored incumbent that an attempt refused, with its objective and bound."""
     if refusal is None:
         return
     stored = await session.scalar(select(SearchRow.incumbent).where(SearchRow.id == row.id))
@@ -310,13 +310,13 @@ def _forget_found(row: SearchRow) -> None:
 
 
 async def _callers_running(session: AsyncSession, least: int) -> list[str | None]:
-    """Callers that have at least so many running searches."""
+    """Callers with at least this many running searches."""
     query = select(SearchRow.created_by).where(SearchRow.state == "running").group_by(SearchRow.created_by)
     return list(await session.scalars(query.having(func.count() >= least)))
 
 
 def _of_none_of(callers: Collection[str | None]) -> ColumnElement[bool]:
-    """Whether a search was asked for by somebody else; nobody (None) is a caller, too."""
+    """Whether none of these callers asked for a search; an anonymous caller (None) counts as one."""
     column = SearchRow.created_by
     named = [caller for caller in callers if caller is not None]
     if None in callers:

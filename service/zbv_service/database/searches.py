@@ -1,4 +1,4 @@
-"""Searches as those who ask for them see them: accepted, listed, cancelled and discarded."""
+"""Searches from the client's side: accepted, listed, cancelled and discarded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zbv_service.records.searches import (
 
 
 class SearchDiscarded(Exception):
-    """The search that a named request was answered with is gone."""
+    """The search that an earlier request with this Idempotency-Key got was discarded."""
 
 
 class SearchInUse(Exception):
@@ -43,7 +43,7 @@ class SearchInUse(Exception):
 
 
 class TooManySearches(Exception):
-    """The caller has as many unfinished searches as it may have."""
+    """The caller has reached its limit of unfinished searches."""
 
 
 class SearchTable(SearchLeases):
@@ -57,25 +57,25 @@ class SearchTable(SearchLeases):
         most: int | None = None,
         for_run: bool = False,
     ) -> tuple[SearchRecord, bool]:
-        """Queue a search, or find the one that asks the same; and whether it was added.
+        """Queue a search, or find the search of an equal request; also returns whether it was added.
 
         Parameters
         ----------
         for_run
-            Whether only a run asks, which then waits for the search: see :meth:`cancel_unwanted`.
+            Whether a run asks and waits for the search, and no client does; see :meth:`cancel_unwanted`.
         most
-            Unfinished searches that whoever asks for this one may have, None for any number.
+            The caller's limit of unfinished searches; None for no limit.
 
         Raises
         ------
         NameTaken, SearchDiscarded, TooManySearches
-            See there; nothing is stored then.
+            Nothing was stored.
         """
         for _ in range(3):
             existing, is_answer = await self._known(new.request_key, named)
             is_new_to_client = existing is not None and not (for_run or existing.is_wanted_by_client)
             if existing is not None and is_new_to_client and not await self._want(existing.id):
-                continue  # the last run that waited for it was cancelled just now
+                continue  # the last run that waited for it was just cancelled
             if existing is not None and is_answer:
                 return existing, False
             try:
@@ -94,7 +94,7 @@ class SearchTable(SearchLeases):
                     await session.flush()  # the event refers to it
                     session.add(first_event(row))
             except IntegrityError:
-                continue  # somebody else added it, or its name, between the look and the insert
+                continue  # another transaction added it, or its key, between the query and the insert
             return _record(row), True
         raise RuntimeError(f"search {new.request_key} is added and given up faster than it can be read.")
 
@@ -103,13 +103,13 @@ class SearchTable(SearchLeases):
         return _only(await self._database.rows(_BY_ID, id=search_id))
 
     async def of_requests(self, request_keys: Collection[str]) -> dict[str, SearchRecord]:
-        """The searches that answer these requests, by request key; those without one are left out."""
+        """The searches of these request keys, by key; keys without a search are left out."""
         query = select(SearchRow).where(SearchRow.request_key.in_(request_keys))
         async with self._database.reading() as session:
             return {str(row.request_key): _record(row) for row in await session.scalars(query)}
 
     async def queued_before(self, record: SearchRecord) -> int:
-        """How many queued searches have their turn before a queued one."""
+        """The number of queued searches that start before this queued one."""
         row = SearchRow
         turn = select(row.turn).where(row.id == record.id).scalar_subquery()
         earlier = or_(
@@ -127,7 +127,7 @@ class SearchTable(SearchLeases):
         return found[0].problem if found else None
 
     async def _known(self, request_key: str, named: NamedRequest | None) -> tuple[SearchRecord | None, bool]:
-        """The search that answers a request, if there is one, and whether nothing is left to be stored."""
+        """The search that answers a request, or None; and whether nothing remains to be stored."""
         if named is not None:
             async with self._database.reading() as session:
                 row = await _of_name(session, named)
@@ -136,13 +136,13 @@ class SearchTable(SearchLeases):
         return _only(await self._database.rows(_BY_REQUEST, key=request_key)), named is None
 
     async def newest(self, limit: int) -> list[SearchRecord]:
-        """The newest searches first."""
+        """The newest searches, newest first."""
         return list((await self.page(SearchFilter(), limit)).items)
 
     async def page(
         self, wanted: SearchFilter, limit: int, after: Position | None = None
     ) -> Page[SearchRecord]:
-        """Some searches, the newest first, from a position on."""
+        """One page of searches, newest first, starting at a position."""
         conditions = of_shape(
             wanted,
             pp_degree=SearchRow.pp_degree,
@@ -161,9 +161,9 @@ class SearchTable(SearchLeases):
         return page_of(records, limit, after, lambda record: (record.created_at, record.id))
 
     async def request_cancel(self, search_id: str) -> SearchRecord | None:
-        """Cancel a search that nobody runs and that found nothing; mark any other unfinished one.
+        """Cancel a search that is queued without an incumbent; ask any other unfinished one to stop.
 
-        A queued search with an incumbent stays queued: it is claimed once more to make a plan of it.
+        A queued search with an incumbent stays queued: a runner claims it once more to store its plan.
         """
         async with self._database.writing() as session:
             row = await session.get(SearchRow, search_id, with_for_update=True)
@@ -177,12 +177,12 @@ class SearchTable(SearchLeases):
         return record
 
     async def cancel_unwanted(self, search_id: str) -> bool:
-        """Cancel a search that nobody wants any more; returns whether it was cancelled by this.
+        """Cancel a search that nobody wants any more; returns whether this call cancelled it.
 
-        A search is wanted by clients that submitted it for itself, and by runs that wait for its plan.
+        Clients that submitted a search want it, and so do runs that wait for its plan.
         """
         async with self._database.writing() as session:
-            # Whoever joins it meanwhile waits for this lock, or has already been counted.
+            # A request that joins the search waits for this lock or has already been counted.
             row = await session.get(SearchRow, search_id, with_for_update=True)
             if row is None or row.state in FINISHED or row.cancel_requested or row.is_wanted_by_client:
                 return False
@@ -193,20 +193,20 @@ class SearchTable(SearchLeases):
         return True
 
     async def _want(self, search_id: str) -> bool:
-        """Note that a client wants a search; False when it has been given up."""
+        """Record that a client wants a search; False if the search was given up."""
         kept = update(SearchRow).where(SearchRow.id == search_id, SearchRow.request_key.is_not(None))
         async with self._database.writing() as session:
             return await changed(session, kept.values(is_wanted_by_client=True)) == 1
 
     async def discard(self, search_id: str) -> bool:
-        """Forget a search and its events, whatever its state; False when there is none.
+        """Remove a search and its events in any state; False if it does not exist.
 
-        Its plan stays. A name that a request gave it is remembered, so that the request is not run again.
+        Its plan stays. Its Idempotency-Key stays too, so that a repeated request does not run again.
 
         Raises
         ------
         SearchInUse
-            When a run waits for its plan.
+            A run waits for its plan.
         """
         async with self._database.writing() as session:
             row = await session.get(SearchRow, search_id, with_for_update=True)
@@ -226,7 +226,7 @@ def _waiting_run(search_id: str) -> Select[str]:
 
 
 async def _give_up(session: AsyncSession, row: SearchRow, now: datetime) -> None:
-    """Cancel a locked search that goes on; the same request asks for a new one from now on."""
+    """Cancel a locked unfinished search; from now on the same request starts a new search."""
     row.cancel_requested, row.request_key, row.updated_at = True, None, now
     if row.state == "queued" and row.objective is None:
         row.state, row.finished_at = "cancelled", now
@@ -236,7 +236,7 @@ async def _give_up(session: AsyncSession, row: SearchRow, now: datetime) -> None
 
 
 async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> int:
-    """How many unfinished searches a caller has; counting ends at ``most``."""
+    """The number of a caller's unfinished searches, counted up to ``most``."""
     theirs = select(SearchRow.id).where(
         SearchRow.created_by == caller, SearchRow.state.in_(["queued", "running"])
     )
@@ -244,14 +244,14 @@ async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> i
 
 
 async def _later_than_all(session: AsyncSession, now: datetime) -> datetime:
-    """A moment after that of the newest search: SQLite counts milliseconds, and lists sort by it."""
+    """A moment later than that of every search: lists sort by it, and SQLite only has milliseconds."""
     newest = await session.scalar(select(func.max(SearchRow.created_at)))
     is_same = newest is not None and timedelta(0) <= newest - now < timedelta(milliseconds=1)
     return newest + timedelta(microseconds=1) if newest is not None and is_same else now
 
 
 async def _turn(session: AsyncSession, caller: str | None) -> int:
-    """The turn of a caller's next search: after its other ones, and not before the one being served."""
+    """The turn of a caller's next search: after its other searches, and not before the current turn."""
     row = SearchRow
     queued, running, is_theirs = row.state == "queued", row.state == "running", row.created_by == caller
     looks = (
@@ -259,7 +259,7 @@ async def _turn(session: AsyncSession, caller: str | None) -> int:
         select(func.max(row.turn)).where(running),
         select(func.max(row.turn)).where(is_theirs, queued),
         select(func.max(row.turn)).where(is_theirs, running),
-    )  # each finds one entry of an index
+    )  # each subquery reads one index entry
     found = await session.execute(select(*(look.scalar_subquery() for look in looks)))
     turns: list[int | None] = list(found.one())
     next_queued, last_running, *theirs = turns
@@ -268,7 +268,7 @@ async def _turn(session: AsyncSession, caller: str | None) -> int:
 
 
 async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | None:
-    """The search that a request of this name was answered with before, if there was one."""
+    """The search that an earlier request with this key got, None without one."""
     search_id = await answered_with(session, named)
     if search_id is None:
         return None
@@ -278,7 +278,7 @@ async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | No
     return row
 
 
-# Made once: what SQLAlchemy derives from a query takes longer than carrying it out, and is kept with it.
+# Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
 _RECORDS = select(*(getattr(SearchRow, field.name) for field in fields(SearchRecord)))
 _BY_ID = _RECORDS.where(SearchRow.id == bindparam("id"))
 _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))

@@ -1,4 +1,4 @@
-"""Removes from the database, every ten minutes, what is older than its operator wants to keep."""
+"""Every ten minutes, removes rows that are older than the operator wants to keep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, Keep, Retention
-from zbv_service.settings import Settings
 
 SWEEP_SECONDS = 600.0
 STOP_SECONDS = 5.0
@@ -21,7 +20,7 @@ class Sweeper:
     Parameters
     ----------
     used
-        Ids of plans that were fetched since the last sweep; they are taken out once that is noted.
+        Ids of plans fetched since the last sweep; a sweep records these uses and empties the set.
     """
 
     def __init__(self, retention: Retention, keep: Keep, used: set[str]):
@@ -36,39 +35,27 @@ class Sweeper:
         self._loop = asyncio.create_task(self._forever(), name="zbv-sweeper")
 
     async def stop(self) -> None:
-        """Stop, after the batch that is being removed."""
+        """Stop after the current batch."""
         self._stopped.set()
         if self._loop is not None:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
             self._loop.cancel()
 
     async def sweep(self) -> None:
-        """Note which plans were fetched, and remove what is too old now."""
+        """Record which plans were fetched, and remove old rows."""
         noted = frozenset(self._used)
         await self._retention.note_uses(noted)
         self._used -= noted
         gone = await self._retention.sweep(self._keep, self._stopped.is_set)
         if gone:
-            logger.info("removed what was too old: %s", ", ".join(f"{n} {kind}" for kind, n in gone.items()))
+            logger.info("removed old rows: %s", ", ".join(f"{n} {kind}" for kind, n in gone.items()))
 
     async def _forever(self) -> None:
         while not self._stopped.is_set():
             try:
                 await self.sweep()
             except DatabaseAway as error:
-                logger.warning("%s What is old is removed later.", error)
+                logger.warning("%s Old rows are removed later.", error)
             except Exception:
-                logger.exception("what is old could not be removed; it is tried again in %g s", SWEEP_SECONDS)
+                logger.exception("could not remove old rows; trying again in %g s", SWEEP_SECONDS)
             await happened(self._stopped, SWEEP_SECONDS)
-
-
-def keep_of(settings: Settings) -> Keep:
-    """For how long the settings have rows kept."""
-    return Keep(
-        ended=settings.keep_days,
-        failed=settings.keep_failed_days,
-        plans=settings.keep_plan_days,
-        runs=settings.keep_run_days,
-        agents=settings.keep_agent_days,
-        tokens=settings.keep_token_days,
-    )

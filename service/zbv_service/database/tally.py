@@ -1,4 +1,4 @@
-"""Counting what the database holds, for metrics: by state, over indexes, in one look."""
+"""Counts searches, agents and runs by state for the metrics, using indexes only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zbv_service.records.searches import SEARCH_STATES
 
 
 async def tally(database: Database) -> Tally:
-    """Searches, agents and runs by state, states that nothing is in included; and the queue's age."""
+    """The number of searches, agents and runs in every state, zeros included; and the age of the queue."""
     oldest = select(func.min(SearchRow.created_at)).where(SearchRow.state == "queued")
     async with database.reading() as session:
         since, now = await session.scalar(oldest), await database.now(session)

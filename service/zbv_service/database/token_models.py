@@ -1,4 +1,4 @@
-"""The table of tokens. Its history is in ``migrations``; a test holds the two together."""
+"""The table of tokens. ``migrations`` has its history; a test compares the two."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from zbv_service.database.models import Base
 
 
 class TokenRow(Base):
-    """A token, a browser's session, or a link that becomes one.
+    """A token, a browser session, or a sign-in link that becomes a session.
 
-    ``parent_id`` is the token that a session or link was made with: it ends with it. ``local_id`` names the
-    local token instead, which is in no database. The secret itself is nowhere.
+    A session or link ends with the token that made it: ``parent_id``, or ``local_id`` for the local token,
+    which is in no database. Only a hash of the secret is stored.
     """
 
     __tablename__ = "tokens"

@@ -1,4 +1,4 @@
-"""Reading and writing tokens, browsers' sessions, and links."""
+"""Reads and writes tokens, browser sessions and sign-in links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zbv_service.records.tokens import NewToken, TokenRecord
 
 
 class NameTaken(Exception):
-    """A token that works has this name."""
+    """A valid token already has this name."""
 
 
 class TokenTable:
@@ -25,12 +25,12 @@ class TokenTable:
         self._database = database
 
     async def add(self, new: NewToken) -> TokenRecord:
-        """Store a token, session or link; what has expired of the latter two goes.
+        """Store a token, session or link, and remove expired sessions and links.
 
         Raises
         ------
         NameTaken
-            When a token that works has the name of this one.
+            A valid token already has this name.
         """
         values = {field.name: getattr(new, field.name) for field in fields(new)}
         row = TokenRow(**{**values, "scopes": list(new.scopes)})
@@ -47,7 +47,7 @@ class TokenTable:
         return _record(row)
 
     async def live(self, token_id: str) -> TokenRecord | None:
-        """A token that works, and whose parent does."""
+        """A valid token with a valid parent, None otherwise."""
         parent = aliased(TokenRow)
         now = datetime.now(UTC)
         query = select(TokenRow).outerjoin(parent, TokenRow.parent_id == parent.id)
@@ -57,25 +57,25 @@ class TokenTable:
             return None if row is None else _record(row)
 
     async def get(self, token_id: str) -> TokenRecord | None:
-        """A token by id, whether it works or not."""
+        """A token by id, valid or not."""
         async with self._database.reading() as session:
             row = await session.get(TokenRow, token_id)
             return None if row is None else _record(row)
 
     async def tokens(self) -> list[TokenRecord]:
-        """All tokens that somebody holds or held, the oldest first."""
+        """All tokens without sessions and links, oldest first."""
         query = select(TokenRow).where(TokenRow.kind == "token").order_by(TokenRow.created_at, TokenRow.id)
         async with self._database.reading() as session:
             return [_record(row) for row in await session.scalars(query)]
 
     async def has_any(self) -> bool:
-        """Whether anybody holds a token that works."""
+        """Whether a valid token exists."""
         query = select(TokenRow.id).where(TokenRow.kind == "token", _live(datetime.now(UTC))).limit(1)
         async with self._database.reading() as session:
             return await session.scalar(query) is not None
 
     async def revoke(self, name_or_id: str) -> list[TokenRecord]:
-        """End the tokens of this name or id that work, and with them their sessions and links."""
+        """Revoke the valid tokens with this name or id, together with their sessions and links."""
         now = datetime.now(UTC)
         either = or_(TokenRow.id == name_or_id, TokenRow.name == name_or_id)
         query = select(TokenRow).where(TokenRow.kind == "token", either, _live(now))
@@ -86,20 +86,20 @@ class TokenTable:
         return [_record(row) for row in rows]
 
     async def remove(self, token_id: str) -> None:
-        """Forget a session or link."""
+        """Remove a session or link."""
         statement = delete(TokenRow).where(TokenRow.id == token_id, TokenRow.kind != "token")
         async with self._database.writing() as session:
             await session.execute(statement)
 
     async def redeem(self, link_id: str) -> bool:
-        """Use a link; False when somebody has."""
+        """Use a link; False if it was already used."""
         unused = and_(TokenRow.id == link_id, TokenRow.kind == "link", TokenRow.used_at.is_(None))
         statement = update(TokenRow).where(unused).values(used_at=datetime.now(UTC))
         async with self._database.writing() as session:
             return cast("CursorResult[Any]", await session.execute(statement)).rowcount == 1
 
     async def used(self, token_id: str) -> None:
-        """Note that a token is in use."""
+        """Record that a token was used."""
         statement = update(TokenRow).where(TokenRow.id == token_id).values(used_at=datetime.now(UTC))
         async with self._database.writing() as session:
             await session.execute(statement)

@@ -1,4 +1,4 @@
-"""Database URLs: the short form that people write, and the asynchronous driver behind it."""
+"""Database URLs: turns the short form that people write into one with an asynchronous driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DRIVERS = {
     "sqlite": ("sqlite+aiosqlite", "aiosqlite", "service"),
     "postgresql": ("postgresql+psycopg", "psycopg", "postgres"),
 }
-"""The driver of a kind of database, its module, and the extra of ours that installs it."""
+"""For each kind of database: the driver, its module, and the extra of zbv that installs it."""
 
 
 def async_url(text: str) -> URL:
@@ -21,7 +21,7 @@ def async_url(text: str) -> URL:
     Raises
     ------
     ValueError
-        When the text is no database URL, names another kind of database, or its driver is not installed.
+        The text is not a database URL, names an unsupported database, or the driver is not installed.
     """
     try:
         url = make_url(text)
@@ -40,12 +40,12 @@ def async_url(text: str) -> URL:
 
 
 def shown_url(text: str) -> str:
-    """A database URL for people to read: without its password."""
+    """A database URL without its password, for display."""
     return make_url(text).render_as_string(hide_password=True)
 
 
 def sqlite_file(text: str) -> Path | None:
-    """The file of a SQLite database; None of another, and of one in memory."""
+    """The file of a SQLite database; None for other databases and databases in memory."""
     url = make_url(text)
     name = url.database or ":memory:"
     return Path(name) if url.get_backend_name() == "sqlite" and name != ":memory:" else None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from zbv_solver.plans.plan import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
+from pydantic import BaseModel, ConfigDict, Field
+from zbv_solver.documents.fields import Number
+from zbv_solver.plans.reading import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
 from zbv_solver.problem.problem import Objective
-from zbv_solver.problem.stage_document import Number, refusal
 from zbv_solver.search.claims import Claim
 
 from zbv_service.documents.problems import QuestionDocument
@@ -262,17 +262,6 @@ class Health(BaseModel):
     """A sign of life."""
 
     status: Literal["ok"] = "ok"
-
-
-B = TypeVar("B", bound=BaseModel)
-
-
-def parse_body(model: type[B], body: Any) -> B:
-    """A request body as a document; raises :class:`zbv_solver.errors.InvalidInput`."""
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise refusal(error, body) from None
 
 
 def _dump(document: Any) -> bytes:

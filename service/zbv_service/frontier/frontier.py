@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from zbv_solver.documents.text import numbers
 from zbv_solver.frontiers import limits as frontier
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import MEMORY_TOLERANCE, Problem
-from zbv_solver.problem.stage_document import numbers, problem_json
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.options import EFFORTS
 
 from zbv_service.compute.cache import Cache, wait_a_while

@@ -16,8 +16,7 @@ from typing import Any
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.stage_document import problem_json
-from zbv_solver.problem.writing import layered_json
+from zbv_solver.problem.writing import layered_json, problem_json
 from zbv_solver.search.options import EFFORTS
 
 from zbv_service.compute.cache import Cache, wait_a_while

@@ -1,1 +1,4 @@
-"""What the service says about itself: metrics, log lines, and the ids that tie lines together."""
+"""Metrics, logs, and the ids that connect log lines of one request or search.
+
+Other packages report here; nothing here knows them.
+"""

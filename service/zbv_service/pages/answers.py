@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 from zbv_service.api.negotiation import VARY
-from zbv_service.errors import ProblemError, document
+from zbv_service.errors import ProblemError, problem_document
 from zbv_service.observability.context import REQUEST_ID
 from zbv_service.pages.shell import CONTENT_SECURITY_POLICY, Shell
 from zbv_service.pages.views.problem import problem_page
@@ -27,7 +27,7 @@ def problem_answer(
     """An error as a page."""
     request_id = REQUEST_ID.get()
     more = {} if request_id is None else {"request_id": request_id}
-    found = document(error.kind, error.detail, error.errors, **more)
+    found = problem_document(error.kind, error.detail, error.errors, **more)
     return document_page(found, request, {**error.headers, **(headers or {})})
 
 

@@ -1,1 +1,4 @@
-"""TODO: say what plans is for."""
+"""Stored plans: reading, importing, exporting, drawing and comparing them.
+
+Searching for plans is in :mod:`zbv_service.searches`.
+"""

@@ -53,7 +53,7 @@ def actions_of(packed: bytes) -> bytes:
 def load() -> None:
     """Load what pages are made of, and the machine code of the timing, by making one."""
     from zbv_solver.export.report import plan_view
-    from zbv_solver.problem.stage_document import parse_problem
+    from zbv_solver.problem.reading import parse_problem
     from zbv_solver.search.search import baseline_plan
 
     from zbv_service.plans.thumbnail import thumbnail

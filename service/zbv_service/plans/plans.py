@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from zbv_solver import __version__
+from zbv_solver.documents.text import canonical_json
 from zbv_solver.plans.channels import Channel, channels
-from zbv_solver.plans.plan import Plan, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import canonical_json
 from zbv_solver.search.claims import Claim
 
-from zbv_service.api.bodies import parse_json
-from zbv_service.api.caching import REVALIDATED
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
 from zbv_service.database import PlanTable
 from zbv_service.documents.packing import pack_plan, unpack, unpack_text
+from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import require_size
 from zbv_service.documents.shared import ClaimDocument, ImportedPlan
 from zbv_service.errors import NOT_FOUND, ProblemError
@@ -35,29 +34,6 @@ CACHED_BYTES = 64 * 1024**2
 CACHED_THUMBNAILS = 256
 T = TypeVar("T")
 _ID = re.compile(r"[0-9a-z]{1,64}")
-
-
-@dataclass(frozen=True)
-class RankAnswer:
-    """The whole answer to a fetch of a rank's part, made once: this version always gives the same."""
-
-    body: bytes
-    headers: list[tuple[bytes, bytes]]
-
-    @classmethod
-    def of(cls, plan_id: str, rank: int, body: bytes) -> RankAnswer:
-        """The answer for a rank."""
-        fields = {
-            "content-length": str(len(body)),
-            "content-type": "application/json",
-            "etag": f'"{rank_tag(plan_id, rank)}"',
-            "cache-control": REVALIDATED,
-        }
-        return cls(body, [(name.encode(), value.encode()) for name, value in fields.items()])
-
-    def is_conditional(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether a request asks for more than the answer as it is."""
-        return any(name == b"if-none-match" for name, _ in headers)
 
 
 def rank_tag(plan_id: str, rank: int) -> str:
@@ -81,8 +57,8 @@ class Plans:
         self._computations = computations
         self._texts: Cache[bytes] = Cache(CACHED_PLANS, CACHED_BYTES, len)
         self._plans: Cache[Plan] = Cache(CACHED_PLANS, CACHED_BYTES, _bytes_of)
-        self._ranks: Cache[list[RankAnswer]] = Cache(
-            CACHED_PLANS, CACHED_BYTES, lambda answers: sum(len(answer.body) for answer in answers)
+        self._ranks: Cache[list[bytes]] = Cache(
+            CACHED_PLANS, CACHED_BYTES, lambda ranks: sum(map(len, ranks))
         )
         self._exports: Cache[bytes] = Cache(CACHED_EXPORTS, CACHED_BYTES, len)
         self._thumbnails: Cache[bytes] = Cache(CACHED_THUMBNAILS)
@@ -107,7 +83,7 @@ class Plans:
         return text
 
     async def compute(self, function: Callable[[bytes], T], plan_id: str) -> T:
-        """What a function of :meth:`zbv_service.compute.computations.Computations.run` makes of a packed plan.
+        """Apply a function to a packed plan in another process: see :class:`.Computations`.
 
         Raises
         ------
@@ -133,25 +109,25 @@ class Plans:
     async def rank(self, plan_id: str, rank: int) -> bytes:
         """What one rank executes, as JSON text; raises :class:`ProblemError` 404."""
 
-        async def load() -> list[RankAnswer]:
+        async def load() -> list[bytes]:
             joined = await self.compute(joined_ranks_of, plan_id)
-            return await asyncio.to_thread(_separate, plan_id, joined)
+            return await asyncio.to_thread(_separate, joined)
 
-        answers = await self._ranks.get(plan_id, load)
+        ranks = await self._ranks.get(plan_id, load)
         self.used.add(plan_id)
-        if not 0 <= rank < len(answers):
+        if not 0 <= rank < len(ranks):
             raise ProblemError(
-                NOT_FOUND, f"found no rank {rank}; plan {plan_id} has ranks 0 to {len(answers) - 1}."
+                NOT_FOUND, f"found no rank {rank}; plan {plan_id} has ranks 0 to {len(ranks) - 1}."
             )
-        return answers[rank].body
+        return ranks[rank]
 
-    def known_rank(self, plan_id: str, rank: int) -> RankAnswer | None:
-        """The answer for a rank, where it is in memory; nothing is waited for."""
-        answers = self._ranks.known(plan_id)
-        if answers is None or not 0 <= rank < len(answers):
+    def known_rank(self, plan_id: str, rank: int) -> bytes | None:
+        """The cached text of a rank's part, None if it is not cached; never waits."""
+        ranks = self._ranks.known(plan_id)
+        if ranks is None or not 0 <= rank < len(ranks):
             return None
         self.used.add(plan_id)
-        return answers[rank]
+        return ranks[rank]
 
     async def add(self, body: bytes | bytearray) -> tuple[ImportedPlan, bool]:
         """Verify a plan made elsewhere, compute its metrics and store it; and whether it is new.
@@ -250,14 +226,14 @@ def joined_ranks_of(packed: bytes) -> bytes:
     return b"".join([" ".join(str(len(text)) for text in texts).encode(), b"\n", *texts])
 
 
-def _separate(plan_id: str, joined: bytes) -> list[RankAnswer]:
-    """The answers that :func:`joined_ranks_of` has joined."""
+def _separate(joined: bytes) -> list[bytes]:
+    """The texts that :func:`joined_ranks_of` has joined."""
     end = joined.index(b"\n")
-    answers, begin = [], end + 1
-    for rank, length in enumerate(map(int, joined[:end].split())):
-        answers.append(RankAnswer.of(plan_id, rank, joined[begin : begin + length]))
+    texts, begin = [], end + 1
+    for length in map(int, joined[:end].split()):
+        texts.append(joined[begin : begin + length])
         begin += length
-    return answers
+    return texts
 
 
 def _bytes_of(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Classical schedules as whole plans, and bounds at several memory limits: what pages draw beside a plan."""
+"""Classical schedules as whole plans, and bounds at several memory limits, for comparison on pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CACHED_BOUNDS = 256
 
 
 class Schedules:
-    """Makes them once, in processes of their own; a large one takes half a second."""
+    """Computes schedules and bounds in other processes, and caches them; a large one takes half a second."""
 
     def __init__(self, computations: Computations):
         self._computations = computations
@@ -33,14 +33,14 @@ class Schedules:
         self._bounds: Cache[tuple[float, ...]] = Cache(CACHED_BOUNDS)
 
     async def baseline(self, problem: Problem, name: str) -> Plan:
-        """A classical schedule of a problem's model, by its name.
+        """The classical schedule with this name for a problem's model.
 
         Raises
         ------
         InvalidInput
-            When the problem has too many stages.
+            The problem has too many stages.
         ProblemError
-            503 when too many others wait already.
+            503: too many computations are waiting.
         """
         require_stages(problem)
         asked = _Asked.of(problem)
@@ -53,33 +53,33 @@ class Schedules:
         Raises
         ------
         InvalidInput
-            When the problem has too many stages.
+            The problem has too many stages.
         ProblemError
-            503 when too many others wait already.
+            503: too many computations are waiting.
         """
         require_stages(problem)
         asked = _Asked.of(without_limit(problem))
         return await self._bounds_of(asked, "bounds", partial(bounds_of, tuple(fractions)), fractions)
 
     async def limits(self, problem: LayeredProblem) -> tuple[float, ...]:
-        """The memory limits of a frontier of layers, the smallest feasible one first.
+        """The memory limits of a frontier of layers in increasing order, from the smallest feasible one.
 
         Raises
         ------
         InvalidInput
-            When the layers say nothing about memory.
+            The layers have no memory.
         ProblemError
-            503 when too many others wait already.
+            503: too many computations are waiting.
         """
         return await self._bounds_of(_Asked.of(replace(problem, limit=None)), "limits", limits_of, ())
 
     async def floors(self, problem: LayeredProblem, limits: Sequence[float]) -> tuple[float, ...]:
-        """A lower bound on the objective of every cut that fits, at each of these limits of every rank.
+        """For each limit per rank, a lower bound on the objective of all cuts that fit.
 
         Raises
         ------
         ProblemError
-            503 when too many others wait already.
+            503: too many computations are waiting.
         """
         asked = _Asked.of(replace(problem, limit=None))
         return await self._bounds_of(asked, "floors", partial(floors_of, tuple(limits)), limits)
@@ -97,14 +97,14 @@ class Schedules:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A problem without what was computed from it, for another process."""
+    """A problem without its derived values, for another process."""
 
     key: str
     content: bytes
 
     @classmethod
     def of(cls, question: Question) -> _Asked:
-        """Take a problem apart: unlike its document, this takes little time for many stages."""
+        """Take a problem apart, which is much faster than writing its document for many stages."""
         parts = {each.name: getattr(question, each.name) for each in fields(question)}
         content = pickle.dumps((type(question), parts), protocol=5)
         return cls(hashlib.sha256(content).hexdigest(), content)
@@ -117,15 +117,15 @@ class _Asked:
 
 
 def baseline_of(name: str, asked: _Asked) -> Plan:
-    """A classical schedule of a problem; runs in a process of its own."""
-    # Imported here: the solver's kernels take a second that the service should not spend.
+    """A classical schedule of a problem; runs in another process."""
+    # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.search.search import baseline_plan
 
     return baseline_plan(name, asked.question)
 
 
 def bounds_of(fractions: Sequence[float], asked: _Asked) -> tuple[float, ...]:
-    """Bounds of a problem at these fractions; runs in a process of its own."""
+    """Bounds of a problem at these fractions; runs in another process."""
     from zbv_solver.bounds import lower_bound
 
     problem = asked.question
@@ -134,14 +134,14 @@ def bounds_of(fractions: Sequence[float], asked: _Asked) -> tuple[float, ...]:
 
 
 def limits_of(asked: _Asked) -> tuple[float, ...]:
-    """The limits of a frontier of layers; runs in a process of its own."""
+    """The limits of a frontier of layers; runs in another process."""
     from zbv_solver.frontiers.by_layers import limits
 
     return tuple(limits(asked.question))
 
 
 def floors_of(limits: Sequence[float], asked: _Asked) -> tuple[float, ...]:
-    """Bounds on the cuts of layers at these limits; runs in a process of its own."""
+    """Bounds on the cuts of layers at these limits; runs in another process."""
     from zbv_solver.frontiers.by_layers import floor
 
     problem = asked.question

@@ -1,1 +1,4 @@
-"""TODO: say what problems is for."""
+"""Answers about a problem without a stored search: checks, estimates and comparisons.
+
+Accepting a problem for a search is in :mod:`zbv_service.searches`.
+"""

@@ -1,4 +1,4 @@
-"""Checking a problem before it is searched: every broken rule, and what its numbers mean."""
+"""Checks a problem before it is searched: reports every broken rule, and derives facts from its numbers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Any
 
 from zbv_solver.errors import InvalidInput, InvalidPlan, Issue
 from zbv_solver.frontiers import memory_fraction
-from zbv_solver.plans.plan import parse_orders, parse_plan_document
+from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Problem, exceeds
+from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.problem import Problem
 
+from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import Question, require_size, summary_of
-from zbv_service.documents.shared import ClaimDocument, ProblemSummary, parse_body
+from zbv_service.documents.shared import ClaimDocument, ProblemSummary
 from zbv_service.problems.documents import (
     CheckRequest,
     IssueDocument,
@@ -25,12 +27,12 @@ from zbv_service.settings import Settings
 
 
 def check_text(settings: Settings, body: Any) -> bytes:
-    """As :func:`check`, as JSON text: of many stages it takes long to write."""
+    """The result of :func:`check` as JSON text, which takes long to encode for many stages."""
     return check(settings, body).model_dump_json().encode()
 
 
 def check(settings: Settings, body: Any) -> ProblemCheck:
-    """What is wrong with the request for a search that a body is, and what it asks for when nothing is."""
+    """Check the request for a search in a decoded body: its broken rules, or facts about a valid problem."""
     try:
         question = _question_of(body, settings)
     except InvalidInput as error:
@@ -48,7 +50,7 @@ def check(settings: Settings, body: Any) -> ProblemCheck:
 
 
 def _check_plan(document: Any, question: Question, max_cells: int) -> PlanCheck:
-    """Whether a plan answers the question; its bounds are not proved, which may take minutes."""
+    """Check whether a plan solves the problem. Its bounds are not proven, which may take minutes."""
     from zbv_solver.search.claims import check_plan
 
     try:
@@ -81,14 +83,14 @@ def _question_of(body: Any, settings: Settings) -> Question:
     if isinstance(question, LayeredProblem):
         raise InvalidInput.at(
             "/limit_fraction",
-            "found a fraction of what 1F1B takes, and layers that are not cut into stages yet: what it takes "
-            "depends on the cut. Give memory.limit.",
+            "found a fraction of 1F1B's memory, and layers that are not cut into stages yet. 1F1B's memory "
+            "depends on the cut, so give memory.limit.",
         )
     return _limited(question, request.limit_fraction)
 
 
 def _wrong_fraction(body: Any) -> list[Issue]:
-    """What is wrong with the limit's fraction, beside all that is wrong with the rest."""
+    """The broken rules of the limit's fraction, reported together with those of the rest."""
     try:
         parse_body(CheckRequest, body)
     except InvalidInput as error:
@@ -100,7 +102,7 @@ def _limited(problem: Problem, fraction: float) -> Problem:
     if problem.memory.limit is not None:
         raise InvalidInput.at(
             "/limit_fraction",
-            "found a limit_fraction and a memory.limit; the one replaces the other. Send one.",
+            "found both limit_fraction and memory.limit; give only one of them.",
         )
     if memory_fraction.one_f_one_b_memory(problem) == 0:
         raise InvalidInput.at(
@@ -110,12 +112,12 @@ def _limited(problem: Problem, fraction: float) -> Problem:
         )
     try:
         return memory_fraction.at_fraction(problem, fraction)
-    except InvalidInput as error:  # beyond the largest number
+    except InvalidInput as error:  # the limit overflows
         raise InvalidInput([Issue("/limit_fraction", issue.detail) for issue in error.issues]) from None
 
 
 def facts_of(problem: Problem) -> ProblemFacts:
-    """What can be said of a problem at once."""
+    """The facts that follow from a problem without a search."""
     limits, smallest = problem.memory.limit, problem.smallest_limit
     whole = memory_fraction.one_f_one_b_memory(problem)
     return ProblemFacts(

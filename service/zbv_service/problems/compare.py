@@ -1,4 +1,4 @@
-"""Classical schedules of a problem, beside the best plan that is stored for it. Nothing is searched."""
+"""Compares the classical schedules of a problem with its best stored plan, without a search."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from functools import partial
 from typing import Any
 
 from zbv_solver.plans.plan import baseline_json
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
 from zbv_service.database import PlanTable
 from zbv_service.documents.packing import PackedQuestion, supported_bound, unpack
+from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import read_problem, require_stages
-from zbv_service.documents.shared import CompareRequest, Comparison, PlanSummaryDocument, parse_body
+from zbv_service.documents.shared import CompareRequest, Comparison, PlanSummaryDocument
 from zbv_service.settings import Settings
 
 CACHED = 64
@@ -29,16 +30,16 @@ class Comparisons:
         self._made: Cache[dict[str, Any]] = Cache(CACHED)
 
     async def compare(self, body: bytes | bytearray) -> Comparison:
-        """What the baselines achieve on the problem of a request body, and the best stored plan of it.
+        """The baselines of the problem in a request body, and its best stored plan.
 
         Raises
         ------
         InvalidInput
-            When the body breaks a rule.
+            The body breaks a rule.
         ProblemError
-            400 when it is not JSON, 503 when too many others wait already.
+            400: the body is not JSON. 503: too many computations are waiting.
         ContradictedBound
-            When the best stored plan undercuts a bound.
+            The best stored plan undercuts a bound.
         """
         asked = await self._computations.of_body(partial(read_compared, self._settings.max_cells), body)
         made = await self._made.get(asked.key, lambda: self._computations.run(baselines_of, asked.packed))
@@ -68,8 +69,8 @@ def read_compared(max_cells: int, body: Any) -> PackedQuestion:
 
 
 def baselines_of(packed: bytes) -> dict[str, Any]:
-    """The baselines of a packed problem document, and a bound; runs in a process of its own."""
-    # Imported here: the solver's kernels take a second that the service should not spend.
+    """The baselines of a packed problem document and a bound; runs in another process."""
+    # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.bounds import lower_bound
     from zbv_solver.search.search import compare
 

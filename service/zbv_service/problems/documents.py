@@ -1,12 +1,12 @@
-"""Checks and estimates of problems as JSON."""
+"""JSON documents of checks and estimates."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from zbv_solver.plans.plan import BaselineDocument
-from zbv_solver.problem.stage_document import Number
+from zbv_solver.documents.fields import Number
+from zbv_solver.plans.reading import BaselineDocument
 
 from zbv_service.documents.problems import QuestionDocument
 from zbv_service.documents.shared import ClaimDocument, ProblemSummary
@@ -20,17 +20,17 @@ Fraction = Annotated[Number, Field(gt=0, le=1000, allow_inf_nan=False)]
 
 
 class CheckRequest(_Request):
-    """What would be sent to ``/v1/searches``, right or wrong."""
+    """A body for ``POST /v1/searches``, valid or not."""
 
     problem: Any = Field(description="A problem document.")
     options: Any = Field({}, description="Options of a search.")
     limit_fraction: Fraction | None = Field(
         None,
-        description="In place of memory.limit: a fraction of the memory that 1F1B's activations take on the "
-        "same model, on top of what is static.",
+        description="Instead of memory.limit: a fraction of the memory of 1F1B's activations on the same "
+        "model, in addition to static memory.",
     )
     plan: Any = Field(
-        None, description="A plan document that is to answer the problem: its claims are checked, too."
+        None, description="A plan document to check against the problem, together with its claims."
     )
 
 
@@ -42,7 +42,7 @@ class IssueDocument(BaseModel):
 
 
 class PlanCheck(BaseModel):
-    """Whether a plan answers a problem, and which of its claims were verified."""
+    """Whether a plan solves a problem, and which of its claims were verified."""
 
     is_valid: bool
     issues: list[IssueDocument]
@@ -52,23 +52,25 @@ class PlanCheck(BaseModel):
 
 
 class ProblemFacts(BaseModel):
-    """What can be said of a problem without searching."""
+    """Facts that follow from a problem without a search."""
 
     stages: int
-    actions: int = Field(description="Of all ranks, where every backward is split.")
-    limit: list[float] | None = Field(description="Of every rank, in the memory unit; null is unlimited.")
-    limit_fraction: float | None = Field(description="The tightest rank's, of 1F1B's memory.")
-    smallest_limit: list[float] = Field(description="The smallest of every rank that some plan fits.")
+    actions: int = Field(description="Number of actions on all ranks, with every backward split.")
+    limit: list[float] | None = Field(description="Per rank, in the memory unit; null is unlimited.")
+    limit_fraction: float | None = Field(
+        description="The limit of the tightest rank as a fraction of 1F1B's memory."
+    )
+    smallest_limit: list[float] = Field(description="Per rank, the smallest limit that some plan fits.")
     smallest_fraction: float | None = Field(description="The smallest fraction that some plan fits.")
     fits: bool = Field(description="Whether the limit is at least the smallest one.")
     one_f_one_b_memory: float = Field(
-        description="What 1F1B's activations take on the rank that holds most; a fraction of 1."
+        description="Memory of 1F1B's activations on the rank that holds most; the fraction 1."
     )
-    busy: list[float] = Field(description="Least work of every rank; no iteration is shorter.")
+    busy: list[float] = Field(description="Minimal work per rank; no iteration is shorter.")
 
 
 class PlacementFacts(BaseModel):
-    """A placement that is planned."""
+    """A placement that a search considers."""
 
     placement: str
     chunks: int = Field(description="Stages per rank.")
@@ -76,18 +78,18 @@ class PlacementFacts(BaseModel):
 
 
 class LayersFacts(BaseModel):
-    """What can be said of layers before they are cut into stages."""
+    """Facts about layers that are not cut into stages yet."""
 
     layers: int = Field(description="Copies counted.")
-    parts: int = Field(description="What is left to be cut apart, with together's groups as one each.")
+    parts: int = Field(description="Number of layers that a cut can separate; a group of `together` is one.")
     placements: list[PlacementFacts]
     work: float = Field(description="Least work of a microbatch on all layers.")
     least_busy: float = Field(
-        description="Least work of the busiest rank of any cut that fits; no iteration is shorter."
+        description="Minimal work of the busiest rank over all cuts that fit; no iteration is shorter."
     )
-    static: float = Field(description="What all layers hold while nothing runs, in the memory unit.")
-    held: float = Field(description="What the forwards of one microbatch hold, with nothing recomputed.")
-    limit: list[float] | None = Field(description="Of every rank, in the memory unit; null is unlimited.")
+    static: float = Field(description="Static memory of all layers, in the memory unit.")
+    held: float = Field(description="Activation memory of one microbatch without recomputation.")
+    limit: list[float] | None = Field(description="Per rank, in the memory unit; null is unlimited.")
     can_recompute: bool = Field(description="Whether any layer has an alternative.")
 
 
@@ -98,16 +100,16 @@ class ProblemCheck(BaseModel):
     issues: list[IssueDocument]
     problem_summary: ProblemSummary | None = Field(description="Null unless the problem is valid.")
     facts: ProblemFacts | None = Field(
-        description="Null unless the problem is valid, and its stages are known."
+        description="Null unless the problem is valid and its stages are known."
     )
     layers: LayersFacts | None = Field(
-        None, description="In place of facts, of a valid problem whose layers are still to be cut."
+        None, description="Instead of facts, for a valid problem with layers that are not cut yet."
     )
     plan: PlanCheck | None = Field(None, description="Null unless a plan was sent and the problem is valid.")
 
 
 class EstimateRequest(_Request):
-    """A problem to be estimated."""
+    """A problem to estimate."""
 
     problem: QuestionDocument
 
@@ -125,12 +127,14 @@ class EstimatedPlan(BaseModel):
 
 
 class Estimate(BaseModel):
-    """What a moment's search reaches on a problem. Nothing is stored."""
+    """The result of a very short search. Nothing is stored."""
 
     problem_summary: ProblemSummary
     lower_bound: float = Field(description="No plan of the problem has a smaller objective.")
     plan: EstimatedPlan | None = Field(
-        description="Of a verified plan that was found in about half a second; a search may find a better "
-        "one. Null for problems that are too large."
+        description="A verified plan found in about half a second; a search may find a better one. Null for "
+        "problems that are too large."
     )
-    baselines: list[BaselineDocument] = Field(description="As in a plan; fits judges the memory limit.")
+    baselines: list[BaselineDocument] = Field(
+        description="As in a plan; `fits` says whether the memory limit is met."
+    )

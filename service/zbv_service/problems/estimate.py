@@ -1,4 +1,4 @@
-"""What a problem promises: a plan of half a second, and the classical schedules. Nothing is stored."""
+"""Estimates a problem: the plan of a half-second search, and the classical schedules. Stores nothing."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan, baseline_json
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.options import SearchOptions
 
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
 from zbv_service.documents.packing import PackedQuestion, finite, unpack
+from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import read_question, require_stages
-from zbv_service.documents.shared import parse_body
 from zbv_service.errors import INFEASIBLE_MEMORY, ProblemError, infeasible
 from zbv_service.problems.documents import Estimate, EstimateRequest
 from zbv_service.problems.layer_facts import estimate_of_layers
 from zbv_service.settings import Settings
 
 SECONDS = 0.5
-"""What the search of an estimate may take; of the largest problems the first plan takes a second more."""
+"""Time limit of an estimate's search; the first plan of the largest problems takes a second more."""
 MAX_CELLS = 131_072
-"""Most stages times microbatches of which a plan is made: a larger one takes more than it is worth."""
+"""Largest number of stages times microbatches for which an estimate makes a plan."""
 CACHED = 256
 
 
@@ -39,21 +39,21 @@ class Estimates:
         self._made: Cache[dict[str, Any]] = Cache(CACHED)
 
     async def estimate(self, body: bytes | bytearray) -> Estimate:
-        """What a moment's search reaches on the problem of a request body.
+        """The estimate of the problem in a request body.
 
         Raises
         ------
         InvalidInput
-            When the body breaks a rule.
+            The body breaks a rule.
         ProblemError
-            400 when it is not JSON, 422 when no plan fits the memory limit, 503 when too many others wait
-            already.
+            400: the body is not JSON. 422: no plan fits the memory limit. 503: too many computations are
+            waiting.
         """
         read = partial(read_estimated, self._settings.max_cells)
         try:
             asked, make = await self._computations.of_body(read, body)
             made = await self._made.get(asked.key, lambda: self._computations.run(make, asked.packed))
-        except InfeasibleMemory as error:  # of layers, only cutting them shows it
+        except InfeasibleMemory as error:  # for layers, only a cut shows it
             raise _refusal(error) from None
         return Estimate.model_validate({"problem_summary": asked.summary, **made})
 
@@ -62,7 +62,7 @@ Estimating = Callable[[bytes], dict[str, Any]]
 
 
 def read_estimated(max_cells: int, body: Any) -> tuple[PackedQuestion, Estimating]:
-    """The question of a decoded body, and what estimates it.
+    """The problem of a decoded body, and the function that estimates it.
 
     Raises
     ------
@@ -82,8 +82,8 @@ def _refusal(error: InfeasibleMemory) -> ProblemError:
 
 
 def estimate_of(packed: bytes) -> dict[str, Any]:
-    """The estimate of a packed problem document; runs in a process of its own."""
-    # Imported here: the solver's kernels take a second that the service should not spend.
+    """The estimate of a packed problem document; runs in another process."""
+    # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.bounds import lower_bound
     from zbv_solver.search.search import compare, search
 
@@ -97,11 +97,11 @@ def estimate_of(packed: bytes) -> dict[str, Any]:
 
 
 def estimate_of_cut(packed: bytes) -> dict[str, Any]:
-    """The estimate of a packed layered document; runs in a process of its own."""
+    """The estimate of a packed layered document; runs in another process."""
     bound, found = estimate_of_layers(SECONDS, unpack(packed))
     plan = None
     if found is not None:
-        # Held against every other cut, as the bound is, and not only against other orders of its own.
+        # The bound holds for every cut, so the gap compares the plan with all cuts, not only with its own.
         gap = gap_of(found.objective, bound)
         plan = {**_figures(found), "gap": finite(gap), "status": "feasible" if gap else "optimal"}
     return {

@@ -1,13 +1,14 @@
-"""What can be said of layers before they are cut: facts at once, and an estimate of a moment's search."""
+"""Facts and a quick estimate of layers that are not cut into stages yet."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from zbv_solver.documents.validation import validated
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.layered_document import parse_layered
+from zbv_solver.problem.layered_document import LayeredProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import to_layered
 
@@ -17,11 +18,11 @@ from zbv_service.problems.documents import LayersFacts, PlacementFacts
 
 MAX_STAGES = 512
 MAX_CELLS = 16_384
-"""Most stages, and most of them times microbatches, of which a plan is made: more take more than a moment."""
+"""Largest number of stages, and of stages times microbatches, for which an estimate makes a plan."""
 
 
 def facts_of_layers(problem: LayeredProblem) -> LayersFacts:
-    """What can be said of layers at once, wherever they are cut."""
+    """Facts about layers that hold for every cut."""
     each, tables = problem.model.each, CutTables.of(problem)
     return LayersFacts(
         layers=problem.model.n_layers,
@@ -40,7 +41,7 @@ def facts_of_layers(problem: LayeredProblem) -> LayersFacts:
 
 
 def estimate_of_layers(seconds: float, document: dict[str, Any]) -> tuple[float, Plan | None]:
-    """A bound on every cut of a normalised layered document, and a plan unless it is too large for one.
+    """A bound on every cut of a normalised layered document, and a plan unless the problem is too large.
 
     Raises
     ------
@@ -49,11 +50,11 @@ def estimate_of_layers(seconds: float, document: dict[str, Any]) -> tuple[float,
     ContradictedBound
         When the plan undercuts the bound.
     """
-    problem = to_layered(parse_layered(document))
+    problem = to_layered(validated(LayeredProblemDocument, document))
     stages = largest_stages(problem)
     if stages > MAX_STAGES or stages * problem.microbatches > MAX_CELLS:
         return problem.microbatches * least_worst_load(problem, CutTables.of(problem)), None
-    # Imported here: the solver's kernels take a second that the service should not spend.
+    # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.frontiers.by_layers import floor
 
     from zbv_service.problems.sketch import sketch

@@ -1,7 +1,7 @@
-"""A plan of layers in a moment: one placement, and the best of the cuts that need no search.
+"""A quick plan of layers: one placement, and the best of the cuts that need no search.
 
-A search tells cuts apart, moves their bounds and plans every placement. A form that is typed into wants to
-know within a moment what about that will come to.
+A full search compares cuts, moves their bounds and plans every placement. A form needs an approximate result
+while its user is typing.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
 BESIDE_SHARE = 0.5
-"""Of the plan's time, for each of the cuts that stand beside it."""
+"""The share of the plan's time for each of the simple cuts that it is compared with."""
 
 
 def sketch(problem: LayeredProblem, seconds: float) -> Plan:
-    """A plan on the first placement that has a cut which fits, with simple cuts among its baselines.
+    """A plan on the first placement with a cut that fits; its baselines include simple cuts.
 
     Parameters
     ----------
     seconds
-        What the plan's search may take, and telling cuts apart before; caps for large problems, as all of
-        it takes some tenths of a second where layers are a hundred and ranks sixteen.
+        Time limit of comparing cuts, and again of the plan's search. It only matters for large problems: a
+        hundred layers on sixteen ranks take some tenths of a second.
 
     Raises
     ------
     InfeasibleMemory
-        When no cut fits.
+        No cut fits.
     """
     tables = CutTables.of(problem)
     for placement in problem.placements:
@@ -45,7 +45,8 @@ def sketch(problem: LayeredProblem, seconds: float) -> Plan:
         starts, _ = fitting_starts(space, level_cut(space))
         if starts:
             return _planned(space, starts, seconds)
-    return search(problem, SearchOptions("quick", time_limit=seconds))  # says what the smallest cut needs
+    # No cut fits: the search raises the error, which says what the smallest cut needs.
+    return search(problem, SearchOptions("quick", time_limit=seconds))
 
 
 def _planned(space: CutSpace, starts: dict[str, Start], seconds: float) -> Plan:
@@ -65,7 +66,7 @@ def _planned(space: CutSpace, starts: dict[str, Start], seconds: float) -> Plan:
 
 
 def _best(space: CutSpace, starts: dict[str, Start], seconds: float) -> Start:
-    """The most promising of the starts, and of cuts with room to spare while there is time."""
+    """The most promising start. While there is time, cuts with some memory to spare are considered too."""
     judge, until = Judge(space), time.monotonic() + seconds
     known = {start: judge.value(*start) for start in starts.values()}
     for start in roomy_cuts(space, next(iter(known))[0]):
@@ -76,7 +77,7 @@ def _best(space: CutSpace, starts: dict[str, Start], seconds: float) -> Start:
 
 
 def _baseline(space: CutSpace, name: str, plan: Plan | None, bounds: Bounds, seconds: float) -> Baseline:
-    """A simple cut's plan; without the limit where it does not fit."""
+    """The plan of a simple cut, without the memory limit if the cut does not fit."""
     recompute = space.fitting(bounds)
     if plan is None:
         plan = _plan(space, (bounds, recompute or (False,) * space.n_stages), seconds, recompute is not None)
@@ -94,5 +95,5 @@ def _plan(space: CutSpace, start: Start, seconds: float, is_limited: bool = True
 
 
 def _simple(space: CutSpace) -> dict[str, Bounds]:
-    """The cuts that stand beside, by name."""
+    """The simple cuts for comparison, by name."""
     return {EVEN: even_cut(space), HISTOGRAM: histogram_cut(space)}

@@ -1,1 +1,4 @@
-"""TODO: say what records is for."""
+"""Frozen records that the database stores and returns.
+
+They have no behaviour and know neither SQL nor HTTP.
+"""

@@ -342,3 +342,43 @@ class NodeReport:
     generation: int
     outcome: NodeOutcome
     failures: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class WaitingRun:
+    """What a waiting run needs to start: ``nodes`` agents with ``ranks_per_node`` slots each.
+
+    Attributes
+    ----------
+    checkpoint_directory
+        None if the run saves no checkpoints.
+    refused_by
+        Ids of agents that refused this run; it is not assigned to them again.
+    """
+
+    run_id: str
+    nodes: int
+    ranks_per_node: int
+    factory: str
+    checkpoint_directory: str | None = None
+    refused_by: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class AvailableAgent:
+    """A live agent.
+
+    Attributes
+    ----------
+    owner
+        The token that registered it.
+    checkpoint_directories
+        As in :func:`zbv_service.client.admission.is_run_allowed`; None if the agent did not say.
+    """
+
+    agent_id: str
+    slots: int
+    is_idle: bool
+    allowed_models: tuple[str, ...]
+    owner: str | None = None
+    checkpoint_directories: tuple[str, ...] | None = None

@@ -190,7 +190,8 @@ class NewPlan:
     document
         The whole plan document, packed.
     problem_key
-        Hash of its problem (:func:`zbv_service.documents.packing.problem_key`): plans of equal keys can be compared.
+        Hash of its problem (:func:`zbv_service.documents.packing.problem_key`): plans of equal keys can be
+        compared.
     cut_bound
         Where layers were cut: no plan of any cut has a smaller objective.
     refusal

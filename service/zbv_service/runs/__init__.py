@@ -1,1 +1,4 @@
-"""Training runs: what is asked, who takes part, what becomes of it."""
+"""Training runs: accepted, scheduled on agents, followed, replanned; and the traces and logs of ranks.
+
+The agents themselves are part of ``zbv_worker``.
+"""

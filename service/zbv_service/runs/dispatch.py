@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from zbv_service.compute.waiting import happened
 from zbv_service.database import AgentsTaken, DatabaseAway, RunPlanTable, RunTable
+from zbv_service.runs import scheduler
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.watch import AgentWatch
 from zbv_service.settings import Settings
@@ -108,7 +109,7 @@ class Dispatcher:
     async def _assign(self) -> None:
         self._changed.clear()
         with suppress(AgentsTaken):  # by another service; the next look sees what it left
-            started = await self._runs.assign()
+            started = await self._runs.assign(scheduler)
             for run_id in started:
                 logger.info("run %s has its agents", run_id)
             if started:

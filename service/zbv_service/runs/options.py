@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from zbv_solver.problem.stage_document import Number
+from zbv_solver.documents.fields import Number
 
 from zbv_service.records.runs import DEFAULT_RETRIES
 

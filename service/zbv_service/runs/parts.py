@@ -17,11 +17,10 @@ from typing import Any
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 
-from zbv_service.api.bodies import decompressed
 from zbv_service.compute.computations import Computations
 from zbv_service.database import PartTable
 from zbv_service.documents.packing import pack, unpack
-from zbv_service.documents.shared import parse_body
+from zbv_service.documents.parsing import decompressed, parse_body
 from zbv_service.errors import MALFORMED_JSON, NOT_FOUND, ProblemError
 from zbv_service.records.runs import NewPart, PartInfo, PartKind, RunRecord
 from zbv_service.runs.agent_documents import RankEvents

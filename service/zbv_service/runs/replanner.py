@@ -19,7 +19,8 @@ from zbv_solver.measure.rank_trace import RankTrace
 from zbv_solver.measure.refit import largest_change, refit, relative_change
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import DatabaseAway, PartTable, RunPlanTable, RunTable

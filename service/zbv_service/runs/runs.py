@@ -13,16 +13,16 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plans.plan import Plan
 
-from zbv_service.api.idempotency import NamedRequests, fingerprint_of
 from zbv_service.compute.computations import Computations
 from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
-from zbv_service.documents.shared import parse_body
+from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
 from zbv_service.plans.plans import Plans
 from zbv_service.records.runs import EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.documents import RunRequest
+from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
 from zbv_service.searches.searches import Searches, new_search
 from zbv_service.settings import Settings
 

@@ -1,64 +1,26 @@
-"""Which waiting run gets which agents: all that it needs at once, or none.
+"""The scheduler: decides which waiting run gets which agents, all that it needs at once or none.
 
-A pure decision; :mod:`zbv_service.database.runs` carries it out in one transaction.
+The decision is pure; :meth:`zbv_service.database.RunTable.assign` carries it out in one transaction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from zbv_service.client_runs import is_allowed, is_directory_allowed, is_run_allowed
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A waiting run: so many agents with so many slots each, which load a model and write checkpoints.
-
-    Attributes
-    ----------
-    checkpoint_directory
-        None when it saves nothing.
-    refused_by
-        Ids of agents that have refused this run; it is not given to them again.
-    """
-
-    run_id: str
-    nodes: int
-    ranks_per_node: int
-    factory: str
-    checkpoint_directory: str | None = None
-    refused_by: frozenset[str] = frozenset()
+from zbv_service.client.admission import is_directory_allowed, is_model_allowed, is_run_allowed
+from zbv_service.records.runs import AvailableAgent, WaitingRun
 
 
-@dataclass(frozen=True)
-class Offer:
-    """A live agent.
+def choose(waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> dict[str, list[str]]:
+    """Choose agents for the runs that can start now, by run id; both sequences have the oldest first.
 
-    Attributes
-    ----------
-    owner
-        The token that registered it.
-    checkpoint_directories
-        As :func:`zbv_service.client_runs.is_run_allowed` takes them; None of an agent that did not say.
-    """
+    An agent is suitable if it has enough slots, allows the model and the checkpoint directory, and has not
+    refused the run. All agents of a run have the same owner, because its ranks meet at the address of the
+    first agent and trust each other.
 
-    agent_id: str
-    slots: int
-    is_idle: bool
-    allowed_models: tuple[str, ...]
-    owner: str | None = None
-    checkpoint_directories: tuple[str, ...] | None = None
-
-
-def choose(waiting: Sequence[Wanted], agents: Sequence[Offer]) -> dict[str, list[str]]:
-    """Agents for the runs that can start now, by run; both sequences have the oldest first.
-
-    An agent is suitable when it has enough slots, allows the model and the checkpoint directory, and has not
-    refused the run. All agents of a run have one owner: the first of them says where the ranks meet, and
-    ranks trust each other.
-    A run for which there are enough agents, only some of them busy, keeps those that are idle from younger
-    runs: else a large run would never start. A run for which there are not enough holds nothing.
+    If there are enough suitable agents for a run but some of them are busy, the run reserves the idle ones;
+    otherwise younger runs could delay a large run forever. A run without enough suitable agents reserves
+    none.
     """
     idle = {agent.agent_id for agent in agents if agent.is_idle}
     placed: dict[str, list[str]] = {}
@@ -74,8 +36,8 @@ def choose(waiting: Sequence[Wanted], agents: Sequence[Offer]) -> dict[str, list
     return placed
 
 
-def lack(run: Wanted, agents: Sequence[Offer]) -> str:
-    """What a run waits for, and why the present agents do not suffice, as a sentence."""
+def lack(run: WaitingRun, agents: Sequence[AvailableAgent]) -> str:
+    """A sentence that says what a waiting run needs, and why the present agents are not enough."""
     suitable = _suitable(run, agents)
     busy = sum(not agent.is_idle for agent in suitable)
     found = f"{len(suitable)} of {_count(len(agents), 'agent')} can take it"
@@ -85,7 +47,7 @@ def lack(run: Wanted, agents: Sequence[Offer]) -> str:
         for count, reason in (
             (sum(agent.slots < run.ranks_per_node for agent in agents), "with too few slots"),
             (
-                sum(not is_allowed(run.factory, a.allowed_models) for a in agents),
+                sum(not is_model_allowed(run.factory, a.allowed_models) for a in agents),
                 "not allowing the model",
             ),
             (
@@ -110,7 +72,7 @@ def lack(run: Wanted, agents: Sequence[Offer]) -> str:
     )
 
 
-def _suitable(run: Wanted, agents: Sequence[Offer]) -> list[Offer]:
+def _suitable(run: WaitingRun, agents: Sequence[AvailableAgent]) -> list[AvailableAgent]:
     return [
         agent
         for agent in agents
@@ -125,9 +87,9 @@ def _suitable(run: Wanted, agents: Sequence[Offer]) -> list[Offer]:
     ]
 
 
-def _by_owner(agents: Sequence[Offer]) -> list[list[Offer]]:
-    """The agents of each owner; both the owners and their agents in the order in which they come."""
-    groups: dict[str | None, list[Offer]] = {}
+def _by_owner(agents: Sequence[AvailableAgent]) -> list[list[AvailableAgent]]:
+    """Group agents by owner, keeping the order of owners and agents."""
+    groups: dict[str | None, list[AvailableAgent]] = {}
     for agent in agents:
         groups.setdefault(agent.owner, []).append(agent)
     return list(groups.values())

@@ -1,1 +1,5 @@
-"""Searches: what is asked, and the processes that answer it."""
+"""Searches: accepting, queueing, leasing, running and following them.
+
+The search algorithm is in :mod:`zbv_solver`; other computations for requests are in
+:mod:`zbv_service.compute`.
+"""

@@ -1,7 +1,7 @@
-"""A search that is computed here under one lease, and what becomes of it.
+"""An attempt computes a search under one lease, and stores its outcome.
 
-The attempt ends with its computation; what came of that is stored, however long the database is away, unless
-somebody else has the search by then.
+The attempt ends with its computation. Its outcome is stored even if the database is away for long, unless
+another service has claimed the search by then.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Protocol
 
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, ZbvError
 
-from zbv_service import errors as problems
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.documents.packing import incumbent_of
+from zbv_service.errors import INTERNAL, SEARCH_CRASHED, contradicted, infeasible, problem_document
 from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
 from zbv_service.searches.executors.executor import Computation, SearchCrashed, SearchEvicted, SearchLost
 
 RETRY_SECONDS = 1.0
-"""How long to wait when the database is away."""
+"""Seconds between attempts to reach a database that is away."""
 MOST_EVICTIONS = 20
-"""A search whose worker is told to end so often before it gets any further is not given to another one."""
+"""A search fails after this many evictions in a row without progress."""
 
 logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Counts what happens to searches that run here."""
+    """Counts the outcomes of searches that run in this service."""
 
     def search_ended(self, state: str, method: str | None, gap: float | None, seconds: float) -> None:
-        """A search ended: method and gap of its plan, None without one; seconds since it started here."""
+        """A search ended: method and gap of its plan (None without a plan), and seconds since its start."""
 
     def bound_contradicted(self) -> None:
         """A search failed because a plan undercuts a bound."""
@@ -46,24 +46,24 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class Attempt:
-    """A search that is computed here.
+    """A search that this service computes under one lease.
 
     Attributes
     ----------
     workers
-        Threads that it may use.
+        Threads that the search may use.
     latest
-        Its newest report.
+        The newest report.
     is_unsaved
-        Whether that is not stored yet.
+        Whether the newest report is not stored yet.
     started_at
-        When it was seen to be computed, on the monotonic clock; it may wait for a place on a cluster before.
+        When the computation was first seen running, on the monotonic clock; it may wait for a cluster worker.
     stopped_at
-        When it was told to stop; None while it is to go on.
+        When the search was asked to stop; None before.
     contradiction
-        Why the search fails, once a report undercuts a stored bound.
+        The error that fails the search, once a report undercuts a stored bound.
     refusal
-        Set once it is known that the search could not use its stored incumbent.
+        Set if the search could not use its stored incumbent.
     """
 
     claim: Claim
@@ -79,20 +79,20 @@ class Attempt:
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def stop(self) -> None:
-        """Ask it to return what it has, and remember when it was asked first."""
+        """Ask the search to return its best plan, and remember when it was asked first."""
         if self.stopped_at is None:
             self.stopped_at = time.monotonic()
         self.computation.stop()
 
     def hurry(self, patience: float, longest: float) -> None:
-        """Stop it when its time limit is long over, and end its process when it does not stop.
+        """Stop a search well past its time limit, and kill its process if it does not stop.
 
         Parameters
         ----------
         patience
-            Seconds that it gets to stop.
+            Seconds that the search gets to stop.
         longest
-            Seconds after which a search without a time limit is stopped.
+            Time limit in seconds of a search without its own.
         """
         now = time.monotonic()
         if self.started_at is None and self.computation.is_under_way:
@@ -104,17 +104,17 @@ class Attempt:
         elif self.started_at is not None:
             passed = now - self.started_at
             if passed > (longest if limit is None else limit + patience):
-                logger.warning("search %s has run for %.0f s and is told to stop", self.claim.id, passed)
+                logger.warning("search %s has run for %.0f s and is asked to stop", self.claim.id, passed)
                 self.stop()
 
 
 class Endings:
-    """Stores what becomes of attempts.
+    """Stores the outcomes of attempts.
 
     Parameters
     ----------
     stopping
-        Set once the service stops: then attempts end because of it, and the database may stay away.
+        Set when the service stops: attempts end for this reason, and nobody waits for the database.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class Endings:
         self._stopping = stopping
 
     async def settle(self, attempt: Attempt) -> bool:
-        """Wait for the end of an attempt and store it; False when the search is somebody else's by then.
+        """Wait for the end of an attempt and store it; False if another service holds the search by then.
 
         Raises
         ------
         DatabaseAway
-            When the service stops before the database is back: the lease ends by itself then.
+            The service stops before the database is back. The lease then expires.
         """
         store = await self._outcome(attempt)
         while True:
@@ -149,13 +149,14 @@ class Endings:
                 store = partial(self._fail_contradicted, attempt, error)
                 continue
             except Exception:
-                # Run again, it would come to the same; so it counts as a death, and there is an end to it.
+                # Another attempt would probably fail alike, so this counts as a crash, and crashes are
+                # limited.
                 logger.exception("the end of search %s cannot be stored", attempt.claim.id)
-                return await self._requeue(attempt, SearchCrashed("what came of it could not be stored"))
+                return await self._requeue(attempt, SearchCrashed("its outcome could not be stored"))
             await happened(self._stopping, RETRY_SECONDS)
 
     async def _outcome(self, attempt: Attempt) -> Callable[[], Awaitable[bool]]:
-        """Wait for a computation to end; returns what stores that."""
+        """Wait for a computation to end; returns the function that stores its outcome."""
         store = await self._computed(attempt)
         if attempt.contradiction is not None:
             return partial(self._fail_contradicted, attempt, attempt.contradiction)
@@ -168,26 +169,26 @@ class Endings:
         except ContradictedBound as error:
             return partial(self._fail_contradicted, attempt, error)
         except InfeasibleMemory as error:
-            return partial(table.ended, claim.id, claim.fence, "infeasible", problems.infeasible(error))
+            return partial(table.ended, claim.id, claim.fence, "infeasible", infeasible(error))
         except (SearchCrashed, SearchLost) as error:
             logger.warning("search %s lost its process: %s", claim.id, error)
             return partial(self._requeue, attempt, error)
         except Exception as error:
             logger.exception("search %s failed", claim.id)
-            # The planner's own errors are meant to be read; others belong into the log.
-            detail = str(error) if isinstance(error, ZbvError) else "The search failed; the log says why."
-            document = problems.document(problems.INTERNAL, detail)
+            # The planner's own errors are written for users; others belong in the log.
+            detail = str(error) if isinstance(error, ZbvError) else "The search failed; see the log."
+            document = problem_document(INTERNAL, detail)
             return partial(table.ended, claim.id, claim.fence, "failed", document)
         self.note_refusal(attempt, plan.refusal)
         return partial(self._keep, attempt, plan)
 
     def note_refusal(self, attempt: Attempt, refusal: Refusal | None) -> None:
-        """Log and count, once, that an attempt could not use its stored incumbent."""
+        """Log and count once that an attempt could not use its stored incumbent."""
         if refusal is None or attempt.refusal is not None:
             return
         attempt.refusal = refusal
         logger.warning(
-            "search %s: its stored plan does not fit its problem, so it starts without: %s",
+            "search %s starts without its stored plan, which does not fit its problem: %s",
             attempt.claim.id,
             refusal.reason,
         )
@@ -195,9 +196,9 @@ class Endings:
             self._observer.incumbent_refused()
 
     async def _fail_contradicted(self, attempt: Attempt, error: ContradictedBound) -> bool:
-        """Fail a search whose plan undercuts a bound. It is not run again: that would hide the bug."""
+        """Fail a search whose plan undercuts a bound. It does not run again, which would hide the bug."""
         claim = attempt.claim
-        document = problems.contradicted(error, f"/v1/searches/{claim.id}/problem")
+        document = contradicted(error, f"/v1/searches/{claim.id}/problem")
         is_ours = await self._table.contradicted(claim.id, claim.fence, document)
         if is_ours:
             logger.error("search %s failed: %s", claim.id, error)
@@ -206,35 +207,35 @@ class Endings:
         return is_ours
 
     async def _keep(self, attempt: Attempt, plan: NewPlan) -> bool:
-        """Store a plan; that of a search which was only stopped with its service is where it goes on."""
+        """Store a plan. If only the service's stop ended the search, the plan becomes its incumbent."""
         claim = attempt.claim
         if self._stopping.is_set() and not await self._is_cancelled(claim.id):
             found = await asyncio.to_thread(incumbent_of, plan)
-            is_ours, end = await self._table.release(claim.id, claim.fence, found), "is queued again"
+            is_ours, end = await self._table.release(claim.id, claim.fence, found), "was queued again"
         else:
             is_ours = await self._table.finished(claim.id, claim.fence, plan)
             end = f"found plan {plan.summary.plan_id}"
-        logger.info("search %s %s", claim.id, end if is_ours else "is not ours any more")
+        logger.info("search %s %s", claim.id, end if is_ours else "now belongs to another service")
         return is_ours
 
     async def _requeue(self, attempt: Attempt, error: SearchCrashed | SearchLost) -> bool:
-        """Queue a search again whose process is gone, unless that was once too often and its own fault."""
+        """Requeue a search that lost its process, or fail it after too many crashes."""
         claim, found, most = attempt.claim, attempt.latest, self._max_crashes
         if self._stopping.is_set():
             return await self._table.release(claim.id, claim.fence, found)
         if isinstance(error, SearchCrashed):
             detail = (
-                f"The process of this search died {most} times, so it is not started again. The last time "
+                f"The process of this search died {most} times, so it was not started again. The last time "
                 f"{error}. Most often memory ran out: try fewer microbatches or less effort."
             )
-            document = problems.document(problems.SEARCH_CRASHED, detail)
+            document = problem_document(SEARCH_CRASHED, detail)
             return await self._table.crashed(claim.id, claim.fence, found, most, document)
         if isinstance(error, SearchEvicted):
             detail = (
-                f"{MOST_EVICTIONS} workers in a row were told to end before this search got any further, so "
-                f"it is not started again. Most often memory ran out: try fewer microbatches or less effort."
+                f"{MOST_EVICTIONS} workers in a row were told to end before this search made progress, so it "
+                f"was not started again. Most often memory ran out: try fewer microbatches or less effort."
             )
-            document = problems.document(problems.SEARCH_CRASHED, detail)
+            document = problem_document(SEARCH_CRASHED, detail)
             return await self._table.evicted(claim.id, claim.fence, found, MOST_EVICTIONS, document)
         return await self._table.release(claim.id, claim.fence, found, "process-lost")
 

@@ -1,4 +1,4 @@
-"""The events of a search as JSON: the same objects in a stream and in a list."""
+"""JSON documents of a search's events, the same in a stream and in a list."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zbv_service.errors import ProblemDetails
 
 class _Event(BaseModel):
     id: int = Field(
-        description="Counts up within the search, perhaps with gaps. Give it back to go on after it."
+        description="Increases within the search, possibly with gaps. Pass it back to continue after it."
     )
     at: datetime
 
 
 class StateEvent(_Event):
-    """The search is queued, runs, or is asked to stop."""
+    """The search was queued, started, or asked to stop."""
 
     event: Literal["state"]
     state: Literal["queued", "running"]
@@ -33,7 +33,7 @@ class StateEvent(_Event):
         "worker-ended",
         "upgraded",
     ]
-    attempts: int = Field(description="How often the search was started so far.")
+    attempts: int = Field(description="How often the search has been started.")
     cancel_requested: bool
 
 
@@ -42,7 +42,7 @@ class _Found(_Event):
     lower_bound: float
     gap: float | None
     method: str | None
-    seconds: float | None = Field(description="Since the search was first started.")
+    seconds: float | None = Field(description="Seconds since the first start of the search.")
 
 
 class ImprovementEvent(_Found):
@@ -52,7 +52,7 @@ class ImprovementEvent(_Found):
 
 
 class BoundEvent(_Found):
-    """A better bound was proved; the plan is the same."""
+    """A better bound was proven for the same plan."""
 
     event: Literal["bound"]
 
@@ -66,7 +66,9 @@ class EndEvent(_Event):
     lower_bound: float | None
     gap: float | None
     method: str | None
-    seconds: float | None = Field(description="Since the search was first started; null when it never was.")
+    seconds: float | None = Field(
+        description="Seconds since the first start of the search; null if it never started."
+    )
     plan_id: str | None
     error: ProblemDetails | None
 
@@ -75,9 +77,9 @@ SearchEventDocument = Annotated[StateEvent | ImprovementEvent | BoundEvent | End
 
 
 class SearchEventList(BaseModel):
-    """What happened to a search after the event that was named."""
+    """The events of a search after a given event."""
 
     search_id: str
     events: list[SearchEventDocument]
-    last_id: int = Field(description="Give it as ``after`` to get what comes next.")
-    is_over: bool = Field(description="Whether the search has ended, so that nothing comes after these.")
+    last_id: int = Field(description="Pass it as `after` to get the next events.")
+    is_over: bool = Field(description="Whether the search has ended, so that no event follows these.")

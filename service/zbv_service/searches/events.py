@@ -1,9 +1,9 @@
-"""Following searches: many readers, one look at the database for all of them.
+"""Follows the events of searches: one query of the database serves all readers.
 
-The events are rows of the database, so that any service can tell them, before and after a restart. Here one
-loop reads them, at once when this service changed a search, every :data:`POLL_SECONDS` when another did; and
-readers wait for it. A reader is a position in a list that it shares with the other readers of its search:
-a slow one holds up nobody and costs no memory.
+Events are rows of the database, so any service can stream them, also after a restart. One loop reads new
+rows: at once if this service changed a search, and every :data:`POLL_SECONDS` for changes by other services.
+A reader is a position in a list that all readers of a search share. So a slow reader delays nobody and costs
+no memory.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from zbv_service.database import DatabaseAway, SearchEventTable
 from zbv_service.records.searches import SearchEvent
 
 POLL_SECONDS = 0.5
-"""How often the events of other services are looked for."""
+"""Seconds between queries for the events of other services."""
 KEEP_ALIVE_SECONDS = 15.0
-"""A reader hears of silence this often, so that it and everything between know that the line is alive."""
+"""Seconds between signs of life on a silent stream, so that clients and proxies keep the connection."""
 HELD_EVENTS = 1000
-"""Of each search that is followed so many of its newest events are in memory at least, and twice as many at
-most."""
+"""Between this many and twice as many of the newest events of each followed search are kept in memory."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Channel:
-    """The events of one search that somebody follows; ``grew`` is set, and replaced, when there are more."""
+    """The events of one followed search; new events set ``grew`` and replace it."""
 
     search_id: str
     readers: int = 0
@@ -76,11 +75,11 @@ class SearchEvents:
         self._loop: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to look."""
+        """Start the loop."""
         self._loop = asyncio.create_task(self._forever(), name="zbv-events")
 
     async def stop(self) -> None:
-        """End every reader, and stop."""
+        """End all streams, and stop the loop."""
         self.hang_up()
         if self._loop is not None:
             self._loop.cancel()
@@ -88,31 +87,31 @@ class SearchEvents:
                 await self._loop
 
     def hang_up(self) -> None:
-        """End every reader: the service is about to stop. They come back to another with their position."""
+        """End all streams because the service stops. Readers reconnect with their position."""
         self._is_stopping = True
         for channel in self._channels.values():
             channel.wake()
 
     def changed(self, search_id: str) -> None:
-        """Say that a search has a new event, or is gone."""
+        """Notice that a search has a new event or was removed."""
         if search_id in self._channels:
             self._changed.add(search_id)
             self._woken.set()
 
     @property
     def readers(self) -> int:
-        """How many follow a search now."""
+        """The number of open streams."""
         return sum(channel.readers for channel in self._channels.values())
 
     async def since(self, search_id: str, number: int) -> list[SearchEvent]:
-        """The stored events of a search that come after a number."""
+        """The stored events of a search after a number."""
         return await self._table.after({search_id: number})
 
     async def follow(self, search_id: str, number: int) -> AsyncIterator[Sequence[SearchEvent]]:
-        """The events of a search that come after a number, as they come, up to its end.
+        """Yield the events of a search after a number as they appear, until the search ends.
 
-        Yields nothing, an empty sequence, in between to show that the line is alive. A search that is
-        discarded meanwhile ends in state ``discarded``. Ends early when the service stops.
+        Yields an empty sequence from time to time as a sign of life. If the search is discarded, its last
+        event has the state ``discarded``. Returns early when the service stops.
         """
         channel = self._channels.get(search_id)
         if channel is None:
@@ -138,19 +137,19 @@ class SearchEvents:
     async def _forever(self) -> None:
         while True:
             try:
-                # While nobody follows anything, nothing is looked for.
+                # Without readers there are no queries.
                 await happened(self._woken, POLL_SECONDS if self._channels else None)
                 await self._look()
             except DatabaseAway as error:
                 logger.warning("%s The events of searches wait for it.", error)
                 await asyncio.sleep(POLL_SECONDS)
             except Exception:
-                # One failure must not end every stream for good.
+                # One failure must not end all streams.
                 logger.exception("events could not be read; trying again in %g s", POLL_SECONDS)
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _look(self) -> None:
-        """Read what is new, and pass it on."""
+        """Read new events, and pass them to readers."""
         self._woken.clear()
         now = asyncio.get_running_loop().time()
         changed, self._changed = self._changed, set()
@@ -164,8 +163,8 @@ class SearchEvents:
             raise
 
     async def _pass_on(self, changed: set[str]) -> None:
-        """Give readers what is new of these searches."""
-        # A channel's readers may leave at any moment, and others open another one for the same search.
+        """Pass the new events of these searches to their readers."""
+        # Readers may leave a channel at any moment, and others may open a new one for the same search.
         channels = {key: self._channels[key] for key in changed if key in self._channels}
         found: dict[str, list[SearchEvent]] = {key: [] for key in channels}
         for event in await self._table.after({key: channel.newest for key, channel in channels.items()}):
@@ -177,20 +176,20 @@ class SearchEvents:
             channel.extend([_discarded(channel)] if is_gone else found[key])
 
     async def _changed_elsewhere(self) -> set[str]:
-        """Of the searches that are followed, those with events that are not here yet, or that are gone."""
+        """The followed searches that have unread events or were removed."""
         newest = {key: channel.newest for key, channel in self._channels.items() if not channel.is_over}
         numbers = await self._table.last_numbers(newest) if newest else {}
         return {key for key, number in newest.items() if numbers.get(key) != number and key in self._channels}
 
 
 def event_json(event: SearchEvent) -> dict[str, Any]:
-    """An event as JSON: see :mod:`zbv_service.searches.event_documents`."""
+    """An event as JSON; see :mod:`zbv_service.searches.event_documents`."""
     at = event.at.astimezone(UTC).isoformat().replace("+00:00", "Z")
     return {"id": event.number, "event": event.kind, "at": at, **event.data}
 
 
 def _discarded(channel: _Channel) -> SearchEvent:
-    """The end of a search of which nothing is stored any more."""
+    """The last event of a search that was removed from the database."""
     names = ("objective", "lower_bound", "gap", "method", "plan_id", "error", "seconds")
     data = {"state": "discarded", **dict.fromkeys(names)}
     return SearchEvent(channel.search_id, channel.newest + 1, datetime.now(UTC), "end", data)

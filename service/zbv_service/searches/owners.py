@@ -1,4 +1,4 @@
-"""Who holds leases: one name per runner, from which others on the same machine can tell that it is dead."""
+"""Names of lease owners, from which other runners on the same machine can tell whether an owner is dead."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 
 def new_owner(process_id: int | None = None) -> str:
-    """A name for this process, or for another one of this machine: ``machine:process id:at random``."""
+    """A name for a process of this machine, by default this one: ``machine:process id:random``."""
     return f"{_machine()}:{os.getpid() if process_id is None else process_id}:{secrets.token_hex(8)}"
 
 
 def is_dead(owner: str, mine: str) -> bool:
-    """Whether an owner is a process of this machine that is no more; of other machines nothing is known."""
+    """Whether an owner is a dead process of this machine; False for owners on other machines."""
     machine, process_id = _parts(owner)
     if machine != _parts(mine)[0] or not process_id.isdigit() or owner == mine:
         return False
     if int(process_id) == os.getpid():
-        return True  # an earlier process had our number: containers give the first one always the same
+        return True  # an earlier process had our id, as the first process of every container does
     try:
         os.kill(int(process_id), 0)
     except ProcessLookupError:
@@ -30,9 +30,9 @@ def is_dead(owner: str, mine: str) -> bool:
 
 
 def _machine() -> str:
-    """Names the space in which process ids mean something.
+    """The scope of a process id: boot and process namespace.
 
-    Containers may share the name of their host, and machines that were cloned may share theirs.
+    The host name alone is not enough: containers may share their host's, and cloned machines have the same.
     """
     try:
         space = os.readlink("/proc/self/ns/pid").strip("pid:[]")

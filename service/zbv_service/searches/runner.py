@@ -1,9 +1,8 @@
 """Runs the queued searches of the database: leases them, starts them in an executor, follows them.
 
-The database is the truth and this is its servant: a runner that dies at any moment leaves rows from
-which another one goes on. It holds a lease on every search it runs and renews it; rows whose lease has
-ended are queued again, by whoever sees them first. Within one machine the leases of dead processes are
-recognised at once.
+The database is the source of truth: if a runner dies at any moment, another one continues from the rows. A
+runner leases every search that it runs and renews the leases. Any runner requeues searches with expired
+leases. On the same machine, runners recognise the leases of dead processes at once.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from zbv_service.searches.owners import is_dead, new_owner
 from zbv_service.settings import Settings, cores
 
 POLL_SECONDS = 0.25
-"""How often the queue, and requests to stop, are looked for that came in by another service."""
+"""Seconds between queries for searches and requests to stop that another service accepted."""
 
 USEFUL_WORKERS = 2
-"""Threads that a search makes use of: it runs two chains."""
+"""Most threads that a search can use: it runs two chains."""
 
 logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """Runs searches, as many at a time as its executor has room for, between :meth:`start` and :meth:`stop`.
+    """Runs as many searches as its executor has slots for, between :meth:`start` and :meth:`stop`.
 
     Parameters
     ----------
     search
-        What a search process runs; it must be importable from there.
+        The function that a search process runs; it must be importable there.
     """
 
     def __init__(
@@ -67,12 +66,12 @@ class Runner:
         self._loops: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Take over what dead services of this machine left behind, and begin."""
+        """Requeue the searches of dead services on this machine, and start."""
         await self._executor.start()
         dead = {owner for owner in await self._table.owners() if is_dead(owner, self._owner)}
         if dead:
             count = await self._table.requeue_of(dead)
-            logger.info("queued %d searches again that a dead service left behind", count)
+            logger.info("queued %d searches of a dead service again", count)
         for step, name in (
             (self._dispatch, "dispatch"),
             (self._maintain, "leases"),
@@ -82,10 +81,10 @@ class Runner:
             self._loops.append(asyncio.create_task(self._forever(step), name=f"zbv-{name}"))
 
     async def stop(self) -> None:
-        """Stop every search, queue it again with what it found, and end the processes."""
+        """Stop every search, requeue it with its best plan, and end the processes."""
         for event in (self._stopped, self._queue_grew, self._reported):
             event.set()
-        # Left to end by themselves, so that no transaction is cut off in the middle.
+        # The loops end by themselves, so that no transaction is interrupted.
         if self._loops:
             _, unfinished = await asyncio.wait(self._loops, timeout=self._settings.shutdown_seconds)
             for loop in unfinished:
@@ -94,24 +93,24 @@ class Runner:
         await self._executor.stop()
 
     def wake(self) -> None:
-        """Say that a search was queued."""
-        if len(self._attempts) < self._executor.slots:  # else it waits for a place, whose end wakes, too
+        """Notice that a search was queued."""
+        if len(self._attempts) < self._executor.slots:  # otherwise the end of a running search wakes it
             self._queue_grew.set()
 
     def cancel(self, search_id: str) -> None:
-        """Stop a search at once when it runs here; elsewhere its own runner reads it in the database."""
+        """Stop a search at once if it runs here; any other runner reads the request from the database."""
         for attempt in self._attempts:
             if attempt.claim.id == search_id:
                 attempt.stop()
 
     @property
     def trouble(self) -> str | None:
-        """Why no search can be computed now; None when they can."""
+        """Why no search can be computed now; None if one can."""
         return self._executor.trouble
 
     @property
     def is_working(self) -> bool:
-        """Whether every loop is alive."""
+        """Whether all loops are alive."""
         return bool(self._loops) and not any(loop.done() for loop in self._loops)
 
     async def _stop_attempts(self) -> None:
@@ -122,7 +121,7 @@ class Runner:
             return
         _, unfinished = await asyncio.wait(tasks, timeout=self._settings.shutdown_seconds)
         if unfinished:
-            logger.warning("%d searches did not stop in time and are ended", len(unfinished))
+            logger.warning("%d searches did not stop in time and are killed", len(unfinished))
             self._executor.kill()
             await asyncio.wait(unfinished, timeout=self._settings.shutdown_seconds)
 
@@ -131,16 +130,16 @@ class Runner:
             try:
                 await step()
             except DatabaseAway as error:
-                logger.warning("%s It is tried again in %g s.", error, RETRY_SECONDS)
+                logger.warning("%s Trying again in %g s.", error, RETRY_SECONDS)
                 await happened(self._stopped, RETRY_SECONDS)
             except Exception:
-                logger.exception("the runner failed; it goes on in %g s", RETRY_SECONDS)
+                logger.exception("the runner failed; it continues in %g s", RETRY_SECONDS)
                 await happened(self._stopped, RETRY_SECONDS)
 
     async def _dispatch(self) -> None:
         self._queue_grew.clear()
         slots = self._executor.slots
-        # A cancelled search only has to make a plan of what it found: that need not wait for a free place.
+        # A cancelled search only has to store its best plan, which need not wait for a free slot.
         while len(self._attempts) < 2 * slots and not self._stopped.is_set():
             claim = await self._table.claim(
                 self._owner,
@@ -154,19 +153,19 @@ class Runner:
         await happened(self._queue_grew, POLL_SECONDS)
 
     async def _maintain(self) -> None:
-        # Renewed before looking for expired ones: a pause of this process must not cost it its own.
+        # Renew before requeueing expired leases, so that a pause of this process does not lose its own ones.
         held = list(self._attempts)
         kept = await self._table.renew(self._owner, _fences(held), self._settings.lease_seconds)
         _stop_lost(held, kept)
         if self._may_judge() and await self._table.requeue_expired():
-            logger.info("queued searches again whose service gave no sign of life")
+            logger.info("queued searches of a silent service again")
             self.wake()
         await happened(self._stopped, self._settings.heartbeat_seconds)
 
     def _may_judge(self) -> bool:
-        """Whether leases that have ended are their owners' fault.
+        """Whether owners can be blamed for expired leases.
 
-        When the database was away, nobody could renew: then everybody gets the time to do so.
+        While the database was away, nobody could renew; afterwards all owners get time to do so.
         """
         now, lease = time.monotonic(), self._settings.lease_seconds
         if self._maintained > float("-inf") and now - self._maintained > lease / 2:
@@ -175,7 +174,7 @@ class Runner:
         return now - self._watched_since >= lease
 
     async def _heed(self) -> None:
-        """Stop searches that were cancelled or taken away, by whichever service, and those that overstay."""
+        """Stop searches that any service cancelled or took over, and those past their time limit."""
         for attempt in self._attempts:
             attempt.hurry(self._settings.stop_seconds, self._settings.max_time_limit)
         held = list(self._attempts)
@@ -216,17 +215,17 @@ class Runner:
         attempt.task = asyncio.create_task(self._follow(attempt), name=f"zbv-search-{claim.id}")
 
     def _workers(self) -> int:
-        """Threads for the next search: of this machine's cores, those that no search uses."""
+        """Threads for the next search: the cores of this machine that no search uses."""
         if self._settings.search_workers is not None:
             return self._settings.search_workers
         if not isinstance(self._executor, LocalExecutor):
-            return 1  # a place on a cluster is one thread
+            return 1  # a slot on a cluster is one thread
         idle = cores() - sum(attempt.workers for attempt in self._attempts)
         return max(1, min(USEFUL_WORKERS, idle))
 
     async def _follow(self, attempt: Attempt) -> None:
         claim = attempt.claim
-        SEARCH_ID.set(claim.id)  # this task's own, for its log lines
+        SEARCH_ID.set(claim.id)  # for the log lines of this task only
         logger.info("search %s starts (attempt %d)", claim.id, claim.attempts)
         try:
             if await self._endings.settle(attempt):
@@ -234,7 +233,7 @@ class Runner:
         except DatabaseAway as error:
             logger.warning("search %s: %s", claim.id, error)
         except Exception:
-            # If it is not settled, its lease ends by itself and it is run again.
+            # Without a stored end, the lease expires and the search runs again.
             logger.exception("the end of search %s could not be stored", claim.id)
         finally:
             self._attempts.remove(attempt)
@@ -248,7 +247,7 @@ class Runner:
 
 
 def _fences(attempts: Collection[Attempt]) -> dict[str, int]:
-    """By search the newest fence: one that was lost may have been claimed again while it still stops."""
+    """The newest fence of each search: a lost search may be claimed again while its old attempt stops."""
     fences: dict[str, int] = {}
     for attempt in attempts:
         claim = attempt.claim
@@ -257,7 +256,7 @@ def _fences(attempts: Collection[Attempt]) -> dict[str, int]:
 
 
 def _stop_lost(attempts: Collection[Attempt], kept: Set[str]) -> None:
-    """Stop the attempts at searches that are not kept, and those that a newer one has overtaken."""
+    """Stop attempts that lost their lease, and attempts that a newer one has replaced."""
     fences = _fences(attempts)
     for attempt in attempts:
         claim = attempt.claim
@@ -266,14 +265,14 @@ def _stop_lost(attempts: Collection[Attempt], kept: Set[str]) -> None:
 
 
 def make_executor(settings: Settings) -> SearchExecutor:
-    """The executor that the settings ask for."""
+    """The executor configured in the settings."""
     choice = parse_choice(settings.executor)
     if choice.scheduler is None:
         return LocalExecutor(choice.processes or settings.searches, preload=settings.preload == "at-start")
-    from zbv_service.searches.executors.cluster.executor import (
-        DaskExecutor,  # which not everybody has installed
-    )
+    # Dask is an optional dependency.
+    from zbv_service.searches.executors.cluster.executor import DaskExecutor
 
     most = settings.searches if "searches" in settings.model_fields_set else None
-    # Workers give up before the lease ends: else a search would wait for a place that its own past takes.
+    # Workers give up before the lease expires. Otherwise a search could wait for a slot of its own old
+    # attempt.
     return DaskExecutor(choice.scheduler, most, patience=settings.lease_seconds / 2)

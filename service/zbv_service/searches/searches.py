@@ -1,4 +1,4 @@
-"""Accepting searches, reading and cancelling them. :mod:`zbv_service.searches.runner` runs them."""
+"""Accepts, reads and cancels searches. :mod:`zbv_service.searches.runner` runs them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from functools import partial
 from typing import Any
 
 from zbv_solver import __version__
+from zbv_solver.documents.text import canonical_json
 from zbv_solver.errors import InvalidInput
-from zbv_solver.problem.stage_document import canonical_json
 from zbv_solver.search.options import EFFORTS
 
-from zbv_service.api.idempotency import NamedRequests, fingerprint_of
 from zbv_service.compute.computations import Computations
 from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents.packing import pack, unpack, unpack_text
+from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import Question, parse_question, question_json, read_question, summary_of
-from zbv_service.documents.shared import OptionsDocument, SearchRequest, parse_body
+from zbv_service.documents.shared import OptionsDocument, SearchRequest
 from zbv_service.errors import (
     NOT_FOUND,
     SEARCH_DISCARDED,
@@ -30,11 +30,12 @@ from zbv_service.errors import (
     ProblemError,
 )
 from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position, SearchFilter, SearchRecord
+from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
 
 RETRY_SECONDS = 5
-"""After how long it is worth asking whether a caller may have another search."""
+"""Retry-After in seconds for a caller at its limit of searches."""
 _ID = re.compile(r"[0-9a-f]{32}")
 
 logger = logging.getLogger(__name__)
@@ -58,37 +59,37 @@ class Searches:
         caller: str | None = None,
         most: int | None = None,
     ) -> SearchRecord:
-        """Queue the search that a request body asks for, or return the one that already answers it.
+        """Queue the search of a request body, or return the search that already answers it.
 
         Parameters
         ----------
         body
-            JSON text, or what it says.
+            JSON text, or the decoded document.
         key
-            Hash of the caller and its name for the request. For ``settings.idempotency_seconds`` the same
-            name with the same body is answered with the same search, whatever became of it.
+            Hash of the caller and its Idempotency-Key. For ``settings.idempotency_seconds``, the same key
+            with the same body returns the same search in any state.
         caller
-            Who asks.
+            The name of the caller.
         most
-            Unfinished searches that the caller may have, None for any number.
+            The caller's limit of unfinished searches; None for no limit.
 
         Raises
         ------
         InvalidInput
-            When the body breaks a rule; nothing is stored then.
+            The body breaks a rule; nothing was stored.
         ProblemError
-            409 while a request of the same name is being answered, 422 when it had another body, 410 when its
-            search was discarded, 429 when the caller has too many searches, 503 when too many bodies wait to
-            be read.
+            409: a request with this key is being answered. 422: the key belongs to another body. 410: the
+            search of this key was discarded. 429: the caller has too many searches. 503: too many bodies wait
+            to be read.
         """
         async with self._names.answering(key) as named:
             new, fingerprint = await self._prepare(body, caller)
             return await self._submit(new, named(fingerprint), most)
 
     async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
-        """Queue the search that a run waits for, or return the one that already answers it.
+        """Queue the search that a run waits for, or return the search that already answers it.
 
-        The run gives it back with :meth:`cancel_unwanted`. Raises as :meth:`submit`.
+        The run releases it with :meth:`cancel_unwanted`. Raises the errors of :meth:`submit`.
         """
         mine = replace(new, id=uuid.uuid4().hex, created_by=caller)  # the run may need another one
         return await self._submit(mine, None, most, for_run=True)
@@ -108,17 +109,17 @@ class Searches:
             raise ProblemError(
                 TOO_MANY_SEARCHES,
                 f"{most} searches of {f'token {new.created_by}' if new.created_by else 'this service'} are "
-                f"queued or running, as many as may be. Wait for some to end, or cancel some.",
+                f"queued or running, which is the limit. Wait for some to end, or cancel some.",
                 headers={"Retry-After": str(RETRY_SECONDS)},
             ) from None
         if is_new:
-            # The one line with both ids: the request ends here, and the search goes on without it.
+            # This line has the ids of both the request and the search, which links their logs.
             logger.info("search %s is queued", record.id, extra={"search_id": record.id})
             self._runner.wake()
         return record
 
     async def _prepare(self, body: Any, caller: str | None) -> tuple[NewSearch, str]:
-        """The search that a body asks for, and the body's fingerprint."""
+        """The search of a body, and the body's fingerprint."""
         read = partial(read_search, self._settings)
         is_text = isinstance(body, bytes | bytearray)
         new, fingerprint = await (
@@ -131,22 +132,22 @@ class Searches:
         return _found(await self._table.get(_known(search_id)), search_id)
 
     async def find(self, search_id: str) -> SearchRecord | None:
-        """A search, or None when it is gone."""
+        """A search, None if it was removed."""
         return await self._table.get(search_id)
 
     async def queued_before(self, record: SearchRecord) -> int | None:
-        """How many searches come before one that is queued; None of one that is not."""
+        """The number of searches that start before a queued one; None for any other search."""
         return await self._table.queued_before(record) if record.state == "queued" else None
 
     async def asked(self, search_id: str) -> tuple[SearchRecord, bytes]:
-        """A search and its problem, packed: see :func:`parse_packed`; raises :class:`ProblemError` 404."""
+        """A search and its packed problem, see :func:`parse_packed`; raises :class:`ProblemError` 404."""
         record, packed = await self.get(search_id), await self._table.problem(search_id)
         if packed is None:
             raise _not_found(search_id)
         return record, packed
 
     async def problem(self, search_id: str) -> bytes | None:
-        """The normalised problem document of a search, packed, or None when it is gone."""
+        """The packed problem document of a search, None if it was removed."""
         return await self._table.problem(search_id)
 
     async def problem_text(self, search_id: str) -> bytes:
@@ -157,33 +158,33 @@ class Searches:
         return await asyncio.to_thread(unpack_text, packed)
 
     async def newest(self, limit: int) -> list[SearchRecord]:
-        """The newest searches first."""
+        """The newest searches, newest first."""
         return await self._table.newest(limit)
 
     async def page(self, wanted: SearchFilter, limit: int, after: Position | None) -> Page[SearchRecord]:
-        """Some searches, the newest first, from a position on."""
+        """One page of searches, newest first, starting at a position."""
         return await self._table.page(wanted, limit, after)
 
     async def cancel(self, search_id: str) -> SearchRecord:
-        """Ask a search to stop and keep what it found; one that has ended stays as it is."""
+        """Ask a search to stop and keep its best plan; an ended search does not change."""
         record = _found(await self._table.request_cancel(_known(search_id)), search_id)
         self._runner.cancel(search_id)
         self._runner.wake()
         return record
 
     async def cancel_unwanted(self, search_id: str) -> None:
-        """Cancel a search after a run that waited for it was cancelled, unless others want its plan."""
+        """Cancel a search after the run that waited for it was cancelled, unless others want its plan."""
         if await self._table.cancel_unwanted(search_id):
             self._runner.cancel(search_id)
             self._runner.wake()
 
     async def discard(self, search_id: str) -> None:
-        """Stop a search and forget it; its plan, if it has one, stays.
+        """Stop and remove a search; its plan stays.
 
         Raises
         ------
         ProblemError
-            404 when there is none, 409 when a run waits for it.
+            404: there is no such search. 409: a run waits for it.
         """
         try:
             if not await self._table.discard(_known(search_id)):
@@ -196,17 +197,17 @@ class Searches:
 
 
 def parse_packed(packed: bytes) -> Question:
-    """The question of a packed document."""
+    """The problem of a packed document."""
     return parse_question(unpack(packed))
 
 
 def read_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
-    """The search that a decoded body asks for, and the body's fingerprint; raises :class:`InvalidInput`."""
+    """The search of a decoded body, and the body's fingerprint; raises :class:`InvalidInput`."""
     return new_search(body, settings), fingerprint_of(body)
 
 
 def new_search(body: Any, settings: Settings) -> NewSearch:
-    """The search that a request body asks for; raises :class:`InvalidInput`."""
+    """The search of a decoded request body; raises :class:`InvalidInput`."""
     question, options = parse_request(body, settings)
     document, chosen = question_json(question), options.model_dump()
     return NewSearch(
@@ -238,13 +239,13 @@ def parse_request(body: Any, settings: Settings) -> tuple[Question, OptionsDocum
 
 
 def request_key(problem: dict[str, Any], options: dict[str, Any]) -> str:
-    """Hash of what determines an answer: the normalised problem, the options, and the planner's version."""
+    """Hash of the normalised problem, the options and the planner's version, which determine the result."""
     asked = {"problem": problem, "options": options, "version": __version__}
     return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 
 
 def _known(search_id: str) -> str:
-    """The id, if it can be one: not every text is one that a database takes."""
+    """Check the form of an id, because databases reject some texts; raises :class:`ProblemError` 404."""
     if not _ID.fullmatch(search_id):
         raise _not_found(search_id)
     return search_id

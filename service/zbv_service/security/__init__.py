@@ -1,1 +1,4 @@
-"""Who may do what: tokens and their scopes, signing in with a browser, and what every answer says to one."""
+"""Authentication and authorization: tokens, scopes, browser sessions and security headers.
+
+Limits on the size and number of requests are in :mod:`zbv_service.api`.
+"""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from zbv_service import errors as problems
-from zbv_service.errors import ProblemError
+from zbv_service.errors import UNKNOWN_HOST, ProblemError, response_to
 from zbv_service.settings import Settings
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -44,7 +43,7 @@ class KnownHosts:
             f"found host {name[:100]!r}; this service is reached as {', '.join(sorted(self._names))}. Use "
             f"one of these, or have ZBV_ALLOWED_HOSTS name it."
         )
-        await problems.answer_to(ProblemError(problems.UNKNOWN_HOST, detail))(scope, receive, send)
+        await response_to(ProblemError(UNKNOWN_HOST, detail))(scope, receive, send)
 
 
 def _without_port(host: str) -> str:

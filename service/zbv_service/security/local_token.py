@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zbv_service.client_token import local_files, state_folder
+from zbv_service.client.tokens import local_files, state_folder
 from zbv_service.database.url import shown_url, sqlite_file
 from zbv_service.security.token_text import TokenText
 

@@ -31,7 +31,7 @@ class _TokenScheme(SecurityBase):
 
     async def __call__(self, request: Request, scopes: SecurityScopes) -> None:
         """Leave the grant in ``request.state``; raises what :meth:`Access.require` raises."""
-        access: Access = request.app.state.rooms.access
+        access: Access = request.app.state.application.access
         request.state.grant = grant = await access.require(request, scopes.scopes)
         request.state.caller = grant.name
         CALLER.set(grant.name or (request.client.host if request.client else None))

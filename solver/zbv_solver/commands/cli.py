@@ -1,4 +1,4 @@
-"""The ``zbv`` command: plan, check, compare, frontier, export, refit, estimate, bench.
+"""The ``zbv`` command: plan, check, compare, frontier, export, refit, estimate.
 
 Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit; 70 a plan contradicts a lower
 bound, which is a bug in zbv; 130 interrupted by Ctrl-C or SIGTERM (``plan`` has then written the best plan so
@@ -12,17 +12,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from zbv_solver import __version__
+from zbv_solver._version import __version__
 from zbv_solver.commands import contradiction
 from zbv_solver.commands.cut_summary import cut_summary
 from zbv_solver.commands.estimate import add_arguments as add_estimate_arguments
-from zbv_solver.commands.searching import spinner, useful_workers, watched_search
+from zbv_solver.commands.searching import useful_workers, watched_search
 from zbv_solver.commands.tables import print_claims, print_comparison, print_frontier, print_layered_frontier
-from zbv_solver.documents.files import output, read_json, read_question, shown, write
+from zbv_solver.documents.files import file_label, output, read_json, write
 from zbv_solver.errors import (
     ContradictedBound,
     InfeasibleMemory,
@@ -30,6 +29,7 @@ from zbv_solver.errors import (
     InvalidPlan,
     MissingDependency,
 )
+from zbv_solver.problem.reading import load_problem
 
 if TYPE_CHECKING:
     from zbv_solver.plans.plan import Plan
@@ -152,24 +152,6 @@ def _parser() -> argparse.ArgumentParser:
     estimate = commands.add_parser("estimate", help="make a problem of a model's configuration and a device")
     add_estimate_arguments(estimate)
     estimate.set_defaults(run=_estimate)
-
-    bench = commands.add_parser("bench", help="measure plans against peers, bounds and targets")
-    bench.add_argument("instances", nargs="*", help="benchmark files (JSON; see benchmarks/), or -")
-    bench.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
-    bench.add_argument("--time-limit", type=float, metavar="SECONDS", help="per instance (default: no limit)")
-    bench.add_argument("--seed", type=int, default=0)
-    bench.add_argument(
-        "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
-    )
-    bench.add_argument("--only", metavar="GLOB", help="only the instances with such a name")
-    bench.add_argument(
-        "--without", action="append", default=[], metavar="STAGE", help="leave a stage out; may be repeated"
-    )
-    bench.add_argument("--ablate", action="store_true", help="run again without each stage: what it adds")
-    bench.add_argument("--speed", action="store_true", help="evaluations per second instead, on one core")
-    bench.add_argument("--layers", action="store_true", help="what the cut of a model is worth instead")
-    bench.add_argument("--json", metavar="FILE", help="write all results, with their course, as JSON too")
-    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -183,7 +165,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from zbv_solver.commands.interrupt import terminated_like_interrupted
     from zbv_solver.plans.plan import plan_json
 
-    problem = read_question(arguments.problem)
+    problem = load_problem(arguments.problem)
     with output(arguments.output) as write_plan, terminated_like_interrupted():
         plan = watched_search(
             problem,
@@ -203,14 +185,14 @@ def _check(arguments: argparse.Namespace) -> None:
     from zbv_solver.commands.interrupt import interruptible
     from zbv_solver.search.claims import check_plan
 
-    asked = read_question(arguments.problem)
+    asked = load_problem(arguments.problem)
     document = read_json(arguments.plan)
     try:
         checked = interruptible(
             lambda stop: check_plan(document, asked, prove=arguments.prove, cancelled=stop)
         )
     except InvalidInput as error:
-        raise error.below(shown(arguments.plan)) from None
+        raise error.below(file_label(arguments.plan)) from None
     if arguments.json:
         document = {"is_valid": True, "claims": [asdict(claim) for claim in checked.claims]}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
@@ -221,7 +203,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     from zbv_solver.plans.plan import baseline_json, plan_json
 
-    plan = watched_search(read_question(arguments.problem), arguments.effort, None)
+    plan = watched_search(load_problem(arguments.problem), arguments.effort, None)
     if arguments.json:
         document = {
             "plan_id": plan.plan_id,
@@ -237,7 +219,7 @@ def _frontier(arguments: argparse.Namespace) -> None:
     from zbv_solver.frontiers.by_stages import baseline_points, frontier_points, point_json
     from zbv_solver.problem.layered_problem import LayeredProblem
 
-    problem = read_question(arguments.problem)
+    problem = load_problem(arguments.problem)
     if isinstance(problem, LayeredProblem):
         _frontier_of_layers(problem, arguments)
         return
@@ -268,7 +250,7 @@ def _frontier_of_layers(problem: LayeredProblem, arguments: argparse.Namespace) 
 
 def _export(arguments: argparse.Namespace) -> None:
     from zbv_solver.export import export
-    from zbv_solver.plans.plan import parse_orders, parse_plan, parse_plan_document
+    from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
     from zbv_solver.search.search import make_plan
     from zbv_solver.verify.verifier import verify
 
@@ -285,8 +267,9 @@ def _export(arguments: argparse.Namespace) -> None:
 def _refit(arguments: argparse.Namespace) -> None:
     from zbv_solver.measure.rank_trace import parse_rank_trace
     from zbv_solver.measure.refit import largest_change, refit
-    from zbv_solver.plans.plan import identity, parse_orders, parse_plan_document
-    from zbv_solver.problem.stage_document import problem_json
+    from zbv_solver.plans.plan import identity
+    from zbv_solver.plans.reading import parse_orders, parse_plan_document
+    from zbv_solver.problem.writing import problem_json
 
     problem, orders = parse_orders(parse_plan_document(read_json(arguments.plan)))
     plan_id = identity(problem_json(problem), orders.all_text())
@@ -295,10 +278,10 @@ def _refit(arguments: argparse.Namespace) -> None:
         try:
             trace = parse_rank_trace(read_json(path))
         except InvalidInput as error:
-            raise error.below(shown(path)) from None
+            raise error.below(file_label(path)) from None
         if trace.plan_id != plan_id:
             raise InvalidInput.at(
-                shown(path), f"was measured with plan {trace.plan_id[:12]}, not with {plan_id[:12]}."
+                file_label(path), f"was measured with plan {trace.plan_id[:12]}, not with {plan_id[:12]}."
             )
         traces.append(trace)
     measured = refit(problem, traces)
@@ -313,46 +296,6 @@ def _estimate(arguments: argparse.Namespace) -> None:
     from zbv_solver.commands.estimate import run
 
     run(arguments)
-
-
-def _bench(arguments: argparse.Namespace) -> None:
-    if arguments.speed:
-        from benchmarks.planner.speed import speed_table
-
-        sys.stdout.write(speed_table())
-        return
-    if arguments.layers:
-        from benchmarks.planner.partitioning import cut_table, recompute_table
-        from zbv_solver.search.search import SearchOptions
-
-        options = SearchOptions(arguments.effort, arguments.time_limit, arguments.seed)
-        cut_table(options, sys.stdout.write)
-        recompute_table(options, sys.stdout.write)
-        return
-    if not arguments.instances:
-        raise InvalidInput.at("", "found no benchmark file; name one or more, as benchmarks/public.json.")
-    from benchmarks.planner.report import report_json
-    from benchmarks.planner.run import bench
-    from benchmarks.planner.suite import parse_suite, select
-    from zbv_solver.search.search import SearchOptions
-
-    options = SearchOptions(
-        effort=arguments.effort,
-        time_limit=arguments.time_limit,
-        seed=arguments.seed,
-        workers=arguments.workers,
-        without=tuple(arguments.without),
-    )
-    suites = [parse_suite(read_json(path), shown(path)) for path in arguments.instances]
-    instances = select(suites, arguments.only)
-    # With the document on standard output, the table is what accompanies it.
-    out = sys.stderr if arguments.json == "-" else sys.stdout
-    with nullcontext() if arguments.json is None else output(arguments.json) as write_report:
-        report = bench(instances, options, ablate=arguments.ablate, out=out, spinner=spinner)
-        if write_report is not None:
-            write_report(json.dumps(report_json(report), indent=1, allow_nan=False) + "\n")
-    if report.interrupted:
-        raise KeyboardInterrupt
 
 
 def _summarise(plan: Plan, path: str) -> None:

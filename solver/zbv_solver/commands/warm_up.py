@@ -11,8 +11,7 @@ import sys
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from zbv_solver.problem.reading import parse_question
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
 
 
 def main() -> int:
@@ -36,7 +35,7 @@ def main() -> int:
         layer = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 9}
         for placement in ("v", "loop"):
             layered = {"pp_degree": 2, "microbatches": 2, "placement": placement, "layers": [layer]}
-            search(parse_question(layered), SearchOptions("quick"))
+            search(parse_any_problem(layered), SearchOptions("quick"))
     return 0
 
 

@@ -6,30 +6,29 @@ costs more than the work (measured: 5 us against 0.2 us per action, and five tim
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from zbv_solver.construct.tables import FloatArray, IntArray, Tables
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.problem import F, I, W
 
 CLOCK, HELD, IDLE, FIRST = range(4)
 """Columns of ``Board.level``."""
-HEAD, TAIL = range(2)
+FRONT, BACK = range(2)
 """Columns of ``Board.ends``."""
 
 
-@dataclass(frozen=True, eq=False)
-class Board:
+class Board(NamedTuple):
     """What has been placed so far; kernels write into these arrays.
 
     Attributes
     ----------
     level
         (p, 4): end of the last action, memory held, idle time since the first start, that start.
-    count
-        (2S,): actions placed of every chain row.
+    placed
+        (2S,): number of actions placed at every position of the chain.
     end
         (2S, m): their ends.
     queue, ends
@@ -41,7 +40,7 @@ class Board:
     """
 
     level: FloatArray
-    count: IntArray
+    placed: IntArray
     end: FloatArray
     queue: IntArray
     ends: IntArray
@@ -52,11 +51,11 @@ class Board:
     @classmethod
     def of(cls, tables: Tables, halt: IntArray | None = None) -> Board:
         """A board for a problem; it can be used again and again."""
-        p, chunks, m, rows = tables.pp_degree, tables.chunks, tables.microbatches, len(tables.lag)
+        p, chunks, m, positions = tables.pp_degree, tables.chunks, tables.microbatches, len(tables.latency)
         return cls(
             level=np.zeros((p, 4)),
-            count=np.zeros(rows, np.int64),
-            end=np.zeros((rows, m)),
+            placed=np.zeros(positions, np.int64),
+            end=np.zeros((positions, m)),
             queue=np.zeros((p, chunks * m), np.int8),
             ends=np.zeros((p, 2), np.int64),
             code=np.zeros((p, 3 * chunks * m), np.int8),
@@ -66,8 +65,8 @@ class Board:
 
     def is_complete(self, tables: Tables) -> bool:
         """Whether every stage has all of its backwards, and no W waits."""
-        no_weight_waits = np.array_equal(self.ends[:, HEAD], self.ends[:, TAIL])
-        return bool(no_weight_waits and self.count.min() == tables.microbatches)
+        no_weight_waits = np.array_equal(self.ends[:, FRONT], self.ends[:, BACK])
+        return bool(no_weight_waits and self.placed.min() == tables.microbatches)
 
     @property
     def makespan(self) -> float:
@@ -81,131 +80,93 @@ class Board:
 
 
 @compiled
-def clear(
-    static: FloatArray, level: FloatArray, count: IntArray, ends: IntArray, length: IntArray
-) -> None:  # pragma: no cover - compiled
-    """Take everything off the board."""
-    count[:] = 0
-    ends[:] = 0
-    length[:] = 0
-    level[:] = 0.0
-    level[:, HELD] = static
+def clear(tables: Tables, board: Board) -> None:  # pragma: no cover - compiled
+    """Remove everything from the board."""
+    board.placed[:] = 0
+    board.ends[:] = 0
+    board.length[:] = 0
+    board.level[:] = 0.0
+    board.level[:, HELD] = tables.static
 
 
-@compiled
+@compiled_leaf
 def place(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    level: FloatArray,
-    count: IntArray,
-    end: FloatArray,
-    queue: IntArray,
-    ends: IntArray,
-    code: IntArray,
-    length: IntArray,
-    rank: int,
-    action: int,
-    ready: float,
+    tables: Tables, board: Board, rank: int, action: int, ready: float
 ) -> None:  # pragma: no cover - compiled
-    """Lay the next action of a code, no earlier than ``ready``; a W is taken off the queue."""
-    at = length[rank]
+    """Place the next action of a code, no earlier than ``ready``; a W leaves the queue."""
+    level, at = board.level, board.length[rank]
     start = max(level[rank, CLOCK], ready)
     if at == 0:
         level[rank, FIRST] = start
     else:
         level[rank, IDLE] += start - level[rank, CLOCK]
-    finish = start + duration[rank, action]
+    finish = start + tables.duration[rank, action]
     level[rank, CLOCK] = finish
-    level[rank, HELD] += delta[rank, action]
-    code[rank, at] = action
-    length[rank] = at + 1
+    level[rank, HELD] += tables.delta[rank, action]
+    board.code[rank, at] = action
+    board.length[rank] = at + 1
     letter = action & 3
     if letter == W:
-        ends[rank, HEAD] += 1
+        board.ends[rank, FRONT] += 1
         return
-    here = row[rank, action]
-    end[here, count[here]] = finish
-    count[here] += 1
+    position = tables.position[rank, action]
+    board.end[position, board.placed[position]] = finish
+    board.placed[position] += 1
     if letter == I:
-        queue[rank, ends[rank, TAIL]] = action >> 2
-        ends[rank, TAIL] += 1
+        board.queue[rank, board.ends[rank, BACK]] = action >> 2
+        board.ends[rank, BACK] += 1
 
 
-@compiled
-def arrival(
-    row: IntArray, lag: FloatArray, count: IntArray, end: FloatArray, rank: int, action: int
-) -> float:  # pragma: no cover - compiled
+@compiled_leaf
+def arrival(tables: Tables, board: Board, rank: int, action: int) -> float:  # pragma: no cover - compiled
     """When the input of the next F or backward of a code arrives; inf while unknown or none is left."""
-    here = row[rank, action]
-    k = count[here]
-    if k >= end.shape[1] or (here > 0 and k >= count[here - 1]):
+    position = tables.position[rank, action]
+    k = board.placed[position]
+    if k >= board.end.shape[1] or (position > 0 and k >= board.placed[position - 1]):
         return np.inf
-    if here == 0:
+    if position == 0:
         return 0.0
-    return float(end[here - 1, k] + lag[here])
+    return float(board.end[position - 1, k] + tables.latency[position])
 
 
-@compiled
+@compiled_leaf
 def admits_forward(
-    row: IntArray,
-    delta: FloatArray,
-    limit: FloatArray,
-    level: FloatArray,
-    count: IntArray,
-    rank: int,
-    chunk: int,
+    tables: Tables, board: Board, rank: int, chunk: int
 ) -> bool:  # pragma: no cover - compiled
-    """Whether memory allows the next F of a chunk now without risking a deadlock.
+    """Whether the next F of a chunk fits memory now, without risking a deadlock.
 
-    The forwards of a microbatch are given back only after its last one, so a forward is admitted while
-    room stays for those that follow it on this rank, or while an older microbatch has all of its own and
-    will give back as much.
+    A microbatch releases its forwards' memory only after its last forward. So a forward is admitted if the
+    forwards that follow it on this rank fit too, or if an older microbatch has finished all of its forwards
+    here: that one can run its backwards and will release as much.
     """
-    chunks = row.shape[1] // 4
+    position, delta, limit = tables.position, tables.delta, tables.limit[rank]
+    chunks, held = position.shape[1] // 4, board.level[rank, HELD]
     following = 0.0
     for later in range(chunk, chunks):
         following += delta[rank, 4 * later + F]
-    if level[rank, HELD] + following <= limit[rank]:
+    if held + following <= limit:
         return True
-    fits = level[rank, HELD] + delta[rank, 4 * chunk + F] <= limit[rank]
-    return bool(fits and count[row[rank, 4 * (chunks - 1) + F]] > count[row[rank, I]])
+    fits = held + delta[rank, 4 * chunk + F] <= limit
+    innermost, backward = position[rank, 4 * (chunks - 1) + F], position[rank, I]
+    return bool(fits and board.placed[innermost] > board.placed[backward])
 
 
 @compiled
 def replay(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    lag: FloatArray,
-    static: FloatArray,
-    codes: IntArray,
-    until: IntArray,
-    level: FloatArray,
-    count: IntArray,
-    end: FloatArray,
-    queue: IntArray,
-    ends: IntArray,
-    code: IntArray,
-    length: IntArray,
+    tables: Tables, board: Board, codes: IntArray, until: IntArray
 ) -> None:  # pragma: no cover - compiled
-    """Lay the first ``until[rank]`` actions of ``codes`` on an empty board, at earliest start."""
-    clear(static, level, count, ends, length)
+    """Place the first ``until[rank]`` actions of ``codes`` on an empty board, at earliest start."""
+    clear(tables, board)
     progress = True
     while progress:
         progress = False
         for rank in range(len(until)):
-            while length[rank] < until[rank]:
-                action = codes[rank, length[rank]]
-                ready = level[rank, CLOCK]
-                if row[rank, action] >= 0:
-                    ready = arrival(row, lag, count, end, rank, action)
+            while board.length[rank] < until[rank]:
+                action = codes[rank, board.length[rank]]
+                ready = board.level[rank, CLOCK]
+                if tables.position[rank, action] >= 0:
+                    ready = arrival(tables, board, rank, action)
                     if ready == np.inf:
                         break
-                # fmt: off
-                place(
-                    row, duration, delta, level, count, end, queue, ends, code, length,
-                    rank, action, ready,
-                )
-                # fmt: on
+                place(tables, board, rank, action, ready)
                 progress = True

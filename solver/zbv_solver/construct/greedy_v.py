@@ -9,19 +9,19 @@ the published searches take averages. It may fail under tight limits; :mod:`.lis
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import (
+    BACK,
     CLOCK,
-    HEAD,
+    FRONT,
     HELD,
     IDLE,
-    TAIL,
     Board,
     admits_forward,
     arrival,
@@ -30,7 +30,7 @@ from zbv_solver.construct.board import (
 )
 from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.tables import FloatArray, IntArray, Tables, make_tables
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
 MAX_RERUNS = 8
@@ -38,9 +38,8 @@ CHUNKS = 2
 """The V gives every rank two."""
 
 
-@dataclass(frozen=True, eq=False)
-class GreedyParameters:
-    """What the greedy can be told.
+class GreedyParameters(NamedTuple):
+    """The parameters of one pass of the greedy.
 
     Attributes
     ----------
@@ -95,28 +94,7 @@ class GreedyV:
     def lay(self, parameters: GreedyParameters) -> bool:
         """Fill the board; whether all actions found a place."""
         tables, board = self.tables, self.board
-        _lay(
-            tables.row,
-            tables.duration,
-            tables.delta,
-            tables.lag,
-            tables.static,
-            tables.limit,
-            tables.fuse,
-            parameters.fill_forward,
-            parameters.fill_backward,
-            parameters.surplus,
-            parameters.allowance,
-            parameters.warm_up_limit,
-            board.level,
-            board.count,
-            board.end,
-            board.queue,
-            board.ends,
-            board.code,
-            board.length,
-            board.halt,
-        )
+        _lay(tables, board, parameters)
         return board.is_complete(tables)
 
     def attempt(self, method: str) -> Attempt:
@@ -144,7 +122,7 @@ def get_v_schedule(problem: Problem) -> Iterator[Attempt]:
 def with_mean_costs(tables: Tables) -> Tables:
     """The tables with every letter's duration averaged over the stages."""
     letters = tables.duration.reshape(-1, 4).mean(axis=0)
-    return replace(tables, duration=np.tile(letters, (tables.pp_degree, tables.chunks)))
+    return tables._replace(duration=np.tile(letters, (tables.pp_degree, tables.chunks)))
 
 
 def _with_reruns(greedy: GreedyV, parameters: GreedyParameters) -> Iterator[GreedyParameters]:
@@ -157,142 +135,85 @@ def _with_reruns(greedy: GreedyV, parameters: GreedyParameters) -> Iterator[Gree
             return
         smallest = float(excess.max())
         yield parameters
-        parameters = replace(parameters, allowance=excess.max() - excess)
+        parameters = parameters._replace(allowance=excess.max() - excess)
 
 
 @compiled
-def _lay(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    lag: FloatArray,
-    static: FloatArray,
-    limit: FloatArray,
-    fuse: NDArray[np.bool_],
-    fill_forward: bool,
-    fill_backward: bool,
-    surplus: FloatArray,
-    allowance: FloatArray,
-    warm_up_limit: FloatArray,
-    level: FloatArray,
-    count: IntArray,
-    end: FloatArray,
-    queue: IntArray,
-    ends: IntArray,
-    code: IntArray,
-    length: IntArray,
-    halt: IntArray,
-) -> None:  # pragma: no cover - compiled
-    """One pass of the greedy: warm-up, rounds of one backward and one forward a rank, the W's left over."""
-    p = row.shape[0]
-    clear(static, level, count, ends, length)
-    # fmt: off
-    _warm_up(
-        row, duration, delta, lag, limit, warm_up_limit, level, count, end, queue, ends, code, length
-    )
-    # fmt: on
+def _lay(tables: Tables, board: Board, parameters: GreedyParameters) -> None:  # pragma: no cover - compiled
+    """One pass: the warm-up, rounds of one backward and one forward per rank, and the remaining W's."""
+    p, ends, idle = len(tables.position), board.ends, board.level[:, IDLE]
+    clear(tables, board)
+    _warm_up(tables, board, parameters.warm_up_limit)
     wanted = np.empty(p, np.int64)
     worst = 0.0  # largest idle time beyond its surplus that any rank has so far
     progress = True
-    while progress and not halt[0]:
+    while progress and not board.halt[0]:
         progress = False
         for rank in range(p):
-            wanted[rank] = _backward_chunk(row, count, end.shape[1], rank)
+            wanted[rank] = _backward_chunk(tables, board, rank)
         for turn in range(3 * p):
             chunk = turn // p
             rank = p - 1 - turn if chunk == 0 else turn % p
             if chunk < CHUNKS:
                 if wanted[rank] != chunk:
                     continue
-                action, fill = 4 * chunk + I, chunk == 0 or fill_backward
+                action, fill = 4 * chunk + I, chunk == 0 or parameters.fill_backward
             else:
-                action, fill = _forward_action(row, lag, count, end, rank), fill_forward
+                action, fill = _forward_action(tables, board, rank), parameters.fill_forward
                 if action < 0:
                     continue
-            slack = surplus[rank] + max(worst, allowance[rank]) - level[rank, IDLE]
-            # fmt: off
-            progress |= _fill_and_place(
-                row, duration, delta, lag, limit, fuse, level, count, end, queue, ends, code, length,
-                rank, action, slack, fill,
-            )
-            # fmt: on
-            worst = max(worst, level[rank, IDLE] - surplus[rank])
+            slack = parameters.surplus[rank] + max(worst, parameters.allowance[rank]) - idle[rank]
+            progress |= _fill_and_place(tables, board, rank, action, slack, fill)
+            worst = max(worst, idle[rank] - parameters.surplus[rank])
     for rank in range(p):
-        while ends[rank, HEAD] < ends[rank, TAIL]:
-            # fmt: off
-            _place_weight(row, duration, delta, level, count, end, queue, ends, code, length, rank)
-            # fmt: on
+        while ends[rank, FRONT] < ends[rank, BACK]:
+            _place_weight(tables, board, rank)
 
 
-@compiled
-def _warm_up(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    lag: FloatArray,
-    limit: FloatArray,
-    warm_up_limit: FloatArray,
-    level: FloatArray,
-    count: IntArray,
-    end: FloatArray,
-    queue: IntArray,
-    ends: IntArray,
-    code: IntArray,
-    length: IntArray,
-) -> None:  # pragma: no cover - compiled
+@compiled_leaf
+def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  # pragma: no cover - compiled
     """Forwards until the first backward: down the V, back up with more forwards while memory allows."""
-    p, m = row.shape[0], end.shape[1]
-    # fmt: off
+    position, placed, level = tables.position, board.placed, board.level
+    p, m = len(position), board.end.shape[1]
     for rank in range(p):
-        _try_forward(
-            row, duration, delta, lag, limit, level, count, end, queue, ends, code, length, rank, 0
-        )
+        _try_forward(tables, board, rank, 0)
     for rank in range(p - 1, -1, -1):
-        ready = arrival(row, lag, count, end, rank, 4 + F)
-        placed = True
+        ready = arrival(tables, board, rank, 4 + F)
+        progress = True
         while (
-            placed
-            and count[row[rank, F]] < m
-            and level[rank, CLOCK] + duration[rank, F] <= ready
-            and _has_reserve(delta, warm_up_limit, level, rank)
+            progress
+            and placed[position[rank, F]] < m
+            and level[rank, CLOCK] + tables.duration[rank, F] <= ready
+            and _has_reserve(tables.delta, warm_up_limit, level, rank)
         ):
-            placed = False
+            progress = False
             for upstream in range(rank + 1):
-                placed |= _try_forward(
-                    row, duration, delta, lag, limit, level, count, end, queue, ends, code, length,
-                    upstream, 0,
-                )
-        _try_forward(
-            row, duration, delta, lag, limit, level, count, end, queue, ends, code, length, rank, 1
-        )
+                progress |= _try_forward(tables, board, upstream, 0)
+        _try_forward(tables, board, rank, 1)
     chunk = 0
     for rank in range(1, p):
         stalled = 0
         while stalled < CHUNKS and (
-            _forwards(row, count, rank) < _forwards(row, count, rank - 1)
-            or count[row[rank, 4 + F]] <= count[row[rank - 1, 4 + F]]
+            _forwards(position, placed, rank) < _forwards(position, placed, rank - 1)
+            or placed[position[rank, 4 + F]] <= placed[position[rank - 1, 4 + F]]
         ):
-            placed = False
+            progress = False
             for later in range(p - 1, rank - 1, -1):
-                placed |= _try_forward(
-                    row, duration, delta, lag, limit, level, count, end, queue, ends, code, length,
-                    later, chunk,
-                )
-            stalled = 0 if placed else stalled + 1
+                progress |= _try_forward(tables, board, later, chunk)
+            stalled = 0 if progress else stalled + 1
             chunk = 1 - chunk
-    # fmt: on
 
 
-@compiled
-def _forwards(row: IntArray, count: IntArray, rank: int) -> int:  # pragma: no cover - compiled
-    return int(count[row[rank, F]] + count[row[rank, 4 + F]])
+@compiled_leaf
+def _forwards(position: IntArray, placed: IntArray, rank: int) -> int:  # pragma: no cover - compiled
+    return int(placed[position[rank, F]] + placed[position[rank, 4 + F]])
 
 
-@compiled
+@compiled_leaf
 def _has_reserve(
     delta: FloatArray, warm_up_limit: FloatArray, level: FloatArray, rank: int
 ) -> bool:  # pragma: no cover - compiled
-    """Whether ranks 0 to ``rank`` keep room for the forwards that precede their first backward."""
+    """Whether ranks 0 to ``rank`` keep memory for the forwards that precede their first backward."""
     for upstream in range(rank + 1):
         pair = delta[upstream, F] + delta[upstream, 4 + F]
         if level[upstream, HELD] + (rank + 1) * pair > warm_up_limit[upstream]:
@@ -300,129 +221,80 @@ def _has_reserve(
     return True
 
 
-@compiled
-def _try_forward(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    lag: FloatArray,
-    limit: FloatArray,
-    level: FloatArray,
-    count: IntArray,
-    end: FloatArray,
-    queue: IntArray,
-    ends: IntArray,
-    code: IntArray,
-    length: IntArray,
-    rank: int,
-    chunk: int,
-) -> bool:  # pragma: no cover - compiled
-    ready = arrival(row, lag, count, end, rank, 4 * chunk + F)
-    if ready == np.inf or not admits_forward(row, delta, limit, level, count, rank, chunk):
+@compiled_leaf
+def _try_forward(tables: Tables, board: Board, rank: int, chunk: int) -> bool:  # pragma: no cover - compiled
+    """Place the next F of a chunk if its input has a known arrival and memory admits it."""
+    ready = arrival(tables, board, rank, 4 * chunk + F)
+    if ready == np.inf or not admits_forward(tables, board, rank, chunk):
         return False
-    # fmt: off
-    place(
-        row, duration, delta, level, count, end, queue, ends, code, length, rank, 4 * chunk + F, ready
-    )
-    # fmt: on
+    place(tables, board, rank, 4 * chunk + F, ready)
     return True
 
 
-@compiled
-def _backward_chunk(row: IntArray, count: IntArray, m: int, rank: int) -> int:  # pragma: no cover - compiled
-    """The chunk of this round's backward of a rank.
+@compiled_leaf
+def _backward_chunk(tables: Tables, board: Board, rank: int) -> int:  # pragma: no cover - compiled
+    """The chunk of this round's backward on a rank.
 
     Chunk 0 (the second half of a microbatch's way back) as soon as its input is there.
     """
-    early, late = count[row[rank, 4 + I]], count[row[rank, I]]
+    position, placed = tables.position, board.placed
+    early, late = placed[position[rank, 4 + I]], placed[position[rank, I]]
     if late >= early:
         return 1
-    if rank == row.shape[0] - 1 or early >= m or count[row[rank, I] - 1] > late:
+    if rank == len(position) - 1 or early >= board.end.shape[1] or placed[position[rank, I] - 1] > late:
         return 0
     return 1
 
 
-@compiled
-def _forward_action(
-    row: IntArray, lag: FloatArray, count: IntArray, end: FloatArray, rank: int
-) -> int:  # pragma: no cover - compiled
-    """This round's forward of a rank as a code, or -1: the second chunk as soon as its input is there."""
-    down, up = count[row[rank, F]], count[row[rank, 4 + F]]
-    if up < down and arrival(row, lag, count, end, rank, 4 + F) < np.inf:
+@compiled_leaf
+def _forward_action(tables: Tables, board: Board, rank: int) -> int:  # pragma: no cover - compiled
+    """The code of this round's forward on a rank, or -1: the second chunk as soon as its input is there."""
+    down, up = board.placed[tables.position[rank, F]], board.placed[tables.position[rank, 4 + F]]
+    if up < down and arrival(tables, board, rank, 4 + F) < np.inf:
         return 4 + F
-    if arrival(row, lag, count, end, rank, F) < np.inf:
+    if arrival(tables, board, rank, F) < np.inf:
         return F
     return -1
 
 
-@compiled
-def _place_weight(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    level: FloatArray,
-    count: IntArray,
-    end: FloatArray,
-    queue: IntArray,
-    ends: IntArray,
-    code: IntArray,
-    length: IntArray,
-    rank: int,
-) -> None:  # pragma: no cover - compiled
-    """Lay the oldest waiting W of a rank."""
-    weight = 4 * queue[rank, ends[rank, HEAD]] + W
-    clock = level[rank, CLOCK]
-    place(row, duration, delta, level, count, end, queue, ends, code, length, rank, weight, clock)
+@compiled_leaf
+def _place_weight(tables: Tables, board: Board, rank: int) -> None:  # pragma: no cover - compiled
+    """Place the oldest waiting W of a rank."""
+    weight = 4 * board.queue[rank, board.ends[rank, FRONT]] + W
+    place(tables, board, rank, weight, board.level[rank, CLOCK])
 
 
-@compiled
+@compiled_leaf
 def _fill_and_place(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    lag: FloatArray,
-    limit: FloatArray,
-    fuse: NDArray[np.bool_],
-    level: FloatArray,
-    count: IntArray,
-    end: FloatArray,
-    queue: IntArray,
-    ends: IntArray,
-    code: IntArray,
-    length: IntArray,
-    rank: int,
-    action: int,
-    slack: float,
-    fill: bool,
+    tables: Tables, board: Board, rank: int, action: int, slack: float, fill: bool
 ) -> bool:  # pragma: no cover - compiled
-    """Put W's into the hole before an F or I, make room in memory, then place it if it can be placed."""
-    ready = arrival(row, lag, count, end, rank, action)
+    """Fill the hole before an F or I with W's, free memory with more W's, then place it if possible."""
+    ready = arrival(tables, board, rank, action)
     if ready == np.inf:
         return False
-    chunk = action >> 2
-    # fmt: off
-    while ends[rank, HEAD] < ends[rank, TAIL]:
-        weight = 4 * queue[rank, ends[rank, HEAD]] + W
-        fits = level[rank, CLOCK] + duration[rank, weight] <= ready
+    chunk, limit = action >> 2, tables.limit[rank]
+    level, ends = board.level, board.ends
+    while ends[rank, FRONT] < ends[rank, BACK]:
+        weight = 4 * board.queue[rank, ends[rank, FRONT]] + W
+        fits = level[rank, CLOCK] + tables.duration[rank, weight] <= ready
         overfills = fill and ready - level[rank, CLOCK] > slack
         if not fits and not overfills:
             break
-        _place_weight(row, duration, delta, level, count, end, queue, ends, code, length, rank)
+        _place_weight(tables, board, rank)
         if not fits:
             break
     if action & 3 == F:
-        while not admits_forward(row, delta, limit, level, count, rank, chunk):
-            if ends[rank, HEAD] == ends[rank, TAIL]:
+        while not admits_forward(tables, board, rank, chunk):
+            if ends[rank, FRONT] == ends[rank, BACK]:
                 return False
-            _place_weight(row, duration, delta, level, count, end, queue, ends, code, length, rank)
-    elif fuse[rank, chunk]:
+            _place_weight(tables, board, rank)
+    elif tables.fuse[rank, chunk]:
         action = 4 * chunk + B
     else:
-        grows = max(0.0, delta[rank, action])
-        while level[rank, HELD] + grows > limit[rank] and ends[rank, HEAD] < ends[rank, TAIL]:
-            _place_weight(row, duration, delta, level, count, end, queue, ends, code, length, rank)
-        if level[rank, HELD] + grows > limit[rank]:
+        grows = max(0.0, tables.delta[rank, action])
+        while level[rank, HELD] + grows > limit and ends[rank, FRONT] < ends[rank, BACK]:
+            _place_weight(tables, board, rank)
+        if level[rank, HELD] + grows > limit:
             action = 4 * chunk + B
-    place(row, duration, delta, level, count, end, queue, ends, code, length, rank, action, ready)
-    # fmt: on
+    place(tables, board, rank, action, ready)
     return True

@@ -8,16 +8,16 @@ filling memory greedily hurts. Where the structured greedy fails for lack of mem
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.board import CLOCK, FIRST, HEAD, HELD, IDLE, TAIL, Board, replay
+from zbv_solver.construct.board import BACK, CLOCK, FIRST, FRONT, HELD, IDLE, Board, replay
 from zbv_solver.construct.fusing import fuse_options
-from zbv_solver.construct.tables import FloatArray, IntArray, make_tables
+from zbv_solver.construct.tables import FloatArray, IntArray, Tables, make_tables
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I, Problem, W
@@ -29,8 +29,7 @@ POLL_EVERY = 4096
 """Actions between two looks at the halt flag."""
 
 
-@dataclass(frozen=True, eq=False)
-class Rule:
+class Rule(NamedTuple):
     """A priority rule; smaller priorities go first.
 
     Attributes
@@ -52,10 +51,6 @@ class Rule:
     cap: IntArray
     patience: FloatArray
 
-    def __post_init__(self) -> None:
-        for array in (self.priority, self.target, self.cap, self.patience):
-            array.flags.writeable = False
-
 
 class ListScheduler:
     """Lays orders of one problem by rules, on one board that is used again and again."""
@@ -64,6 +59,7 @@ class ListScheduler:
         self.problem = problem
         self.tables = make_tables(problem, fuse)
         self.board = Board.of(self.tables, halt)
+        self.least_loads = self.tables.least_loads
         self.is_span = problem.objective == "span"
 
     def value(self, rule: Rule, most: float = np.inf, kept: tuple[IntArray, IntArray] | None = None) -> float:
@@ -79,46 +75,8 @@ class ListScheduler:
         """
         tables, board = self.tables, self.board
         codes, until = (board.code, np.zeros_like(board.length)) if kept is None else kept
-        replay(
-            tables.row,
-            tables.duration,
-            tables.delta,
-            tables.lag,
-            tables.static,
-            codes,
-            until,
-            board.level,
-            board.count,
-            board.end,
-            board.queue,
-            board.ends,
-            board.code,
-            board.length,
-        )
-        complete = _schedule(
-            tables.row,
-            tables.duration,
-            tables.delta,
-            tables.lag,
-            tables.host,
-            tables.limit,
-            tables.fuse,
-            tables.least_loads,
-            self.is_span,
-            most,
-            rule.priority,
-            rule.target,
-            rule.cap,
-            rule.patience,
-            board.level,
-            board.count,
-            board.end,
-            board.queue,
-            board.ends,
-            board.code,
-            board.length,
-            board.halt,
-        )
+        replay(tables, board, codes, until)
+        complete = _schedule(tables, board, rule, self.least_loads, self.is_span, most)
         if not complete:
             return float("inf")
         return board.span if self.is_span else board.makespan
@@ -200,28 +158,7 @@ def serial(problem: Problem) -> Attempt:
 
 @compiled
 def _schedule(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    lag: FloatArray,
-    host: IntArray,
-    limit: FloatArray,
-    fuse: NDArray[np.bool_],
-    loads: FloatArray,
-    is_span: bool,
-    most: float,
-    priority: FloatArray,
-    target: IntArray,
-    cap: IntArray,
-    patience: FloatArray,
-    level: FloatArray,
-    count: IntArray,
-    end: FloatArray,
-    queue: IntArray,
-    ends: IntArray,
-    code: IntArray,
-    length: IntArray,
-    halt: IntArray,
+    tables: Tables, board: Board, rule: Rule, least_loads: FloatArray, is_span: bool, most: float
 ) -> bool:  # pragma: no cover - compiled
     """Lay all actions that are left; False if none fits memory, if sure to exceed ``most``, or halted.
 
@@ -230,10 +167,21 @@ def _schedule(
     has placed an action or the input that it waits for is known, and the rank that starts first places its.
     Deciding and placing are written out: calls with so many arrays double the time.
     """
-    p, rows = row.shape[0], len(lag)
-    chunks, m = row.shape[1] // 4, end.shape[1]
-    slot, ready, flight, needs = _ready(row, delta, lag, count, end)
-    wishes, innermost = priority.reshape(-1), 4 * (chunks - 1)
+    position, duration, delta, latency = tables.position, tables.duration, tables.delta, tables.latency
+    level, placed, end, queue, ends = board.level, board.placed, board.end, board.queue, board.ends
+    host, limit, fuse, code, length, halt = (
+        tables.host,
+        tables.limit,
+        tables.fuse,
+        board.code,
+        board.length,
+        board.halt,
+    )
+    target, cap, patience = rule.target, rule.cap, rule.patience
+    p, positions = position.shape[0], len(latency)
+    chunks, m = position.shape[1] // 4, end.shape[1]
+    slot, ready, flight, needs = _ready(tables, board)
+    wishes, innermost = rule.priority.reshape(-1), 4 * (chunks - 1)
     leaves = 1
     while leaves < p:
         leaves *= 2
@@ -244,14 +192,14 @@ def _schedule(
         first[leaves + rank] = rank
     for node in range(leaves - 1, 0, -1):
         first[node] = first[2 * node]
-    placed, changed, other = 0, 0, NOTHING
+    actions, changed, other = 0, 0, NOTHING
     while True:
         # Decide again: at first for all ranks, then for the one that placed and the one that waits for it.
         while changed < p:
             one, clock, held, room = changed, level[changed, CLOCK], level[changed, HELD], limit[changed]
-            begun, ended = count[row[one, F]], count[row[one, I]]
-            phase = 2 if begun >= m else (1 if count[row[one, innermost + I]] > 0 else 0)
-            completes = count[row[one, innermost + F]] > ended
+            begun, ended = placed[position[one, F]], placed[position[one, I]]
+            phase = 2 if begun >= m else (1 if placed[position[one, innermost + I]] > 0 else 0)
+            completes = placed[position[one, innermost + F]] > ended
             kinds = (one * PHASES + phase) * 3 * chunks
             best, best_start, best_wish = NOTHING, np.inf, np.inf
             blocked = False
@@ -278,8 +226,8 @@ def _schedule(
                     if begin < best_start or (begin == best_start and wish < best_wish):
                         best, best_start, best_wish = 4 * chunk + letter, begin, wish
             start[one] = best_start
-            if ends[one, HEAD] < ends[one, TAIL]:
-                weight = 4 * queue[one, ends[one, HEAD]] + W
+            if ends[one, FRONT] < ends[one, BACK]:
+                weight = 4 * queue[one, ends[one, FRONT]] + W
                 overlap = clock + duration[one, weight] - best_start
                 fills = best_start > clock and overlap <= patience[one, phase] * duration[one, weight]
                 if fills or (blocked and (best_start > clock or best & 3 == B)):
@@ -290,7 +238,7 @@ def _schedule(
                 left, right = first[2 * node], first[2 * node + 1]
                 first[node] = left if start[left] <= start[right] else right
                 node >>= 1
-            if placed == 0:
+            if actions == 0:
                 changed += 1
             else:
                 changed, other = (other, p) if other >= 0 else (p, p)
@@ -305,7 +253,7 @@ def _schedule(
         else:
             level[rank, IDLE] += begin - level[rank, CLOCK]
         before = 0.0 if is_span else level[rank, FIRST]
-        if before + level[rank, IDLE] + loads[rank] > most:
+        if before + level[rank, IDLE] + least_loads[rank] > most:
             return False
         clock = begin + duration[rank, action]
         level[rank, CLOCK] = clock
@@ -315,48 +263,48 @@ def _schedule(
         changed, other = rank, p
         letter = action & 3
         if letter == W:
-            ends[rank, HEAD] += 1
+            ends[rank, FRONT] += 1
         else:
             if letter == I:
-                queue[rank, ends[rank, TAIL]] = action >> 2
-                ends[rank, TAIL] += 1
-            here = row[rank, action]
-            k = count[here]
+                queue[rank, ends[rank, BACK]] = action >> 2
+                ends[rank, BACK] += 1
+            here = position[rank, action]
+            k = placed[here]
             end[here, k] = clock
-            count[here] = k + 1
+            placed[here] = k + 1
             flight[rank * chunks + (action >> 2)] += 1 if letter == F else -1
             if here == 0:
                 ready[slot[here]] = 0.0 if k + 1 < m else np.inf
             else:
-                known = k + 1 < count[here - 1]
-                ready[slot[here]] = end[here - 1, k + 1] + lag[here] if known else np.inf
-            if here + 1 < rows and count[here + 1] == k:
-                arrival = clock + lag[here + 1]
+                known = k + 1 < placed[here - 1]
+                ready[slot[here]] = end[here - 1, k + 1] + latency[here] if known else np.inf
+            if here + 1 < positions and placed[here + 1] == k:
+                arrival = clock + latency[here + 1]
                 ready[slot[here + 1]] = arrival
                 waiting = host[here + 1]
                 # Unless that rank has an F or I to start at once, whatever can start later.
                 busy = start[waiting] == level[waiting, CLOCK] and chosen[waiting] & 3 <= I
                 if waiting != rank and not (busy and arrival > start[waiting]):
                     other = waiting
-        placed += 1
-        if placed % POLL_EVERY == 0 and halt[0]:
+        actions += 1
+        if actions % POLL_EVERY == 0 and halt[0]:
             return False
     for rank in range(p):
-        if ends[rank, HEAD] != ends[rank, TAIL]:
+        if ends[rank, FRONT] != ends[rank, BACK]:
             return False
-    return bool(count.min() == m)
+    return bool(placed.min() == m)
 
 
 @compiled
 def _ready(
-    row: IntArray, delta: FloatArray, lag: FloatArray, count: IntArray, end: FloatArray
+    tables: Tables, board: Board
 ) -> tuple[IntArray, FloatArray, IntArray, FloatArray]:  # pragma: no cover - compiled
     """What decisions look at, flat and by rank, so that a decision reads few and neighbouring numbers.
 
     Returns
     -------
     slot
-        (rows,) of a row's next action in ``ready``.
+        (positions,) of a position's next action in ``ready``.
     ready
         (p * 2 * chunks,) when the input of the next F of every chunk, then of its next backward, has arrived;
         inf while that is not known.
@@ -365,8 +313,10 @@ def _ready(
     needs
         (p * chunks,) memory that one F of the chunk and of every later one take.
     """
-    p, chunks, m = row.shape[0], row.shape[1] // 4, end.shape[1]
-    slot = np.zeros(len(lag), np.int64)
+    position, delta, latency = tables.position, tables.delta, tables.latency
+    placed, end = board.placed, board.end
+    p, chunks, m = position.shape[0], position.shape[1] // 4, end.shape[1]
+    slot = np.zeros(len(latency), np.int64)
     ready = np.full(p * 2 * chunks, np.inf)
     flight = np.zeros(p * chunks, np.int64)
     needs = np.zeros(p * chunks)
@@ -377,14 +327,14 @@ def _ready(
         for chunk in range(chunks):
             needs[rank * chunks + chunk] = following
             following -= delta[rank, 4 * chunk + F]
-            forward, back = row[rank, 4 * chunk + F], row[rank, 4 * chunk + I]
-            flight[rank * chunks + chunk] = count[forward] - count[back]
+            forward, back = position[rank, 4 * chunk + F], position[rank, 4 * chunk + I]
+            flight[rank * chunks + chunk] = placed[forward] - placed[back]
             slot[forward] = rank * 2 * chunks + chunk
             slot[back] = slot[forward] + chunks
-    for here in range(len(lag)):
-        k = count[here]
+    for here in range(len(latency)):
+        k = placed[here]
         if here == 0 and k < m:
             ready[slot[here]] = 0.0
-        elif here > 0 and k < count[here - 1]:
-            ready[slot[here]] = end[here - 1, k] + lag[here]
+        elif here > 0 and k < placed[here - 1]:
+            ready[slot[here]] = end[here - 1, k] + latency[here]
     return slot, ready, flight, needs

@@ -4,14 +4,14 @@ The code of an action is ``chunk * 4 + letter``. Microbatches of a stage and let
 which loses nothing (transfers are constant and memory counts, so microbatches are alike): the microbatch is
 implied by how many of its kind came before, and a rank's order is a row of int8.
 
-The forwards and backwards of the model form one chain of 2S *rows*: row s is F of stage s, row 2S-1-s its
-backward. Row q waits for row q-1, microbatch by microbatch; a W waits for its own backward only.
+The forwards and backwards of a microbatch form one chain of 2S *positions*: position s is F of stage s, and
+position 2S-1-s is its backward. Position q waits for position q-1 of the same microbatch. A W has no
+position: it waits for its own I only, and nothing waits for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,24 +22,23 @@ from zbv_solver.problem.problem import B, F, I, Problem, W
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
 
-NO_ROW = -1
-"""The row of a W, which no other rank waits for."""
+NO_POSITION = -1
+"""The position of a W."""
 
 
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """What kernels need to know of a problem.
+class Tables(NamedTuple):
+    """The numbers of a problem that compiled kernels read.
 
     Attributes
     ----------
-    row
-        (p, 4 * chunks) int64: the chain row of a code, ``NO_ROW`` for W.
+    position
+        (p, 4 * chunks) int64: the position of a code in the chain, ``NO_POSITION`` for W.
     duration, delta
         (p, 4 * chunks) float64: time, and change of the rank's memory.
-    lag
-        (2S,) float64: transfer from row q-1 to row q.
+    latency
+        (2S,) float64: transfer time from position q-1 to q.
     host
-        (2S,) int64: the rank of a row.
+        (2S,) int64: the rank of a position.
     static, limit
         (p,) float64; the tolerance for rounding is already added to the limit.
     fuse
@@ -48,10 +47,10 @@ class Tables:
         m.
     """
 
-    row: IntArray
+    position: IntArray
     duration: FloatArray
     delta: FloatArray
-    lag: FloatArray
+    latency: FloatArray
     host: IntArray
     static: FloatArray
     limit: FloatArray
@@ -61,12 +60,12 @@ class Tables:
     @property
     def pp_degree(self) -> int:
         """Number of ranks p."""
-        return len(self.row)
+        return len(self.position)
 
     @property
     def chunks(self) -> int:
         """Stages per rank."""
-        return int(self.row.shape[1]) // 4
+        return int(self.position.shape[1]) // 4
 
     @property
     def loads(self) -> FloatArray:
@@ -90,16 +89,16 @@ def make_tables(problem: Problem, fuse: NDArray[np.bool_] | None = None) -> Tabl
     arrays, n = problem.arrays, problem.n_stages
     stages = np.array(problem.placement.stages_of, dtype=np.int64)
     p, chunks = stages.shape
-    row = np.full((p, chunks, 4), NO_ROW, dtype=np.int64)
-    row[:, :, F] = stages
-    row[:, :, I] = row[:, :, B] = 2 * n - 1 - stages
+    position = np.full((p, chunks, 4), NO_POSITION, dtype=np.int64)
+    position[:, :, F] = stages
+    position[:, :, I] = position[:, :, B] = 2 * n - 1 - stages
     slack = SEARCH_MEMORY * np.where(np.isfinite(arrays.limit), np.abs(arrays.limit), 0.0)
     fused = np.zeros(n, dtype=np.bool_) if fuse is None else fuse
     return Tables(
-        row=row.reshape(p, 4 * chunks),
+        position=position.reshape(p, 4 * chunks),
         duration=_by_code(arrays.duration, stages),
         delta=_by_code(arrays.delta, stages),
-        lag=np.concatenate([[0.0], arrays.transfer, [0.0], arrays.transfer[::-1]]),
+        latency=np.concatenate([[0.0], arrays.transfer, [0.0], arrays.transfer[::-1]]),
         host=np.concatenate([arrays.rank_of, arrays.rank_of[::-1]]).astype(np.int64),
         static=arrays.static.copy(),
         limit=arrays.limit + slack,

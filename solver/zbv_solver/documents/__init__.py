@@ -1,1 +1,4 @@
-"""TODO: say what documents is for."""
+"""JSON documents in general: field types, error messages, canonical text, and files.
+
+This folder knows nothing about problems and plans; their documents are in `problem` and `plans`.
+"""

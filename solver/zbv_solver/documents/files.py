@@ -1,4 +1,4 @@
-"""Files that commands read and write; ``-`` stands for standard input or output."""
+"""Files: JSON documents are read whole, and outputs are replaced whole. ``-`` is standard input or output."""
 
 from __future__ import annotations
 
@@ -10,31 +10,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from zbv_solver.documents.text import decode_json
 from zbv_solver.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from zbv_solver.problem.layered_problem import LayeredProblem
-    from zbv_solver.problem.problem import Problem
 
 Write = Callable[[str], None]
 
 
-def read_question(path: str) -> Problem | LayeredProblem:
-    """The problem in a file, by stages or by layers still to be cut; raises :class:`InvalidInput`."""
-    from zbv_solver.problem.reading import parse_question
-
-    return parse_question(read_json(path))
-
-
-def read_json(path: str) -> Any:
-    """The JSON document in a file; raises :class:`InvalidInput` where it holds none."""
-    from zbv_solver.problem.stage_document import decode_json
-
-    name = shown(path)
+def read_json(path: str | Path) -> Any:
+    """Read a JSON document; raises :class:`InvalidInput` when the file is not JSON."""
+    name = file_label(path)
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
         return decode_json(text)
     except UnicodeDecodeError:
         raise InvalidInput.at("", f"{name} is not UTF-8 text; it must be a JSON document.") from None
@@ -46,28 +34,28 @@ def read_json(path: str) -> Any:
         raise InvalidInput.at("", f"{name} is nested too deeply to be a problem or a plan.") from None
 
 
-def shown(path: str) -> str:
-    """A file as messages name it."""
-    return "standard input" if path == "-" else path
+def file_label(path: str | Path) -> str:
+    """How messages name a file that is read."""
+    return "standard input" if str(path) == "-" else str(path)
 
 
 @contextmanager
 def output(path: str | Path, *, private: bool = False) -> Iterator[Write]:
-    """Open an output file before the work that fills it starts, and replace its content as a whole.
+    """Open an output file before the work that produces its content, and replace the file atomically.
 
-    The text goes to a file of another name in the same directory, which takes the output's name once it is
-    complete and on disk. So a path that cannot be written fails before the work, and whatever ends the work
-    (an error, Ctrl-C, a crash, a full disk) leaves an existing file as it was. Devices and pipes are written
-    to directly, as nothing can replace them.
+    The text is written to a temporary file in the same directory, which is renamed once it is complete and on
+    disk. A path that cannot be written therefore fails before the work starts, and an error, Ctrl-C, a crash
+    or a full disk leaves an existing file unchanged. Devices and pipes cannot be replaced, so they are
+    written directly.
 
     Parameters
     ----------
     private
-        Whether only the user may read the file, also where the file that it replaces had other readers.
+        Whether only the user may read the file, even if the replaced file had other readers.
 
     Yields
     ------
-    The function that writes the whole text; the last call counts.
+    The function that writes the whole text; each call replaces the text of the call before.
 
     Raises
     ------
@@ -78,7 +66,7 @@ def output(path: str | Path, *, private: bool = False) -> Iterator[Write]:
         yield _write_standard_output
         return
     given = Path(path)
-    # A symbolic link stays one. What /dev/fd/3 resolves to is no path.
+    # A symbolic link stays a link. /dev/fd/3 does not resolve to a path.
     target = given.resolve() if given.is_file() or not given.exists() else given
     try:
         partial = _reserve(target, 0o600 if private else 0o666)
@@ -92,7 +80,7 @@ def output(path: str | Path, *, private: bool = False) -> Iterator[Write]:
 
 
 def _reserve(target: Path, mode: int) -> Path | None:
-    """An empty file next to the target; None where the target must be written to directly."""
+    """Create an empty temporary file next to the target; None if the target must be written directly."""
     if target.exists():
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -106,7 +94,7 @@ def _reserve(target: Path, mode: int) -> Path | None:
 
 
 def write(path: str | Path, text: str) -> None:
-    """Write a text that is there already, as :func:`output` does."""
+    """Write a text atomically, as :func:`output` does."""
     with output(path) as write_text:
         write_text(text)
 
@@ -134,5 +122,5 @@ def _replace(target: Path, partial: Path | None, text: str, path: str | Path, *,
 
 
 def _named(error: OSError, path: str | Path) -> OSError:
-    """The same error, with the path that the user gave."""
+    """The same error with the path that the user gave."""
     return type(error)(error.errno, error.strerror, str(path))

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from zbv_solver.documents.validation import refusal
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.layer import MAX_LAYERS
-from zbv_solver.problem.problem import MAX_CELLS, MAX_PP_DEGREE, Objective
-from zbv_solver.problem.stage_document import refusal
+from zbv_solver.problem.limits import MAX_CELLS, MAX_LAYERS, MAX_PP_DEGREE
+from zbv_solver.problem.problem import Objective
 
 Size = Annotated[int, Field(strict=True, ge=1, le=100_000_000)]
 Flag = Annotated[bool, Field(strict=True)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from zbv_solver.documents.text import number
 from zbv_solver.estimate.config import EstimateConfig
 from zbv_solver.estimate.layers import LayerEstimate, Running, estimate_layers
-from zbv_solver.problem.stage_document import number
 
 BYTES_PER_MICROSECOND = 1e3
 """In a GB/s."""

@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from zbv_solver.documents.text import number
 from zbv_solver.export.palette import NAMES
 from zbv_solver.export.timeline import Timeline, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS
-from zbv_solver.problem.stage_document import number
 
 MICROSECONDS: dict[str, float] = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 """Microseconds in one time unit."""

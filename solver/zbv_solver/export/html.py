@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from markupsafe import Markup
 
-from zbv_solver import __version__
+from zbv_solver._version import __version__
 from zbv_solver.export import report
 from zbv_solver.export.timeline import timeline
 from zbv_solver.plans.plan import Plan

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from zbv_solver.documents.text import number
 from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import LETTERS, B, I, Problem, W
-from zbv_solver.problem.stage_document import number
 from zbv_solver.timing.start_times import earliest_times
 from zbv_solver.verify.verifier import verify_orders
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zbv_solver.documents.text import number
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, tightened
@@ -27,7 +28,6 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import number
 
 STEPS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 """Limits between the smallest and what 1F1B needs with nothing recomputed, as shares of what is between."""

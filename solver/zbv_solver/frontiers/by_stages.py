@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from zbv_solver.documents.text import number
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known, best_within, grid, tightened
 from zbv_solver.plans.certificate import certify, gap_of
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import number
 
 Search = Callable[[Problem], Plan]
 

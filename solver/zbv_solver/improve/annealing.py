@@ -10,24 +10,26 @@ during a round and are put where the exact span has them between rounds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from zbv_solver.construct.attempt import from_orders, to_orders
-from zbv_solver.construct.tables import FloatArray, IntArray, make_tables
+from zbv_solver.construct.tables import FloatArray, IntArray, Tables, make_tables
 from zbv_solver.improve.order_state import (
-    count_before,
+    State,
+    compute_all,
+    copy,
+    count_before_cursors,
     critical_path,
-    heads_from,
-    memory,
-    number,
-    number_weights,
+    cursors_for_ends,
+    cursors_for_tails,
     objective,
-    sweep_heads,
+    sum_memory,
+    sweep_ends,
     sweep_tails,
-    tails_from,
 )
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import F, Problem
@@ -89,23 +91,10 @@ def anneal(
     tables = make_tables(problem)
     code, length = from_orders(orders, problem)
     best = code.copy()
+    state = State.of(tables, code, length, _window_starts(problem, orders))
+    halt = np.zeros(1, np.uint8) if halt is None else halt
     applied, looked, lowest = _round(
-        tables.row,
-        tables.duration,
-        tables.delta,
-        tables.lag,
-        tables.host,
-        tables.static,
-        tables.limit,
-        tables.microbatches,
-        _window_starts(problem, orders),
-        code,
-        length,
-        best,
-        moves,
-        temperature,
-        seed,
-        np.zeros(1, np.uint8) if halt is None else halt,
+        tables, state, best, Round(moves, temperature, seed), Move.of(len(code), code.size), halt
     )
     better = to_orders(best, length, problem)
     timing = evaluate(problem, better)
@@ -121,251 +110,233 @@ def _window_starts(problem: Problem, orders: Orders) -> FloatArray:
     return starts
 
 
-@compiled
+class Round(NamedTuple):
+    """What one round may do; see :func:`anneal`."""
+
+    moves: int
+    temperature: float
+    seed: int
+
+
+class Move(NamedTuple):
+    """The move looked at: consecutive actions of a rank, rotated by one; kernels write into it.
+
+    Attributes
+    ----------
+    bounds
+        (2,) index of the first and last action on the rank; equal where nothing can move.
+    code, microbatch
+        (REACH + 1,) codes and microbatches after the move.
+    old_code
+        (REACH + 1,) codes before it.
+    way
+        (REACH + 1,) longest path from each of the moved actions' ends to the objective.
+    cursor
+        (p,) where the sweep of the ends began.
+    path
+        (actions, 2) the critical path that moves are drawn from, rows (rank, index).
+    """
+
+    bounds: IntArray
+    code: IntArray
+    microbatch: IntArray
+    old_code: IntArray
+    way: FloatArray
+    cursor: IntArray
+    path: IntArray
+
+    @classmethod
+    def of(cls, p: int, actions: int) -> Move:
+        """Space for any move."""
+        most = REACH + 1
+        codes = (np.zeros(most, np.int8), np.zeros(most, np.int64), np.zeros(most, np.int8))
+        return cls(
+            np.zeros(2, np.int64),
+            *codes,
+            np.zeros(most),
+            np.zeros(p, np.int64),
+            np.zeros((actions, 2), np.int64),
+        )
+
+
+@compiled_leaf
 def _round(
-    row: IntArray,
-    duration: FloatArray,
-    delta: FloatArray,
-    lag: FloatArray,
-    host: IntArray,
-    static: FloatArray,
-    limit: FloatArray,
-    m: int,
-    release: FloatArray,
-    code: IntArray,
-    length: IntArray,
-    best: IntArray,
-    moves: int,
-    temperature: float,
-    seed: int,
-    halt: IntArray,
+    tables: Tables, state: State, best: IntArray, budget: Round, move: Move, halt: IntArray
 ) -> tuple[int, int, float]:  # pragma: no cover - compiled
-    """Move actions of ``code``, keep the best order in ``best``: moves applied, looked at, its value."""
-    np.random.seed(seed)
-    p, places, rows = code.shape[0], code.shape[1], len(lag)
-    index, place = np.zeros((p, places), np.int64), np.zeros((rows, m), np.int64)
-    head, tail = np.zeros((p, places)), np.zeros((p, places))
-    held, done = np.zeros((p, places)), np.zeros((rows, m))
-    cursor, count = np.zeros(p, np.int64), np.zeros(rows, np.int64)
-    path = np.zeros((p * places, 2), np.int64)
-    old_code = np.zeros(REACH + 1, np.int8)
-    new_code, new_index = np.zeros(REACH + 1, np.int8), np.zeros(REACH + 1, np.int64)
-    stretch = np.zeros(2, np.int64)
-    # fmt: off
-    number(code, length, row, index, place)
-    sweep_heads(code, length, row, duration, lag, release, index, place, head, done, cursor, count)
-    cursor[:] = length
-    count[:] = m
-    sweep_tails(code, length, row, duration, lag, host, release, index, place, tail, cursor, count)
-    for rank in range(p):
-        memory(code, length, delta, static, held, rank)
-    value = objective(length, head, release)
-    size = critical_path(
-        code, length, row, duration, lag, host, release, index, place, head, done, path, value
-    )
+    """Move actions of the state, keep the best codes in ``best``: moves applied, looked at, best value.
+
+    Every draw is made in the same order whatever the machine, so a seed gives the same plan everywhere.
+    """
+    np.random.seed(budget.seed)
+    code, length, end, tail, release = state.code, state.length, state.end, state.tail, state.release
+    path = move.path
+    compute_all(tables, state)
+    value = objective(state)
+    size = critical_path(tables, state, path)
     lowest, applied, looked = value, 0, 0
-    while applied < moves and looked < moves * PROPOSALS and not halt[0]:
+    while applied < budget.moves and looked < budget.moves * PROPOSALS and not halt[0]:
         looked += 1
         if np.random.random() < CRITICAL_SHARE:
             chosen = np.random.randint(size)
             rank, at = path[chosen, 0], path[chosen, 1]
         else:
-            rank = np.random.randint(p)
+            rank = np.random.randint(len(length))
             at = np.random.randint(length[rank])
         reach = 1 + np.random.randint(REACH)
         earlier = np.random.random() < 0.5
-        _stretch(
-            code, length, row, delta, lag, static, limit, index, head, held, done,
-            rank, at, reach, earlier, stretch,
-        )
-        low, high = stretch[0], stretch[1]
+        _delimit(tables, state, rank, at, reach if earlier else -reach, move.bounds)
+        low, high = move.bounds
         if low == high:
             continue
-        _rotated(code, index, rank, low, high, earlier, new_code, new_index)
-        judged = _judge(
-            code, length, row, duration, lag, host, release, place, head, tail, done,
-            rank, low, high, new_code, new_index,
-        )
-        bar = value - temperature * np.log(1.0 - np.random.random())
+        _rotate(state, rank, earlier, move)
+        judged = _judge(tables, state, rank, move)
+        # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
+        bar = value - budget.temperature * np.log(1.0 - np.random.random())
         if judged > bar:
             continue
         for step in range(high - low + 1):
-            old_code[step] = code[rank, low + step]
-            code[rank, low + step] = new_code[step]
-        time = head[rank, low - 1] if low > 0 else release[rank]
-        heads_from(length, head, time, rank, low, cursor)
-        count_before(place, host, cursor, count)
-        executable = sweep_heads(
-            code, length, row, duration, lag, release, index, place, head, done, cursor, count
-        )
-        changed = objective(length, head, release)
+            move.old_code[step] = code[rank, low + step]
+            code[rank, low + step] = move.code[step]
+        cursors_for_ends(state, end[rank, low - 1] if low > 0 else release[rank], rank, low)
+        copy(state.cursor, move.cursor)
+        count_before_cursors(tables, state)
+        executable = sweep_ends(tables, state)
+        changed = objective(state)
         applied += 1
+        # The judgement is a lower bound of the change: paths that bypass the stretch are not in it.
         if not executable or changed > max(bar, judged) * (1 + ROUNDING):
             for step in range(high - low + 1):
-                code[rank, low + step] = old_code[step]
-            number(code, length, row, index, place)
-            cursor[:] = 0
-            count[:] = 0
-            sweep_heads(code, length, row, duration, lag, release, index, place, head, done, cursor, count)
+                code[rank, low + step] = move.old_code[step]
+            copy(move.cursor, state.cursor)
+            count_before_cursors(tables, state)
+            sweep_ends(tables, state)
             continue
         value = changed
-        number_weights(code, length, row, index, m, rank)
-        memory(code, length, delta, static, held, rank)
+        for step in range(high - low + 1):
+            state.microbatch[rank, low + step] = move.microbatch[step]
+        sum_memory(tables, state, rank, low)
         if high + 1 < length[rank]:
-            way = tail[rank, high + 1] + duration[rank, code[rank, high + 1]]
+            way = tail[rank, high + 1] + tables.duration[rank, code[rank, high + 1]]
         else:
             way = -release[rank]
-        tails_from(length, tail, way, rank, high, cursor)
-        count_before(place, host, cursor, count)
-        sweep_tails(code, length, row, duration, lag, host, release, index, place, tail, cursor, count)
-        size = critical_path(
-            code, length, row, duration, lag, host, release, index, place, head, done, path, value
-        )
+        cursors_for_tails(state, way, rank, high)
+        count_before_cursors(tables, state)
+        sweep_tails(tables, state)
+        size = critical_path(tables, state, path)
         if value < lowest - ROUNDING * abs(lowest):
             lowest = value
-            best[:] = code
-    # fmt: on
+            for other in range(len(length)):
+                copy(code[other], best[other])
     return applied, looked, lowest
 
 
-@compiled
-def _rotated(
-    code: IntArray,
-    index: IntArray,
-    rank: int,
-    low: int,
-    high: int,
-    earlier: bool,
-    new_code: IntArray,
-    new_index: IntArray,
-) -> None:  # pragma: no cover - compiled
-    """The stretch with its last action first, or its first action last."""
+@compiled_leaf
+def _rotate(state: State, rank: int, earlier: bool, move: Move) -> None:  # pragma: no cover - compiled
+    """Write the stretch with its last action first, or its first action last."""
+    low, high = move.bounds
     n = high - low + 1
     for step in range(n):
         source = low + (step + n - 1) % n if earlier else low + (step + 1) % n
-        new_code[step] = code[rank, source]
-        new_index[step] = index[rank, source]
+        move.code[step] = state.code[rank, source]
+        move.microbatch[step] = state.microbatch[rank, source]
 
 
-@compiled
-def _stretch(
-    code: IntArray,
-    length: IntArray,
-    row: IntArray,
-    delta: FloatArray,
-    lag: FloatArray,
-    static: FloatArray,
-    limit: FloatArray,
-    index: IntArray,
-    head: FloatArray,
-    held: FloatArray,
-    done: FloatArray,
-    rank: int,
-    at: int,
-    reach: int,
-    earlier: bool,
-    stretch: IntArray,
+@compiled_leaf
+def _delimit(
+    tables: Tables, state: State, rank: int, at: int, reach: int, bounds: IntArray
 ) -> None:  # pragma: no cover - compiled
-    """How far the action may move: first and last place of the stretch that turns.
+    """Write first and last index of the stretch that the action at ``at`` may cross.
 
-    It passes no action that it needs or that needs it, nor one of its own kind; memory fits everywhere; and
-    nothing moves ahead of an action that ends before the moved one's input arrives, so no circle can arise
-    (a way from that action to the input would make it arrive later).
+    ``reach`` is the number of places to move, positive towards the beginning. The action passes no action
+    that it needs or that needs it, and none of its own kind. Memory fits everywhere. It does not pass an
+    action that ends before the moved one's input arrives, so no cycle can arise: a path from the passed
+    action to the input would make the input arrive later.
     """
-    action, k, change = code[rank, at], index[rank, at], delta[rank, code[rank, at]]
+    position, limit, static = tables.position, tables.limit[rank], tables.static[rank]
+    code, microbatch, end, held = state.code, state.microbatch, state.end, state.held
+    action, k = code[rank, at], microbatch[rank, at]
+    change = tables.delta[rank, action]
     here = at
-    if earlier:
-        arrives = _arrives(row, lag, done, rank, action, k)
+    if reach > 0:
+        arrives = _arrives(tables, state, rank, action, k)
         while here > 0 and at - here < reach:
             other = code[rank, here - 1]
-            if _needs(row, rank, action, k, other, index[rank, here - 1]) or head[rank, here - 1] <= arrives:
+            if (
+                _needs(position, rank, action, k, other, microbatch[rank, here - 1])
+                or end[rank, here - 1] <= arrives
+            ):
                 break
-            before = held[rank, here - 2] if here > 1 else static[rank]
-            if change > 0 and max(before, held[rank, here - 1]) + change > limit[rank]:
+            before = held[rank, here - 2] if here > 1 else static
+            if change > 0 and max(before, held[rank, here - 1]) + change > limit:
                 break
             here -= 1
-        while change > 0 and here < at:  # room for the moved action itself
-            before = held[rank, here - 1] if here > 0 else static[rank]
-            if before + change <= limit[rank]:
+        while change > 0 and here < at:  # memory for the moved action itself
+            before = held[rank, here - 1] if here > 0 else static
+            if before + change <= limit:
                 break
             here += 1
-        stretch[0], stretch[1] = here, at
+        bounds[0], bounds[1] = here, at
         return
-    while here + 1 < length[rank] and here - at < reach:
+    while here + 1 < state.length[rank] and here - at < -reach:
         other = code[rank, here + 1]
-        if _needs(row, rank, other, index[rank, here + 1], action, k):
+        if _needs(position, rank, other, microbatch[rank, here + 1], action, k):
             break
-        if _arrives(row, lag, done, rank, other, index[rank, here + 1]) >= head[rank, at]:
+        if _arrives(tables, state, rank, other, microbatch[rank, here + 1]) >= end[rank, at]:
             break
-        if change < 0 and max(held[rank, here], held[rank, here + 1]) - change > limit[rank]:
+        if change < 0 and max(held[rank, here], held[rank, here + 1]) - change > limit:
             break
         here += 1
-    stretch[0], stretch[1] = at, here
+    bounds[0], bounds[1] = at, here
 
 
-@compiled
+@compiled_leaf
 def _arrives(
-    row: IntArray, lag: FloatArray, done: FloatArray, rank: int, action: int, k: int
+    tables: Tables, state: State, rank: int, action: int, k: int
 ) -> float:  # pragma: no cover - compiled
-    line = row[rank, action]
-    return float(done[line - 1, k] + lag[line]) if line > 0 else -np.inf
+    """When the input of an action arrives from the previous position; -inf for a W or the first position."""
+    position = tables.position[rank, action]
+    return float(state.passed_on[position - 1, k] + tables.latency[position]) if position > 0 else -np.inf
 
 
-@compiled
+@compiled_leaf
 def _needs(
-    row: IntArray, rank: int, action: int, k: int, other: int, other_k: int
+    positions: IntArray, rank: int, action: int, k: int, other: int, other_k: int
 ) -> bool:  # pragma: no cover - compiled
-    """Whether an action must stay behind another of its rank: its own kind, or a step before it."""
+    """Whether an action must stay behind another one of its rank: its own kind, or one that it depends on."""
     if action == other:
         return True
-    line, before = row[rank, action], row[rank, other]
-    if line < 0:  # W after its I
+    position, before = positions[rank, action], positions[rank, other]
+    if position < 0:  # W after its I
         return before >= 0 and action >> 2 == other >> 2 and other & 3 != F and k == other_k
     if before < 0:
         return False
-    return line == before or (before < line and k == other_k)
+    return position == before or (before < position and k == other_k)
 
 
-@compiled
-def _judge(
-    code: IntArray,
-    length: IntArray,
-    row: IntArray,
-    duration: FloatArray,
-    lag: FloatArray,
-    host: IntArray,
-    release: FloatArray,
-    place: IntArray,
-    head: FloatArray,
-    tail: FloatArray,
-    done: FloatArray,
-    rank: int,
-    low: int,
-    high: int,
-    new_code: IntArray,
-    new_index: IntArray,
-) -> float:  # pragma: no cover - compiled
-    """Longest way through the turned stretch, inputs and consumers staying where they are."""
-    n, rows = high - low + 1, len(lag)
-    way = np.empty(REACH + 1)
-    if high + 1 < length[rank]:
+@compiled_leaf
+def _judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pragma: no cover - compiled
+    """Longest path through the rotated stretch, with the ends before it and the tails after it unchanged."""
+    code, tail, duration, latency = state.code, state.tail, tables.duration, tables.latency
+    (low, high), way = move.bounds, move.way
+    n, positions = high - low + 1, len(latency)
+    if high + 1 < state.length[rank]:
         after = tail[rank, high + 1] + duration[rank, code[rank, high + 1]]
     else:
-        after = -release[rank]
+        after = -state.release[rank]
     for step in range(n - 1, -1, -1):
-        action = new_code[step]
-        line = row[rank, action]
-        if 0 <= line < rows - 1:
-            other, there = host[line + 1], place[line + 1, new_index[step]]
-            onward = tail[other, there] + duration[other, code[other, there]] + lag[line + 1]
+        action = move.code[step]
+        position = tables.position[rank, action]
+        if 0 <= position < positions - 1:
+            other, there = tables.host[position + 1], state.place[position + 1, move.microbatch[step]]
+            onward = tail[other, there] + duration[other, code[other, there]] + latency[position + 1]
             after = max(after, onward)
         way[step] = after
         after += duration[rank, action]
-    clock = head[rank, low - 1] if low > 0 else release[rank]
+    clock = state.end[rank, low - 1] if low > 0 else state.release[rank]
     longest = -np.inf
     for step in range(n):
-        action = new_code[step]
-        clock = max(clock, _arrives(row, lag, done, rank, action, new_index[step]))
+        action = move.code[step]
+        clock = max(clock, _arrives(tables, state, rank, action, move.microbatch[step]))
         clock += duration[rank, action]
         longest = max(longest, clock + way[step])
     return longest

@@ -1,110 +1,142 @@
-"""An order under local changes: heads, tails and memory of every action, repaired instead of recomputed.
+"""An order under local changes: ends, tails and memory of every action, repaired instead of recomputed.
 
-Of an action, the *head* is its earliest end and the *tail* the longest way from that end to the objective;
-the largest head + tail is the objective, and an action that reaches it is critical (the disjunctive graph of
-job-shop scheduling, Roy and Sussmann 1964). After a change on one rank only actions that end later can get
-another head, and only actions that end earlier another tail.
+An action's *end* is its earliest end, and its *tail* is the longest path from that end to the objective. The
+largest end + tail is the objective, and an action that attains it is critical (the disjunctive graph of
+job-shop scheduling, Roy and Sussmann 1964).
 
-Kernels share these arrays (p ranks, L places a rank, 2S chain rows, m microbatches):
-
-``code`` (p, L) int8, ``index`` (p, L)   code of an action, and its microbatch
-``head``, ``tail``, ``held`` (p, L)      earliest end, tail, memory after the action
-``place`` (2S, m), ``done`` (2S, m)      where the row's k-th action lies on its rank, and its head
-``cursor`` (p,), ``count`` (2S,)         how far a sweep has come
-``release`` (p,)                         a rank starts no earlier, and its window is counted from here
+A change on one rank can only move the ends of actions that end later, and the tails of actions that end
+earlier. A sweep therefore begins at *cursors*, one per rank: everything before them (for ends) or from them
+on (for tails) is known to be right. Ranks take turns, and each one goes on until it needs a number that
+another rank has not computed yet.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from zbv_solver.construct.tables import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.construct.tables import FloatArray, IntArray, Tables
+from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.problem.problem import B, I, W
+from zbv_solver.problem.problem import I, W
 
 
-@compiled
-def number(
-    code: IntArray, length: IntArray, row: IntArray, index: IntArray, place: IntArray
-) -> None:  # pragma: no cover - compiled
-    """Write ``index`` and ``place`` of all actions from their codes."""
-    for rank in range(len(row)):
-        seen = np.zeros(row.shape[1], np.int64)
-        for at in range(length[rank]):
-            action = code[rank, at]
-            line = row[rank, action]
-            if line >= 0:
-                kind = action - 2 if action & 3 == B else action  # B and I share a row
-                index[rank, at] = seen[kind]
-                place[line, seen[kind]] = at
-                seen[kind] += 1
-        number_weights(code, length, row, index, place.shape[1], rank)
+class State(NamedTuple):
+    """An order of p ranks with up to L actions each, m microbatches and 2S positions; kernels write into it.
+
+    Attributes
+    ----------
+    code, microbatch
+        (p, L) int8 and int64, of an action; see :mod:`zbv_solver.construct.tables` for codes.
+    length
+        (p,) number of actions of a rank.
+    end, tail, held
+        (p, L) earliest end, tail, and memory of the rank after the action.
+    place, passed_on
+        (2S, m) index of the k-th action of a position on its rank, and its end.
+    cursor, counted
+        (p,) and (2S,): how far a sweep has come on a rank, and at a position.
+    release
+        (p,) a rank starts no earlier, and its window is counted from here.
+    """
+
+    code: IntArray
+    microbatch: IntArray
+    length: IntArray
+    end: FloatArray
+    tail: FloatArray
+    held: FloatArray
+    place: IntArray
+    passed_on: FloatArray
+    cursor: IntArray
+    counted: IntArray
+    release: FloatArray
+
+    @classmethod
+    def of(cls, tables: Tables, code: IntArray, length: IntArray, release: FloatArray) -> State:
+        """An order by its codes (p, L), which the state shares; all else is still to be computed."""
+        shape, chain = code.shape, (len(tables.latency), tables.microbatches)
+        return cls(
+            code=code,
+            microbatch=np.zeros(shape, np.int64),
+            length=length,
+            end=np.zeros(shape),
+            tail=np.zeros(shape),
+            held=np.zeros(shape),
+            place=np.zeros(chain, np.int64),
+            passed_on=np.zeros(chain),
+            cursor=np.zeros(shape[0], np.int64),
+            counted=np.zeros(chain[0], np.int64),
+            release=release,
+        )
 
 
-@compiled
-def number_weights(
-    code: IntArray, length: IntArray, row: IntArray, index: IntArray, m: int, rank: int
-) -> None:  # pragma: no cover - compiled
-    """Write ``index`` of the W's of a rank: the microbatch of the oldest I without one."""
-    chunks = row.shape[1] // 4
-    split = np.empty((chunks, m), np.int64)
-    begun, ended = np.zeros(chunks, np.int64), np.zeros(chunks, np.int64)
-    for at in range(length[rank]):
-        letter, chunk = code[rank, at] & 3, code[rank, at] >> 2
-        if letter == I:
-            split[chunk, begun[chunk]] = index[rank, at]
-            begun[chunk] += 1
-        elif letter == W:
-            index[rank, at] = split[chunk, ended[chunk]]
-            ended[chunk] += 1
+@compiled_leaf
+def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
+    """Compute everything from the codes."""
+    state.cursor[:] = 0
+    state.counted[:] = 0
+    sweep_ends(tables, state)
+    for rank in range(len(state.length)):
+        state.cursor[rank] = state.length[rank]
+        number_weights(tables, state, rank)
+        sum_memory(tables, state, rank, 0)
+    state.counted[:] = tables.microbatches
+    sweep_tails(tables, state)
 
 
-@compiled
-def memory(
-    code: IntArray, length: IntArray, delta: FloatArray, static: FloatArray, held: FloatArray, rank: int
-) -> None:  # pragma: no cover - compiled
-    """Write ``held`` of a rank."""
-    now = static[rank]
-    for at in range(length[rank]):
-        now += delta[rank, code[rank, at]]
-        held[rank, at] = now
+@compiled_leaf
+def number_weights(tables: Tables, state: State, rank: int) -> None:  # pragma: no cover - compiled
+    """Write ``microbatch`` of the W's of a rank: the microbatch of the oldest I without one."""
+    code, microbatch = state.code[rank], state.microbatch[rank]
+    for chunk in range(tables.position.shape[1] // 4):
+        split = -1
+        for at in range(state.length[rank]):
+            if code[at] == 4 * chunk + W:
+                split += 1
+                while code[split] != 4 * chunk + I:
+                    split += 1
+                microbatch[at] = microbatch[split]
 
 
-@compiled
-def count_before(
-    place: IntArray, host: IntArray, cursor: IntArray, count: IntArray
-) -> None:  # pragma: no cover - compiled
-    """Number of actions of every row that lie before their rank's cursor."""
-    m = place.shape[1]
-    for line in range(len(host)):
-        low, high, until = 0, m, cursor[host[line]]
+@compiled_leaf
+def sum_memory(tables: Tables, state: State, rank: int, begin: int) -> None:  # pragma: no cover - compiled
+    """Write ``held`` of a rank from ``begin`` on; memory depends on the order, not on times."""
+    now = state.held[rank, begin - 1] if begin > 0 else tables.static[rank]
+    for at in range(begin, state.length[rank]):
+        now += tables.delta[rank, state.code[rank, at]]
+        state.held[rank, at] = now
+
+
+@compiled_leaf
+def count_before_cursors(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
+    """Write ``counted``: how many actions of every position lie before their rank's cursor."""
+    place, m = state.place, tables.microbatches
+    for position in range(len(tables.host)):
+        low, high, until = 0, m, state.cursor[tables.host[position]]
         while low < high:
             middle = (low + high) >> 1
-            if place[line, middle] < until:
+            if place[position, middle] < until:
                 low = middle + 1
             else:
                 high = middle
-        count[line] = low
+        state.counted[position] = low
 
 
-@compiled
-def sweep_heads(
-    code: IntArray,
-    length: IntArray,
-    row: IntArray,
-    duration: FloatArray,
-    lag: FloatArray,
-    release: FloatArray,
-    index: IntArray,
-    place: IntArray,
-    head: FloatArray,
-    done: FloatArray,
-    cursor: IntArray,
-    count: IntArray,
-) -> bool:  # pragma: no cover - compiled
-    """Heads from the cursors on; False if the order deadlocks."""
-    p, m = row.shape[0], place.shape[1]
+@compiled_leaf
+def copy(source: IntArray, target: IntArray) -> None:  # pragma: no cover - compiled
+    """Copy a row; NumPy's assignment would make an array in between."""
+    for at in range(len(source)):
+        target[at] = source[at]
+
+
+@compiled_leaf
+def sweep_ends(tables: Tables, state: State) -> bool:  # pragma: no cover - compiled
+    """Ends, indices and places from the cursors on; False if the order deadlocks."""
+    code, length, cursor, counted = state.code, state.length, state.cursor, state.counted
+    end, passed_on, latency = state.end, state.passed_on, tables.latency
+    p, m = len(length), tables.microbatches
     progress = True
     while progress:
         progress = False
@@ -112,118 +144,65 @@ def sweep_heads(
             rank = min(turn, 2 * p - 1 - turn)  # down the V and up again, as microbatches go
             begin = cursor[rank]
             at, until = begin, length[rank]
-            clock = head[rank, at - 1] if at > 0 else release[rank]
+            clock = end[rank, at - 1] if at > 0 else state.release[rank]
             while at < until:
                 action = code[rank, at]
-                line = row[rank, action]
-                if line < 0:
-                    clock += duration[rank, action]
+                position = tables.position[rank, action]
+                if position < 0:
+                    clock += tables.duration[rank, action]
                 else:
-                    k = count[line]
+                    k = counted[position]
                     if k >= m:
                         return False
-                    if line > 0:
-                        if k >= count[line - 1]:
+                    if position > 0:
+                        if k >= counted[position - 1]:
                             break
-                        clock = max(clock, done[line - 1, k] + lag[line])
-                    clock += duration[rank, action]
-                    done[line, k] = clock
-                    place[line, k] = at
-                    index[rank, at] = k
-                    count[line] = k + 1
-                head[rank, at] = clock
+                        clock = max(clock, passed_on[position - 1, k] + latency[position])
+                    clock += tables.duration[rank, action]
+                    passed_on[position, k] = clock
+                    state.place[position, k] = at
+                    state.microbatch[rank, at] = k
+                    counted[position] = k + 1
+                end[rank, at] = clock
                 at += 1
             if at > begin:
                 progress = True
                 cursor[rank] = at
-    return bool(np.all(cursor == length))
+    unfinished = 0
+    for rank in range(p):
+        unfinished += length[rank] - cursor[rank]
+    return bool(unfinished == 0)
 
 
-@compiled
-def evaluate_codes(
-    code: IntArray,
-    length: IntArray,
-    row: IntArray,
-    duration: FloatArray,
-    lag: FloatArray,
-    done: FloatArray,
-    cursor: IntArray,
-    count: IntArray,
-    clock: FloatArray,
-) -> bool:  # pragma: no cover - compiled
-    """Last ends of a whole order into ``clock`` (p,), and nothing else; False if it deadlocks."""
-    p = row.shape[0]
-    cursor[:] = 0
-    count[:] = 0
-    clock[:] = 0.0
-    rank, step, stuck = 0, 1, 0
-    while stuck < 2 * p:
-        at, until, now = cursor[rank], length[rank], clock[rank]
-        begin = at
-        while at < until:
-            action = code[rank, at]
-            line = row[rank, action]
-            if line < 0:
-                now += duration[rank, action]
-            else:
-                k = count[line]
-                if line > 0:
-                    if k >= count[line - 1]:
-                        break
-                    now = max(now, done[line - 1, k] + lag[line])
-                now += duration[rank, action]
-                done[line, k] = now
-                count[line] = k + 1
-            at += 1
-        stuck = 0 if at > begin else stuck + 1
-        cursor[rank], clock[rank] = at, now
-        if not 0 <= rank + step < p:
-            step = -step
-        else:
-            rank += step
-    return bool(np.all(cursor == length))
-
-
-@compiled
-def sweep_tails(
-    code: IntArray,
-    length: IntArray,
-    row: IntArray,
-    duration: FloatArray,
-    lag: FloatArray,
-    host: IntArray,
-    release: FloatArray,
-    index: IntArray,
-    place: IntArray,
-    tail: FloatArray,
-    cursor: IntArray,
-    count: IntArray,
-) -> None:  # pragma: no cover - compiled
+@compiled_leaf
+def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
     """Tails from just before the cursors back to the first actions."""
-    p, rows = row.shape[0], len(lag)
+    code, length, cursor, counted = state.code, state.length, state.cursor, state.counted
+    tail, duration, latency, host = state.tail, tables.duration, tables.latency, tables.host
+    p, positions = len(length), len(latency)
     progress = True
     while progress:
         progress = False
         for turn in range(2 * p):
-            rank = min(turn, 2 * p - 1 - turn)  # down the V and up again, as microbatches go
+            rank = min(turn, 2 * p - 1 - turn)  # as in sweep_ends
             begin = cursor[rank]
             at = begin
             while at > 0:
-                action = code[rank, at - 1]
-                line = row[rank, action]
+                position = tables.position[rank, code[rank, at - 1]]
                 if at == length[rank]:
-                    way = -release[rank]
+                    way = -state.release[rank]
                 else:
                     way = tail[rank, at] + duration[rank, code[rank, at]]
-                if line >= 0:
-                    k = index[rank, at - 1]
-                    if line + 1 < rows:
-                        if k < count[line + 1]:
+                if position >= 0:
+                    k = state.microbatch[rank, at - 1]
+                    after = position + 1
+                    if after < positions:
+                        if k < counted[after]:
                             break
-                        other, there = host[line + 1], place[line + 1, k]
-                        after = tail[other, there] + duration[other, code[other, there]]
-                        way = max(way, after + lag[line + 1])
-                    count[line] = k
+                        other, there = host[after], state.place[after, k]
+                        onward = tail[other, there] + duration[other, code[other, there]]
+                        way = max(way, onward + latency[after])
+                    counted[position] = k
                 tail[rank, at - 1] = way
                 at -= 1
             if at < begin:
@@ -231,82 +210,69 @@ def sweep_tails(
                 cursor[rank] = at
 
 
-@compiled
-def heads_from(
-    length: IntArray, head: FloatArray, time: float, rank: int, at: int, cursor: IntArray
-) -> None:  # pragma: no cover - compiled
-    """Cursors at the first action that ends at ``time`` or later; on ``rank`` at ``at``."""
-    for other in range(len(length)):
-        low, high = 0, length[other]
+@compiled_leaf
+def cursors_for_ends(state: State, time: float, rank: int, at: int) -> None:  # pragma: no cover - compiled
+    """Cursors at the first action of every rank that ends at ``time`` or later; on ``rank`` at ``at``."""
+    end = state.end
+    for other in range(len(state.length)):
+        low, high = 0, state.length[other]
         while low < high:
             middle = (low + high) >> 1
-            if head[other, middle] < time:
+            if end[other, middle] < time:
                 low = middle + 1
             else:
                 high = middle
-        cursor[other] = low
-    cursor[rank] = at
+        state.cursor[other] = low
+    state.cursor[rank] = at
 
 
-@compiled
-def tails_from(
-    length: IntArray, tail: FloatArray, way: float, rank: int, at: int, cursor: IntArray
-) -> None:  # pragma: no cover - compiled
-    """Cursors after the last action whose tail is ``way`` or more; on ``rank`` after ``at``."""
-    for other in range(len(length)):
-        low, high = 0, length[other]
+@compiled_leaf
+def cursors_for_tails(state: State, way: float, rank: int, at: int) -> None:  # pragma: no cover - compiled
+    """Cursors after every rank's last action with a tail of at least ``way``; on ``rank`` after ``at``."""
+    tail = state.tail
+    for other in range(len(state.length)):
+        low, high = 0, state.length[other]
         while low < high:
             middle = (low + high) >> 1
             if tail[other, middle] >= way:
                 low = middle + 1
             else:
                 high = middle
-        cursor[other] = low
-    cursor[rank] = at + 1
+        state.cursor[other] = low
+    state.cursor[rank] = at + 1
 
 
-@compiled
-def objective(length: IntArray, head: FloatArray, release: FloatArray) -> float:  # pragma: no cover
+@compiled_leaf
+def objective(state: State) -> float:  # pragma: no cover - compiled
     """Largest end over the ranks, each counted from its release."""
     largest = -np.inf
-    for rank in range(len(length)):
-        if length[rank] > 0:
-            largest = max(largest, head[rank, length[rank] - 1] - release[rank])
+    for rank in range(len(state.length)):
+        if state.length[rank] > 0:
+            largest = max(largest, state.end[rank, state.length[rank] - 1] - state.release[rank])
     return largest
 
 
-@compiled
-def critical_path(
-    code: IntArray,
-    length: IntArray,
-    row: IntArray,
-    duration: FloatArray,
-    lag: FloatArray,
-    host: IntArray,
-    release: FloatArray,
-    index: IntArray,
-    place: IntArray,
-    head: FloatArray,
-    done: FloatArray,
-    path: IntArray,
-    value: float,
-) -> int:  # pragma: no cover - compiled
-    """One critical path, last action first, as (rank, place) rows of ``path``; returns its length."""
+@compiled_leaf
+def critical_path(tables: Tables, state: State, path: IntArray) -> int:  # pragma: no cover - compiled
+    """Write one critical path into ``path``, rows (rank, index), last action first; return its length."""
+    code, end, length = state.code, state.end, state.length
+    value = objective(state)
     rounding = OPTIMAL_GAP * abs(value)
     rank, at, size = -1, -1, 0
     for other in range(len(length)):
-        if length[other] > 0 and head[other, length[other] - 1] - release[other] >= value - rounding:
+        if length[other] > 0 and end[other, length[other] - 1] - state.release[other] >= value - rounding:
             rank, at = other, length[other] - 1
     while rank >= 0:
         path[size, 0], path[size, 1] = rank, at
         size += 1
         action = code[rank, at]
-        line, begin = row[rank, action], head[rank, at] - duration[rank, action]
-        if at > 0 and head[rank, at - 1] >= begin - rounding:
+        position, begin = tables.position[rank, action], end[rank, at] - tables.duration[rank, action]
+        before, k = position - 1, state.microbatch[rank, at]
+        if at > 0 and end[rank, at - 1] >= begin - rounding:
             at -= 1
-        elif line > 0 and done[line - 1, index[rank, at]] + lag[line] >= begin - rounding:
-            at = place[line - 1, index[rank, at]]
-            rank = host[line - 1]
+        elif before >= 0 and state.passed_on[before, k] + tables.latency[position] >= begin - rounding:
+            at = state.place[before, k]
+            rank = tables.host[before]
         else:
             rank = -1
     return size

@@ -275,7 +275,7 @@ class GreedyClimber:
             name, fuse = fuses[option]
             greedy = GreedyV(problem, fuse, halt=self.halt)
             share = problem.microbatches / self.problem.microbatches
-            if greedy.lay(replace(parameters, surplus=parameters.surplus * share)):
+            if greedy.lay(parameters._replace(surplus=parameters.surplus * share)):
                 yield greedy.attempt(f"parameters(greedy-v,fuse={name},tuned_at={self.problem.microbatches})")
 
     def _neighbour(self, parameters: GreedyParameters) -> GreedyParameters:
@@ -286,19 +286,19 @@ class GreedyClimber:
             limit = parameters.warm_up_limit.copy()
             own = self.options[self.last][1].tables.limit[ranks]
             limit[ranks] = own * random.uniform(0.5, 1.5)
-            return replace(parameters, warm_up_limit=limit)
+            return parameters._replace(warm_up_limit=limit)
         if kind == 1:
-            return replace(parameters, fill_forward=not parameters.fill_forward)
+            return parameters._replace(fill_forward=not parameters.fill_forward)
         if kind == 2:
-            return replace(parameters, fill_backward=not parameters.fill_backward)
+            return parameters._replace(fill_backward=not parameters.fill_backward)
         if kind == 3:
             allowance = parameters.allowance.copy()
             allowance[ranks] = random.uniform(0, 3) * self.unit * random.choice((0, 1, 3, p))
-            return replace(parameters, allowance=allowance)
+            return parameters._replace(allowance=allowance)
         surplus = parameters.surplus.copy()
         change = random.normal() * self.unit * random.choice((0.3, 1, p))
         surplus[ranks] = np.maximum(0.0, surplus[ranks] + change)
-        return replace(parameters, surplus=surplus)
+        return parameters._replace(surplus=surplus)
 
 
 def _line(random: np.random.Generator, low: float, high: float, p: int) -> FloatArray:

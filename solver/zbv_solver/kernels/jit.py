@@ -29,6 +29,18 @@ def compiled(function: Kernel) -> Kernel:
     return cast(Kernel, njit(cache=True, nogil=True)(function))
 
 
+def compiled_leaf(function: Kernel) -> Kernel:
+    """:func:`compiled` for a kernel that makes no array: numba then counts no references.
+
+    Counting references to the arrays of a record costs more than a short kernel's own work. Numba refuses
+    to compile such a kernel if it makes an array.
+    """
+    from numba import njit
+
+    drop_stale_code(Path(__file__).parent)
+    return cast(Kernel, njit(cache=True, nogil=True, _nrt=False)(function))
+
+
 def compiled_where_possible(function: Kernel) -> Kernel:
     """:func:`compiled`, or the plain function where numba is not installed.
 

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from zbv_solver.documents.fields import AtMost
+from zbv_solver.documents.validation import refusal
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.stage_document import MAX_ACTIONS, AtMost, refusal
+from zbv_solver.problem.limits import MAX_ACTIONS
 
 Nanoseconds = Annotated[int, Field(strict=True, ge=-(2**62), le=2**62)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]

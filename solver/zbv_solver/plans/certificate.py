@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from zbv_solver.errors import ContradictedBound
+from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-
-if TYPE_CHECKING:
-    from zbv_solver.problem.layered_problem import LayeredProblem
-    from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.writing import any_problem_json
 
 Status = Literal["optimal", "feasible"]
 
@@ -49,9 +46,7 @@ def gap_of(objective: float, lower_bound: float) -> float:
     return 0.0 if objective <= 0 else math.inf
 
 
-def certify(
-    problem: Problem | LayeredProblem, objective: float, lower_bound: float, source: str
-) -> Certificate:
+def certify(problem: AnyProblem, objective: float, lower_bound: float, source: str) -> Certificate:
     """The certificate of a verified plan of a problem.
 
     Parameters
@@ -66,16 +61,7 @@ def certify(
     """
     found = verdict(objective, lower_bound)
     if found == "contradicted":
-        raise ContradictedBound(_document(problem), objective, lower_bound, source)
+        raise ContradictedBound(any_problem_json(problem), objective, lower_bound, source)
     if found == "optimal":
         return Certificate(objective, 0.0, "optimal")
     return Certificate(lower_bound, gap_of(objective, lower_bound), "feasible")
-
-
-def _document(problem: Problem | LayeredProblem) -> Mapping[str, Any]:
-    """The problem as JSON, by stages or by layers."""
-    from zbv_solver.problem.layered_problem import LayeredProblem
-    from zbv_solver.problem.stage_document import problem_json
-    from zbv_solver.problem.writing import layered_json
-
-    return layered_json(problem) if isinstance(problem, LayeredProblem) else problem_json(problem)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.problem.problem import LETTERS, MAX_CELLS, B, F, I, W
+from zbv_solver.problem.limits import MAX_CELLS
+from zbv_solver.problem.problem import LETTERS, B, F, I, W
 
 _ACTION = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")
 

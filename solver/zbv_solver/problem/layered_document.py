@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from zbv_solver.problem.layer import MAX_LAYERS
-from zbv_solver.problem.problem import MAX_CELLS, MAX_PP_DEGREE, Objective
-from zbv_solver.problem.stage_document import (
-    MAX_CHUNKS,
-    MAX_NAME,
-    MAX_STAGES,
-    AtMost,
-    Count,
-    Document,
-    Number,
-    NumberOrList,
-    UnitsDocument,
-    refusal,
-)
+from zbv_solver.documents.fields import MAX_NAME, AtMost, Count, Document, Number
+from zbv_solver.problem.limits import MAX_CELLS, MAX_CHUNKS, MAX_LAYERS, MAX_PP_DEGREE, MAX_STAGES
+from zbv_solver.problem.problem import Objective
+from zbv_solver.problem.stage_document import NumberOrList, UnitsDocument
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -126,11 +116,3 @@ class LayeredProblemDocument(Document):
     recompute: Annotated[list[Flag], AtMost(MAX_STAGES)] | None = Field(
         None, description="Of a given partition: the stages recomputed."
     )
-
-
-def parse_layered(document: Any) -> LayeredProblemDocument:
-    """Check a decoded document's shape; raises :class:`InvalidInput`."""
-    try:
-        return LayeredProblemDocument.model_validate(document)
-    except ValidationError as error:
-        raise refusal(error, document) from None

@@ -1,4 +1,4 @@
-"""The question one step earlier: a model's layers and a cluster, where the stages are still to be chosen."""
+"""Problems given by layers: the planner still has to cut the model into stages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutModel, CutRules, Link
 from zbv_solver.problem.layer import Model
+from zbv_solver.problem.limits import MAX_PP_DEGREE
 from zbv_solver.problem.numeric import MAX_NUMBER, broken_rule
 from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
-from zbv_solver.problem.problem import MAX_PP_DEGREE, OBJECTIVES, Costs, Memory, Objective, Problem, Units
+from zbv_solver.problem.problem import OBJECTIVES, Costs, Memory, Objective, Problem, Units
 
 PlacementChoice = Literal["auto", "v", "loop", "single"]
 
@@ -186,6 +187,9 @@ class LayeredProblem:
         if self.link is None:
             return self.p2p
         return self.link.transfer(self.model.each[place - 1].output_bytes if place else 0.0)
+
+
+AnyProblem = Problem | LayeredProblem
 
 
 def _shape_issues(problem: LayeredProblem) -> list[Issue]:

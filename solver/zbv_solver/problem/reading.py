@@ -1,11 +1,14 @@
-"""From a parsed layered document to a layered problem, or to the problem of a cut that it gives."""
+"""From JSON documents to problems, by stages or by layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from zbv_solver.documents.files import read_json
+from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
@@ -17,43 +20,107 @@ from zbv_solver.problem.layered_document import (
     LayeredProblemDocument,
     LayerMemoryDocument,
     RecomputeDocument,
-    parse_layered,
 )
-from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
+from zbv_solver.problem.limits import MAX_CELLS
 from zbv_solver.problem.numeric import exceeds
-from zbv_solver.problem.problem import Problem, Units
-from zbv_solver.problem.stage_document import UnitsDocument, parse_problem, require_possible_chunks
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem, Units
+from zbv_solver.problem.stage_document import ProblemDocument, UnitsDocument
 
 
-def parse_question(document: Any) -> Problem | LayeredProblem:
-    """A decoded JSON document as a problem, or as a layered problem where its layers are still to be cut.
+def load_problem(path: str | Path) -> AnyProblem:
+    """Read a problem file; ``-`` is standard input.
 
     Raises
     ------
     InvalidInput
-        With one issue per broken rule, pointing into the document.
+        When the file is not JSON or breaks a rule.
+    OSError
+        When the file cannot be read.
+    """
+    return parse_any_problem(read_json(path))
+
+
+def parse_any_problem(document: Any) -> AnyProblem:
+    """Parse a decoded JSON document; layers without a partition become a :class:`LayeredProblem`.
+
+    Raises
+    ------
+    InvalidInput
+        With one issue per broken rule; pointers are into the document.
     """
     if isinstance(document, dict) and "layers" in document:
-        parsed = parse_layered(document)
+        parsed = validated(LayeredProblemDocument, document)
         return to_layered(parsed) if parsed.partition is None else to_cut_problem(parsed)
-    return parse_problem(document)
+    return to_problem(validated(ProblemDocument, document))
+
+
+def parse_problem(document: Any) -> Problem:
+    """Parse a decoded JSON document whose stages are known, directly or by a partition of its layers.
+
+    Raises
+    ------
+    InvalidInput
+        With one issue per broken rule; pointers are into the document. Layers without a partition are
+        refused.
+    """
+    if isinstance(document, dict) and "layers" in document:
+        return to_cut_problem(validated(LayeredProblemDocument, document))
+    return to_problem(validated(ProblemDocument, document))
+
+
+def to_problem(document: ProblemDocument) -> Problem:
+    """A validated document as a problem: every value is expanded to one per stage, boundary or rank."""
+    placement = _placement(document)
+    costs, memory = document.costs, document.memory
+    per_stage = _Expander(placement, placement.n_stages, "stage", chunks=True)
+    per_boundary = _Expander(placement, placement.n_stages - 1, "stage boundary")
+    per_rank = _Expander(placement, placement.pp_degree, "rank")
+    parsed_costs = Costs(
+        forward=per_stage("/costs/forward", costs.forward),
+        backward_input=per_stage("/costs/backward_input", costs.backward_input),
+        backward_weight=per_stage("/costs/backward_weight", costs.backward_weight),
+        backward=None if costs.backward is None else per_stage("/costs/backward", costs.backward),
+        p2p=per_boundary("/costs/p2p", costs.p2p),
+    )
+    parsed_memory = Memory.unlimited(placement)
+    if memory is not None:
+        parsed_memory = Memory(
+            forward=per_stage("/memory/forward", memory.forward),
+            backward_input=per_stage("/memory/backward_input", memory.backward_input),
+            backward_weight=per_stage("/memory/backward_weight", memory.backward_weight),
+            static=per_rank("/memory/static", memory.static),
+            limit=None if memory.limit is None else per_rank("/memory/limit", memory.limit),
+        )
+    issues = per_stage.issues + per_boundary.issues + per_rank.issues
+    if issues:
+        raise InvalidInput(issues)
+    return Problem(
+        placement=placement,
+        microbatches=document.microbatches,
+        costs=parsed_costs,
+        memory=parsed_memory,
+        objective=document.objective,
+        units=_units(document.units),
+    )
 
 
 def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
-    """A parsed document as a layered problem; raises :class:`InvalidInput`."""
+    """A validated document as a layered problem; raises :class:`InvalidInput`."""
     memory, costs = document.memory or LayeredMemoryDocument(), document.costs or LayeredCostsDocument()
     rules = document.cut or CutRulesDocument()
-    units = document.units or UnitsDocument(time=None, memory=None)
     static = memory.static if memory.static_beside_layers is None else memory.static_beside_layers
     p = document.pp_degree
-    require_possible_chunks(document.placement, document.chunks)
+    _require_possible_chunks(document.placement, document.chunks)
     if document.chunks is not None and document.placement == "auto":
         raise InvalidInput.at(
             "/chunks",
-            f"found {document.chunks} with placement auto, which chooses them. Remove it, or use loop.",
+            f"found {document.chunks}; placement auto chooses the number of chunks. Remove this key, or use "
+            f"placement loop.",
         )
     if costs.link is not None and costs.p2p is not None and document.partition is None:
-        raise InvalidInput.at("/costs", "found p2p and link; transfers follow from one of them. Remove one.")
+        raise InvalidInput.at("/costs", "found both p2p and link; give one of them.")
     if document.partition is None:
         _refuse_stages(document)
     return LayeredProblem(
@@ -73,28 +140,30 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
             rules.last,
             rules.allow_empty or any(not stage for stage in document.partition or ()),
         ),
-        units=Units(units.time, units.memory),
+        units=_units(document.units),
     )
 
 
 def to_cut_problem(document: LayeredProblemDocument) -> Problem:
-    """The problem of a document that has a partition; what it states of stages must be what layers say.
+    """The problem of a validated document that has a partition.
 
     Raises
     ------
     InvalidInput
-        Without a partition, or where the two differ.
+        When there is no partition, or when stated costs of stages differ from those of their layers.
     """
     if document.partition is None:
         raise InvalidInput.at(
             "/partition",
-            "this key is absent: the layers are not cut into stages yet. Let `zbv plan` cut them, or "
-            "POST /v1/searches.",
+            "this key is absent, so the layers are not cut into stages. Let `zbv plan` cut them, or POST "
+            "/v1/searches.",
         )
     layered = to_layered(document)
     bounds = cut_of_partition(layered.model, document.partition)
     if document.placement == "auto":
-        raise InvalidInput.at("/placement", "found 'auto' with a partition; say which placement it is of.")
+        raise InvalidInput.at(
+            "/placement", "found 'auto' with a partition; name the placement of the partition."
+        )
     (placement,) = layered.placements
     if len(bounds) - 1 != placement.n_stages:
         rule = f"found {len(bounds) - 1} stages; placement {placement.kind} has {placement.n_stages}."
@@ -111,8 +180,64 @@ def to_cut_problem(document: LayeredProblemDocument) -> Problem:
     return problem
 
 
+def _placement(document: ProblemDocument) -> Placement:
+    """The placement; its size is checked before values expand: a short document must not fill the memory."""
+    _require_possible_chunks(document.placement, document.chunks)
+    placement = Placement.of(document.placement, document.pp_degree, document.chunks)
+    if placement.n_stages * document.microbatches > 2 * MAX_CELLS:
+        raise InvalidInput.at(
+            "/microbatches",
+            f"found {placement.n_stages} stages times {document.microbatches} microbatches; their product "
+            f"must be at most {2 * MAX_CELLS}. Plan fewer microbatches: the steady state repeats.",
+        )
+    return placement
+
+
+def _require_possible_chunks(placement: str, chunks: int | None) -> None:
+    """Raise :class:`InvalidInput` when the placement implies another number of stages per rank."""
+    expected = {"v": 2, "single": 1}.get(placement)
+    if chunks is not None and expected is not None and chunks != expected:
+        raise InvalidInput.at(
+            "/chunks",
+            f"found {chunks}; placement {placement} has {expected} per rank. Leave this key out, or use "
+            f"placement loop.",
+        )
+
+
+class _Expander:
+    """Expands scalars, values per chunk and full lists to one value per item; collects wrong lengths."""
+
+    def __init__(self, placement: Placement, length: int, item: str, *, chunks: bool = False):
+        self.placement = placement
+        self.length = length
+        self.item = item
+        self.chunks = placement.chunks if chunks else None
+        self.issues: list[Issue] = []
+
+    def __call__(self, pointer: str, values: float | list[float]) -> tuple[float, ...]:
+        if not isinstance(values, list):
+            return (float(values),) * self.length
+        if len(values) == self.length:
+            return tuple(map(float, values))
+        if self.chunks is not None and len(values) == self.chunks:
+            return tuple(float(values[chunk]) for chunk in self.placement.chunk_of)
+        per_chunk = f", {self.chunks} values (one per chunk)" if self.chunks is not None else ""
+        self.issues.append(
+            Issue(
+                pointer,
+                f"found {len(values)} values; must be a number{per_chunk} or {self.length} values "
+                f"(one per {self.item}).",
+            )
+        )
+        return (0.0,) * self.length
+
+
+def _units(document: UnitsDocument | None) -> Units:
+    return Units() if document is None else Units(document.time, document.memory)
+
+
 def _refuse_stages(document: LayeredProblemDocument) -> None:
-    """Raise where costs of stages are given and no partition says which stages."""
+    """Raise when costs of stages are given but no partition defines the stages."""
     issues = []
     costs, memory = document.costs, document.memory
     for at, given, names in (
@@ -120,21 +245,22 @@ def _refuse_stages(document: LayeredProblemDocument) -> None:
         ("/memory", memory, ("forward", "backward_input", "backward_weight", "static_beside_layers")),
     ):
         issues += [
-            Issue(f"{at}/{name}", "found beside layers; what stages cost follows from the layers. Remove it.")
+            Issue(f"{at}/{name}", "found together with layers, which determine it. Remove this key.")
             for name in names
             if getattr(given, name, None) is not None
         ]
     if costs is not None and isinstance(costs.p2p, list):
         issues.append(
-            Issue("/costs/p2p", "found a list; where the stages are not known it is one number, or a link.")
+            Issue("/costs/p2p", "found a list; before layers are cut it must be one number, or a link.")
         )
     if document.recompute is not None:
-        issues.append(Issue("/recompute", "found without a partition; the planner decides. Remove it."))
+        issues.append(Issue("/recompute", "found without a partition; the planner decides. Remove this key."))
     if issues:
         raise InvalidInput(issues)
 
 
 def _require_agreement(document: LayeredProblemDocument, problem: Problem) -> None:
+    """Raise when stated values of stages differ from those that follow from their layers."""
     issues = []
     for at, given, found in (
         ("/costs", document.costs, problem.costs),
@@ -146,26 +272,26 @@ def _require_agreement(document: LayeredProblemDocument, problem: Problem) -> No
                 is_result = document.memory is not None and document.memory.static_beside_layers is not None
             if not isinstance(stated, list) or not is_result:
                 continue
-            ours = getattr(found, name) or ()
-            if len(stated) != len(ours) or any(map(_differ, stated, ours)):
+            computed = getattr(found, name) or ()
+            if len(stated) != len(computed) or any(map(_differ, stated, computed)):
                 issues.append(
                     Issue(
                         f"{at}/{name}",
-                        f"found {_brief(stated)}; the layers of the partition give {_brief(ours)}. Correct "
-                        f"the layers, or remove this key.",
+                        f"found {_brief(stated)}; the layers of the partition give {_brief(computed)}. "
+                        f"Correct the layers, or remove this key.",
                     )
                 )
     if issues:
         raise InvalidInput(issues)
 
 
-def _differ(stated: float, ours: float) -> bool:
-    return exceeds(stated, ours) or exceeds(ours, stated)
+def _differ(stated: float, computed: float) -> bool:
+    return exceeds(stated, computed) or exceeds(computed, stated)
 
 
 def _brief(values: Sequence[float]) -> str:
-    shown = ", ".join(f"{value:.6g}" for value in values[:4])
-    return f"[{shown}{', …' if len(values) > 4 else ''}]"
+    text = ", ".join(f"{value:.6g}" for value in values[:4])
+    return f"[{text}{', …' if len(values) > 4 else ''}]"
 
 
 def _per_rank(values: float | list[float], p: int) -> tuple[float, ...]:
@@ -183,7 +309,7 @@ def _layer(document: LayerDocument) -> Layer:
     return Layer(
         document.name,
         costs,
-        None if document.recompute is None else _alternative(document.recompute, costs),
+        None if document.recompute is None else _recomputed(document.recompute, costs),
         document.parameters_bytes,
         document.output_bytes,
         document.repeat,
@@ -199,16 +325,18 @@ def _memory(document: LayerMemoryDocument | None, parameters_bytes: float) -> La
     )
 
 
-def _alternative(document: RecomputeDocument, own: LayerCosts) -> LayerCosts:
+def _recomputed(document: RecomputeDocument, plain: LayerCosts) -> LayerCosts:
+    """Costs of a recomputed layer; absent keys have the values of the layer without recomputation."""
+
     def of(name: str) -> float:
         value: float | None = getattr(document, name)
-        return float(getattr(own, name)) if value is None else value
+        return float(getattr(plain, name)) if value is None else value
 
     backward = document.backward
-    if backward is None and own.backward is not None:
-        grown = of("backward_input") + of("backward_weight") - own.split
-        backward = max(0.0, own.backward + grown)
-    memory = own.memory
+    if backward is None and plain.backward is not None:
+        added = of("backward_input") + of("backward_weight") - plain.split
+        backward = max(0.0, plain.backward + added)
+    memory = plain.memory
     if document.memory is not None:
-        memory = _memory(document.memory, own.memory.static)
+        memory = _memory(document.memory, plain.memory.static)
     return LayerCosts(of("forward"), of("backward_input"), of("backward_weight"), backward, memory)

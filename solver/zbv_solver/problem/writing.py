@@ -1,13 +1,59 @@
-"""Layered problems, and what a plan says of its layers, as JSON documents."""
+"""Problems as JSON documents, normalised: every key present, every value in full."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from zbv_solver.documents.text import number, numbers
 from zbv_solver.problem.cut import CutModel, CutRules, Link
 from zbv_solver.problem.layer import Layer, LayerCosts
-from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.stage_document import number, numbers, units_json
+from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
+from zbv_solver.problem.problem import Problem, Units
+
+
+def any_problem_json(problem: AnyProblem) -> dict[str, Any]:
+    """A problem, by stages or by layers, as a document."""
+    return layered_json(problem) if isinstance(problem, LayeredProblem) else problem_json(problem)
+
+
+def problem_json(problem: Problem) -> dict[str, Any]:
+    """The problem normalised: every key present, every value one per stage, boundary or rank."""
+    costs, memory, units = problem.costs, problem.memory, problem.units
+    document: dict[str, Any] = {
+        "pp_degree": problem.pp_degree,
+        "microbatches": problem.microbatches,
+        "placement": problem.placement.kind,
+        "objective": problem.objective,
+        "costs": {
+            "forward": numbers(costs.forward),
+            "backward_input": numbers(costs.backward_input),
+            "backward_weight": numbers(costs.backward_weight),
+            "backward": None if costs.backward is None else numbers(costs.backward),
+            "p2p": numbers(costs.p2p),
+        },
+        "memory": {
+            "forward": numbers(memory.forward),
+            "backward_input": numbers(memory.backward_input),
+            "backward_weight": numbers(memory.backward_weight),
+            "static": numbers(memory.static),
+            "limit": None if memory.limit is None else numbers(memory.limit),
+        },
+    }
+    if problem.placement.kind == "loop":
+        document["chunks"] = problem.placement.chunks
+    if problem.model is not None:
+        document |= cut_model_json(problem.model)
+        document["memory"]["static_beside_layers"] = numbers(problem.model.static)
+        if problem.model.link is not None:
+            document["costs"]["link"] = link_json(problem.model.link)
+    return {**document, **units_json(units)}
+
+
+def units_json(units: Units) -> dict[str, Any]:
+    """Named units as the key ``units``; nothing where none is named."""
+    named = {"time": units.time, "memory": units.memory}
+    given = {key: value for key, value in named.items() if value is not None}
+    return {"units": given} if any(given.values()) else {}
 
 
 def cut_model_json(model: CutModel) -> dict[str, Any]:

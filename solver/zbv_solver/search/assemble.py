@@ -9,8 +9,8 @@ from zbv_solver.construct.baselines import BASELINES, baseline, without_limit
 from zbv_solver.plans.certificate import certify
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, Metrics, Plan, Provenance
-from zbv_solver.problem.numeric import SEARCH_MEMORY
-from zbv_solver.problem.problem import Problem, exceeds
+from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
+from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify, verify_orders
 

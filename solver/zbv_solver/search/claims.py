@@ -19,7 +19,8 @@ from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.certificate import verdict
 from zbv_solver.plans.orders import Orders, first_in_first_out
-from zbv_solver.plans.plan import Plan, PlanDocument, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.reading import PlanDocument, parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP, SAME_METRIC
 from zbv_solver.problem.problem import Problem

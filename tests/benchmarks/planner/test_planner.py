@@ -1,4 +1,4 @@
-"""``zbv bench``: what counts against a plan, what a suite must look like, and what is printed."""
+"""``python -m benchmarks planner``: verdicts, suites, and the report."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from support.problems import uniform_document
 from support.suites import BENCHMARKS, entry, peer, suite
-from zbv_solver.commands.cli import main
 from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.search.search import STAGES, SearchOptions
 
+from benchmarks.cli import main
 from benchmarks.planner import speed
 from benchmarks.planner.ablation import contribution
 from benchmarks.planner.measure import Outcome, Point, measure
@@ -296,7 +296,7 @@ def test_the_command_prints_rows_and_a_sum(tmp_path: Path, capsys: Capture) -> N
             entry("full", problem=uniform_document(2, 4, limit=1.5)),
         ),
     )
-    assert main(["bench", path, "--effort", "quick"]) == 0
+    assert main(["planner", path, "--effort", "quick"]) == 0
     out, err = capsys.readouterr()
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "win  -4.00%" in lines["wins"]
@@ -313,7 +313,7 @@ def test_json_on_standard_output_is_nothing_but_the_document(tmp_path: Path, cap
     path = write(
         tmp_path / "suite.json", suite(entry(peers={"a": peer(25)}, reach={"gap": 0, "seconds": 60}))
     )
-    assert main(["bench", path, "--effort", "quick", "--json", "-"]) == 0
+    assert main(["planner", path, "--effort", "quick", "--json", "-"]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
     (run,) = document["runs"]
@@ -346,8 +346,8 @@ def test_every_key_of_the_document_is_documented() -> None:
     known = instance(peers={"a": peer(1)}, reach={"gap": 0})
     found = outcome((1, 108, 100), of=known)
     report = Report(QUICK, (Run((), (found,)),), (contribution("x", [found], [found]),))
-    readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-    documented = {word for span in re.findall(r"`([^`\n]+)`", readme) for word in re.findall(r"\w+", span)}
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    documented = {word for span in re.findall(r"`([^`\n]+)`", page) for word in re.findall(r"\w+", span)}
     assert set(keys(report_json(report))) - documented == set()
 
 
@@ -366,7 +366,7 @@ def test_wrong_input_is_status_2_before_anything_is_searched(
     arguments: list[str], says: str, tmp_path: Path, capsys: Capture
 ) -> None:
     path = write(tmp_path / "suite.json", suite(entry()))
-    assert main(["bench", path, *arguments]) == 2
+    assert main(["planner", path, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert says in err
@@ -383,6 +383,7 @@ def test_the_speed_table_has_a_row_for_every_size(monkeypatch: pytest.MonkeyPatc
         assert all(float(figure.replace(",", "")) > 0 for figure in figures[1:])
 
 
-def test_bench_wants_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 2
-    assert "name one or more" in capsys.readouterr().err
+def test_a_file_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["planner"])
+    assert "FILE" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -12,6 +11,7 @@ from support.problems import uniform_document
 from support.suites import BENCHMARKS, entry, peer, suite
 from zbv_solver.errors import InvalidInput
 
+from benchmarks.planner import generate
 from benchmarks.planner.suite import parse_suite, select
 
 
@@ -73,10 +73,5 @@ def test_the_suites_of_the_repository_can_be_read(path: Path) -> None:
 
 
 def test_generated_suites_are_what_their_seeds_give() -> None:
-    spec = importlib.util.spec_from_file_location("generate", BENCHMARKS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
     for name in generate.FILES:
         assert (BENCHMARKS / name).read_text(encoding="utf-8") == generate.text_of(name), name

@@ -72,7 +72,7 @@ def test_a_rehearsals_excess_is_held_against_the_plan_with_its_parts() -> None:
     outcome = {"planned": 1.0, "steps": [1.05, 1.04, 1.03], "ranks": [rank, rank]}
     total, *parts = rehearse.findings(RehearseWorkload(), outcome)
     assert total.value == pytest.approx(4.0)
-    assert total.verdict == "missed by 1.00 %"
+    assert total.verdict == "missed by 1 %"
     assert [part.value for part in parts] == pytest.approx([8.0, 1.0, -5.0])
     assert sum(part.value for part in parts) == pytest.approx(total.value)
 

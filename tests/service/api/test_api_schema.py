@@ -25,7 +25,7 @@ from support.live import listening
 from support.paths import ROOT
 from support.serving import DEADLINE
 from zbv_service.app import create_app
-from zbv_service.client_runs import RunClient
+from zbv_service.client import AgentClient
 from zbv_service.settings import Settings
 
 from benchmarks.service.malformed import AGENT, PLAN
@@ -66,7 +66,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
     )
     with (
         listening(create_app(settings, search=fake_searches.honest)) as live,
-        RunClient(live.address) as client,
+        AgentClient(live.address) as client,
     ):
         plan_id = client.import_plan(PLAN)
         client.register_agent(AGENT)

@@ -10,8 +10,9 @@ import pytest
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 from support.serving import PROBLEM, Serving
-from zbv_service.api.bodies import FREE, MEDIUM_VALUES, SMALL, BodyMemory, parse_medium
+from zbv_service.api.bodies import FREE, SMALL, BodyMemory
 from zbv_service.api.limits import SLICE, Limited
+from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
 from zbv_service.errors import ProblemError
 from zbv_service.observability.context import CALLER
 from zbv_solver.errors import MOST_ISSUES, InvalidInput

@@ -7,7 +7,7 @@ import json
 import pytest
 from support.serving import Serving
 from zbv_service.api.problem_advice import ADVICE
-from zbv_service.errors import document, kinds
+from zbv_service.errors import kinds, problem_document
 
 pytestmark = pytest.mark.anyio
 
@@ -64,7 +64,7 @@ def test_every_type_says_what_it_means_and_what_to_do() -> None:
 async def test_the_address_of_every_type_leads_to_its_page(serving: Serving) -> None:
     async with serving("immediate") as service:
         for name, kind in kinds().items():
-            page = await service.http.get(document(kind, "")["type"])
+            page = await service.http.get(problem_document(kind, "")["type"])
             assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
             assert name in page.text
             assert str(kind.status) in page.text
@@ -139,7 +139,7 @@ async def test_readiness_names_every_check_that_failed(serving: Serving) -> None
     async with serving("immediate") as service:
         ready = await service.http.get("/readyz")
         assert (ready.status_code, ready.headers["cache-control"]) == (200, "no-store")
-        await service.app.state.rooms.runner.stop()
+        await service.app.state.application.runner.stop()
         answer = await service.http.get("/readyz")
         assert (await service.http.get("/healthz")).status_code == 200
     assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
@@ -154,7 +154,7 @@ async def test_a_crash_tells_its_id_and_nothing_else(
         raise RuntimeError("secret detail")
 
     async with serving("immediate") as service:
-        monkeypatch.setattr(service.app.state.rooms.searches, "get", failing)
+        monkeypatch.setattr(service.app.state.application.searches, "get", failing)
         answer = await service.http.get("/v1/searches/x")
     body = answer.json()
     assert (answer.status_code, body["type"]) == (500, "/problems/internal-error")

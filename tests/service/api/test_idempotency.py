@@ -78,7 +78,7 @@ async def test_a_request_that_was_refused_leaves_its_key_free(serving: Serving) 
 
 async def test_a_key_that_is_being_answered_is_a_conflict(serving: Serving) -> None:
     async with serving("immediate") as service:
-        searches = service.app.state.rooms.searches
+        searches = service.app.state.application.searches
         answers = await asyncio.gather(*(submit(service, KEY) for _ in range(10)))
         accepted = [answer for answer in answers if answer.is_success]
         assert len({answer.json()["id"] for answer in accepted}) == 1

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.serving import PROBLEM, Service, Serving
-from zbv_service import errors as problems
-from zbv_service.api.bodies import parse_json
-from zbv_service.errors import ProblemError
+from zbv_service.documents.parsing import parse_json
+from zbv_service.errors import INVALID_BODY, ProblemError, problem_document, problem_response
 from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
@@ -166,7 +165,7 @@ async def test_a_crash_tells_nothing_of_the_inside(
         async def crash(*_: Any) -> None:
             raise RuntimeError("secret detail")
 
-        monkeypatch.setattr(service.app.state.rooms.searches, "page", crash)
+        monkeypatch.setattr(service.app.state.application.searches, "page", crash)
         answer = await service.http.get("/v1/searches")
         assert (answer.status_code, answer.json()["type"]) == (500, "/problems/internal-error")
         assert "secret" not in answer.text
@@ -210,7 +209,7 @@ def test_any_value_anywhere_is_accepted_or_answered(key: str, value: Any) -> Non
     try:
         parse_request(body, Settings())
     except InvalidInput as error:
-        answered = problems.response(problems.document(problems.INVALID_BODY, str(error)))
+        answered = problem_response(problem_document(INVALID_BODY, str(error)))
     else:
         return
     json.loads(bytes(answered.body))

@@ -68,8 +68,8 @@ async def test_a_commit_whose_answer_was_lost_is_not_denied(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving("immediate", preload="at-first-search") as service:
-        await service.app.state.rooms.runner.stop()
-        await service.app.state.rooms.dispatcher.stop()
+        await service.app.state.application.runner.stop()
+        await service.app.state.application.dispatcher.stop()
         plan_id = await import_plan(service)
         for send, listed in (
             (lambda: submit_run(service, plan_id), "runs"),
@@ -95,7 +95,7 @@ async def test_a_crash_after_a_commit_is_not_called_harmless(
             raise RuntimeError("after the run was stored")
 
         with monkeypatch.context() as patch:
-            patch.setattr(service.app.state.rooms.dispatcher, "wake", failing)
+            patch.setattr(service.app.state.application.dispatcher, "wake", failing)
             answer = await submit_run(service, plan_id)
         assert (answer.status_code, answer.json()["type"]) == (500, "/problems/internal-error")
         assert "may have been carried out" in answer.json()["detail"]
@@ -108,7 +108,7 @@ async def test_a_get_that_fails_may_be_repeated(serving: Serving, monkeypatch: p
         raise DatabaseAway("away")
 
     async with serving("immediate") as service:
-        monkeypatch.setattr(service.app.state.rooms.searches, "get", away)
+        monkeypatch.setattr(service.app.state.application.searches, "get", away)
         detail = (await service.http.get("/v1/searches/x")).json()["detail"]
     assert detail == "The database does not answer now. Repeat the request in a moment."
 
@@ -132,18 +132,18 @@ async def test_of_a_body_that_breaks_a_rule_nothing_is_stored(
     serving: Serving, path: str, body: dict[str, Any]
 ) -> None:
     async with serving("immediate") as service:
-        before = await rows(service.app.state.rooms.database)
+        before = await rows(service.app.state.application.database)
         answer = await service.http.post(path, json=body, headers=KEY)
         assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-body"), answer.text
-        assert await rows(service.app.state.rooms.database) == before
+        assert await rows(service.app.state.application.database) == before
 
 
 async def test_what_another_site_sends_changes_nothing(serving: Serving) -> None:
     async with serving("immediate") as service:
-        before = await rows(service.app.state.rooms.database)
+        before = await rows(service.app.state.application.database)
         for path in ("/v1/searches", "/example", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/sign-in-links"):
             answer = await service.http.post(
                 path, json={"problem": PROBLEM}, headers={"Origin": "http://evil"}
             )
             assert (answer.status_code, answer.json()["type"]) == (403, "/problems/other-origin"), path
-        assert await rows(service.app.state.rooms.database) == before
+        assert await rows(service.app.state.application.database) == before

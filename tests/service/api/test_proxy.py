@@ -52,7 +52,7 @@ async def test_the_balancer_sends_what_the_service_needs(settings: Settings, ove
     app = create_app(settings, search=fake_searches.immediate)
     transport = httpx.ASGITransport(config_of(app, settings).loaded_app, client=("10.0.0.2", 1))
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
-        token = await add_token(app.state.rooms.database, "admin")
+        token = await add_token(app.state.application.database, "admin")
         claims = {"X-Forwarded-Proto": "http" if over_tls else "https", "X-Forwarded-For": "10.0.0.3"}
         origin = {"Origin": f"http{'s' if over_tls else ''}://zbv", "Forwarded": "proto=https"}
         fields = passed_on(httpx.Headers({"Host": "zbv", **claims, **origin}), over_tls=over_tls)

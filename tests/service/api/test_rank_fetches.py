@@ -23,7 +23,7 @@ async def stored(service: Service, headers: dict[str, str] | None = None) -> str
 
 def short_ways(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ranks that are answered from memory, as they are asked for."""
-    plans, found = service.app.state.rooms.plans, []
+    plans, found = service.app.state.application.plans, []
     known_rank = plans.known_rank
 
     def watched(plan_id: str, rank: int) -> Any:

@@ -47,7 +47,7 @@ async def test_what_was_found_is_looked_at_again_after_a_while(
         monkeypatch.setattr(Database, "ping", away)
         assert (await service.http.get("/readyz")).status_code == 200
         monkeypatch.setattr(readiness, "FRESH_SECONDS", 0.0)
-        rooms = service.app.state.rooms
-        rooms.readiness._fresh_until = 0.0
+        application = service.app.state.application
+        application.readiness._fresh_until = 0.0
         assert (await service.http.get("/readyz")).status_code == 503
         assert (await service.http.get("/readyz")).status_code == 503

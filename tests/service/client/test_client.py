@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,11 +31,10 @@ from zbv_service.client import (
     SearchTimeout,
     ServiceFailed,
     ServiceUnreachable,
-    known,
+    cache,
     streams,
 )
-from zbv_service.client.events import EventReader
-from zbv_service.client.retries import Attempts
+from zbv_service.client.retries import RetryState
 
 SEARCH: dict[str, Any] = {
     "id": "a",
@@ -47,7 +49,8 @@ SEARCH: dict[str, Any] = {
     "options": {},
     "created_at": "2026-01-02T03:04:05Z",
 }
-SOON = Retries(count=2, first=0.0, longest=0.0, longest_told=1.0)
+ROOT = Path(__file__).resolve().parents[3]
+SOON = Retries(count=2, first=0.0, longest=0.0, longest_retry_after=1.0)
 Given = httpx.Response | Exception
 Answering = Callable[..., tuple[Driver, list[httpx.Request]]]
 
@@ -77,8 +80,8 @@ def answering(connect: Callable[..., Driver]) -> Answering:
             given = next(left)
             if isinstance(given, Exception):
                 raise given
-            # Anew each time: one that was read is not read again.
-            return httpx.Response(given.status_code, headers=given.headers, content=given.content)
+            # A copy, because a response can be read once; a stream, because the network sends one.
+            return httpx.Response(given.status_code, headers=given.headers, stream=Chunks([given.content]))
 
         return connect(answer, **options), requests
 
@@ -97,6 +100,25 @@ def stream(*events: tuple[str, str, dict[str, Any]], cut: str = "") -> httpx.Res
     """An event stream of (id, kind, data); ``cut`` is what there is of one more."""
     text = "".join(f"id: {id_}\nevent: {kind}\ndata: {json.dumps(data)}\n\n" for id_, kind, data in events)
     return httpx.Response(200, text=text + cut, headers={"Content-Type": "text/event-stream; charset=utf-8"})
+
+
+class Chunks(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A body in chunks, for clients of both kinds."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks = chunks
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._chunks
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self._chunks:
+            yield chunk
+
+
+def streaming(chunks: Iterable[bytes]) -> httpx.Response:
+    """An event stream of these chunks."""
+    return httpx.Response(200, stream=Chunks(chunks), headers={"Content-Type": "text/event-stream"})
 
 
 @pytest.mark.parametrize(
@@ -363,6 +385,25 @@ def test_waiting_ends_when_the_caller_says(answering: Answering) -> None:
         client.do(lambda made: made.wait("a", timeout=0.0))
 
 
+def test_waiting_ends_in_time_although_comments_keep_the_stream_alive(
+    connect: Callable[..., Driver],
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("/events"):
+            return found(state="running")
+        return streaming(_comments())
+
+    with pytest.raises(SearchTimeout):
+        connect(answer).do(lambda made: made.wait("a", timeout=0.05))
+
+
+def _comments() -> Iterator[bytes]:
+    for _ in range(1000):
+        time.sleep(0.01)
+        yield b": still here\n\n"
+    raise AssertionError("the client still reads after its deadline")
+
+
 def test_waiting_on_a_silent_stream_ends_when_the_caller_says(connect: Callable[..., Driver]) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("/events"):
@@ -403,7 +444,7 @@ def _fetch_rank(rank: int, client: Client | AsyncClient) -> Any:
 
 
 def test_only_so_many_ranks_are_known(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "KEPT", 2)
+    monkeypatch.setattr(cache, "CAPACITY", 2)
     answers = [httpx.Response(200, json=_RANK, headers={"ETag": '"p"'})] * 4
     client, requests = answering(*answers)
     for rank in (0, 1, 2, 0):
@@ -439,24 +480,24 @@ def told(value: str) -> httpx.Response:
 
 def test_the_service_says_when_to_come_back_in_seconds_or_as_a_moment() -> None:
     retries = Retries(count=9, first=0.1, longest=0.2)
-    pauses = {Attempts(retries, "x").after_answer(told("7")) for _ in range(9)}
+    pauses = {RetryState(retries, "x").after_response(told("7")) for _ in range(9)}
     assert all(pause is not None and 7 < pause <= 7.1 for pause in pauses)
     assert len(pauses) > 1, "they were told together, and do not come back together"
     moment = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    pause = Attempts(retries, "x").after_answer(told(moment))
+    pause = RetryState(retries, "x").after_response(told(moment))
     assert pause is not None
     assert 25 < pause <= 30.1
     for nonsense in ("", "soon", "-1", "Sun, 06 Nov 1994 08:49:37 GMT"):
-        pause = Attempts(retries, "x").after_answer(told(nonsense))
+        pause = RetryState(retries, "x").after_response(told(nonsense))
         assert pause is not None
         assert 0.05 <= pause <= 0.1
-    assert Attempts(retries, "x").after_answer(told("61")) is None
+    assert RetryState(retries, "x").after_response(told("61")) is None
 
 
 def test_pauses_double_up_to_a_limit_and_are_spread() -> None:
     pauses = [[0.0] * 4 for _ in range(20)]
     for row in pauses:
-        attempts = Attempts(Retries(count=4, first=1.0, longest=4.0), "x")
+        attempts = RetryState(Retries(count=4, first=1.0, longest=4.0), "x")
         row[:] = [attempts.after_error(httpx.ReadError("cut")) for _ in row]
     for index, limit in enumerate((1, 2, 4, 4)):
         column = [row[index] for row in pauses]
@@ -468,22 +509,32 @@ def test_retries_are_not_negative() -> None:
         Client("http://zbv", retries=-1)
 
 
-def test_events_are_read_however_the_bytes_are_cut() -> None:
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_events_are_read_however_the_network_splits_them(connect: Callable[..., Driver], size: int) -> None:
     text = (
         ': awake\r\nid: 1\r\nevent: bound\r\ndata: {"method":\r\ndata: "é\u2028"}\r\n\r\nevent: empty\n\n'
-        'retry: 5\ndata:{"x": 1}\n\n'
+        'retry: 5\ndata:{"x": 1}\n\nid: 2\nevent: end\ndata: {}\n\n'
     ).encode()
-    for size in (1, 2, 7, len(text)):
-        reader = EventReader()
-        chunks = [text[at : at + size] for at in range(0, len(text), size)]
-        events = [event for chunk in chunks for event in reader.feed(chunk)]
-        assert [(event.id, event.kind, event.data) for event in events] == [
-            ("1", "bound", {"method": "é\u2028"}),
-            ("1", "message", {"x": 1}),
-        ]
+    chunks = [text[at : at + size] for at in range(0, len(text), size)]
+    client = connect(lambda _request: streaming(chunks))
+    assert [(event.id, event.kind, event.data) for event in client.do(lambda made: made.events("a"))] == [
+        ("1", "bound", {"method": "é\u2028"}),
+        ("1", "message", {"x": 1}),
+        ("2", "end", {}),
+    ]
 
 
 @pytest.mark.parametrize("data", ["{", "[1]"])
-def test_an_event_that_cannot_be_read_is_refused(data: str) -> None:
+def test_an_event_that_is_not_a_json_object_is_refused(answering: Answering, data: str) -> None:
+    headers = {"Content-Type": "text/event-stream"}
+    client, _ = answering(httpx.Response(200, text=f"data: {data}\n\n", headers=headers))
     with pytest.raises(InvalidAnswer):
-        EventReader().feed(f"data: {data}\n\n".encode())
+        client.do(lambda made: made.events("a"))
+
+
+def test_the_generated_blocking_client_is_current() -> None:
+    script = ROOT / "service" / "make_synchronous_client.py"
+    made = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (made.returncode, made.stdout) == (0, ""), "run: make client"

@@ -8,8 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
-from zbv_service.client import InvalidAnswer, InvalidRequest
-from zbv_service.client_runs import AgentGone, NodeWork, Orders, RunClient, RunTimeout
+from zbv_service.client import (
+    AgentClient,
+    AgentGone,
+    HeartbeatReply,
+    InvalidAnswer,
+    InvalidRequest,
+    NodeWork,
+    RunTimeout,
+)
 
 RUN: dict[str, Any] = {"id": "r", "state": "running", "plan_id": "p", "error": None}
 WORK: dict[str, Any] = {
@@ -27,11 +34,11 @@ WORK: dict[str, Any] = {
 NODE = NodeWork("r", 2, 1, 2, 1, "h:1", "p", "a:b", {})
 
 
-def answering(status: int, document: Any = None) -> RunClient:
+def answering(status: int, document: Any = None) -> AgentClient:
     def answer(_request: httpx.Request) -> httpx.Response:
         return httpx.Response(status, json=document) if document is not None else httpx.Response(status)
 
-    return RunClient("http://zbv", transport=httpx.MockTransport(answer), retries=0)
+    return AgentClient("http://zbv", transport=httpx.MockTransport(answer), retries=0)
 
 
 def problem(status: int) -> dict[str, Any]:
@@ -49,7 +56,7 @@ def test_a_run_whose_answer_was_lost_is_asked_for_again_under_the_same_key() -> 
             return httpx.Response(409, json=problem(409), headers={"Retry-After": "1"})
         return httpx.Response(503 if len(keys) == 3 else 202, json=RUN if len(keys) == 4 else problem(503))
 
-    with RunClient("http://zbv", transport=httpx.MockTransport(answer)) as client:
+    with AgentClient("http://zbv", transport=httpx.MockTransport(answer)) as client:
         client.submit_run("p", {"factory": "a.b:c"}, nodes=1, steps=1)
     assert (len(keys), len(set(keys))) == (4, 1)
 
@@ -100,9 +107,9 @@ def test_failures_of_a_run_are_empty_without_an_error() -> None:
 
 def test_a_heartbeats_answer_is_read_whole() -> None:
     told = {"stop": True, "cause": "cancelled", "reason": "why", "plan_id": None}
-    assert answering(200, told).heartbeat("a", {}) == Orders(True, "cancelled", "why", None)
+    assert answering(200, told).heartbeat("a", {}) == HeartbeatReply(True, "cancelled", "why", None)
     on = {"stop": False, "cause": None, "reason": "", "plan_id": "p"}
-    assert answering(200, on).heartbeat("a", {}) == Orders(False, plan_id="p")
+    assert answering(200, on).heartbeat("a", {}) == HeartbeatReply(False, plan_id="p")
 
 
 def test_traces_and_logs_travel_packed_to_their_own_address() -> None:
@@ -112,7 +119,7 @@ def test_traces_and_logs_travel_packed_to_their_own_address() -> None:
         seen.append(request)
         return httpx.Response(204)
 
-    client = RunClient("http://zbv", transport=httpx.MockTransport(answer), retries=0)
+    client = AgentClient("http://zbv", transport=httpx.MockTransport(answer), retries=0)
     client.put_trace("a", NODE, 3, b"{}")
     client.put_log("a", NODE, 4, b"the end")
     below = "/v1/agents/a/runs/r/generations/2/ranks"

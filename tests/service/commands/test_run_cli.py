@@ -14,8 +14,8 @@ import httpx
 import pytest
 from support.orders import random_orders
 from support.problems import uniform, uniform_document
-from zbv_service import client_runs
-from zbv_service.client_runs import RunClient
+from zbv_service import client
+from zbv_service.client import Client, Run
 from zbv_service.commands import run as run_command
 from zbv_service.commands.cli import main
 from zbv_solver.plans.plan import plan_json
@@ -80,11 +80,11 @@ class Service:
 def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     found = Service()
 
-    class Connected(RunClient):
+    class Connected(Client):
         def __init__(self, address: str) -> None:
             super().__init__(address, transport=httpx.MockTransport(found), retries=0)
 
-    monkeypatch.setattr(client_runs, "RunClient", Connected)
+    monkeypatch.setattr(client, "Client", Connected)
     monkeypatch.setattr(run_command, "POLL_SECONDS", 0.0)
     return found
 
@@ -289,9 +289,9 @@ def test_a_run_whose_answers_were_lost_may_have_been_accepted(
 
 
 def test_progress_is_that_of_the_slowest_rank_that_has_begun() -> None:
-    def run(*steps: int | None) -> client_runs.Run:
+    def run(*steps: int | None) -> Run:
         ranks = [{"rank": rank, "step": step} for rank, step in enumerate(steps)]
-        return client_runs.Run("r", "running", None, None, {"members": [{"ranks": ranks}], "steps": 9})
+        return Run("r", "running", None, None, {"members": [{"ranks": ranks}], "steps": 9})
 
     assert run_command.progress(run(4, 3, None)) == "last reported step 3 of 9"
     assert run_command.progress(run(None)) == run_command.progress(run()) == ""

@@ -20,7 +20,7 @@ from zbv_service.app import create_app
 from zbv_service.client import Client, Search
 from zbv_service.commands.cli import main
 from zbv_service.settings import Settings
-from zbv_solver.plans.plan import parse_plan
+from zbv_solver.plans.reading import parse_plan
 
 COMMAND = [sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())"]
 

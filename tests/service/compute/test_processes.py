@@ -21,9 +21,8 @@ import httpx
 import pytest
 from support.refusals import refusal
 from support.serving import DEADLINE, PROBLEM
-from zbv_service import client_token
-from zbv_service.client import Client, Search
-from zbv_solver.plans.plan import parse_plan
+from zbv_service.client import Client, Search, tokens
+from zbv_solver.plans.reading import parse_plan
 from zbv_solver.verify.verifier import verify
 
 COMMAND = [sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())"]
@@ -129,7 +128,7 @@ def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Pa
     port = free_port()
     served = serve(tmp_path, port)
     before = begun(served)
-    token = client_token.find(served.address)
+    token = tokens.find(served.address)
     assert token is not None
     polling = httpx.Client(base_url=served.address, headers={"Authorization": f"Bearer {token}"})
     other = served.client.submit(PROBLEM, {"effort": "quick"})

@@ -34,7 +34,7 @@ async def searches(service: Service) -> list[dict[str, Any]]:
 async def test_every_limit_is_cut_anew_once_and_recomputes_what_it_must(serving: Serving) -> None:
     async with serving("solver") as service:
         plan_id = await planned(service, UNLIMITED)
-        own = await service.app.state.rooms.plans.plan(plan_id)
+        own = await service.app.state.application.plans.plan(plan_id)
         before = await frontier(service, plan_id)
         assert [point.at for point in before.points] == [point.limit for point in before.points]
         fitting = [point for point in before.points if point.limit >= before.own.needs * (1 - 1e-9)]

@@ -13,7 +13,8 @@ from zbv_service.frontier.points import Point
 from zbv_service.pages.views.frontier import frontier_view
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 pytestmark = pytest.mark.anyio
 
@@ -135,7 +136,7 @@ async def test_rubbish_is_refused_and_a_problem_without_memory_told_what_to_do(s
 
 async def test_schedules_at_one_place_share_a_mark(serving: Serving) -> None:
     async with serving("honest") as service:
-        plan = await service.app.state.rooms.plans.plan(await planned(service, at(1.0)))
+        plan = await service.app.state.application.plans.plan(await planned(service, at(1.0)))
         found = await frontier(service, plan.plan_id)
         twins = tuple(Known(name, 1.0, found.own.value) for name in ("one", "other"))
         apart = Known("apart", 1.5, found.own.value)

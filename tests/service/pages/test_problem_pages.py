@@ -56,7 +56,7 @@ async def test_what_may_pass_can_be_tried_again(
         async def fail(*_: Any) -> None:
             raise error("a secret of the service")
 
-        monkeypatch.setattr(service.app.state.rooms.searches, "page", fail)
+        monkeypatch.setattr(service.app.state.application.searches, "page", fail)
         answer = await service.http.get("/searches?q=a&state=done", headers=BROWSER)
         assert answer.status_code == status
         assert 'href="/searches?q=a&amp;state=done">Try again' in answer.text

@@ -27,7 +27,7 @@ from zbv_service.pages.shell import Shell
 from zbv_service.pages.views.run import run_view
 from zbv_service.runs.measurements import most_shared
 from zbv_solver.measure.rank_trace import parse_rank_trace
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 pytestmark = pytest.mark.anyio
 
@@ -178,11 +178,11 @@ async def test_a_browser_cancels_a_run_and_takes_an_offer(serving: Serving) -> N
             await beat(service, agent, run_id, 0)
         for rank, agent in enumerate((first, second)):
             await send(service, agent, run_id, rank, traces(SLOW, plan_id, steps=3)[rank])
-        await service.app.state.rooms.dispatcher.look()
+        await service.app.state.application.dispatcher.look()
         for _ in range(200):
             if (await run_of(service, run_id))["offer"]:
                 break
-            await service.app.state.rooms.dispatcher.look()
+            await service.app.state.application.dispatcher.look()
         offer = (await run_of(service, run_id))["offer"]["plan_id"]
         seen = await page_of(service, f"/runs/{run_id}")
         assert f'name="plan_id" value="{offer}"' in seen
@@ -226,7 +226,7 @@ async def test_what_ranks_left_behind_stays_when_the_run_begins_anew(serving: Se
 async def test_who_may_not_launch_is_not_offered_to(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id = (await submit(service)).json()["id"]
-        run = await service.app.state.rooms.runs.get(run_id)
+        run = await service.app.state.application.runs.get(run_id)
         for may, expected in ((("read",), False), (("launch",), True), (("admin",), True)):
             view = run_view(run, None, (), (), (), Shell(may=frozenset(may)))
             assert view.may_launch == expected

@@ -19,7 +19,8 @@ from zbv_service.records.searches import SearchRecord
 from zbv_service.settings import Settings
 from zbv_solver.frontiers.memory_fraction import at_fraction
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 AT = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 RECORD = SearchRecord(

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.api import state as rooms
+from zbv_service import app
 from zbv_service.pages import shell
 from zbv_service.plans import plans
 from zbv_solver.plans.channels import Channel, Transfer, channels
-from zbv_solver.plans.plan import baseline_json, parse_plan, plan_json
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.plans.plan import baseline_json, plan_json
+from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan, compare
 from zbv_solver.verify.verifier import verify
 
@@ -82,7 +83,7 @@ async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: l
             assert answer.status_code == 422, (name, body)
             assert body["type"] in ("/problems/invalid-plan", "/problems/invalid-body"), name
             assert body["errors"], name
-        assert await service.app.state.rooms.plans.newest(10) == []
+        assert await service.app.state.application.plans.newest(10) == []
 
 
 async def test_a_plan_never_changes_and_says_so(serving: Serving, ranks: list[list[str]]) -> None:
@@ -127,7 +128,7 @@ async def test_what_a_version_makes_of_a_plan_is_not_kept_past_an_upgrade(
             assert "immutable" in (await service.http.get(path, params=old)).headers["cache-control"]
     monkeypatch.setattr(plans, "__version__", "99.0.0")
     monkeypatch.setattr(shell, "__version__", "99.0.0")
-    monkeypatch.setattr(rooms, "assets", shell.assets.__wrapped__)
+    monkeypatch.setattr(app, "assets", shell.assets.__wrapped__)
     async with serving("immediate") as service:
         upgraded = await service.http.get(path, headers=known)
         assert (upgraded.status_code, upgraded.headers["etag"] in known.values()) == (200, False)

@@ -13,7 +13,7 @@ from zbv_service.plans.thumbnail import HEIGHT, WIDTH, thumbnail
 from zbv_solver.export.palette import KIND_FILLS, rgb
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import make_plan
 
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from support.serving import PROBLEM, Service, Serving
 from zbv_solver.plans.plan import baseline_json
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import compare
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ import pytest
 from support.serving import PROBLEM, Service, Serving
 from zbv_solver.bounds import lower_bound
 from zbv_solver.plans.plan import baseline_json, plan_json
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan, compare
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,7 @@ from zbv_service.problems.sketch import sketch
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.frontiers.by_layers import floor
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify
 
@@ -19,7 +19,7 @@ SECONDS = 60.0
 
 
 def layered(document: dict[str, Any], **changes: Any) -> LayeredProblem:
-    question = parse_question({**document, **changes})
+    question = parse_any_problem({**document, **changes})
     assert isinstance(question, LayeredProblem)
     return question
 

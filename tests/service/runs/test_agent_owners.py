@@ -11,7 +11,7 @@ from sqlalchemy import text
 from support.runs_over_http import MODEL, ONCE, import_plan
 from support.serving import Service, Serving
 from support.tokens import add, kind_of
-from zbv_service.client_runs import AgentGone, RunClient
+from zbv_service.client import AgentClient, AgentGone
 from zbv_service.security.scheme import scopes_of
 
 pytestmark = pytest.mark.anyio
@@ -101,7 +101,7 @@ async def test_an_agent_of_before_belongs_to_the_first_token_that_acts_for_it(se
     own, foreign = await add(service, "agent", name="own"), await add(service, "agent", name="foreign")
     admin = await add(service, "admin", name="admin")
     assert (await register(service, "a", own)).status_code == 201
-    async with service.app.state.rooms.database.writing() as session:
+    async with service.app.state.application.database.writing() as session:
         await session.execute(text("UPDATE agents SET owner = NULL"))
     address = f"/v1/agents/{'a' * 32}/heartbeat"
     for fields, status in ((admin, 200), (own, 200), (foreign, 403), (own, 200)):
@@ -112,7 +112,7 @@ def test_an_agent_whose_token_was_replaced_registers_again() -> None:
     """Its file of the token holds another one by then."""
     told = {"type": "/problems/agent-of-others", "title": "T", "status": 403, "detail": "D"}
     transport = httpx.MockTransport(lambda _request: httpx.Response(403, json=told))
-    with RunClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
+    with AgentClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
         client.heartbeat("a", {})
 
 
@@ -122,7 +122,7 @@ async def test_an_agent_that_is_gone_may_be_registered_by_another_token(service:
     assert (await register(service, "c", first)).status_code == 201
     agent = f"/v1/agents/{'c' * 32}"
     assert (await service.http.get(agent, headers=first)).status_code == 200
-    async with service.app.state.rooms.database.writing() as session:
+    async with service.app.state.application.database.writing() as session:
         await session.execute(text("DELETE FROM agents"))
     assert (await register(service, "c", second)).status_code == 201
     assert (await service.http.get(agent, headers=second)).status_code == 200

@@ -12,7 +12,7 @@ from support.serving import PROBLEM, Service, Serving
 from zbv_service.runs.replanner import _is_enough, _patience, measure, objective_of
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import make_plan
 
 pytestmark = pytest.mark.anyio
@@ -46,7 +46,7 @@ async def measured(
 
 async def looked(service: Service) -> None:
     """Have the service look, as it does by itself every second."""
-    await service.app.state.rooms.dispatcher.look()
+    await service.app.state.application.dispatcher.look()
 
 
 async def searches(service: Service) -> int:
@@ -118,7 +118,7 @@ async def test_few_steps_or_costs_as_planned_start_no_search(serving: Serving) -
 
 async def memory(service: Service, run_id: str) -> Any:
     """What is remembered of looks at a run."""
-    record = await service.app.state.rooms.runs.get(run_id)
+    record = await service.app.state.application.runs.get(run_id)
     return record.replanning
 
 

@@ -19,7 +19,7 @@ from support.runs_over_http import (
     work,
 )
 from support.serving import Service, Serving
-from zbv_service.documents.shared import parse_body
+from zbv_service.documents.parsing import parse_body
 from zbv_service.runs.documents import RunRequest
 from zbv_solver.errors import InvalidInput
 

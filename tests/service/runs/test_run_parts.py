@@ -13,7 +13,7 @@ from support.rank_traces import trace_documents
 from support.runs_over_http import end, started, work
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.runs.parts import MAX_LOG_BYTES
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 pytestmark = pytest.mark.anyio
 
@@ -107,10 +107,10 @@ async def test_former_steps_are_kept_for_ranks_that_write_at_other_times(serving
         for sent, expected in ((traces(5, first_step=4), 8), (traces(5, first_step=0), 8)):
             await put(service, second, run_id, 1, sent[1])
             assert (await service.http.get(shown)).json()["otherData"]["steps"] == [expected]
-        kept = (await service.app.state.rooms.parts.traces(run_id, 0))[0]
+        kept = (await service.app.state.application.parts.traces(run_id, 0))[0]
         assert kept.numbers == frozenset(range(5, 20))
         await put(service, first, run_id, 0, traces(2, first_step=20, ahead=[5, 5])[0])
-        kept = (await service.app.state.rooms.parts.traces(run_id, 0))[0]
+        kept = (await service.app.state.application.parts.traces(run_id, 0))[0]
         assert kept.numbers == {20, 21}  # of another clock
 
 

@@ -7,12 +7,13 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zbv_service.client_runs import is_allowed, is_directory_allowed, is_run_allowed
-from zbv_service.runs.scheduler import Offer, Wanted, choose, lack
+from zbv_service.client.admission import is_directory_allowed, is_model_allowed, is_run_allowed
+from zbv_service.records.runs import AvailableAgent, WaitingRun
+from zbv_service.runs.scheduler import choose, lack
 
 runs = st.lists(
     st.builds(
-        Wanted,
+        WaitingRun,
         run_id=st.uuids().map(str),
         nodes=st.integers(1, 4),
         ranks_per_node=st.integers(1, 2),
@@ -23,7 +24,7 @@ runs = st.lists(
 )
 agents = st.lists(
     st.builds(
-        Offer,
+        AvailableAgent,
         agent_id=st.uuids().map(str),
         slots=st.integers(1, 3),
         is_idle=st.booleans(),
@@ -35,30 +36,32 @@ agents = st.lists(
 )
 
 
-def takes(agent: Offer, run: Wanted) -> bool:
+def takes(agent: AvailableAgent, run: WaitingRun) -> bool:
     """Whether an agent may be given a run, busy or not."""
     return (
         agent.slots >= run.ranks_per_node
-        and is_allowed(run.factory, agent.allowed_models)
+        and is_model_allowed(run.factory, agent.allowed_models)
         and is_directory_allowed(run.checkpoint_directory, agent.checkpoint_directories)
     )
 
 
 @given(runs, agents)
-def test_a_gang_is_whole_idle_large_enough_and_its_own(waiting: list[Wanted], offers: list[Offer]) -> None:
+def test_chosen_agents_are_enough_idle_suitable_and_of_one_owner(
+    waiting: list[WaitingRun], offers: list[AvailableAgent]
+) -> None:
     placed = choose(waiting, offers)
     known = {offer.agent_id: offer for offer in offers}
     given_away = [agent_id for ids in placed.values() for agent_id in ids]
     assert len(given_away) == len(set(given_away))
     for run in waiting:
-        gang = [known[agent_id] for agent_id in placed.get(run.run_id, [])]
-        assert len(gang) in (0, run.nodes)
-        assert all(agent.is_idle and takes(agent, run) for agent in gang)
-        assert len({agent.owner for agent in gang}) <= 1
+        chosen = [known[agent_id] for agent_id in placed.get(run.run_id, [])]
+        assert len(chosen) in (0, run.nodes)
+        assert all(agent.is_idle and takes(agent, run) for agent in chosen)
+        assert len({agent.owner for agent in chosen}) <= 1
 
 
 @given(runs, agents)
-def test_nobody_stands_idle_whom_the_oldest_run_could_use(waiting: list[Wanted], offers: list[Offer]) -> None:
+def test_the_oldest_run_starts_if_it_can(waiting: list[WaitingRun], offers: list[AvailableAgent]) -> None:
     if not waiting:
         return
     oldest = waiting[0]
@@ -68,48 +71,48 @@ def test_nobody_stands_idle_whom_the_oldest_run_could_use(waiting: list[Wanted],
 
 
 def test_agents_of_two_owners_are_never_one_run() -> None:
-    offers = [Offer("a", 1, True, ("*",), "one"), Offer("b", 1, True, ("*",), "two")]
-    pair = Wanted("pair", 2, 1, "a:b")
+    offers = [AvailableAgent("a", 1, True, ("*",), "one"), AvailableAgent("b", 1, True, ("*",), "two")]
+    pair = WaitingRun("pair", 2, 1, "a:b")
     assert choose([pair], offers) == {}
-    assert choose([pair], [*offers, Offer("c", 1, True, ("*",), "two")]) == {"pair": ["b", "c"]}
-    assert choose([pair, Wanted("small", 1, 1, "a:b")], offers) == {"small": ["a"]}
+    assert choose([pair], [*offers, AvailableAgent("c", 1, True, ("*",), "two")]) == {"pair": ["b", "c"]}
+    assert choose([pair, WaitingRun("small", 1, 1, "a:b")], offers) == {"small": ["a"]}
 
 
 def test_a_large_run_keeps_its_agents_from_younger_ones_and_an_impossible_one_does_not() -> None:
-    def offer(name: str, *, is_idle: bool) -> Offer:
-        return Offer(name, 1, is_idle, ("*",))
+    def offer(name: str, *, is_idle: bool) -> AvailableAgent:
+        return AvailableAgent(name, 1, is_idle, ("*",))
 
     offers = [offer("p", is_idle=True), offer("q", is_idle=False)]
-    small = Wanted("small", 1, 1, "a:b")
-    assert choose([Wanted("large", 2, 1, "a:b"), small], offers) == {}
-    assert choose([Wanted("huge", 3, 1, "a:b"), small], offers) == {"small": ["p"]}
+    small = WaitingRun("small", 1, 1, "a:b")
+    assert choose([WaitingRun("large", 2, 1, "a:b"), small], offers) == {}
+    assert choose([WaitingRun("huge", 3, 1, "a:b"), small], offers) == {"small": ["p"]}
 
 
 def test_a_run_waits_for_agents_that_allow_its_model_and_its_checkpoints() -> None:
     offers = [
-        Offer("none", 1, True, ()),
-        Offer("right", 1, True, ("a.*",), checkpoint_directories=("/data",)),
+        AvailableAgent("none", 1, True, ()),
+        AvailableAgent("right", 1, True, ("a.*",), checkpoint_directories=("/data",)),
     ]
-    assert choose([Wanted("r", 1, 1, "a.b:c", "/data/run")], offers) == {"r": ["right"]}
-    assert choose([Wanted("r", 1, 1, "z.b:c")], offers) == {}
-    assert choose([Wanted("r", 1, 1, "a.b:c", "/home/run")], offers) == {}
-    assert choose([Wanted("r", 2, 1, "a.b:c")], offers) == {}
+    assert choose([WaitingRun("r", 1, 1, "a.b:c", "/data/run")], offers) == {"r": ["right"]}
+    assert choose([WaitingRun("r", 1, 1, "z.b:c")], offers) == {}
+    assert choose([WaitingRun("r", 1, 1, "a.b:c", "/home/run")], offers) == {}
+    assert choose([WaitingRun("r", 2, 1, "a.b:c")], offers) == {}
 
 
 def test_a_run_is_not_given_again_to_an_agent_that_refused_it() -> None:
-    offers = [Offer("p", 1, True, ("*",)), Offer("q", 1, True, ("*",))]
-    assert choose([Wanted("r", 1, 1, "a.b:c", refused_by=frozenset("p"))], offers) == {"r": ["q"]}
+    offers = [AvailableAgent("p", 1, True, ("*",)), AvailableAgent("q", 1, True, ("*",))]
+    assert choose([WaitingRun("r", 1, 1, "a.b:c", refused_by=frozenset("p"))], offers) == {"r": ["q"]}
 
 
 def test_what_a_run_lacks_is_said() -> None:
     offers = [
-        Offer("small", 1, True, ("a.*",)),
-        Offer("closed", 2, True, ()),
-        Offer("elsewhere", 2, True, ("*",), checkpoint_directories=("/home",)),
-        Offer("refuser", 2, True, ("*",)),
-        Offer("busy", 2, False, ("*",)),
+        AvailableAgent("small", 1, True, ("a.*",)),
+        AvailableAgent("closed", 2, True, ()),
+        AvailableAgent("elsewhere", 2, True, ("*",), checkpoint_directories=("/home",)),
+        AvailableAgent("refuser", 2, True, ("*",)),
+        AvailableAgent("busy", 2, False, ("*",)),
     ]
-    run = Wanted("r", 2, 2, "a.b:c", "/data", frozenset({"refuser"}))
+    run = WaitingRun("r", 2, 2, "a.b:c", "/data", frozenset({"refuser"}))
     assert choose([run], offers) == {}
     assert lack(run, offers) == (
         "2 agents with 2 slots each that allow model a.b:c and checkpoints in /data; 1 of 5 agents can "
@@ -157,4 +160,4 @@ def test_a_directory_is_allowed_with_all_that_is_below_it(
 def test_patterns_are_held_against_the_module_or_the_whole_name(
     factory: str, patterns: tuple[str, ...], expected: bool
 ) -> None:
-    assert is_allowed(factory, patterns) == expected
+    assert is_model_allowed(factory, patterns) == expected

@@ -52,7 +52,7 @@ async def test_reports_are_taken_once_also_from_another_process_that_counts_anew
 @pytest.mark.parametrize(
     ("raised", "kind", "says"),
     [
-        (KilledWorker("task", None, 3), SearchCrashed, "every worker that had it died"),  # type: ignore[arg-type]
+        (KilledWorker("task", None, 3), SearchCrashed, "each worker that computed it died"),  # type: ignore[arg-type]
         (OutOfMemory(), SearchCrashed, "ran out of memory"),
         (Evicted("its worker was told to end."), SearchEvicted, "told to end"),
         (Abandoned("its service was silent."), SearchLost, "silent"),

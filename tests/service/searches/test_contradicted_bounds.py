@@ -21,7 +21,8 @@ from zbv_solver.errors import ContradictedBound
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.plans.plan import CutCertificate
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 pytestmark = pytest.mark.anyio
 

@@ -1,6 +1,6 @@
 """Searches accepted by a service that is killed meanwhile: none is lost, and none is there twice.
 
-Hundreds of them, to be quick; ``zbv-service bench`` does it with thousands.
+Hundreds of them, to be quick; ``python -m benchmarks service queue`` does it with thousands.
 """
 
 from __future__ import annotations

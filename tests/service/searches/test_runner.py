@@ -19,7 +19,8 @@ from zbv_service.documents.packing import pack
 from zbv_service.records.searches import NewSearch, Update
 from zbv_service.searches.owners import new_owner
 from zbv_service.settings import Settings
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 pytestmark = pytest.mark.anyio
 
@@ -174,7 +175,7 @@ async def test_a_search_that_is_taken_away_and_comes_back_is_run_once(
         (directory / "release").touch()
         ended = [await service.ended(each) for each in (search_id, other)]
         assert [(found["state"], found["attempts"]) for found in ended] == [("done", 2), ("done", 1)]
-        runner = service.app.state.rooms.runner
+        runner = service.app.state.application.runner
         await until(lambda: not runner._attempts, "the end of every attempt")
     await table._database.close()
 
@@ -185,7 +186,7 @@ async def test_a_search_that_neither_ends_in_time_nor_stops_is_ended(
     async with serving("deaf", stop_seconds=0.2, max_crashes=2) as service:
         ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
         assert (ended["state"], ended["attempts"], ended["objective"]) == ("failed", 2, 9)
-        assert "did not stop when it was told to" in ended["error"]["detail"]
+        assert "did not stop on request" in ended["error"]["detail"]
     await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
 
 
@@ -201,7 +202,7 @@ async def test_a_search_that_hangs_without_a_time_limit_is_ended(serving: Servin
     async with serving("deaf", max_time_limit=0.3, stop_seconds=0.2, max_crashes=1) as service:
         ended = await service.ended((await service.submit()).json()["id"])
         assert (ended["state"], ended["error"]["type"]) == ("failed", "/problems/search-crashed")
-        assert "did not stop when it was told to" in ended["error"]["detail"]
+        assert "did not stop on request" in ended["error"]["detail"]
     await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
 
 
@@ -293,6 +294,6 @@ async def test_readiness_follows_the_runner(serving: Serving) -> None:
     async with serving("immediate") as service:
         assert (await service.http.get("/healthz")).json() == {"status": "ok"}
         assert (await service.http.get("/readyz")).json() == {"status": "ok"}
-        await service.app.state.rooms.runner.stop()
+        await service.app.state.application.runner.stop()
         answer = await service.http.get("/readyz")
         assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")

@@ -26,7 +26,7 @@ from support.paths import TESTS
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.client import Client, Search
 from zbv_service.database.url import async_url
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify
 

@@ -115,7 +115,7 @@ async def test_a_search_that_is_discarded_ends_its_streams(serving: Serving, dir
         search_id = (await service.submit()).json()["id"]
         await service.until(search_id, lambda found: found["objective"] is not None)
         stream = following(service, search_id)
-        await until(lambda: service.app.state.rooms.events.readers == 1, "it follows")
+        await until(lambda: service.app.state.application.events.readers == 1, "it follows")
         assert (await service.http.delete(f"/v1/searches/{search_id}")).status_code == 204
         told = events_of((await stream).text)
         assert kinds(told)[-1] == ("end", "discarded")
@@ -142,10 +142,10 @@ async def test_a_stream_ends_with_the_token_that_asked_for_it(
             )
             fields = {}
         stream, other = following(service, search_id, **fields), following(service, search_id, **owner)
-        await until(lambda: service.app.state.rooms.events.readers == 2, "both follow")
+        await until(lambda: service.app.state.application.events.readers == 2, "both follow")
         await asyncio.sleep(0.2)
         assert not stream.done()
-        await TokenTable(service.app.state.rooms.database).revoke("reader")
+        await TokenTable(service.app.state.application.database).revoke("reader")
         answer = await stream
         assert (answer.status_code, [event.kind for event in events_of(answer.text)][-1:]) != (200, ["end"])
         assert (await following(service, search_id, **fields)).status_code == 401

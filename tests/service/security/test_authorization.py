@@ -160,7 +160,7 @@ async def test_a_stale_client_behind_a_proxy_locks_nobody_out(
 ) -> None:
     """All requests of these tests come from one address, as those of a proxy that is not trusted do."""
     monkeypatch.setattr(attempts, "DELAY_SECONDS", 0.0)
-    stale, tokens = bearer(str(TokenText.new())), service.app.state.rooms.access.tokens
+    stale, tokens = bearer(str(TokenText.new())), service.app.state.application.access.tokens
     for _ in range(2 * attempts.ALLOWED):
         refused = await service.http.get("/v1/searches", headers=stale)
     assert refused.status_code == 429
@@ -179,7 +179,7 @@ async def test_guesses_are_looked_up_one_at_a_time_and_answered_late(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempts, "DELAY_SECONDS", 0.2)
-    tokens = service.app.state.rooms.access.tokens
+    tokens = service.app.state.application.access.tokens
     at_once, most = 0, 0
     look = tokens.grant
 
@@ -233,9 +233,9 @@ async def test_what_a_token_asks_for_bears_its_name(service: Service) -> None:
     run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 1}
     launched = await service.http.post("/v1/runs", json=run, headers=fields)
     assert (search.status_code, launched.status_code) == (202, 202)
-    rooms = service.app.state.rooms
-    assert (await rooms.searches.get(search.json()["id"])).created_by == "alice"
-    assert (await rooms.runs.get(launched.json()["id"])).created_by == "alice"
+    application = service.app.state.application
+    assert (await application.searches.get(search.json()["id"])).created_by == "alice"
+    assert (await application.runs.get(launched.json()["id"])).created_by == "alice"
 
 
 async def test_a_token_has_only_so_many_unfinished_searches(serving: Serving) -> None:

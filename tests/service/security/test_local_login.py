@@ -17,9 +17,9 @@ from sqlalchemy import select
 from support import fake_searches
 from support.serving import DEADLINE, PROBLEM, Service
 from support.tokens import add, bearer, kind_of
-from zbv_service import client_token
 from zbv_service.app import create_app
-from zbv_service.client_token import CredentialsUnusable
+from zbv_service.client import tokens
+from zbv_service.client.tokens import CredentialsUnusable
 from zbv_service.database import TokenTable
 from zbv_service.database.token_models import TokenRow
 from zbv_service.security import attempts
@@ -165,7 +165,7 @@ async def test_a_session_creates_no_credentials(service: Service, behind: str) -
     assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
     assert "session cannot create" in refused.text
     assert (await service.http.get("/sign-in", params={"token": session})).status_code == 401
-    async with service.app.state.rooms.database.reading() as stored:
+    async with service.app.state.application.database.reading() as stored:
         kinds = await stored.scalars(select(TokenRow.kind).where(TokenRow.kind != "token"))
         assert sorted(kinds) == ["link", "session"], "none but those that this test began with"
 
@@ -175,7 +175,7 @@ async def test_a_session_does_not_outlive_the_token_that_began_it(service: Servi
     await service.http.get(await link(service, fields))
     assert (await service.http.get("/v1/searches")).is_success
     await asyncio.sleep(0.6)
-    service.app.state.rooms.access.tokens._known.clear()
+    service.app.state.application.access.tokens._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
 
 
@@ -249,9 +249,9 @@ async def test_a_session_ends_with_its_token(service: Service) -> None:
     url = await link(service, fields)
     await service.http.get(await link(service, fields))
     assert (await service.http.get("/v1/searches")).is_success
-    rooms = service.app.state.rooms
-    await TokenTable(rooms.database).revoke("carol")
-    rooms.access.tokens._known.clear()
+    application = service.app.state.application
+    await TokenTable(application.database).revoke("carol")
+    application.access.tokens._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
     assert "was revoked" in (await service.http.get(url)).text
 
@@ -304,10 +304,10 @@ def test_commands_find_what_a_service_of_their_user_left(runtime: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         for server in ("http://127.0.0.1:8123", "http://localhost:8123/", "https://[::1]:8123"):
-            assert client_token.find(server) == "zbv_local"
-        assert client_token.find("http://127.0.0.1:8124") is None
-        assert client_token.find("http://planner:8123") is None, "it is nobody else's business"
-    assert client_token.find("http://127.0.0.1:8123") is None
+            assert tokens.find(server) == "zbv_local"
+        assert tokens.find("http://127.0.0.1:8124") is None
+        assert tokens.find("http://planner:8123") is None, "it is nobody else's business"
+    assert tokens.find("http://127.0.0.1:8123") is None
     assert list(path.parent.iterdir()) == []
 
 
@@ -321,9 +321,9 @@ def test_what_a_killed_service_left_is_replaced_and_a_newer_one_is_kept(runtime:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with left_behind(8123, "zbv_two"):
             pass
-        assert client_token.find("http://127.0.0.1:8123") is None
+        assert tokens.find("http://127.0.0.1:8123") is None
         stale.write_text("zbv_three\n")
-    assert client_token.find("http://127.0.0.1:8123") == "zbv_three"
+    assert tokens.find("http://127.0.0.1:8123") == "zbv_three"
 
 
 def test_what_killed_services_left_is_swept_and_that_of_living_ones_stays(runtime: Path) -> None:
@@ -359,7 +359,7 @@ def test_without_a_runtime_directory_it_is_in_the_state_directory(
             tmp_path / "state" / "zbv" / f"token-{platform.node()}-8123"
         )  # a home may be several machines'
         assert path == in_state or "run/user" in str(path)
-        assert client_token.find("http://127.0.0.1:8123") == "zbv_local"
+        assert tokens.find("http://127.0.0.1:8123") == "zbv_local"
 
 
 def test_the_token_of_the_last_start_is_used_again(runtime: Path, tmp_path: Path) -> None:
@@ -408,20 +408,20 @@ def test_what_is_told_comes_before_what_is_found(runtime: Path, monkeypatch: pyt
     told.write_text("zbv_file\n")
     with left_behind(8123, "zbv_local"):
         monkeypatch.setenv("ZBV_TOKEN_FILE", str(told))
-        assert client_token.find("http://127.0.0.1:8123") == "zbv_file"
+        assert tokens.find("http://127.0.0.1:8123") == "zbv_file"
         monkeypatch.setenv("ZBV_TOKEN", "zbv_told")
-        assert client_token.find("http://127.0.0.1:8123") == "zbv_told"
+        assert tokens.find("http://127.0.0.1:8123") == "zbv_told"
 
 
 @pytest.mark.parametrize("content", [b"", b"two words", b"zbv_\xff", b"a\nb"])
-def test_a_file_without_a_token_is_said_so(
+def test_a_file_without_a_token_is_an_error_that_names_the_flag(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     path = runtime / "told"
     path.write_bytes(content)
     monkeypatch.setenv("ZBV_TOKEN_FILE", str(path))
-    with pytest.raises(CredentialsUnusable, match="told holds no token"):
-        client_token.find("http://127.0.0.1:8123")
+    with pytest.raises(CredentialsUnusable, match=r"--token-file .*told (contains|is not)"):
+        tokens.find("http://127.0.0.1:8123")
     monkeypatch.setenv("ZBV_TOKEN_FILE", str(runtime / "absent"))
-    with pytest.raises(CredentialsUnusable, match="cannot read the token file"):
-        client_token.find("http://planner")
+    with pytest.raises(CredentialsUnusable, match=r"--token-file .* cannot read"):
+        tokens.find("http://planner")

@@ -28,7 +28,7 @@ async def test_every_answer_carries_them(serving: Serving, monkeypatch: pytest.M
         async def crash(*_: Any) -> None:
             raise RuntimeError
 
-        monkeypatch.setattr(service.app.state.rooms.sign_in, "follow_link", crash)
+        monkeypatch.setattr(service.app.state.application.sign_in, "follow_link", crash)
         for status, path in (
             (200, "/healthz"),
             (401, "/v1/searches"),

@@ -19,10 +19,9 @@ import pytest
 import trustme
 from support.refusals import refusal
 from support.serving import PROBLEM
-from zbv_service import client_tls
-from zbv_service.client import Client
-from zbv_service.client_token import CredentialsUnusable
-from zbv_service.client_token import find as find_token
+from zbv_service.client import Client, tls
+from zbv_service.client.tokens import CredentialsUnusable
+from zbv_service.client.tokens import find as find_token
 from zbv_worker.commands.cli import main as worker
 
 START_SECONDS = 120.0
@@ -135,7 +134,7 @@ def test_commands_take_certificates_by_flags(
 def test_the_worker_takes_the_same(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in (client_tls.CA_VARIABLE, client_tls.CERT_VARIABLE, client_tls.KEY_VARIABLE):
+    for name in (tls.CA_VARIABLE, tls.CERT_VARIABLE, tls.KEY_VARIABLE):
         monkeypatch.setenv(name, "")  # remembered, so that what the command sets is undone
     arguments = [
         "agent",
@@ -148,18 +147,18 @@ def test_the_worker_takes_the_same(
     assert "cannot read" in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_used_are_said_so(
+def test_an_unusable_tls_file_is_an_error_that_names_it(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert client_tls.find() is True
-    monkeypatch.setenv(client_tls.KEY_VARIABLE, str(certificates.client[1]))
-    with pytest.raises(CredentialsUnusable, match="without its certificate"):
-        client_tls.find()
-    monkeypatch.setenv(client_tls.CERT_VARIABLE, str(certificates.server[0]))
-    with pytest.raises(CredentialsUnusable, match="must be PEM files, and a key must be that"):
-        client_tls.find()
-    monkeypatch.setenv(client_tls.CERT_VARIABLE, str(certificates.client[0]))
-    assert isinstance(client_tls.find(), ssl.SSLContext)
+    assert tls.find() is True
+    monkeypatch.setenv(tls.KEY_VARIABLE, str(certificates.client[1]))
+    with pytest.raises(CredentialsUnusable, match=r"found --tls-key .* without --tls-cert"):
+        tls.find()
+    monkeypatch.setenv(tls.CERT_VARIABLE, str(certificates.server[0]))
+    with pytest.raises(CredentialsUnusable, match="must be PEM files, and the key must belong"):
+        tls.find()
+    monkeypatch.setenv(tls.CERT_VARIABLE, str(certificates.client[0]))
+    assert isinstance(tls.find(), ssl.SSLContext)
 
 
 @pytest.mark.parametrize(

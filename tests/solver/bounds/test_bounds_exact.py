@@ -17,8 +17,9 @@ from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.exact import refine
 from zbv_solver.plans.orders import Orders, first_in_first_out
-from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W, exceeds
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 

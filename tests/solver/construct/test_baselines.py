@@ -23,7 +23,7 @@ from zbv_solver.construct.baselines import (
 )
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.problem import B, F, I, Problem, W
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan, compare
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from zbv_solver.documents.fields import BATCH
 from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue
 from zbv_solver.measure.rank_trace import parse_rank_trace
-from zbv_solver.plans.plan import parse_plan
-from zbv_solver.problem.layer import MAX_LAYERS
-from zbv_solver.problem.reading import parse_question
-from zbv_solver.problem.stage_document import BATCH, MAX_STAGES
+from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.limits import MAX_LAYERS, MAX_STAGES
+from zbv_solver.problem.reading import parse_any_problem
 
 COSTS = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 PROBLEM = {"pp_degree": 2, "microbatches": 4, "costs": COSTS}
@@ -26,21 +26,21 @@ STEP = {"step": 0, "seconds": 1.0, "actions": []}
 Reading = tuple[Callable[[Any], object], Any]
 """A function that reads a document, and a document that it refuses."""
 REPEATED: dict[str, Callable[[int], Reading]] = {
-    "empty layers": lambda n: (parse_question, {**LAYERED, "layers": [{}] * n}),
-    "unknown keys": lambda n: (parse_question, {**PROBLEM, **{f"k{i}": 0 for i in range(n)}}),
+    "empty layers": lambda n: (parse_any_problem, {**LAYERED, "layers": [{}] * n}),
+    "unknown keys": lambda n: (parse_any_problem, {**PROBLEM, **{f"k{i}": 0 for i in range(n)}}),
     "unknown keys of a layer": lambda n: (
-        parse_question,
+        parse_any_problem,
         {**LAYERED, "layers": [{**LAYER, **{f"k{i}": 0 for i in range(n)}}]},
     ),
-    "costs": lambda n: (parse_question, {**PROBLEM, "costs": {**COSTS, "forward": [None] * n}}),
+    "costs": lambda n: (parse_any_problem, {**PROBLEM, "costs": {**COSTS, "forward": [None] * n}}),
     "late costs": lambda n: (
-        parse_question,
+        parse_any_problem,
         {**PROBLEM, "costs": {**COSTS, "forward": [1.0] * (2 * BATCH) + [None] * n}},
     ),
-    "groups": lambda n: (parse_question, {**LAYERED, "cut": {"together": [[None]] * n}}),
-    "names of a group": lambda n: (parse_question, {**LAYERED, "cut": {"together": [[None] * n]}}),
-    "stages": lambda n: (parse_question, {**LAYERED, "partition": [None] * n}),
-    "recomputed": lambda n: (parse_question, {**LAYERED, "partition": [["a"]], "recompute": [None] * n}),
+    "groups": lambda n: (parse_any_problem, {**LAYERED, "cut": {"together": [[None]] * n}}),
+    "names of a group": lambda n: (parse_any_problem, {**LAYERED, "cut": {"together": [[None] * n]}}),
+    "stages": lambda n: (parse_any_problem, {**LAYERED, "partition": [None] * n}),
+    "recomputed": lambda n: (parse_any_problem, {**LAYERED, "partition": [["a"]], "recompute": [None] * n}),
     "ranks": lambda n: (parse_plan, {"problem": PROBLEM, "ranks": [None] * n}),
     "actions": lambda n: (parse_plan, {"problem": PROBLEM, "ranks": [[None] * n, []]}),
     "baselines": lambda n: (parse_plan, {"problem": PROBLEM, "ranks": [[], []], "baselines": [{}] * n}),
@@ -81,17 +81,17 @@ def test_a_list_of_any_length_is_refused_before_its_entries_are_looked_at() -> N
         ({**LAYERED, "layers": [{}] * (MAX_LAYERS + 1)}, "/layers", MAX_LAYERS),
         ({**PROBLEM, "costs": {**COSTS, "p2p": ["x"] * (MAX_STAGES + 1)}}, "/costs/p2p", MAX_STAGES),
     ):
-        (issue,) = refusal_of((parse_question, document)).issues
+        (issue,) = refusal_of((parse_any_problem, document)).issues
         assert issue.pointer == pointer
         assert issue.detail.startswith(f"found {most + 1} entries; must be at most {most}")
 
 
 def test_an_error_counts_what_it_leaves_out() -> None:
-    exact = refusal_of((parse_question, {**LAYERED, "layers": [{**LAYER, "name": i} for i in range(300)]}))
+    exact = refusal_of((parse_any_problem, {**LAYERED, "layers": [{**LAYER, "name": i} for i in range(300)]}))
     assert (len(exact.issues), exact.more, exact.is_partial) == (100, 200, False)
     assert str(exact).endswith(" And 200 more.")
     costs = {**COSTS, "forward": [None] * (3 * BATCH)}
-    partial = refusal_of((parse_question, {**PROBLEM, "costs": costs}))
+    partial = refusal_of((parse_any_problem, {**PROBLEM, "costs": costs}))
     assert (partial.more, partial.is_partial) == (BATCH - MOST_ISSUES, True)
     assert str(partial).endswith(f" And at least {partial.more} more.")
     assert [issue.pointer for issue in partial.issues[:2]] == ["/costs/forward/0", "/costs/forward/1"]
@@ -100,7 +100,7 @@ def test_an_error_counts_what_it_leaves_out() -> None:
 def test_entries_after_the_first_batch_keep_their_places() -> None:
     values: list[Any] = [1.0] * 4000
     values[3210] = "x"
-    error = refusal_of((parse_question, {**PROBLEM, "costs": {**COSTS, "forward": values}}))
+    error = refusal_of((parse_any_problem, {**PROBLEM, "costs": {**COSTS, "forward": values}}))
     assert [issue.pointer for issue in error.issues] == ["/costs/forward/3210"]
 
 
@@ -113,13 +113,13 @@ def test_an_error_keeps_its_count_where_it_goes() -> None:
 @pytest.mark.parametrize(
     "reading",
     [
-        (parse_question, {**PROBLEM, "x" * 10**6: 1}),
-        (parse_question, {**PROBLEM, "placement": "x" * 10**6}),
-        (parse_question, {**PROBLEM, "placement": [[list(range(1000))] * 1000] * 1000}),
-        (parse_question, {**PROBLEM, "units": {"time": {"a": ["x" * 10**6] * 100}}}),
+        (parse_any_problem, {**PROBLEM, "x" * 10**6: 1}),
+        (parse_any_problem, {**PROBLEM, "placement": "x" * 10**6}),
+        (parse_any_problem, {**PROBLEM, "placement": [[list(range(1000))] * 1000] * 1000}),
+        (parse_any_problem, {**PROBLEM, "units": {"time": {"a": ["x" * 10**6] * 100}}}),
         (parse_plan, {"problem": PROBLEM, "ranks": [["0F0" * 10**6], []]}),
         (parse_plan, {"problem": PROBLEM, "ranks": [[], []], "plan_id": "x" * 10**6}),
-        (parse_question, {**LAYERED, "partition": [["x" * 10**6]]}),
+        (parse_any_problem, {**LAYERED, "partition": [["x" * 10**6]]}),
     ],
     ids=["key", "text", "lists", "object", "action", "plan id", "layer name"],
 )

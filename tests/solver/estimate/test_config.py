@@ -21,7 +21,7 @@ from zbv_solver.estimate.config import (
 )
 from zbv_solver.estimate.presets import preset, preset_names, with_presets
 from zbv_solver.estimate.problem_document import problem_document
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 
 MODEL = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1000, "sequence": 128}
 PARALLEL = {"pp_degree": 2, "microbatches": 4}
@@ -148,7 +148,7 @@ def test_every_preset_says_where_it_is_from_and_is_valid(name: str) -> None:
     assert found.source
     if found.model:
         config = parse_config(with_presets({}, [name], {}))
-        parse_question(problem_document(config))
+        parse_any_problem(problem_document(config))
     else:
         assert parse_config(with_presets(document(), [], {"device": found.device})).device.memory_limit
 

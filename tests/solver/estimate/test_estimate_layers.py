@@ -13,7 +13,7 @@ from zbv_solver.estimate.layers import LayerEstimate, Running, estimate_layers
 from zbv_solver.estimate.presets import preset
 from zbv_solver.estimate.problem_document import problem_document
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 
 ZERO_BUBBLE = ("gpt-1.5b", "gpt-6.2b", "gpt-14.6b", "gpt-28.3b")
 
@@ -36,7 +36,7 @@ def test_every_estimate_is_a_problem_that_the_planner_accepts(config: EstimateCo
     """Its rules: nothing is negative, deltas sum to nothing, W releases, names differ."""
     document = problem_document(config)
     # A model of one block is not enough for the stages of any pipeline; that is no matter of the estimate.
-    problem = parse_question({**document, "cut": {**document.get("cut", {}), "allow_empty": True}})
+    problem = parse_any_problem({**document, "cut": {**document.get("cut", {}), "allow_empty": True}})
     assert isinstance(problem, LayeredProblem)
     halves = 2 if config.parallel.granularity == "half" else 1
     assert problem.model.n_layers == 2 + halves * config.model.layers
@@ -138,7 +138,7 @@ def test_the_times_that_the_zero_bubble_paper_profiled(name: str) -> None:
         found[action] = blocks * getattr(times, action) / 1e3
         assert found[action] == pytest.approx(profiled[action], rel=0.13)
     assert sum(found.values()) == pytest.approx(sum(profiled[action] for action in found), rel=0.05)
-    problem = parse_question(problem_document(config))
+    problem = parse_any_problem(problem_document(config))
     assert isinstance(problem, LayeredProblem)
     assert problem.link is not None
     transfer = problem.link.latency + block_of(config).output_bytes / problem.link.bandwidth

@@ -27,8 +27,7 @@ from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_question
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.search.search import make_plan
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
@@ -124,7 +123,7 @@ def test_more_than_two_stages_per_rank_are_refused_with_a_way_out() -> None:
 def test_the_stages_of_layers_are_named_and_what_is_recomputed_is_said() -> None:
     cut = {"partition": [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]], "memory": {}}
     for flags, is_said in (([False, True, False, True], True), ([False] * 4, False)):
-        problem = parse_question({**RECOMPUTED, **cut, "recompute": flags})
+        problem = parse_any_problem({**RECOMPUTED, **cut, "recompute": flags})
         assert isinstance(problem, Problem)
         text = export(make_plan(problem, random_orders(problem, Random(1)), method="random"), "torchtitan")
         assert '#   1: ["block.1", "block.2"]' in text.splitlines()

@@ -27,7 +27,7 @@ from zbv_solver.export.timeline_data import timeline_bytes, timeline_facts, time
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Units
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, make_plan, search
 
 MEMORY = {"forward": 2, "backward_input": -1, "backward_weight": -1, "static": 1, "limit": 14}

@@ -18,12 +18,12 @@ from zbv_solver.frontiers.limits import at_limit
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import SearchOptions, make_plan, search
 
 
 def layered(document: dict[str, Any] = RECOMPUTED, **changes: Any) -> LayeredProblem:
-    question = parse_question({**document, **changes})
+    question = parse_any_problem({**document, **changes})
     assert isinstance(question, LayeredProblem)
     return question
 

@@ -19,7 +19,7 @@ from zbv_solver.improve import exact
 from zbv_solver.improve.exact import refine
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Costs, Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
 

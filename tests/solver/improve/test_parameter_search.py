@@ -13,7 +13,7 @@ from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, simple_rule
 from zbv_solver.improve.parameter_search import FEW_MICROBATCHES, GREEDY_COST, parameter_search
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.verify.verifier import verify_orders
 
 TIGHT = limited(uniform(4, 12, p2p=1), 2.0)

@@ -19,7 +19,8 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Costs, Problem, Units
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import make_plan
 
 PLANNED: dict[str, Any] = {

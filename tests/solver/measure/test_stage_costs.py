@@ -13,15 +13,15 @@ from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.measure.refit import refit
 from zbv_solver.measure.stage_costs import with_stage_costs
 from zbv_solver.problem.problem import Costs, Problem
-from zbv_solver.problem.reading import parse_question
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.writing import problem_json
 
 PARTITION = [["embedding", "block.0"], ["block.1", "block.2"], ["block.3", "block.4"], ["block.5", "head"]]
 
 
 def cut(**changes: Any) -> Problem:
     flags = [False, True, True, False]
-    question = parse_question({**RECOMPUTED, "partition": PARTITION, "recompute": flags, **changes})
+    question = parse_any_problem({**RECOMPUTED, "partition": PARTITION, "recompute": flags, **changes})
     assert isinstance(question, Problem)
     return question
 

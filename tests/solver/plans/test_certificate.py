@@ -24,7 +24,8 @@ from zbv_solver.plans.certificate import certify, gap_of, verdict
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.pipeline import Progress
 from zbv_solver.search.search import SearchOptions, search

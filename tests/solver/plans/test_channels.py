@@ -12,7 +12,7 @@ from zbv_solver.plans.channels import Channel, Transfer, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 
 
 def problem_of(p: int, m: int, placement: PlacementKind = "v", chunks: int | None = None) -> Problem:

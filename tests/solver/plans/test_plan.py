@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from support.problems import uniform
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plans.plan import Plan, gap_of, parse_plan, plan_json
+from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.plans.reading import parse_plan
 from zbv_solver.search.search import SearchOptions, search
 
 

@@ -14,16 +14,15 @@ from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_question
-from zbv_solver.problem.stage_document import parse_problem, problem_json
-from zbv_solver.problem.writing import layered_json
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.writing import layered_json, problem_json
 
 V = Placement.of("v", 2)
 
 
 def issues(**changes: Any) -> dict[str, str]:
     with pytest.raises(InvalidInput) as caught:
-        parse_question(document(**changes))
+        parse_any_problem(document(**changes))
     return {issue.pointer: issue.detail for issue in caught.value.issues}
 
 
@@ -95,7 +94,7 @@ def test_an_alternative_keeps_what_it_does_not_say() -> None:
 @given(layered_problems(most_layers=4, placements=("v", "loop", "single")))
 def test_documents_read_back_as_they_were_written(problem: LayeredProblem) -> None:
     written = layered_json(problem)
-    assert layered_json(parse_question(written)) == written  # type: ignore[arg-type]
+    assert layered_json(parse_any_problem(written)) == written  # type: ignore[arg-type]
     for found in every_cut(problem, problem.placements[0]):
         normalised = problem_json(found)
         assert problem_json(parse_problem(normalised)) == normalised
@@ -105,7 +104,7 @@ def test_documents_read_back_as_they_were_written(problem: LayeredProblem) -> No
 def test_a_given_partition_is_a_problem_of_stages() -> None:
     partition = [["embedding", "block.0"], ["block.1"], ["block.2"], [f"block.{k}" for k in range(3, 8)]]
     partition[-1].append("head")
-    problem = parse_question(document(partition=partition))
+    problem = parse_any_problem(document(partition=partition))
     assert isinstance(problem, Problem)
     assert list(problem.costs.forward) == [3, 2, 2, 15]
     assert problem.model is not None
@@ -162,15 +161,15 @@ def test_a_partition_has_all_layers_in_order_and_a_list_per_stage(
         ),
         ({"cut": {"first": 8}}, "/layers", "a stage has at least one"),
         ({"costs": {"p2p": [1, 2, 3]}}, "/costs/p2p", "found a list"),
-        ({"costs": {"forward": 3}}, "/costs/forward", "follows from the layers"),
-        ({"costs": {"p2p": 1, "link": {"bandwidth": 3}}}, "/costs", "found p2p and link"),
+        ({"costs": {"forward": 3}}, "/costs/forward", "found together with layers, which determine it"),
+        ({"costs": {"p2p": 1, "link": {"bandwidth": 3}}}, "/costs", "found both p2p and link"),
         ({"costs": {"link": {"bandwidth": 0}}}, "/costs/link/bandwidth", "must be positive"),
         ({"memory": {"limit": [1, 2, 3]}}, "/memory/limit", "found 3 values"),
         ({"memory": {"limit": -1}}, "/memory/limit", "must not be negative"),
         ({"recompute": [True]}, "/recompute", "without a partition"),
         ({"placement": "w"}, "/placement", "found 'w'"),
         ({"chunks": 3}, "/chunks", "placement v has 2 per rank"),
-        ({"placement": "auto", "chunks": 2}, "/chunks", "with placement auto, which chooses them"),
+        ({"placement": "auto", "chunks": 2}, "/chunks", "placement auto chooses the number of chunks"),
         ({"pp_degree": 1000, "layers": [{**BLOCK, "repeat": 512}]}, "/layers", "2000 stages"),
     ],
 )
@@ -196,6 +195,6 @@ def test_auto_leaves_out_placements_that_have_not_layers_enough() -> None:
 def test_the_example_of_the_documentation_is_one() -> None:
     text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     example = text.partition("## Layers")[2].partition("```json")[2].partition("```")[0]
-    problem = parse_question(json.loads(example))
+    problem = parse_any_problem(json.loads(example))
     assert isinstance(problem, LayeredProblem)
     assert {placement.kind for placement in problem.placements} == {"v", "loop", "single"}

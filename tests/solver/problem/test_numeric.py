@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.problems import decades, rough_problems
+from zbv_solver.documents.text import decode_json
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, clean_deltas, exceeds, integer_scale
 from zbv_solver.problem.problem import B, F, I, Problem, W
-from zbv_solver.problem.reading import parse_question
-from zbv_solver.problem.stage_document import decode_json, parse_problem, problem_json
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.search.search_unit import in_search_unit
 from zbv_solver.verify.verifier import verify
@@ -153,7 +154,7 @@ NUMBERS = ["9" * 5000, "1e999", "NaN", "-Infinity", "4e-320", "1e-101", "1e16"]
 )
 def test_numbers_that_no_plan_can_hold_are_a_mistake_of_the_document(document: str, text: str) -> None:
     with pytest.raises(InvalidInput, match="found"):
-        parse_question(decode_json(document.replace("N", text, 1)))
+        parse_any_problem(decode_json(document.replace("N", text, 1)))
 
 
 @pytest.mark.parametrize(
@@ -167,15 +168,15 @@ def test_deltas_below_the_rounding_of_all_figures_are_a_mistake_of_the_document(
     memory: dict[str, float],
 ) -> None:
     with pytest.raises(InvalidInput, match=r"/memory/backward_input: found .*must be 0 or at least 1e-120"):
-        parse_question({**DOCUMENT, "memory": memory})
+        parse_any_problem({**DOCUMENT, "memory": memory})
 
 
 def test_numbers_too_long_to_print_are_named_all_the_same() -> None:
     with pytest.raises(InvalidInput, match="/microbatches: found a number too long to print"):
-        parse_question({**DOCUMENT, "microbatches": 10**5000})
+        parse_any_problem({**DOCUMENT, "microbatches": 10**5000})
     layer = {"name": "a", "repeat": 10**5000, "forward": 1, "backward_input": 1, "backward_weight": 1}
     with pytest.raises(InvalidInput, match="/layers: found more than"):
-        parse_question({"pp_degree": 2, "microbatches": 3, "layers": [layer]})
+        parse_any_problem({"pp_degree": 2, "microbatches": 3, "layers": [layer]})
 
 
 def test_minus_zero_is_zero() -> None:

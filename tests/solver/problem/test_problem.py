@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from support.problems import problems, uniform, uniform_document
 from support.reference import all_orders_of_one_microbatch, peak_memory
+from zbv_solver.documents.text import canonical_json
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import canonical_json, parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 
 def test_scalars_chunks_and_stages_say_the_same() -> None:

@@ -15,7 +15,7 @@ from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.claims import CheckedPlan, check_plan
 from zbv_solver.search.search import SearchOptions, compare, make_plan, search
 
@@ -50,7 +50,7 @@ LAYERS = {
 
 
 def planned(problem: Document, effort: str = "standard") -> Document:
-    return plan_json(search(parse_question(problem), SearchOptions(effort=effort)))  # type: ignore[arg-type]  # a literal
+    return plan_json(search(parse_any_problem(problem), SearchOptions(effort=effort)))  # type: ignore[arg-type]  # a literal
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def best() -> Document:
 @pytest.fixture(scope="module")
 def serial_plan() -> Document:
     """A valid plan that is far from the best, with a bound and baselines that are true."""
-    problem = parse_question(PROBLEM)
+    problem = parse_any_problem(PROBLEM)
     assert isinstance(problem, Problem)
     plan = make_plan(problem, serial(problem).orders, method="serial")
     return plan_json(plan.with_baselines(compare(problem)))
@@ -78,7 +78,7 @@ def claiming_optimal(document: Document) -> Document:
 
 
 def test_what_follows_from_the_orders_is_verified_and_a_bound_is_not(best: Document) -> None:
-    checked = check_plan(best, parse_question(PROBLEM))
+    checked = check_plan(best, parse_any_problem(PROBLEM))
     assert pointers(checked, verified=True) >= {
         "/ranks",
         "/plan_id",
@@ -89,7 +89,7 @@ def test_what_follows_from_the_orders_is_verified_and_a_bound_is_not(best: Docum
 
 
 def test_a_true_bound_is_proved_on_request(best: Document) -> None:
-    checked = check_plan(best, parse_question(PROBLEM), prove=True)
+    checked = check_plan(best, parse_any_problem(PROBLEM), prove=True)
     assert pointers(checked, verified=False) == {"/provenance"}
 
 
@@ -155,7 +155,7 @@ NEARLY_TIED = {
 
 def nearly_optimal() -> tuple[Document, float]:
     """A plan that misses the optimum by less than the rounding of metrics, and the optimum."""
-    problem = parse_question(NEARLY_TIED)
+    problem = parse_any_problem(NEARLY_TIED)
     assert isinstance(problem, Problem)
     orders = Orders.from_text(
         [["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"], ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]]
@@ -253,7 +253,7 @@ def test_a_plan_without_metrics_claims_only_its_orders(serial_plan: Document) ->
 
 
 def test_the_bound_over_all_cuts_is_proved_from_the_layers() -> None:
-    document, asked = planned(LAYERS), parse_question(LAYERS)
+    document, asked = planned(LAYERS), parse_any_problem(LAYERS)
     assert "/cut/lower_bound" in pointers(check_plan(document, asked), verified=False)
     assert "/cut/lower_bound" in pointers(check_plan(document, asked, prove=True), verified=True)
     with pytest.raises(InvalidPlan, match="for a problem whose layers are cut already"):
@@ -261,7 +261,7 @@ def test_the_bound_over_all_cuts_is_proved_from_the_layers() -> None:
 
 
 def test_a_false_bound_over_all_cuts_is_refused() -> None:
-    document, asked = planned(LAYERS, "quick"), parse_question(LAYERS)
+    document, asked = planned(LAYERS, "quick"), parse_any_problem(LAYERS)
     span = document["metrics"]["makespan"]
     with pytest.raises(InvalidPlan, match="gap of the cut"):
         check_plan(document | {"cut": document["cut"] | {"gap": 7.0}}, asked)
@@ -275,7 +275,7 @@ def test_a_false_bound_over_all_cuts_is_refused() -> None:
 
 def test_a_plan_of_another_problem_is_refused(best: Document) -> None:
     with pytest.raises(InvalidInput, match="they differ in memory"):
-        check_plan(best, parse_question(uniform_document(2, 4, limit=5)))
+        check_plan(best, parse_any_problem(uniform_document(2, 4, limit=5)))
 
 
 def test_the_command_lists_claims_as_text_and_as_json(

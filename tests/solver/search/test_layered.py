@@ -17,7 +17,8 @@ from zbv_solver.partition.joint_search import Candidate, improve_cut
 from zbv_solver.partition.judge import Judge
 from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Plan, parse_plan, plan_json
+from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.cut import Cut
 from zbv_solver.search.search import Progress, SearchOptions, search
 from zbv_solver.verify.verifier import verify
@@ -265,7 +266,7 @@ def test_checking_a_plan_against_its_layers(plan: Plan) -> None:
 
 
 def test_documents_that_say_too_little_are_told_what_is_missing() -> None:
-    from zbv_solver.problem.stage_document import parse_problem
+    from zbv_solver.problem.reading import parse_problem
 
     with pytest.raises(InvalidInput, match="not cut into stages yet"):
         parse_problem(document())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import SearchOptions, search
 
 RECORDED = json.loads(Path(__file__).with_name("plan_ids.json").read_text(encoding="utf-8"))
@@ -18,6 +18,6 @@ RECORDED = json.loads(Path(__file__).with_name("plan_ids.json").read_text(encodi
 
 @pytest.mark.parametrize("case", RECORDED, ids=[case["name"] for case in RECORDED])
 def test_a_problem_keeps_its_plan(case: dict[str, Any]) -> None:
-    plan = search(parse_question(case["problem"]), SearchOptions(effort=case["effort"]))
+    plan = search(parse_any_problem(case["problem"]), SearchOptions(effort=case["effort"]))
 
     assert plan.plan_id == case["plan_id"]

@@ -19,7 +19,7 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.improve.exact import objective_of as evaluate_objective
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.halt import Turn
 from zbv_solver.search.pipeline import Found, Pipeline
 from zbv_solver.search.search import STAGES, Progress, SearchOptions, make_plan, search

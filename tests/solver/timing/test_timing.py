@@ -21,7 +21,7 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing import sweeps
 from zbv_solver.timing.start_times import (
     earliest_start_span,

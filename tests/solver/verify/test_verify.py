@@ -326,7 +326,7 @@ sys.modules["numba"] = None
 from support.problems import uniform
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import parse_plan
+from zbv_solver.plans.reading import parse_plan
 from zbv_solver.verify.verifier import verify, verify_orders
 document, good = json.load(sys.stdin)
 verify(parse_plan(document))

@@ -19,7 +19,7 @@ from support.agents import (
     read_losses,
     until,
 )
-from zbv_service.client_runs import Run
+from zbv_service.client import Run
 from zbv_worker.commands.cli import main
 
 pytestmark = pytest.mark.timeout(900)

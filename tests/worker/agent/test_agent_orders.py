@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from zbv_service.client_runs import NodeWork, Orders
+from zbv_service.client import HeartbeatReply, NodeWork
 from zbv_worker.agent.daemon import Agent, AgentOptions
 
 
@@ -29,9 +29,9 @@ class Told:
         self.plans.append(plan_id)
 
 
-def beat(orders: Orders, told: Told, folder: Path) -> Told:
+def beat(answer: HeartbeatReply, told: Told, folder: Path) -> Told:
     agent = Agent(AgentOptions("http://zbv", "n", "127.0.0.1", 1, folder))
-    agent._client = cast(Any, SimpleNamespace(heartbeat=lambda *_: orders))
+    agent._client = cast(Any, SimpleNamespace(heartbeat=lambda *_: answer))
     agent._beat(cast(Any, told), cast(Any, told))
     return told
 
@@ -43,7 +43,7 @@ def test_only_after_a_failure_do_ranks_get_time_to_say_what_they_know(
     tmp_path: Path, cause: str, failed_elsewhere: bool
 ) -> None:
     # The reason is for people: what it says decides nothing.
-    told = beat(Orders(True, cause, "the run was cancelled"), Told(), tmp_path)
+    told = beat(HeartbeatReply(True, cause, "the run was cancelled"), Told(), tmp_path)
     assert (told.stops, told.plans) == ([failed_elsewhere], [])
 
 
@@ -76,5 +76,5 @@ def test_what_a_node_does_not_allow_is_refused_and_nothing_is_prepared(
 def test_the_first_node_fetches_the_plan_to_change_over_to(
     tmp_path: Path, node_rank: int, plans: list[str]
 ) -> None:
-    told = beat(Orders(False, plan_id="p"), Told(node_rank), tmp_path)
+    told = beat(HeartbeatReply(False, plan_id="p"), Told(node_rank), tmp_path)
     assert (told.stops, told.plans) == ([], plans)

@@ -6,17 +6,17 @@ import pytest
 from zbv_solver.plans.orders import Action
 from zbv_worker.agent.rank import _failure
 from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded, WorkerError
-from zbv_worker.execution.progress import CurrentPlace, Place, mark_error
+from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 
 
-class At(CurrentPlace):
+class At(CurrentProgress):
     """A rank that is somewhere."""
 
-    def read(self) -> Place:
-        return Place(7, "2I1", 3)
+    def read(self) -> Progress:
+        return Progress(7, "2I1", 3)
 
 
-def failure(error: Exception, at: CurrentPlace) -> tuple[object, ...]:
+def failure(error: Exception, at: CurrentProgress) -> tuple[object, ...]:
     found = _failure(4, error, "what happened", at)
     assert found["detail"] == "what happened"
     return tuple(found[name] for name in ("kind", "rank", "step", "action", "peer"))
@@ -24,13 +24,13 @@ def failure(error: Exception, at: CurrentPlace) -> tuple[object, ...]:
 
 def test_an_error_in_an_action_has_its_step_action_and_peer() -> None:
     error = ChannelTimeout("x")
-    mark_error(error, Place(6, str(Action(2, "I", 1)), 5))
+    attach_progress(error, Progress(6, str(Action(2, "I", 1)), 5))
     assert failure(error, At()) == ("peer", 4, 6, str(Action(2, "I", 1)), 5)
 
 
 def test_an_error_between_actions_has_the_step_alone() -> None:
     assert failure(RuntimeError("x"), At()) == ("error", 4, 7, None, None)
-    assert failure(RuntimeError("x"), CurrentPlace()) == ("error", 4, None, None, None)
+    assert failure(RuntimeError("x"), CurrentProgress()) == ("error", 4, None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_an_error_between_actions_has_the_step_alone() -> None:
     ],
 )
 def test_what_trying_again_would_repeat_is_told_from_what_a_peer_caused(error: Exception, kind: str) -> None:
-    assert failure(error, CurrentPlace())[0] == kind
+    assert failure(error, CurrentProgress())[0] == kind

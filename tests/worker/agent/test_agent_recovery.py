@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from support.agents import DEADLINE, FACTORY, MODEL, AgentProcess, Cluster, a_plan, cluster, is_alive, until
-from zbv_service.client import NotFound
-from zbv_service.client_runs import Run
+from zbv_service.client import NotFound, Run
 from zbv_solver.plans.plan import plan_json
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.training.checkpoint import newest_checkpoint
@@ -117,7 +116,7 @@ def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(thre
     assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
     until(lambda: not busy(three), three.story)
     log = three.client.rank_log(run.id, 0)
-    assert f"plan {str(run.plan_id)[:12]} gives way to" in log
+    assert f"changing from plan {str(run.plan_id)[:12]}" in log
     assert str(found.plan_id)[:12] in log
 
 

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from support.paths import ROOT
-from zbv_service.client_token import FILE_VARIABLE
+from zbv_service.client.tokens import FILE_VARIABLE
 from zbv_worker.commands.agent import add_agent
 
 UNIT = ROOT / "deploy" / "zbv-agent.service"

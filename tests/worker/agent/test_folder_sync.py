@@ -15,7 +15,7 @@ import httpx
 import pytest
 from support.orders import random_orders
 from support.problems import uniform
-from zbv_service.client_runs import NodeWork, RunClient
+from zbv_service.client import AgentClient, NodeWork
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.search.search import make_plan
 from zbv_worker.agent.folder_sync import LOG_BYTES, Courier, log_end
@@ -36,8 +36,8 @@ class Service:
         self.holds = threading.Event()
         self.holds.set()
 
-    def connect(self) -> RunClient:
-        return RunClient("http://zbv", transport=httpx.MockTransport(self.answer), retries=0)
+    def connect(self) -> AgentClient:
+        return AgentClient("http://zbv", transport=httpx.MockTransport(self.answer), retries=0)
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         self.holds.wait(30)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.agents import is_alive
-from zbv_service.client_runs import NodeWork
+from zbv_service.client import NodeWork
 from zbv_worker.agent import generation as generation_module
 from zbv_worker.agent.generation import Generation
 from zbv_worker.agent.heartbeat import Pulse

@@ -10,14 +10,16 @@ from typing import Any, cast
 
 import pytest
 from support.paths import ROOT
-from zbv_service.client import InvalidRequest
-from zbv_service.client_runs import NodeWork, Registration, is_allowed
+from zbv_service.client import InvalidRequest, NodeWork, Registration
+from zbv_service.client.admission import is_model_allowed
 from zbv_worker.agent.daemon import Agent, AgentOptions
 from zbv_worker.agent.policy import allowed, refusal_of
 from zbv_worker.commands.cli import _parser
 
 REPOSITORY = ROOT
-DOCUMENTS = ("README.md", "docs/security.md", "docs/clusters.md", "docs/training.md", "docker/README.md")
+DOCUMENTS = tuple(
+    f"docs/{page}.md" for page in ("run-the-service", "security", "clusters", "training", "containers")
+)
 
 
 def work(directory: str | None, factory: str = "a.models:build") -> NodeWork:
@@ -41,7 +43,7 @@ def work(directory: str | None, factory: str = "a.models:build") -> NodeWork:
 def test_a_pattern_with_a_star_at_its_end_admits_the_package_and_all_below_it(
     pattern: str, factory: str, expected: bool
 ) -> None:
-    assert is_allowed(factory, [pattern]) is expected
+    assert is_model_allowed(factory, [pattern]) is expected
 
 
 def test_checkpoints_are_kept_in_allowed_directories_and_nowhere_else(tmp_path: Path) -> None:
@@ -123,7 +125,7 @@ def test_the_documents_agents_run_the_models_and_checkpoints_that_the_documents_
         for words in runs:
             factory = words[words.index("--model") + 1]
             if factory.startswith("mypackage."):
-                assert is_allowed(factory, agent.allow_model), (factory, agent.allow_model)
+                assert is_model_allowed(factory, agent.allow_model), (factory, agent.allow_model)
                 directory = Path(words[words.index("--checkpoint-dir") + 1])
                 assert any(directory.is_relative_to(each) for each in agent.allow_checkpoint_dir)
 

@@ -17,10 +17,11 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.executor import Batches, Executor
+from zbv_worker.execution.computation import Batches
+from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
@@ -74,7 +75,15 @@ class Pipeline:
             transport = self.hub.transport(rank)
             transport.open([key_of(channel) for channel in plan.channels], 20)
             self.executors.append(
-                Executor(plan, stages, batches, transport, device=CPU, timeout=20, look_ahead=2)
+                Executor(
+                    plan,
+                    stages,
+                    batches,
+                    transport,
+                    device=CPU,
+                    timeout=20,
+                    options=ExecutorOptions(look_ahead=2),
+                )
             )
 
     def all(self, work: Callable[[Executor], Any]) -> list[Any]:
@@ -203,5 +212,5 @@ def test_stages_without_a_model_are_not_evaluated() -> None:
         index: SleepingStage(dict.fromkeys("FIWB", 0), None, None, SleepingDevice()) for index in plan.stages
     }
     executor = Executor(plan, stages, NoBatches(), ThreadHub(1).transport(0), device=CPU, timeout=1)
-    with pytest.raises(InvalidRun, match="a SleepingStage cannot be evaluated"):
+    with pytest.raises(InvalidRun, match="a SleepingStage has no model and cannot be evaluated"):
         executor.evaluate(0)

@@ -15,11 +15,11 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
-from zbv_worker.execution.executor import Executor, StepResult
-from zbv_worker.execution.progress import CurrentPlace
+from zbv_worker.execution.build_stages import build_stages
+from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan, lower
-from zbv_worker.execution.stage import Stage
-from zbv_worker.execution.stages import build_stages
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
@@ -44,7 +44,7 @@ def executor_of(
     rank: int,
     transport: Transport,
     timeout: float,
-    place: CurrentPlace | None = None,
+    progress: CurrentProgress | None = None,
     on_stage_done: Callable[[int], None] | None = None,
 ) -> Executor:
     plan = RankPlan.of("plan", problem_of(2, 2), ORDERS, rank)
@@ -57,8 +57,7 @@ def executor_of(
         transport,
         device=CPU,
         timeout=timeout,
-        place=place,
-        on_stage_done=on_stage_done,
+        options=ExecutorOptions(progress=progress, on_stage_done=on_stage_done),
     )
 
 
@@ -76,7 +75,7 @@ def test_a_rank_whose_peer_is_gone_says_so_at_once() -> None:
     hub = ThreadHub(2)
     executor = executor_of(0, hub.transport(0), timeout=30)
     hub.transport(1).close()
-    with pytest.raises(PeerLost, match=r"rank 0 waited at 3F0 .* Look at why rank 1 ended"):
+    with pytest.raises(PeerLost, match=r"rank 0 waited at 3F0 .* Check why rank 1 ended"):
         executor.step(0)
 
 
@@ -147,10 +146,10 @@ def test_a_stage_is_announced_right_after_the_last_action_that_adds_to_its_gradi
     """After 3W1, and after 0W1: as the list has it, not as stages are numbered."""
     hub = ThreadHub(2)
     done: list[tuple[int, str]] = []
-    place = CurrentPlace()
+    progress = CurrentProgress()
     executors = [
         executor_of(
-            0, hub.transport(0), 20, place, lambda stage: done.append((stage, str(place.read().action)))
+            0, hub.transport(0), 20, progress, lambda stage: done.append((stage, str(progress.read().action)))
         ),
         executor_of(1, hub.transport(1), 20),
     ]
@@ -185,11 +184,11 @@ def test_only_the_last_w_or_b_of_a_stage_completes_it() -> None:
     [
         (["0F0", "0I0", "0W0"], "does not finish stage·microbatch 1·0"),
         (["0F0", "1F0", "1B0", "0I0"], "does not finish stage·microbatch 0·0"),
-        (["0F0", "1F0", "1W0"], "action 1W0 comes after F"),
-        (["0F0", "0F0"], "action 0F0 comes after F"),
-        (["0F0", "1F0", "1B0", "1W0"], "action 1W0 comes after B"),
-        (["2F0"], "action 2F0 is not this rank's"),
-        (["0F1"], "action 0F1 is not this rank's"),
+        (["0F0", "1F0", "1W0"], "action 1W0 follows F"),
+        (["0F0", "0F0"], "action 0F0 follows F"),
+        (["0F0", "1F0", "1B0", "1W0"], "action 1W0 follows B"),
+        (["2F0"], "action 2F0 is on another rank"),
+        (["0F1"], "action 0F1 is on another rank"),
     ],
 )
 def test_incomplete_lists_are_refused(actions: list[str], message: str) -> None:

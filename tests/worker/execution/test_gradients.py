@@ -26,7 +26,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.host.local_ranks import LocalRanks, python_command

@@ -12,12 +12,12 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.timing.start_times import memory_profile
 from zbv_worker.execution.binding import Bound, WalkState
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
-from zbv_worker.execution.stages import build_stages
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.models.gpt import gpt
+from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")

@@ -28,21 +28,23 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned_cut import PlannedCut, require_layers
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_modules, build_stages
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.model.protocol import Layered, ModelSpec, build_layers
+from zbv_worker.model.checks import build_layers
+from zbv_worker.model.protocol import Layered
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import GPT as Gpt
 from zbv_worker.models.gpt import gpt
 from zbv_worker.models.tiny import tiny
 from zbv_worker.training.checkpoint_files import Reader
+from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.plan_change import PlanFile
 from zbv_worker.training.report import read_reports, summarise
-from zbv_worker.training.training import TrainingOptions
 
 CPU = torch.device("cpu")
 GPT = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
@@ -51,7 +53,7 @@ NAMES = list(hard_model().layer_names())
 
 def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
     document = {"problem": problem_json(problem), "ranks": orders.all_text()}
-    document["plan_id"] = identity(document["problem"], document["ranks"])  # type: ignore[arg-type]  # JSON
+    document["plan_id"] = identity(document["problem"], document["ranks"])
     path.write_text(json.dumps(document))
     return path
 
@@ -127,7 +129,7 @@ def test_an_empty_stage_passes_on_what_it_gets_and_holds_nothing_new() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 3, 2, 0)])
 def test_the_gpt_is_the_same_model_in_any_cut(sizes: tuple[int, ...]) -> None:
-    model = gpt(**GPT)  # type: ignore[arg-type]  # JSON
+    model = gpt(**GPT)
     assert list(model.layer_names()) == ["embedding", "block.0", "block.1", "block.2", "block.3", "head"]
     whole = model.build_stage(0, 1, CPU).state_dict()
     found: dict[str, Tensor] = {}
@@ -171,21 +173,21 @@ class Misnamed:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ([*NAMES, "layer.8"], r"as layer 8 it has nothing more, the model 'layer\.8'"),
-        (NAMES[:-1], r"as layer 7 it has 'layer\.7', the model nothing more"),
-        ([NAMES[1], NAMES[0], *NAMES[2:]], r"as layer 0 it has 'layer\.0', the model 'layer\.1'"),
+        ([*NAMES, "layer.8"], r"at layer 8 it has nothing, the model 'layer\.8'"),
+        (NAMES[:-1], r"at layer 7 it has 'layer\.7', the model nothing"),
+        ([NAMES[1], NAMES[0], *NAMES[2:]], r"at layer 0 it has 'layer\.0', the model 'layer\.1'"),
     ],
 )
 def test_a_plan_of_other_layers_is_refused(own: list[str], message: str) -> None:
     problem = cut_problem(NAMES, (2, 2, 2, 2))
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 0)
-    with pytest.raises(InvalidRun, match=f"partition is of another model: {message}"):
+    with pytest.raises(InvalidRun, match=f"partition belongs to another model: {message}"):
         build_stages(Misnamed(own), plan, CPU)
 
 
 def test_a_model_without_layers_is_refused_and_told_what_it_needs() -> None:
     problem = cut_problem(NAMES, (2, 2, 2, 2))
-    with pytest.raises(InvalidRun, match=r"Tiny, which has no layer_names and build_layers; see .*Layered"):
+    with pytest.raises(InvalidRun, match=r"Tiny without layer_names and build_layers; see .*Layered"):
         require_layers(tiny(), PlannedCut.of(problem))
     require_layers(tiny(), PlannedCut())
 
@@ -207,8 +209,8 @@ def test_layers_that_were_not_asked_for_are_refused(module: nn.Module, found: st
 @pytest.mark.parametrize(
     ("cut", "what"),
     [
-        (PlannedCut(partition=(("a",),)), "partition is of 1 stages; the plan has 4"),
-        (PlannedCut(recompute=(True,) * 5), "recompute is of 5 stages; the plan has 4"),
+        (PlannedCut(partition=(("a",),)), "partition has 1 stages, but the plan has 4"),
+        (PlannedCut(recompute=(True,) * 5), "recompute has 5 stages, but the plan has 4"),
     ],
 )
 def test_a_cut_of_another_number_of_stages_is_refused(cut: PlannedCut, what: str) -> None:
@@ -295,16 +297,16 @@ def test_a_running_plan_is_not_changed_for_one_that_cuts_elsewhere(
     path = write_plan(tmp_path / "next.json", after, random_orders(after, Random(1)))
     watched = PlanFile(path, RankPlan.of("plan", first, random_orders(first, Random(0)), 0))
     said, deadline = "", time.monotonic() + 30
-    while "the plan stays as it is" not in said and time.monotonic() < deadline:
+    while "the plan is unchanged" not in said and time.monotonic() < deadline:
         time.sleep(0.01)
         said += capsys.readouterr().err
     watched.close()
-    assert "found a plan that cuts the model elsewhere" in said
+    assert "found a plan with another partition" in said
     assert watched.take() is None
 
 
-UNEVEN = cut_problem(gpt(**GPT).layer_names(), (1, 3, 0, 2), (False, True, False, True))  # type: ignore[arg-type]  # JSON
-OTHER = cut_problem(gpt(**GPT).layer_names(), (2, 1, 2, 1), (True, False, False, False))  # type: ignore[arg-type]  # JSON
+UNEVEN = cut_problem(gpt(**GPT).layer_names(), (1, 3, 0, 2), (False, True, False, True))
+OTHER = cut_problem(gpt(**GPT).layer_names(), (2, 1, 2, 1), (True, False, False, False))
 
 
 def ascending_orders(problem: Problem) -> Orders:
@@ -331,7 +333,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
     """The losses of six steps of the whole model in this process."""
-    model = gpt(**GPT)  # type: ignore[arg-type]  # JSON
+    model = gpt(**GPT)
     module = model.build_stage(0, 1, CPU)
     optimizer, found = model.optimizer(module.parameters()), []
     for step in range(6):
@@ -375,8 +377,8 @@ class Kept(Gpt):
 
 def test_a_change_of_the_cut_by_a_checkpoint_changes_no_bit_of_what_is_trained(folder: Path) -> None:
     """Two ranks that exchange layers after three of six steps, and two that keep them."""
-    settings = vars(gpt(**GPT)).values()  # type: ignore[arg-type]  # JSON
-    train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(*settings))
+    config = gpt(**GPT).config
+    train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(config, seed=0))
     changed = Reader(folder / "checkpoints" / "step-00000006.g2")
     states = {p: state for optimizer in Kept.optimizers for p, state in optimizer.state.items()}
     named = [(n, p) for module in Kept.modules for n, p in module.named_parameters()]

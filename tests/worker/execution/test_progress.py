@@ -13,10 +13,16 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout
-from zbv_worker.execution.executor import Executor
-from zbv_worker.execution.progress import CurrentPlace, Place, PlaceWriter, mark_error, place_of_error
+from zbv_worker.execution.build_stages import build_stages
+from zbv_worker.execution.executor import Executor, ExecutorOptions
+from zbv_worker.execution.progress import (
+    CurrentProgress,
+    Progress,
+    ProgressWriter,
+    attach_progress,
+    progress_of_error,
+)
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_stages
 from zbv_worker.host.state_files import read_json
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.threads import ThreadHub
@@ -25,11 +31,11 @@ CPU = torch.device("cpu")
 ORDERS = Orders.from_text(
     [["0F0", "3F0", "3I0", "0I0", "0W0", "3W0"], ["1F0", "2F0", "2I0", "1I0", "2W0", "1W0"]]
 )
-WAITING = Place(step=7, action="3F0", peer=1)
+WAITING = Progress(step=7, action="3F0", peer=1)
 """Rank 0 without a peer: it runs 0F0, and waits for what 3F0 needs."""
 
 
-def alone(timeout: float, place: CurrentPlace | None = None) -> Executor:
+def alone(timeout: float, progress: CurrentProgress | None = None) -> Executor:
     placement = Placement.of("v", 2)
     ones = (1.0,) * 4
     problem = Problem(placement, 1, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
@@ -38,15 +44,21 @@ def alone(timeout: float, place: CurrentPlace | None = None) -> Executor:
     transport.open([key_of(channel) for channel in plan.channels], timeout)
     model = hard_model()
     return Executor(
-        plan, build_stages(model, plan, CPU), model, transport, device=CPU, timeout=timeout, place=place
+        plan,
+        build_stages(model, plan, CPU),
+        model,
+        transport,
+        device=CPU,
+        timeout=timeout,
+        options=ExecutorOptions(progress=progress),
     )
 
 
 def test_an_error_tells_step_action_and_peer() -> None:
     with pytest.raises(ChannelTimeout) as found:
         alone(timeout=0.2).step(7)
-    assert place_of_error(found.value) == WAITING
-    assert place_of_error(ValueError()) is None
+    assert progress_of_error(found.value) == WAITING
+    assert progress_of_error(ValueError()) is None
 
 
 def test_an_error_made_of_another_tells_the_same_place() -> None:
@@ -58,30 +70,30 @@ def test_an_error_made_of_another_tells_the_same_place() -> None:
 
     with pytest.raises(ValueError) as found:  # noqa: PT011 - it is bare on purpose
         wrapped()
-    assert place_of_error(found.value) == WAITING
+    assert progress_of_error(found.value) == WAITING
 
 
 def test_the_place_nearest_to_the_fault_stands() -> None:
     error = ValueError()
-    mark_error(error, Place(1, "0F0"))
-    mark_error(error, Place(2, "0F1"))
-    assert place_of_error(error) == Place(1, "0F0")
+    attach_progress(error, Progress(1, "0F0"))
+    attach_progress(error, Progress(2, "0F1"))
+    assert progress_of_error(error) == Progress(1, "0F0")
 
 
 def test_errors_that_cause_each_other_in_a_circle_are_followed_once() -> None:
     first, second = ValueError(), ValueError()
     first.__cause__, second.__cause__ = second, first
-    assert place_of_error(first) is None
+    assert progress_of_error(first) is None
 
 
 def test_a_waiting_rank_is_seen_where_it_waits(tmp_path: Path) -> None:
     path = tmp_path / "place.json"
-    place = CurrentPlace()
-    assert place.read() == Place()
+    progress = CurrentProgress()
+    assert progress.read() == Progress()
 
     def work() -> None:
-        with PlaceWriter(str(path), 0, place, seconds=0.02), pytest.raises(ChannelTimeout):
-            alone(timeout=2.0, place=place).step(7)
+        with ProgressWriter(str(path), 0, progress, seconds=0.02), pytest.raises(ChannelTimeout):
+            alone(timeout=2.0, progress=progress).step(7)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -90,15 +102,15 @@ def test_a_waiting_rank_is_seen_where_it_waits(tmp_path: Path) -> None:
         time.sleep(0.02)
     assert thread.is_alive()
     assert read_json(path) == {"rank": 0, "step": 7, "action": "3F0"}
-    assert place.read() == WAITING
+    assert progress.read() == WAITING
     thread.join(30)
 
 
 def test_a_file_says_where_a_rank_ended_however_short_it_was_there(tmp_path: Path) -> None:
     path = tmp_path / "place.json"
-    place = CurrentPlace()
-    with PlaceWriter(str(path), 3, place, seconds=60):
+    progress = CurrentProgress()
+    with ProgressWriter(str(path), 3, progress, seconds=60):
         assert read_json(path) == {"rank": 3, "step": None, "action": None}
         with pytest.raises(ChannelTimeout):
-            alone(timeout=0.1, place=place).step(7)
+            alone(timeout=0.1, progress=progress).step(7)
     assert read_json(path) == {"rank": 3, "step": 7, "action": "3F0"}

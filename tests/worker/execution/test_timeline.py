@@ -13,8 +13,8 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
-from zbv_worker.execution.executor import Executor
-from zbv_worker.execution.progress import CurrentPlace, Place, place_of_error
+from zbv_worker.execution.executor import Executor, ExecutorOptions
+from zbv_worker.execution.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.execution.rank_plan import Instruction, RankPlan
 from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, timeline_of
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
@@ -119,8 +119,10 @@ def executor_of(
         transport,
         device=CPU,
         timeout=timeout,
-        place=CurrentPlace(),
-        timeline=CudaTimeline(CPU, clock=lambda: HOST_NOW, run_ahead=run_ahead, cuda=cuda),
+        options=ExecutorOptions(
+            progress=CurrentProgress(),
+            timeline=CudaTimeline(CPU, clock=lambda: HOST_NOW, run_ahead=run_ahead, cuda=cuda),
+        ),
     )
 
 
@@ -154,7 +156,7 @@ def test_a_tensor_that_never_comes_is_named_by_the_action_that_needs_it_not_by_w
         ChannelTimeout, match=r"rank 0 waited 0\.1 s at 3F0 for the activation of 2F0 from rank 1"
     ) as e:
         executor.step(4)
-    assert place_of_error(e.value) == Place(4, "3F0", 1)
+    assert progress_of_error(e.value) == Progress(4, "3F0", 1)
     assert e.value.__notes__ == ["rank 0, step 4, action 3F0"]
 
 
@@ -167,10 +169,10 @@ def test_a_step_ends_when_the_gpu_has_come_to_its_end_or_by_the_timeout() -> Non
 def test_a_kernel_that_hangs_is_no_peers_fault() -> None:
     cuda = FakeCuda()
     executor = executor_of(cuda, arrival=1.0, timeout=0.1, last_stage=Hanging)
-    with pytest.raises(WorkerError, match=r"rank 0: its GPU was not done with 3F0 after 0\.1 s") as e:
+    with pytest.raises(WorkerError, match=r"rank 0: its GPU did not complete 3F0 within 0\.1 s") as e:
         executor.step(0)
     assert not isinstance(e.value, ChannelTimeout | PeerLost)
-    assert place_of_error(e.value) == Place(0, "3F0", 1)
+    assert progress_of_error(e.value) == Progress(0, "3F0", 1)
 
 
 def instruction(text: str) -> Instruction:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zbv_worker.host.state_files import SPEC, place_file, remove_old, write_json
+from zbv_worker.host.state_files import SPEC, progress_file, remove_old, write_json
 
 DAY = 86_400.0
 NOW = 1_000_000_000.0
@@ -39,8 +39,8 @@ def test_generations_untouched_for_longer_go_and_with_the_last_its_run(tmp_path:
 
 def test_one_file_that_is_written_keeps_its_generation(tmp_path: Path) -> None:
     folder = generation(tmp_path, RUN, "0", 30)
-    write_json(place_file(folder, 0), {})
-    os.utime(place_file(folder, 0), (NOW, NOW))
+    write_json(progress_file(folder, 0), {})
+    os.utime(progress_file(folder, 0), (NOW, NOW))
     os.utime(folder, (NOW - 30 * DAY,) * 2)
     assert remove_old(tmp_path, 7, NOW) == []
 

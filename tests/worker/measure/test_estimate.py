@@ -15,17 +15,16 @@ from support.selfcheck import HardModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_question
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.execution.precision import AUTOCAST, Precision
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.estimate.document import Scale, estimated_document
 from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers, estimate_stages
 from zbv_worker.measure.estimate.likeness import likeness
 from zbv_worker.measure.stage_memory import StageMemory, stage_memory, static_bytes
 from zbv_worker.models.gpt import Block, gpt
+from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 24, 32
@@ -332,7 +331,7 @@ def test_equal_layers_are_written_once_and_keep_their_names(layers_of_gpt: list[
         ("block", 2),
         ("head", None),
     ]
-    problem = parse_question(document)
+    problem = parse_any_problem(document)
     assert isinstance(problem, LayeredProblem)
     assert list(problem.model.names) == list(model.layer_names())
     block, found = layers[1], document["layers"][1]
@@ -385,7 +384,7 @@ def test_the_command_writes_a_problem_to_cut_and_prints_what_it_found(
     command = ["estimate", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(ARGUMENTS)]
     written = ["-o", str(tmp_path / "problem.json"), "--report", str(tmp_path / "report.json")]
     assert main([*command, "--pp-degree", "2", "--tflops", "1.5", *written]) == 0
-    problem = parse_question(json.loads((tmp_path / "problem.json").read_text()))
+    problem = parse_any_problem(json.loads((tmp_path / "problem.json").read_text()))
     assert isinstance(problem, LayeredProblem)
     assert (problem.pp_degree, problem.microbatches, problem.units.time) == (2, 8, "us")
     assert "block.0 … block.1" in capsys.readouterr().out

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from zbv_solver.estimate.config import EstimateConfig, ModelConfig, parse_config
 from zbv_solver.estimate.layers import LayerEstimate, estimate_layers
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.stage_memory import StageMemory, stage_memory
 from zbv_worker.models.gpt import Block, Embedding, Head
 from zbv_worker.models.text import VOCABULARY
+from zbv_worker.stage.stage import Stage
 
 SHAPES = [(192, 6, 128, 4), (64, 4, 96, 3), (64, 4, 32, 1), (128, 4, 16, 1)]
 """Width, heads, length, sequences. Of few tokens the gradient of a weight is most of the workspace."""

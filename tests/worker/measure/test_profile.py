@@ -6,19 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from zbv_solver.problem.stage_document import parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.measure.profile.profile import (
     ProfileOptions,
     RankProfile,
     Spread,
     StageProfile,
-    StaticBytes,
     rank_json,
     read_rank,
     to_problem,
 )
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.measure.stage_memory import StaticBytes
+from zbv_worker.model.spec import ModelSpec
 
 MODEL = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
 TENSOR = 2 * 32 * 32 * 4  # what crosses a boundary, in bytes

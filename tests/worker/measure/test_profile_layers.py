@@ -11,12 +11,11 @@ import pytest
 import torch
 from support.selfcheck import hard_model
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_question
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.execution.planned_cut import even_partition
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.estimate.estimate import estimate_layers
-from zbv_worker.measure.profile.captured import Given, layers_of
+from zbv_worker.measure.profile.captured import Captured, split_into_layers
 from zbv_worker.measure.profile.layers import as_kinds, to_layered_document
 from zbv_worker.measure.profile.profile import (
     LayerProfile,
@@ -26,12 +25,13 @@ from zbv_worker.measure.profile.profile import (
     RankProfile,
     Spread,
     StageProfile,
-    StaticBytes,
     rank_json,
     read_rank,
 )
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.measure.stage_memory import StaticBytes
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import gpt
+from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
 MODEL = {"layers": 3, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
@@ -54,7 +54,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def problem(written: Path) -> LayeredProblem:
-    problem = parse_question(json.loads((written / "problem.json").read_text()))
+    problem = parse_any_problem(json.loads((written / "problem.json").read_text()))
     assert isinstance(problem, LayeredProblem)
     return problem
 
@@ -79,7 +79,7 @@ def test_every_layer_was_measured_with_and_without_its_activations(problem: Laye
 
 
 def test_memory_is_to_the_byte_what_is_estimated(problem: LayeredProblem) -> None:
-    for layer, estimate in zip(problem.model.each, estimate_layers(gpt(**MODEL)), strict=True):  # type: ignore[arg-type]  # JSON
+    for layer, estimate in zip(problem.model.each, estimate_layers(gpt(**MODEL)), strict=True):
         assert layer.parameters_bytes == estimate.static.parameters
         assert layer.output_bytes == estimate.output_bytes
         assert layer.recompute is not None
@@ -127,9 +127,9 @@ def test_layers_get_what_their_stage_passes_between_them() -> None:
     y.backward(gradient)  # type: ignore[no-untyped-call]  # torch's own
     gradients = [each.grad for each in outputs]
 
-    given = Given(Stage(1, 3, whole, 1), x, None, gradient, torch.empty(0))
+    captured = Captured(Stage(1, 3, whole, 1), x, None, gradient, torch.empty(0))
     for is_recomputed in (False, True):
-        found = layers_of(given, model, 2, len(names), is_recomputed=is_recomputed)
+        found = split_into_layers(captured, model, 2, len(names), is_recomputed=is_recomputed)
         assert list(found) == [2, 3, 4]
         inputs = [x, *outputs]
         for each, before, after, expected in zip(found.values(), inputs, outputs, gradients, strict=False):
@@ -145,8 +145,8 @@ def test_the_last_layer_gets_the_target_and_gives_the_loss() -> None:
     names = model.layer_names()
     module = model.build_layers(names[7:], CPU).train()
     x, target = torch.randn(2, 5, 12), torch.randn(2, 5, 17)
-    given = Given(Stage(1, 2, module, 1, model.loss), x, target, None, torch.empty(0))
-    (last,) = layers_of(given, model, 7, len(names)).values()
+    captured = Captured(Stage(1, 2, module, 1, model.loss), x, target, None, torch.empty(0))
+    (last,) = split_into_layers(captured, model, 7, len(names)).values()
     assert last.target is target
     assert last.gradient is None
     torch.testing.assert_close(last.output, model.loss(module(x), target).detach())
@@ -226,7 +226,7 @@ def test_a_run_of_equal_layers_ends_where_one_differs_and_keeps_all_names() -> N
     document = to_layered_document(options(), [RankProfile(0, (), StaticBytes(), {}, (), layers)])
     written = [(each["name"], each.get("repeat")) for each in document["layers"]]
     assert written == [("block", 2), ("block.2", None), ("block.3", None)]
-    problem = parse_question(document)
+    problem = parse_any_problem(document)
     assert isinstance(problem, LayeredProblem)
     assert list(problem.model.names) == [each.name for each in layers]
 

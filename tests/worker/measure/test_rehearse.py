@@ -21,7 +21,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Objective, Problem, Units
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import make_plan
 from zbv_worker.commands.cli import main
 from zbv_worker.demo.local_service import LocalService
@@ -154,7 +154,7 @@ def test_a_tensor_that_does_not_come_in_time_names_rank_action_and_peer(
     finished = rehearse("--plan-file", path, "--scale", 1.5, "--timeout", 0.3)
     assert finished.returncode == 1
     assert re.search(
-        r"rank 1 waited 0\.3 s at 1F0 for the activation of 0F0 from rank 0, and it did not come",
+        r"rank 1 waited 0\.3 s at 1F0 for the activation of 0F0 from rank 0, which did not arrive",
         finished.stderr,
     )
     assert "Traceback" not in finished.stderr
@@ -175,7 +175,7 @@ def test_a_plan_whose_ranks_wait_for_each_other_in_a_circle_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "found no plan"),
+        ([], "no plan given"),
         (["--plan-file", "absent.json"], "No such file"),
     ],
 )

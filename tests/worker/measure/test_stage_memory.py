@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from zbv_solver.problem.placement import Placement
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.stage_memory import received_bytes, stage_memory
+from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 16, 32
@@ -49,8 +49,8 @@ def test_nothing_is_left_behind_in_the_gradients_account() -> None:
 
 def test_receives_are_counted_by_channel_and_not_at_the_turn() -> None:
     placement = Placement.of("v", 2)  # stages 0 and 3 on rank 0, 1 and 2 on rank 1
-    small, large = torch.zeros(10), torch.zeros(100)
-    first = received_bytes(placement, 0, {0: small, 3: large}, {0: small, 3: None})
-    assert first == small.nbytes + large.nbytes  # the gradient of stage 1, the activation of stage 2
-    second = received_bytes(placement, 1, {1: small, 2: large}, {1: large, 2: small})
-    assert second == small.nbytes * 2  # the activation of stage 0, the gradient of stage 3
+    small, large = 40, 400
+    first = received_bytes(placement, 0, {0: (small, small), 3: (large, 0)})
+    assert first == small + large  # the gradient of stage 1, the activation of stage 2
+    second = received_bytes(placement, 1, {1: (small, large), 2: (large, small)})
+    assert second == small * 2  # the activation of stage 0, the gradient of stage 3

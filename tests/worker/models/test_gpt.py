@@ -10,8 +10,8 @@ from support.selfcheck import random_orders, reference_gradients, relative_error
 from torch import nn
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_worker.execution.build_stages import build_modules
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_modules
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.models.text import VOCABULARY, sample, standard_library_text

@@ -35,12 +35,12 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import SearchOptions, make_plan, search
 from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.execution.split_backward import WeightGrads
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.torch_runtime.executor import TorchExecutor, check, load, refuse_compiled
 from zbv_worker.training.report import read_reports, summarise
 

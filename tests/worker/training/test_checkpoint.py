@@ -26,14 +26,15 @@ from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.precision import LossScale, Precision
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.stage.precision import Precision
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
 from zbv_worker.training.convert_checkpoint import convert
 from zbv_worker.training.fence import checkpoints
 from zbv_worker.training.gradients import OwnGradients
+from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.update import Update
 from zbv_worker.transport.threads import ThreadHub
 
@@ -223,7 +224,7 @@ def test_the_checkpoint_of_another_model_is_refused(runs: Runs, plan: Path, tmp_
             with pytest.raises(LaunchError):
                 started.wait(timeout=DEADLINE)
             # The other one may have lost it before it had looked itself.
-            until(lambda: any("is of another model" in started.log(rank) for rank in range(2)))
+            until(lambda: any("belongs to another model" in started.log(rank) for rank in range(2)))
         assert "Traceback" not in started.log(0)
 
 

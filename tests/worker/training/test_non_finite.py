@@ -17,8 +17,8 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import NotFinite, WorkerError
-from zbv_worker.execution.precision import LossScale
-from zbv_worker.training.training import TrainingOptions
+from zbv_worker.training.loss_scale import LossScale
+from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.update import NonFinite
 
 STEPS = 3

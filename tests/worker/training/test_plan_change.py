@@ -18,10 +18,10 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.plan_change import NextPlan, PlanFile
-from zbv_worker.training.training import TrainingOptions
 
 STEPS = 40
 
@@ -84,8 +84,8 @@ def test_all_ranks_change_at_the_same_step_and_train_on_as_if_nothing_had_happen
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "the plan stays as it is"),
-        (json.dumps({"problem": {}, "ranks": []}), "the plan stays as it is"),
+        ("{", "the plan is unchanged"),
+        (json.dumps({"problem": {}, "ranks": []}), "the plan is unchanged"),
         ("OTHER", "can only be changed for one of 2 ranks, placement v, 3 microbatches"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_read_is_reported_once(
     for _ in range(3):
         watched.look()
     watched.close()
-    assert capsys.readouterr().err.count("the plan stays as it is") == 1
+    assert capsys.readouterr().err.count("the plan is unchanged") == 1
     (tmp_path / "next.json").rmdir()
     plan_id = write_plan(tmp_path / "next.json", problem, orders)
     watched.look()

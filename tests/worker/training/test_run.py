@@ -20,11 +20,12 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command, usable_cores
+from zbv_worker.host.cores import usable_cores
+from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 from zbv_worker.training.report import read_reports, summarise
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
@@ -199,7 +200,7 @@ def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "x"], "found no plan"),
+        (["--model", "x"], "no plan given"),
         (["--plan-file", "absent.json", "--model", "x"], "No such file"),
         (["--plan-file", "PLAN", "--model", "gpt"], "must be package.module:factory"),
         (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "there is no module 'nowhere'"),

@@ -16,7 +16,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun
-from zbv_worker.training.training import TrainingOptions
+from zbv_worker.training.options import TrainingOptions
 
 MICROBATCHES = 3
 STEPS = 3

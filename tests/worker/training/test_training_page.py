@@ -14,7 +14,7 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.commands.cli import main
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.training.training import TrainingOptions
+from zbv_worker.training.options import TrainingOptions
 
 PAGE = (ROOT / "docs" / "training.md").read_text()
 

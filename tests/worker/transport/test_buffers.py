@@ -12,8 +12,9 @@ import pytest
 import torch
 from support.paths import TESTS
 from torch import Tensor, nn
-from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
 from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import TensorSpec
 

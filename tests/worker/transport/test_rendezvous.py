@@ -1,14 +1,12 @@
-"""Ranks that meet in a store: whoever does not come is named, whoever cannot take part says why."""
+"""Ranks meet in a store: a timeout names absent ranks, and a rank that cannot start says why."""
 
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 from torch.distributed.distributed_c10d import Store
 from zbv_worker.errors import InvalidRun
-from zbv_worker.host import local_ranks as launch
 from zbv_worker.host.local_ranks import free_port
 from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host, refuse
 
@@ -81,34 +79,6 @@ def test_ranks_of_one_host_know_how_many_they_are() -> None:
     stores: list[Store] = []
     assert in_threads(*(lambda r=r: stores.append(meet(r, 3, PATIENT)) for r in range(3))) == [None] * 3
     assert [ranks_on_this_host(store) for store in stores] == [3] * 3
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "quota", "local", "threads"),
-    [
-        (2, 2, None, 1, 1),  # two agents of one rank each on a host of two cores
-        (16, 4, None, 4, 4),
-        (16, 1, "max 100000", 1, 16),
-        (16, 2, "400000 100000", 1, 4),  # two containers of four CPUs each
-        (2, 8, None, 8, 1),
-        (7, 2, None, 2, 3),
-    ],
-)
-def test_ranks_share_cores_and_the_time_of_their_container(
-    cores: int,
-    ranks: int,
-    quota: str | None,
-    local: int,
-    threads: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(launch, "usable_cores", lambda: list(range(cores)))
-    file = tmp_path / "cpu.max"
-    if quota is not None:
-        file.write_text(quota)
-    monkeypatch.setattr(launch, "_CPU_QUOTA", file)
-    assert launch.threads_per_rank(ranks, local) == threads
 
 
 def test_the_last_rank_may_come_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zbv_service.client import ClientError, InvalidRequest, Overloaded
-from zbv_service.client_runs import AgentGone, NodeWork, Registration, RunClient
+from zbv_service.client import (
+    AgentClient,
+    AgentGone,
+    ClientError,
+    InvalidRequest,
+    NodeWork,
+    Overloaded,
+    Registration,
+)
 
 from zbv_worker.agent.folder_sync import Courier
 from zbv_worker.agent.generation import Generation, GenerationEnd
@@ -51,7 +58,7 @@ class AgentOptions:
     Attributes
     ----------
     allowed_models
-        Patterns; see :func:`zbv_service.client_runs.is_allowed`. With none, every run is refused.
+        Patterns; see :func:`zbv_service.client.admission.is_model_allowed`. With none, every run is refused.
     checkpoint_directories
         Absolute paths, in and below which runs may keep checkpoints. With none, runs with checkpoints are
         refused.
@@ -125,7 +132,9 @@ class Agent:
         self._ending = _Ending(options.drain_seconds)
         self._sign_of_life = SignOfLife(options.state_dir, options.name, options.server)
         self._client = self._connect()
-        self._waiting_client = RunClient(options.server, timeout=_WAIT_SECONDS + _REQUEST_SECONDS, retries=0)
+        self._waiting_client = AgentClient(
+            options.server, timeout=_WAIT_SECONDS + _REQUEST_SECONDS, retries=0
+        )
 
     def run(self) -> None:
         """Register, work, and deregister after SIGTERM or SIGINT.
@@ -255,8 +264,8 @@ class Agent:
                 return
             self._try(lambda: self._beat(generation, courier))
 
-    def _connect(self) -> RunClient:
-        return RunClient(self._options.server, timeout=_REQUEST_SECONDS, retries=0)
+    def _connect(self) -> AgentClient:
+        return AgentClient(self._options.server, timeout=_REQUEST_SECONDS, retries=0)
 
     def _sweep(self) -> None:
         """Remove what is older than it is to be kept, now and then."""

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from zbv_service.client import ClientError, ServiceUnreachable
-from zbv_service.client_runs import AgentGone, NodeWork, RunClient
+from zbv_service.client import AgentClient, AgentGone, ClientError, NodeWork, ServiceUnreachable
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plans.plan import parse_orders, parse_plan_document
+from zbv_solver.plans.reading import parse_orders, parse_plan_document
 
 from zbv_worker.host.state_files import NEXT_PLAN, events_file, log_files, trace_file, write_json
 
@@ -47,7 +46,7 @@ class Courier:
         work: NodeWork,
         ranks: Iterable[int],
         folder: Path,
-        connect: Callable[[], RunClient],
+        connect: Callable[[], AgentClient],
         pause: float = _PAUSE_SECONDS,
     ):
         self._agent_id = agent_id
@@ -103,7 +102,7 @@ class Courier:
         finally:
             client.close()
 
-    def _round(self, client: RunClient) -> None:
+    def _round(self, client: AgentClient) -> None:
         self._fetch(client)
         for rank in self._ranks:
             for path, put in (
@@ -128,14 +127,14 @@ class Courier:
         return sent is not None
 
     @staticmethod
-    def _put_events(client: RunClient, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+    def _put_events(client: AgentClient, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
         """Send events; a service that is too old to take them answers as it does to an agent that is gone."""
         try:
             client.put_events(agent_id, work, rank, text)
         except AgentGone as error:
             logger.warning("events of rank %d are not sent: %s", rank, error.detail)
 
-    def _send_logs(self, client: RunClient) -> None:
+    def _send_logs(self, client: AgentClient) -> None:
         for local_rank, rank in enumerate(self._ranks):
             files = log_files(self._folder, local_rank)
             text = b"".join(log_end(path, LOG_BYTES) for path in files)[-LOG_BYTES:]
@@ -143,7 +142,7 @@ class Courier:
             if files and self._try(send) is None:
                 return
 
-    def _fetch(self, client: RunClient) -> None:
+    def _fetch(self, client: AgentClient) -> None:
         wanted = self._wanted_plan
         if wanted is None or wanted == self._known_plan:
             return
@@ -152,7 +151,7 @@ class Courier:
             self._known_plan = wanted
             logger.info("plan %s is there after %.1f s", wanted, time.monotonic() - began)
 
-    def _bring(self, client: RunClient, plan_id: str) -> None:
+    def _bring(self, client: AgentClient, plan_id: str) -> None:
         document = client.plan_document(plan_id)
         try:
             parse_orders(parse_plan_document(document))  # which also holds it against its own hash

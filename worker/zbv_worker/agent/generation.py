@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbv_service.client_runs import NodeWork
+from zbv_service.client import NodeWork
 
 from zbv_worker.agent.heartbeat import Pulse
 from zbv_worker.agent.orphans import PARENT_VARIABLE
 from zbv_worker.host.local_ranks import python_command, rank_environment
-from zbv_worker.host.state_files import OUTCOME, SPEC, failure_file, place_file, read_json, write_json
-from zbv_worker.model.search_path import environment_of_ranks
+from zbv_worker.host.search_path import environment_of_ranks
+from zbv_worker.host.state_files import OUTCOME, SPEC, failure_file, progress_file, read_json, write_json
 
 _STORY_SECONDS = 2.0
 """For a launcher whose own ranks have failed to say so, when the run is stopped for a failure elsewhere."""
@@ -132,8 +132,8 @@ class Generation:
 
     def places(self) -> list[dict[str, Any]]:
         """Where this node's ranks are, as far as they said."""
-        found = (read_json(place_file(self._folder, rank)) for rank in self.ranks)
-        return [place for place in found if isinstance(place, dict)]
+        found = (read_json(progress_file(self._folder, rank)) for rank in self.ranks)
+        return [progress for progress in found if isinstance(progress, dict)]
 
     def end(self) -> GenerationEnd:
         """How it ended; call when it has."""
@@ -187,8 +187,8 @@ class Generation:
         return failures
 
     def _silent_failure(self, rank: int, status: int) -> dict[str, Any]:
-        place = read_json(place_file(self._folder, rank)) or {}
-        step, action = place.get("step"), place.get("action")
+        progress = read_json(progress_file(self._folder, rank)) or {}
+        step, action = progress.get("step"), progress.get("action")
         where = "it reported no step" if step is None else f"it last reported step {step} at {action or '…'}"
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
         detail = (

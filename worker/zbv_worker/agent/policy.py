@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zbv_service.client_runs import NodeWork, is_allowed
+from zbv_service.client import NodeWork
+from zbv_service.client.admission import is_model_allowed
 
 
 def allowed(models: Sequence[str], checkpoint_directories: Sequence[Path]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def refusal_of(
 
     Directories are compared without symbolic links and ``..``.
     """
-    if not is_allowed(work.factory, models):
+    if not is_model_allowed(work.factory, models):
         module = work.factory.partition(":")[0]
         return (
             f"agent {agent} does not load model {work.factory}: it allows {', '.join(models) or 'none'}. "

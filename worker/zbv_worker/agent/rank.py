@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbv_worker.agent.orphans import end_with_parent, end_with_pulse
-from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, place_file, read_json, write_json
+from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, progress_file, read_json, write_json
 
 if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
-    from zbv_worker.execution.progress import CurrentPlace
+    from zbv_worker.execution.progress import CurrentProgress
 
 _FAILED, _WRONG_INPUT = 1, 2
 _PATIENCE = 0.8
@@ -28,30 +28,30 @@ def main(folder: Path) -> int:
     spec = read_json(folder / SPEC)
     end_with_pulse(folder, _PATIENCE * spec["patience"], lambda silent: _say_silence(folder, silent))
     from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
-    from zbv_worker.execution.progress import CurrentPlace, PlaceWriter
+    from zbv_worker.execution.progress import CurrentProgress, ProgressWriter
     from zbv_worker.training.run import run
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
-    world, place = World.from_environment(), CurrentPlace()
+    world, progress = World.from_environment(), CurrentProgress()
     try:
-        with PlaceWriter(str(place_file(folder, world.rank)), world.rank, place):
-            run(_options(spec, folder), world, place)
+        with ProgressWriter(str(progress_file(folder, world.rank)), world.rank, progress):
+            run(_options(spec, folder), world, progress)
     except WorkerError as error:
         _say(f"zbv-worker: {error}")
-        write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error), place))
+        write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error), progress))
         return _WRONG_INPUT if isinstance(error, InvalidRun | Disagreement) else _FAILED
     except Exception as error:
         traceback.print_exc()
         detail = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         text = f"rank {world.rank} failed in the model or in torch: {detail}. Its log has the traceback."
-        write_json(failure_file(folder, world.rank), _failure(world.rank, error, text, place))
+        write_json(failure_file(folder, world.rank), _failure(world.rank, error, text, progress))
         return _FAILED
     return 0
 
 
 def _options(spec: Any, folder: Path) -> Any:
     from zbv_worker.execution.plan_source import PlanSource
-    from zbv_worker.model.protocol import ModelSpec
+    from zbv_worker.model.spec import ModelSpec
     from zbv_worker.training.run import RunOptions
 
     work, options = spec["work"], spec["work"]["options"]
@@ -72,7 +72,7 @@ def _options(spec: Any, folder: Path) -> Any:
 
 def _training(work: dict[str, Any], folder: Path) -> Any:
     from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.training import TrainingOptions
+    from zbv_worker.training.options import TrainingOptions
 
     options = work["options"]
     checkpoint = options["checkpoint"]
@@ -109,15 +109,15 @@ def _say_silence(folder: Path, seconds: float) -> None:
     write_json(failure_file(folder, rank), {"kind": "agent-lost", "rank": rank, "detail": detail})
 
 
-def _failure(rank: int, error: Exception, detail: str, current: CurrentPlace) -> dict[str, Any]:
+def _failure(rank: int, error: Exception, detail: str, current: CurrentProgress) -> dict[str, Any]:
     """The failure as the agent reports it; one that a peer caused is a consequence.
 
     An error between two actions, for instance in the update, has the step alone.
     """
     from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded
-    from zbv_worker.execution.progress import Place, place_of_error
+    from zbv_worker.execution.progress import Progress, progress_of_error
 
-    place = place_of_error(error) or Place(current.read().step)
+    progress = progress_of_error(error) or Progress(current.read().step)
     kind = "error"
     if isinstance(error, ChannelTimeout | PeerLost):
         kind = "peer"
@@ -126,9 +126,9 @@ def _failure(rank: int, error: Exception, detail: str, current: CurrentPlace) ->
     return {
         "kind": kind,
         "rank": rank,
-        "step": place.step,
-        "action": place.action,
-        "peer": place.peer,
+        "step": progress.step,
+        "action": progress.action,
+        "peer": progress.peer,
         "detail": detail,
     }
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from zbv_service.client_flags import add_credentials
+from zbv_service.client.flags import add_server
 
 from zbv_worker.commands.arguments import positive, positive_number
 
@@ -38,13 +37,7 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    agent.add_argument(
-        "--server",
-        metavar="URL",
-        default=os.environ.get("ZBV_SERVER"),
-        help="address of the service (default: $ZBV_SERVER)",
-    )
-    add_credentials(agent)
+    add_server(agent, default=None)
     agent.add_argument(
         "--allow-model",
         metavar="PATTERN",

@@ -41,7 +41,7 @@ def add_model(command: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="MODULE:FACTORY",
-        help="see zbv_worker.model.protocol for what it must offer",
+        help="see zbv_worker.model for what it must offer",
     )
     command.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
     command.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zbv_service import client_flags
-from zbv_service.client_token import CredentialsUnusable
+from zbv_service.client.flags import apply_credentials
+from zbv_service.client.tokens import CredentialsUnusable
 from zbv_solver import __version__
 
 from zbv_worker.commands.agent import add_agent
@@ -22,7 +22,7 @@ from zbv_worker.commands.rehearse import add_rehearse
 from zbv_worker.commands.rehearse import execute as rehearse
 from zbv_worker.commands.run import add_run
 from zbv_worker.commands.run import execute as run
-from zbv_worker.model.search_path import add_working_directory
+from zbv_worker.host.search_path import add_working_directory
 
 _COMMANDS = {
     "run": run,
@@ -37,7 +37,7 @@ _EXIT_WRONG_INPUT = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0 done, 1 failed, 2 the input is wrong."""
     parsed = _parser().parse_args(arguments)
-    client_flags.use(parsed)
+    apply_credentials(parsed)
     from zbv_worker.errors import WorkerError, said
     from zbv_worker.host.local_ranks import LaunchError
 

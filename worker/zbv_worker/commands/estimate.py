@@ -32,7 +32,7 @@ def add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     estimate.add_argument(
-        "model", metavar="MODULE:FACTORY", help="see zbv_worker.model.protocol for what it must offer"
+        "model", metavar="MODULE:FACTORY", help="see zbv_worker.model for what it must offer"
     )
     estimate.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
     estimate.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
@@ -83,15 +83,17 @@ def execute(parsed: argparse.Namespace) -> int:
 
     from zbv_worker.errors import InvalidRun
     from zbv_worker.measure.estimate.estimate import estimate_layers, estimate_stages
-    from zbv_worker.measure.estimate.report import flops_table, held_table, report_json
-    from zbv_worker.model.protocol import Layered, ModelSpec, has_ties
+    from zbv_worker.measure.estimate.report import estimate_json, flops_table, held_table
+    from zbv_worker.model.checks import has_ties
+    from zbv_worker.model.protocol import Layered
+    from zbv_worker.model.spec import ModelSpec
 
     _require_scale(parsed)
     model = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed).build()
     n_stages = 2 * parsed.pp_degree if parsed.pp_degree else parsed.stages
     if n_stages is None and not isinstance(model, Layered):
         raise InvalidRun(
-            f"found a {type(model).__name__} without layers (zbv_worker.model.protocol.Layered): its stages are what "
+            f"found a {type(model).__name__} without layers (zbv_worker.model.Layered): its stages are what "
             f"can be estimated. Give --pp-degree or --stages."
         )
     layers = list(estimate_layers(model, parsed.precision)) if isinstance(model, Layered) else []
@@ -105,7 +107,7 @@ def execute(parsed: argparse.Namespace) -> int:
         title = "Stages as the model cuts them"
         out.print(flops_table(title, stages), held_table(title, stages))
     with json_output("--report", parsed.report) as write:
-        write(report_json(layers, stages))
+        write(estimate_json(layers, stages))
     with json_output("--output", parsed.output) as write:
         if parsed.output is not None:
             write(_problem(parsed, layers, stages, is_tied=has_ties(model)))
@@ -129,7 +131,7 @@ def _require_scale(parsed: argparse.Namespace) -> None:
 def _problem(
     parsed: argparse.Namespace, layers: list[Estimate], stages: list[Estimate], *, is_tied: bool
 ) -> dict[str, Any]:
-    from zbv_solver.problem.stage_document import problem_json
+    from zbv_solver.problem.writing import problem_json
 
     from zbv_worker.measure.estimate.document import Scale, estimated_document, stage_problem
 

@@ -54,7 +54,7 @@ def execute(parsed: argparse.Namespace) -> int:
 
     from zbv_worker.errors import InvalidRun
     from zbv_worker.measure.gpu_report.gpu_report import NoGpu, ReportOptions, gpu_report, print_gpu_report
-    from zbv_worker.model.protocol import ModelSpec
+    from zbv_worker.model.spec import ModelSpec
 
     if parsed.ranks < 2:
         raise InvalidRun("--ranks: found 1; must be at least 2, or nothing would be transferred.")
@@ -69,7 +69,7 @@ def execute(parsed: argparse.Namespace) -> int:
         try:
             report = gpu_report(options)
         except NoGpu as error:
-            print(f"zbv-worker: {error}", file=sys.stderr)  # noqa: T201
+            print(f"zbv-worker: {error}", file=sys.stderr)
             return _EXIT_NO_GPU
         write(report)
     print_gpu_report(report, Console())

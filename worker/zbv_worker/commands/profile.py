@@ -70,13 +70,15 @@ def execute(parsed: argparse.Namespace) -> int:
 
 def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report: WriteJson) -> None:
     from rich.console import Console
-    from zbv_solver.problem.stage_document import problem_json
+    from zbv_solver.problem.writing import problem_json
 
     from zbv_worker.execution.planned_cut import require_layered
     from zbv_worker.measure.profile.layers import to_layered_document
     from zbv_worker.measure.profile.profile import ProfileOptions, measure_ranks, to_problem
     from zbv_worker.measure.profile.report import print_report, report_json
-    from zbv_worker.model.protocol import Layered, ModelSpec, has_ties
+    from zbv_worker.model.checks import has_ties
+    from zbv_worker.model.protocol import Layered
+    from zbv_worker.model.spec import ModelSpec
 
     spec = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed)
     model = spec.build()

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from zbv_service.client_flags import add_credentials
+from zbv_service.client.flags import add_credentials
 
 from zbv_worker.commands.arguments import json_output, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.host.local_ranks import LaunchError
     from zbv_worker.measure.rehearse.rehearse import RehearseOptions
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
 _EXAMPLES = """\
 examples:
@@ -103,7 +103,7 @@ def execute(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     arguments
         The command line, for ranks that are started here.
     """
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
     options = _options(parsed)
     if "RANK" in os.environ:

@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbv_service.client_flags import add_credentials
+from zbv_service.client.flags import add_credentials
 
 from zbv_worker.commands.arguments import add_model, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.training.checkpoint import CheckpointOptions
+    from zbv_worker.training.options import TrainingOptions
     from zbv_worker.training.run import RunOptions
-    from zbv_worker.training.training import TrainingOptions
 
 _RUN_EXAMPLES = """\
 examples:
@@ -27,9 +27,9 @@ examples:
 
 def execute(parsed: argparse.Namespace) -> int:
     """Be one rank; returns the exit status."""
-    from zbv_worker.host.local_ranks import pin_to_core
+    from zbv_worker.host.cores import pin_to_core
     from zbv_worker.training.run import run
-    from zbv_worker.transport.distributed import World
+    from zbv_worker.transport.world import World
 
     options = _run_options(parsed)
     world = World.from_environment()
@@ -40,7 +40,7 @@ def execute(parsed: argparse.Namespace) -> int:
 
 
 def _run_options(parsed: argparse.Namespace) -> RunOptions:
-    from zbv_worker.model.protocol import ModelSpec
+    from zbv_worker.model.spec import ModelSpec
     from zbv_worker.training.run import RunOptions
 
     return RunOptions(
@@ -67,7 +67,7 @@ def _sources(parsed: argparse.Namespace) -> tuple[PlanSource, ...]:
 
 
 def _training_options(parsed: argparse.Namespace) -> TrainingOptions:
-    from zbv_worker.training.training import TrainingOptions
+    from zbv_worker.training.options import TrainingOptions
 
     return TrainingOptions(
         replicas=parsed.data_parallel,

@@ -25,9 +25,10 @@ from rich.table import Table
 
 from zbv_worker.demo.local_service import LocalService, port_or_free
 from zbv_worker.errors import WorkerError
-from zbv_worker.host.local_ranks import LocalRanks, python_command, usable_cores
+from zbv_worker.host.cores import usable_cores
+from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.training.report import RunSummary, read_reports, summarise
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Demo:
     def outcomes(self) -> list[Outcome]:
         """Profile, plan and run: the planner's schedule first, then the baselines."""
         from zbv_solver.plans.plan import plan_json
-        from zbv_solver.problem.stage_document import problem_json
+        from zbv_solver.problem.writing import problem_json
         from zbv_solver.search.search import baseline_plan
 
         problem = self._profile()
@@ -134,7 +135,7 @@ class Demo:
         return problem
 
     def _plan(self, problem: Problem) -> str:
-        from zbv_solver.problem.stage_document import problem_json
+        from zbv_solver.problem.writing import problem_json
 
         task = self._progress.add_task("searching a plan", total=1)
         search = self._client.submit(problem_json(problem), {"effort": self._effort})
@@ -225,7 +226,7 @@ def rank_count() -> int:
 def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None:
     """Run everything, print the summary, and keep serving unless told to exit."""
     from zbv_service.client import Client
-    from zbv_service.client_token import FILE_VARIABLE, TOKEN_VARIABLE
+    from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
 
     ranks, folder = rank_count(), options.folder.absolute()
     port = port_or_free(options.port)

@@ -1,7 +1,7 @@
-"""What the ranks must agree on before the first step, and again at every change of plan.
+"""Checks that all ranks were started alike, before the first step and again at every change of plan.
 
-Two ranks with different plans hang or corrupt silently. So every rank states what it was started with, all
-read all statements, and every rank refuses with the same message when they differ.
+Two ranks with different plans would hang or silently compute garbage. So the ranks exchange statements of
+what they were started with, and if these differ, every rank fails with the same message.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Statement:
     model
         Fingerprint of the model, its arguments and its number of stages.
     traced
-        Whether the ranks will bring their traces together.
+        Whether the ranks will collect their traces.
     runtime
-        What walks the lists: two kinds do not understand each other.
+        The runtime that executes the lists; different ones cannot communicate.
     replicas
-        Pipelines that the world consists of.
+        Number of pipelines in the world.
     options
-        Everything else that all must do alike: names and values.
+        Names and values of everything else that must be equal on all ranks.
     """
 
     plan_id: str
@@ -65,14 +65,14 @@ _COMMON = (
 
 
 def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[ChannelKey, ...]:
-    """Exchange statements; returns every channel of the pipeline, the same on all ranks.
+    """Exchange statements; returns all channels of the pipeline, identical on all ranks.
 
     Raises
     ------
     Disagreement
-        Naming what differs and on which ranks. Raised on every rank alike.
+        Names what differs and on which ranks. Every rank raises it.
     ChannelTimeout
-        When a rank does not take part.
+        If a rank does not take part.
     """
     try:
         said = transport.gather(_STATEMENTS.dump_python([mine], mode="json")[0], timeout)
@@ -95,11 +95,11 @@ def _check_common(statements: Sequence[Statement]) -> None:
         for rank, about in enumerate(said):
             values.setdefault(about.get(name), []).append(rank)
         if len(values) > 1:
-            # The larger group first: those on their own are probably the ones started wrongly.
+            # The largest group first: the others are more likely the ones started wrongly.
             groups = sorted(values.items(), key=lambda item: (-len(item[1]), item[1]))
             found = "; ".join(f"{_ranks(ranks)}: {_shown(value)}" for value, ranks in groups)
             raise Disagreement(
-                f"the ranks differ in {name.replace('_', ' ')} ({found}). All must be started with the same "
+                f"the ranks differ in {name.replace('_', ' ')} ({found}). Start all of them with the same "
                 f"plan, model and options; nothing was run."
             )
 
@@ -120,7 +120,7 @@ def _check_ranks(statements: Sequence[Statement]) -> None:
     for rank, statement in enumerate(statements):
         if statement.pp_rank != layout.pp_rank(rank):
             raise Disagreement(
-                f"rank {rank} has the action list of rank {statement.pp_rank}; it needs that of "
+                f"rank {rank} has the action list of rank {statement.pp_rank}, but needs the one of rank "
                 f"{layout.pp_rank(rank)}."
             )
 

@@ -1,8 +1,8 @@
-"""A rank's instructions bound to its stages and channels: what the executor calls, looking nothing up.
+"""Binds a rank's instructions to its stages and channels, so that the executor needs no lookups.
 
-Between two actions every microsecond is one in which a rank does not compute. So what never changes from
-step to step (which stage, which channel, the how-manieth tensor of it) is found once, when a plan is taken
-up, and each instruction becomes three calls: take the input, run, pass the output on.
+Time between two actions is time in which a rank does not compute. So everything that is the same in every
+step (the stage, the channel, the tensor's index on the channel) is looked up once per plan, and each
+instruction becomes three calls: take the input, run, pass the output on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zbv_worker.transport.channels import ChannelKey, Inbox, Outbox, TensorSpec
 
 @dataclass
 class WalkState:
-    """What one walk carries from action to action."""
+    """State of one walk through the action list."""
 
     step: int
     microbatch: Callable[[int, int], tuple[Tensor, Tensor]]
@@ -32,7 +32,7 @@ class WalkState:
     targets: dict[int, Tensor] = field(default_factory=dict)
 
     def values(self) -> dict[int, float]:
-        """The losses, by microbatch; waits for the device."""
+        """The losses by microbatch; waits for the device."""
         return {microbatch: float(loss) for microbatch, loss in self.losses.items()}
 
 
@@ -42,7 +42,7 @@ PassOn = Callable[[Tensor, WalkState], None]
 
 
 class Bound(NamedTuple):
-    """An instruction and its calls; ``take`` and ``pass_on`` are None where there is nothing to do."""
+    """An instruction and its calls; ``take`` and ``pass_on`` are None if there is nothing to do."""
 
     instruction: Instruction
     take: Take | None
@@ -53,14 +53,14 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Binding:
-    """What instructions are bound to.
+    """The stages, channels and device that instructions are bound to.
 
     Attributes
     ----------
     rank
-        The global one, for errors.
+        The global rank, for errors.
     specs
-        What crosses each boundary; forwards note what they return.
+        Shape and dtype of the tensors at each boundary; forwards record those of their outputs.
     """
 
     rank: int
@@ -73,11 +73,11 @@ class Binding:
     timeout: float
 
     def of_step(self, program: Iterable[Instruction]) -> tuple[Bound, ...]:
-        """Instructions as a step runs them."""
+        """Bind instructions for a training step."""
         return tuple(self._bound(instruction, self._run(instruction)) for instruction in program)
 
     def of_evaluation(self, forwards: Iterable[Instruction]) -> tuple[Bound, ...]:
-        """F's as an evaluation runs them; raises :class:`InvalidRun` for stages that have no such thing."""
+        """Bind F's for an evaluation; raises :class:`InvalidRun` for stages that cannot be evaluated."""
         return tuple(self._bound(instruction, self._evaluate(instruction)) for instruction in forwards)
 
     def _bound(self, instruction: Instruction, run: Run) -> Bound:
@@ -137,7 +137,7 @@ class Binding:
         return self._forward(instruction, evaluation_of(stage, self.stages[stage]).evaluate)
 
     def _forward(self, instruction: Instruction, forward: Callable[[Tensor, Tensor | None], Tensor]) -> Run:
-        """An F: its output is handed on, but a loss is kept."""
+        """Bind an F: its output is passed on, or kept if it is a loss."""
         stage, _, microbatch = instruction.action
         specs, target_of = self.specs, self._target(microbatch)
 
@@ -187,7 +187,7 @@ class Binding:
         def through_pinned_memory(tensor: Tensor) -> Tensor:
             if tensor.device.type != "cpu":
                 return tensor.to(device)
-            # From pageable memory the copy would hold up the host until the device had come to it.
+            # A copy from pageable memory would block the host until the device reaches it.
             return tensor.pin_memory().to(device, non_blocking=True)
 
         return through_pinned_memory if device.type == "cuda" else lambda tensor: tensor.to(device)
@@ -201,6 +201,6 @@ def _hand_over(key: tuple[str, Transfer]) -> PassOn:
 
 
 def _given(value: Tensor | None) -> Tensor:
-    if value is None:  # lowering gives every F a source or the data
+    if value is None:  # impossible: lowering gives every F a source or data
         raise RuntimeError("found an F without an input")
     return value

@@ -1,4 +1,4 @@
-"""What the executor asks of whatever computes: stages of a model, or stages that only sleep."""
+"""What the executor needs of a stage, as protocols: stages of a model, or stages that only sleep."""
 
 from __future__ import annotations
 
@@ -11,49 +11,41 @@ from zbv_worker.errors import InvalidRun
 
 
 class Batches(Protocol):
-    """Where the first stage's inputs and the last stage's targets come from."""
+    """The source of the first stage's inputs and the last stage's targets."""
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Input and target, on the CPU."""
 
 
-@runtime_checkable
-class EvaluationBatches(Protocol):
-    """What a model may have beside :class:`Batches`: data for evaluation only."""
-
-    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """Input and target, on the CPU, of the shapes of training."""
-
-
 class Computation(Protocol):
-    """What the executor asks of a stage in a step: see :class:`zbv_worker.execution.stage.Stage`."""
+    """The actions of a stage in a step; see :class:`zbv_worker.stage.stage.Stage`."""
 
     def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
-        """F: the output, or the last stage's loss."""
+        """Run F; returns the output, or the last stage's loss."""
 
     def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        """B: the input's gradient, None for the first stage."""
+        """Run B; returns the input's gradient, None for the first stage."""
 
     def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        """I: as B."""
+        """Run I; returns the input's gradient, None for the first stage."""
 
     def backward_weight(self, microbatch: int) -> None:
-        """W."""
+        """Run W."""
 
 
 @runtime_checkable
 class Evaluation(Protocol):
-    """What the executor asks of a stage in an evaluation."""
+    """The actions of a stage in an evaluation."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Within it, the stage's modules behave as in evaluation."""
+        """A context in which the stage's modules are in evaluation mode."""
 
     def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
-        """F that leaves nothing behind."""
+        """Run F without keeping anything for a backward."""
 
 
 def evaluation_of(index: int, stage: Computation) -> Evaluation:
-    """A stage as an evaluation sees it; raises :class:`InvalidRun` when it has no model."""
+    """Return a stage that can be evaluated; raises :class:`InvalidRun` if it cannot."""
     if not isinstance(stage, Evaluation):
-        raise InvalidRun(f"stage {index}: a {type(stage).__name__} cannot be evaluated; it has no model.")
+        raise InvalidRun(f"stage {index}: a {type(stage).__name__} has no model and cannot be evaluated.")
     return stage

@@ -1,8 +1,8 @@
 """Walks one rank's action list: waits for an action's input, runs it on its stage, passes its output on.
 
-Nothing here decides what comes next; the plan did. The loop never waits for a send, so a rank stands still
-only where the plan says that it needs a tensor of another rank. On a GPU the host only queues, and stays a
-few actions ahead of the device (:mod:`zbv_worker.execution.timeline`).
+The executor never decides what comes next; the plan does. It never waits for a send, so a rank waits only
+where the plan needs a tensor of another rank. On a GPU the host only queues work and stays a few actions
+ahead of the device (:mod:`zbv_worker.execution.timeline`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,14 @@ from zbv_worker.execution.binding import Binding, Bound, WalkState
 from zbv_worker.execution.computation import (
     Batches,
     Computation,
-    Evaluation,
-    EvaluationBatches,
     evaluation_of,
 )
-from zbv_worker.execution.progress import CurrentPlace, Place, mark_error
+from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, forwards, lower
 from zbv_worker.execution.timeline import Clock, Overdue, Queued, Record, Timeline, timeline_of
 from zbv_worker.execution.wait_errors import overdue, send_failed
+from zbv_worker.model.protocol import Evaluated
 from zbv_worker.transport.channels import Inbox, Outbox, TensorSpec, Transport, key_of
-
-__all__ = [
-    "DEFAULT_LOOK_AHEAD",
-    "Batches",
-    "Computation",
-    "Evaluation",
-    "EvaluationBatches",
-    "Executor",
-    "Record",
-    "StepResult",
-]
 
 DEFAULT_LOOK_AHEAD = 3
 
@@ -50,7 +38,7 @@ class StepResult:
     Attributes
     ----------
     losses
-        By microbatch; empty on ranks without the last stage.
+        Losses by microbatch; empty on ranks without the last stage.
     records
         One per action, in execution order.
     """
@@ -61,13 +49,38 @@ class StepResult:
 
     @property
     def seconds(self) -> float:
-        """From the start of the rank's first action to the end of its last."""
+        """Seconds from the start of the rank's first action to the end of its last."""
         return (self.records[-1].end - self.records[0].start) / 1e9
 
     @property
     def loss(self) -> float | None:
-        """Mean over the microbatches."""
+        """The mean loss over the microbatches; None on ranks without the last stage."""
         return sum(self.losses.values()) / len(self.losses) if self.losses else None
+
+
+@dataclass(frozen=True)
+class ExecutorOptions:
+    """How an executor runs.
+
+    Attributes
+    ----------
+    look_ahead
+        Receives kept posted ahead per channel.
+    clock
+        The clock of the records, in nanoseconds; by default the host's monotonic clock.
+    progress
+        Updated with every action.
+    on_stage_done
+        Called with a stage's index in each step, right after the last action that adds to its gradients.
+    timeline
+        Records when actions happen; by default that of the device.
+    """
+
+    look_ahead: int = DEFAULT_LOOK_AHEAD
+    clock: Clock = time.perf_counter_ns
+    progress: CurrentProgress | None = None
+    on_stage_done: Callable[[int], None] | None = None
+    timeline: Timeline | None = None
 
 
 class Executor:
@@ -76,24 +89,14 @@ class Executor:
     Parameters
     ----------
     stages
-        By index: the rank's stages, whose microbatch count is the plan's.
+        The rank's stages by index, with the plan's number of microbatches.
     timeout
         Seconds to wait for any one tensor.
-    look_ahead
-        Receives kept posted ahead per channel.
-    clock
-        Of the records, in nanoseconds; the host's monotonic clock.
-    place
-        Where to say which action the rank has turned to.
-    on_stage_done
-        Called with a stage's index, in a step, right after the action that adds the last to its gradients.
-    timeline
-        When actions happen; by default that of the device.
 
     Raises
     ------
     InvalidRun
-        When the plan's lists and channels contradict each other.
+        If the plan's lists and channels contradict each other.
     """
 
     def __init__(
@@ -105,12 +108,9 @@ class Executor:
         *,
         device: torch.device,
         timeout: float,
-        look_ahead: int = DEFAULT_LOOK_AHEAD,
-        clock: Clock = time.perf_counter_ns,
-        place: CurrentPlace | None = None,
-        on_stage_done: Callable[[int], None] | None = None,
-        timeline: Timeline | None = None,
+        options: ExecutorOptions | None = None,
     ):
+        options = options or ExecutorOptions()
         self.plan = plan
         self._rank = transport.rank
         replica, layout = transport.replica, transport.layout
@@ -119,12 +119,14 @@ class Executor:
         self._batches = batches
         self._check = transport.check
         self._timeout = timeout
-        self._place = place if place is not None else CurrentPlace()
-        self._on_stage_done = on_stage_done
-        self._timeline = timeline if timeline is not None else timeline_of(device, clock)
+        self._progress = options.progress or CurrentProgress()
+        self._on_stage_done = options.on_stage_done
+        self._timeline = options.timeline or timeline_of(device, options.clock)
         mine, specs = plan.rank, dict[int, TensorSpec]()
         self._inboxes = {
-            key_of(c): Inbox(transport, c, specs, look_ahead) for c in plan.channels if c.receiver == mine
+            key_of(c): Inbox(transport, c, specs, options.look_ahead)
+            for c in plan.channels
+            if c.receiver == mine
         }
         self._binding = Binding(
             rank=self._rank,
@@ -145,7 +147,7 @@ class Executor:
         Raises
         ------
         ChannelTimeout, PeerLost
-            When a peer does not deliver. The transport is unusable afterwards.
+            If a peer does not deliver. The transport is unusable afterwards.
         """
         state = WalkState(step, self._batches.microbatch)
         for inbox in self._inboxes.values():
@@ -154,24 +156,24 @@ class Executor:
         return StepResult(step, state.values(), records)
 
     def evaluate(self, step: int) -> dict[int, float]:
-        """Run the plan's forwards alone; losses by microbatch where the last stage is. Nothing else changes.
+        """Run only the plan's forwards; returns losses by microbatch on the rank of the last stage.
 
-        Collective over the pipeline, between steps. Modules are in evaluation mode, nothing is kept for a
-        backward, and activations go over their channels in the order in which a step sends them. Without
-        backwards nothing holds up the first ranks: outputs wait at their senders until they are taken, up to
-        one per microbatch.
+        Collective over the pipeline, between steps; changes no state of the stages. Modules are in evaluation
+        mode, nothing is kept for a backward, and activations are sent in the same order as in a step. Without
+        backwards, nothing delays the first ranks: up to one output per microbatch waits at its sender.
 
         Parameters
         ----------
         step
-            Handed to the model's ``evaluation_microbatch``, or to ``microbatch`` where it has none.
+            Passed to the model's ``evaluation_microbatch``, or to ``microbatch`` if the model has no such
+            method.
 
         Raises
         ------
         ChannelTimeout, PeerLost
             As :meth:`step`.
         InvalidRun
-            When a stage cannot be evaluated.
+            If a stage cannot be evaluated.
         """
         state = WalkState(step, _evaluation_data(self._batches))
         program = self._binding.of_evaluation(self._forwards)
@@ -185,8 +187,8 @@ class Executor:
             return state.values()
 
     def _walk(self, program: Iterable[Bound], state: WalkState) -> tuple[Record, ...]:
-        """Run instructions in order; what happened when."""
-        timeline, place, step = self._timeline, self._place, state.step
+        """Run instructions in order; returns when each action ran."""
+        timeline, progress, step = self._timeline, self._progress, state.step
         timeline.begin()
         mark, done, check = timeline.mark, self._on_stage_done, self._checked
         limit = timeline.run_ahead
@@ -196,7 +198,7 @@ class Executor:
         value: Tensor | None = None
         try:
             for instruction, take, run, pass_on, is_received in program:
-                place.now = (step, instruction)
+                progress.now = (step, instruction)
                 if queued is not None:
                     queued.make_room()
                 wait = mark()
@@ -214,7 +216,7 @@ class Executor:
                     done(instruction.action.stage)
                 received = value.nbytes if is_received and value is not None else 0
                 records.append(Record(instruction.action, wait, start, end, received))
-                value = output = None  # the next action's input may take their place
+                value = output = None  # release the memory before the next action takes its input
             if queued is not None:
                 queued.finish()
             return timeline.resolved(records)
@@ -233,11 +235,11 @@ class Executor:
             raise send_failed(error, self._rank, instruction) from error
 
     def _mark(self, error: Exception, step: int, instruction: Instruction | None) -> None:
-        """Have an error say where it happened, to people and to :func:`place_of_error`."""
+        """Record where an error happened: as a note for people, and for :func:`progress_of_error`."""
         action = None if instruction is None else str(instruction.action)
-        mark_error(error, Place(step, action, None if instruction is None else instruction.peer))
+        attach_progress(error, Progress(step, action, None if instruction is None else instruction.peer))
         error.add_note(f"rank {self._rank}, step {step}, action {action}")
 
 
 def _evaluation_data(batches: Batches) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    return batches.evaluation_microbatch if isinstance(batches, EvaluationBatches) else batches.microbatch
+    return batches.evaluation_microbatch if isinstance(batches, Evaluated) else batches.microbatch

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.plans.plan import identity, parse_orders, parse_plan_document
+from zbv_solver.plans.plan import identity
+from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.placement import Placement, PlacementKind
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify_orders
 
 from zbv_worker.errors import InvalidRun, PeerLost
@@ -17,19 +18,19 @@ from zbv_worker.execution.planned_cut import PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan, seconds_per_attempt
 
-_NO_PLAN = "found no plan; give --server URL and --plan ID, or --plan-file FILE."
+_NO_PLAN = "no plan given; pass --server URL and --plan ID, or --plan-file FILE."
 
 
 @dataclass(frozen=True)
 class PlanSource:
-    """Where a rank's list comes from: a service and a plan's id, or a file."""
+    """The source of a rank's list: a service and a plan's id, or a file."""
 
     server: str | None = None
     plan_id: str | None = None
     file: Path | None = None
 
     def rank_plan(self, rank: int, timeout: float) -> RankPlan:
-        """The list of one rank; raises :class:`InvalidRun`, and :class:`PeerLost` without an answer."""
+        """One rank's list; raises :class:`InvalidRun`, or :class:`PeerLost` without an answer."""
         if self.file is not None:
             return _from_file(self.file, rank)
         if self.server is None or self.plan_id is None:
@@ -37,7 +38,7 @@ class PlanSource:
         return _from_service(self.server, self.plan_id, rank, timeout)
 
     def whole(self, timeout: float) -> WholePlan:
-        """The lists of all ranks; raises as :meth:`rank_plan`."""
+        """The whole plan; raises like :meth:`rank_plan`."""
         if self.file is not None:
             return WholePlan.of_file(self.file)
         if self.server is None or self.plan_id is None:
@@ -58,8 +59,8 @@ def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankP
     kinds: dict[str, PlacementKind] = {"v": "v", "loop": "loop", "single": "single"}
     if answer.placement not in kinds:
         raise InvalidRun(
-            f"rank {rank}: found placement {answer.placement!r}; this worker knows {', '.join(kinds)}. "
-            f"Use the same version as the service."
+            f"rank {rank}: found placement {answer.placement!r}; this worker supports {', '.join(kinds)}. "
+            f"Use the same zbv version as the service."
         )
     return RankPlan(
         plan_id=answer.plan_id,

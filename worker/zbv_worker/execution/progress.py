@@ -1,7 +1,7 @@
-"""Where a rank is: the step and the action that its executor turned to last, and whom it waits for.
+"""A rank's progress: the step and action that its executor is at, and the peer that it waits for.
 
-The executor says so itself, once per action and at the price of one store: between actions every microsecond
-is one in which a rank does not compute. Other threads read it when they like.
+The executor updates it once per action with a single assignment, because time between actions is lost to
+compute. Other threads may read it at any time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _ATTRIBUTE = "zbv_place"
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place; all None before its first action.
+class Progress:
+    """A rank's progress; all fields are None before its first action.
 
     Attributes
     ----------
     peer
-        The global rank whose tensor the action needs.
+        The global rank that sends the action's input.
     """
 
     step: int | None = None
@@ -30,13 +30,13 @@ class Place:
     peer: int | None = None
 
 
-class CurrentPlace:
-    """Where a rank is now. One thread says so, any thread may ask.
+class CurrentProgress:
+    """A rank's current progress. One thread updates it, any thread may read it.
 
     Attributes
     ----------
     now
-        Step and instruction, in one tuple: whoever reads it finds two that belong together.
+        Step and instruction in one tuple, so that a reader always gets a matching pair.
     """
 
     __slots__ = ("now",)
@@ -44,57 +44,57 @@ class CurrentPlace:
     def __init__(self) -> None:
         self.now: tuple[int, Instruction] | None = None
 
-    def read(self) -> Place:
-        """The place in words."""
+    def read(self) -> Progress:
+        """A snapshot of the progress."""
         now = self.now
         if now is None:
-            return Place()
+            return Progress()
         step, instruction = now
-        return Place(step, str(instruction.action), instruction.peer)
+        return Progress(step, str(instruction.action), instruction.peer)
 
 
-def mark_error(error: BaseException, place: Place) -> None:
-    """Have an error say where its rank was; what an inner executor said stands."""
-    if not isinstance(getattr(error, _ATTRIBUTE, None), Place):
-        setattr(error, _ATTRIBUTE, place)
+def attach_progress(error: BaseException, progress: Progress) -> None:
+    """Attach a rank's progress to an error; an earlier, more precise one stays."""
+    if not isinstance(getattr(error, _ATTRIBUTE, None), Progress):
+        setattr(error, _ATTRIBUTE, progress)
 
 
-def place_of_error(error: BaseException) -> Place | None:
-    """Where a rank was when it raised, as said by the error or one of its causes; None when none does."""
+def progress_of_error(error: BaseException) -> Progress | None:
+    """The progress attached to an error or one of its causes; None if there is none."""
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        place = getattr(cause, _ATTRIBUTE, None)
-        if isinstance(place, Place):
-            return place
+        progress = getattr(cause, _ATTRIBUTE, None)
+        if isinstance(progress, Progress):
+            return progress
         cause = cause.__cause__ or cause.__context__
     return None
 
 
-class PlaceWriter:
-    """Writes a rank's place to a file, from a thread, while its block lasts.
+class ProgressWriter:
+    """Writes a rank's progress to a file from a thread, for the duration of a ``with`` block.
 
     Parameters
     ----------
     path
-        Replaced as a whole, so that readers never see half of it.
-    place
-        What to look at.
+        Replaced atomically, so that readers never see a partial file.
+    progress
+        The progress to write.
     seconds
-        Between two looks.
+        Time between two writes.
     """
 
-    def __init__(self, path: str, rank: int, place: CurrentPlace, seconds: float = 0.25):
+    def __init__(self, path: str, rank: int, progress: CurrentProgress, seconds: float = 0.25):
         self._path = path
         self._rank = rank
-        self._place = place
+        self._progress = progress
         self._seconds = seconds
         self._ended = threading.Event()
-        self._written: Place | None = None
-        self._thread = threading.Thread(target=self._write_on, name="zbv-place", daemon=True)
+        self._written: Progress | None = None
+        self._thread = threading.Thread(target=self._write_on, name="zbv-progress", daemon=True)
 
-    def __enter__(self) -> PlaceWriter:
+    def __enter__(self) -> ProgressWriter:
         self._write()
         self._thread.start()
         return self
@@ -102,17 +102,17 @@ class PlaceWriter:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(timeout=5.0)
-        self._write()  # where it ended
+        self._write()  # the final progress
 
     def _write_on(self) -> None:
         while not self._ended.wait(self._seconds):
             self._write()
 
     def _write(self) -> None:
-        place = self._place.read()
-        if place == self._written:
+        progress = self._progress.read()
+        if progress == self._written:
             return
-        self._written = place
-        fields = asdict(place)
+        self._written = progress
+        fields = asdict(progress)
         del fields["peer"]
         write_json(self._path, {"rank": self._rank, **fields})

@@ -1,6 +1,6 @@
-"""One rank's part of a plan, and its lowering: where every action's input comes from and its output goes.
+"""One rank's part of a plan, and its lowering to instructions: where inputs come from and outputs go.
 
-A rank plan comes from the service (which sends each rank its own list and channels) or from a plan file.
+A rank plan comes from the service, which sends each rank its own list and channels, or from a plan file.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from zbv_worker.transport.channels import ChannelKey, key_of
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank executes.
+    """The part of a plan that one rank executes.
 
     Attributes
     ----------
     actions
         In execution order.
     channels
-        Those that this rank sends or receives on.
+        The channels that this rank sends or receives on.
     cut
-        Of all stages, so that every rank can tell whether it is one of the model.
+        The cut of the whole model, so that every rank can check it against its model.
     """
 
     plan_id: str
@@ -73,7 +73,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Local:
-    """A tensor handed over inside the rank."""
+    """A tensor passed on within the rank."""
 
     kind: ChannelKind
     transfer: Transfer
@@ -81,19 +81,19 @@ class Local:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An action with its ends.
+    """An action with the source of its input and the sink of its output.
 
     Attributes
     ----------
     source, sink
-        Where the input (F: activation, I and B: gradient) comes from and the output goes; None where there
-        is none: data into the first stage, the loss out of the last, and all of W.
+        Where the input (F: activation, I and B: gradient) comes from and the output goes; None for data into
+        the first stage, the loss of the last stage, and W.
     split
-        For F: whether the backward comes as I and W.
+        For F: whether the backward is split into I and W.
     completes_stage
-        Whether no later action adds to the gradients of the action's stage.
+        Whether this action is the last that adds to its stage's gradients.
     peer
-        The global rank that the input comes from; None when it comes from no other rank.
+        The global rank that sends the input; None if no other rank does.
     """
 
     action: Action
@@ -105,20 +105,20 @@ class Instruction:
 
 
 def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Instruction, ...]:
-    """A rank's actions with the ends of their inputs and outputs.
+    """Lower a rank's actions to instructions.
 
     Parameters
     ----------
     global_rank
-        Of a position of the pipeline; the two are the same where there is one pipeline.
+        Maps a pipeline position to a global rank; the identity if there is one pipeline.
 
     Raises
     ------
     InvalidRun
-        When the plan's channels do not carry what its actions send and receive, in the order of production.
+        If the plan's channels do not carry what its actions send and receive, in the order of production.
     """
     split = {(a.stage, a.microbatch) for a in plan.actions if a.letter == "I"}
-    # An I adds too: to the gradients that do not wait for W. But its own W comes after it.
+    # I adds to gradients too, but its W always follows, so the last W or B is the last addition.
     last_of = {a.stage: a for a in plan.actions if a.letter in "WB"}
 
     def instruction(action: Action) -> Instruction:
@@ -138,16 +138,16 @@ def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Inst
 
 
 def forwards(program: Iterable[Instruction]) -> tuple[Instruction, ...]:
-    """The F's of a rank's list, in its order: what an evaluation runs.
+    """The F's of a rank's list, in its order: an evaluation runs these.
 
-    They depend on F's only, so what is left of an executable plan is executable. Every rank leaves the same
-    out, and the channels of activations carry the same transfers in the same order as in a step.
+    An F depends only on F's, so they are executable if the plan is. Every rank leaves out the same actions,
+    so the channels of activations carry the same transfers in the same order as in a step.
     """
     return tuple(i for i in program if i.action.letter == "F")
 
 
 def _ends(plan: RankPlan, action: Action) -> tuple[Remote | Local | None, Remote | Local | None]:
-    """Source and sink of an action."""
+    """The source and the sink of an action."""
     stage, last = action.stage, plan.placement.n_stages - 1
     above = stage - 1 if stage > 0 else None
     below = stage if stage < last else None
@@ -179,9 +179,9 @@ def _end(
 
 
 def _check_complete(plan: RankPlan) -> None:
-    """Every (stage, microbatch) of the rank once forward, once backward, in an executable order.
+    """Check that every (stage, microbatch) of the rank has one F and one backward, in an executable order.
 
-    The service verifies whole plans; this guards the worker's own state against any other source.
+    The service verifies whole plans; this guards the worker against plans from any other source.
     """
     if not 0 <= plan.rank < plan.placement.pp_degree:
         raise InvalidRun(f"found rank {plan.rank}; the plan has ranks 0 to {plan.placement.pp_degree - 1}.")
@@ -193,17 +193,17 @@ def _check_complete(plan: RankPlan) -> None:
         cell = (action.stage, action.microbatch)
         before = state.get(cell)
         if before is None or action.letter not in allowed.get(before, ()):
-            found = "is not this rank's" if before is None else f"comes after {before or 'nothing'}"
+            found = "is on another rank" if before is None else f"follows {before or 'nothing'}"
             raise InvalidRun(
-                f"rank {plan.rank}: action {action} {found}. Every stage and microbatch of a rank has one F, "
-                f"then either one B or one I and one W; check the plan with `zbv check`."
+                f"rank {plan.rank}: action {action} {found}. Each stage and microbatch on a rank needs one "
+                f"F, then either one B, or one I and one W. Check the plan with `zbv check`."
             )
         state[cell] = action.letter
     open_cells = [f"{stage}·{microbatch}" for (stage, microbatch), s in state.items() if s not in ("W", "B")]
     if open_cells:
         raise InvalidRun(
             f"rank {plan.rank}: the plan does not finish stage·microbatch {', '.join(open_cells[:5])}. Each "
-            f"needs one F, and one B or one I and one W; check the plan with `zbv check`."
+            f"needs one F, and either one B, or one I and one W. Check the plan with `zbv check`."
         )
 
 

@@ -1,15 +1,15 @@
-"""When actions happen: on the host, which runs them itself, or on a GPU, which the host only queues them for.
+"""When actions happen: on the host, which runs them itself, or on a GPU, where the host only queues them.
 
-On the CPU an action is over when its call returns, and its times are the clock's. On a GPU the host runs
-ahead of the device: times are events on the compute stream, and become times of the host's clock when the
-step is over.
+On the CPU an action is complete when its call returns, and its times are the clock's. On a GPU the host runs
+ahead of the device: times are events on the compute stream, converted to the host's clock at the end of the
+step.
 
 =========  ==========================================  ====================================================
 a record   on the CPU                                  on a GPU
 =========  ==========================================  ====================================================
-``wait``   the rank turned to the action               the compute stream was free, and the action queued
-``start``  its input was there                         the stream came past the wait for its input
-``end``    it was done                                 the stream came past the action
+``wait``   the rank turned to the action               the compute stream was free and the action was queued
+``start``  the action's input was available            the stream passed the wait for the input
+``end``    the action was complete                     the stream passed the action
 =========  ==========================================  ====================================================
 """
 
@@ -29,7 +29,7 @@ from zbv_worker.transport.cuda_api import CudaApi, CudaEvent, torch_cuda
 Clock = Callable[[], int]
 
 DEFAULT_RUN_AHEAD = 4
-"""Actions that the host may be ahead of a GPU: enough to hide the time it takes to queue them."""
+"""How many actions the host may be ahead of a GPU: enough to hide the time for queueing them."""
 
 _POLL_SECONDS = 0.00005
 _NANOSECONDS_PER_MILLISECOND = 1e6
@@ -38,8 +38,8 @@ _NANOSECONDS_PER_MILLISECOND = 1e6
 class Record(NamedTuple):
     """When an action happened, in nanoseconds of the rank's clock.
 
-    ``wait`` is when the rank turned to the action, ``start`` when its input was there, ``end`` when it was
-    done; ``received`` is the size in bytes of an input that came from another rank.
+    ``wait`` is when the rank turned to the action, ``start`` when its input was available, ``end`` when it
+    was complete; ``received`` is the size in bytes of an input from another rank, else 0.
     """
 
     action: Action
@@ -50,25 +50,25 @@ class Record(NamedTuple):
 
 
 class Timeline(Protocol):
-    """Marks points in time. A mark is the timeline's own affair until :meth:`resolved`."""
+    """Marks points in time. Only the timeline can interpret its marks, in :meth:`resolved`."""
 
     @property
     def mark(self) -> Callable[[], Any]:
-        """Marks the point that the rank has come to."""
+        """Marks the rank's current point in time."""
 
     @property
     def run_ahead(self) -> int | None:
-        """How many actions may be queued and not done; None where an action is done when its call returns."""
+        """How many queued actions may be incomplete; None if an action completes within its call."""
 
     def begin(self) -> None:
-        """A step begins; marks of earlier steps are void."""
+        """Start a step; marks of earlier steps become invalid."""
 
     def resolved(self, records: Iterable[Record]) -> tuple[Record, ...]:
-        """The records with nanoseconds in place of marks, all of which have been passed."""
+        """Replace the marks of records by nanoseconds; all marks must have been passed."""
 
 
 class HostTimeline:
-    """A mark is the time itself."""
+    """A mark is the host's time."""
 
     run_ahead: int | None = None
 
@@ -79,16 +79,16 @@ class HostTimeline:
         """Nothing to prepare."""
 
     def resolved(self, records: Iterable[Record]) -> tuple[Record, ...]:
-        """The records as they are."""
+        """The records, unchanged."""
         return tuple(records)
 
 
 class CudaTimeline:
     """A mark is an event on the compute stream.
 
-    Events are used again in every step. At a step's end one more event is waited for and paired with the
-    host's clock; CUDA measures the others against it, to about a microsecond. The pairing is as good as the
-    host is quick to notice: some ten microseconds.
+    Events are reused in every step. At the end of a step the host waits for one more event and pairs it with
+    its clock; CUDA measures the other events against it, to about a microsecond. The pairing is as precise as
+    the host is quick to notice the event: some ten microseconds.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class CudaTimeline:
         self._stream = self._cuda.current_stream(device)
 
     def begin(self) -> None:
-        """Take this thread's stream, and all events back."""
+        """Use this thread's stream, and reuse all events."""
         self._stream = self._cuda.current_stream(self._device)
         self._used = 0
 
     def mark(self) -> CudaEvent:
-        """An event where the stream's queue ends now."""
+        """An event at the current end of the stream's queue."""
         if self._used == len(self._events):
             self._events.append(self._cuda.Event(enable_timing=True))
         event = self._events[self._used]
@@ -141,12 +141,12 @@ def timeline_of(device: torch.device, clock: Clock = time.perf_counter_ns) -> Ti
 
 
 class Overdue(Exception):
-    """The device has not come past an action for a whole timeout.
+    """The device did not complete an action within the timeout.
 
     Attributes
     ----------
     started
-        Whether it had the action's input: then it is not a peer that it waits for.
+        Whether the action had its input; if so, no peer is to blame.
     """
 
     def __init__(self, instruction: Instruction, *, started: bool):
@@ -156,17 +156,17 @@ class Overdue(Exception):
 
 
 class Queued:
-    """The actions of a step that a GPU may not have come past, oldest first: keeps the host near it.
+    """Queued actions of a step that a GPU may not have completed, oldest first; limits the host's lead.
 
     Parameters
     ----------
     limit
-        Actions that may be in it; :meth:`drain` waits for the device where there are more.
+        The most actions in the queue; :meth:`make_room` waits for the device until one more fits.
     timeout
-        Seconds for each action, from when the one before was done or, if that is later, from when the host
-        had to wait for it.
+        Seconds for each action, counted from the later of: its predecessor was complete, the host began to
+        wait for it.
     check
-        Raises when something else has failed; called while the host waits.
+        Raises an error if something else has failed; called while the host waits.
     """
 
     def __init__(
@@ -188,15 +188,15 @@ class Queued:
         return len(self._waiting)
 
     def add(self, instruction: Instruction, start: CudaEvent, end: CudaEvent) -> None:
-        """An action was queued between these marks."""
+        """Add an action that was queued between two marks."""
         self._waiting.append((instruction, start, end))
 
     def make_room(self) -> None:
-        """Before an action is queued: wait until fewer than the limit are; raises :class:`Overdue`."""
+        """Wait until one more action fits; raises :class:`Overdue`."""
         self._drain(self._limit - 1)
 
     def finish(self) -> None:
-        """Wait for all of them; raises :class:`Overdue`."""
+        """Wait until all actions are complete; raises :class:`Overdue`."""
         self._drain(0)
 
     def _drain(self, most: int) -> None:

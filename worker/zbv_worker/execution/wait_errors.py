@@ -1,4 +1,4 @@
-"""What a rank says when it waited in vain: where it stood, what for, and whom to look at."""
+"""Errors of a rank that waited without success: where it waited, what for, and which peer to look at."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zbv_worker.transport.channels import ChannelKey
 
 
 def send_failed(error: Exception, rank: int, instruction: Instruction) -> ChannelTimeout | PeerLost:
-    """A transport's error of a send, which may be one that an earlier action started."""
+    """Convert a transport's error of a send, which an earlier action may have started."""
     kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
     return kind(f"rank {rank} at {instruction.action}: an earlier send failed ({error}).")
 
@@ -19,27 +19,27 @@ def send_failed(error: Exception, rank: int, instruction: Instruction) -> Channe
 def not_received(
     error: Exception, rank: int, instruction: Instruction, timeout: float
 ) -> ChannelTimeout | PeerLost:
-    """A transport's error of the receive of an action's input."""
+    """Convert a transport's error of receiving an action's input."""
     what, peer = _what(instruction), instruction.peer
     if isinstance(error, TimeoutError):
         return ChannelTimeout(
-            f"rank {rank} waited {timeout:g} s at {instruction.action} for {what}, and it did not come. See "
-            f"what rank {peer} does; if it is merely slow, raise --timeout."
+            f"rank {rank} waited {timeout:g} s at {instruction.action} for {what}, which did not "
+            f"arrive. Check rank {peer}; if it is only slow, raise --timeout."
         )
     return PeerLost(
-        f"rank {rank} waited at {instruction.action} for {what}, and the connection broke ({error}). Look at "
+        f"rank {rank} waited at {instruction.action} for {what}, and the connection broke ({error}). Check "
         f"why rank {peer} ended."
     )
 
 
 def overdue(found: Overdue, rank: int, timeout: float) -> WorkerError:
-    """A GPU that stands still: for want of a tensor, or in the rank's own work."""
+    """The error of a GPU that makes no progress: it lacks a tensor, or hangs in the rank's own work."""
     instruction = found.instruction
     if instruction.peer is not None and not found.started:
         return not_received(TimeoutError(), rank, instruction, timeout)
     return WorkerError(
-        f"rank {rank}: its GPU was not done with {instruction.action} after {timeout:g} s. If its work takes "
-        f"so long, raise --timeout; else a kernel or a collective inside the stage hangs."
+        f"rank {rank}: its GPU did not complete {instruction.action} within {timeout:g} s. If it takes that "
+        f"long, raise --timeout; otherwise a kernel or a collective inside the stage hangs."
     )
 
 

@@ -1,6 +1,6 @@
-"""A whole plan as one rank needs it to compare what is measured with what was planned.
+"""A whole plan with its costs, for comparing measurements with it.
 
-A training rank asks the service for its own list only; a rehearsal needs every cost, too.
+Training needs only the rank's own list; a rehearsal and PyTorch's runtime need the whole plan.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from pathlib import Path
 
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import identity, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.plans.plan import identity
+from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify, verify_orders
 
 from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.rank_plan import RankPlan
 
 SECONDS: dict[str, float] = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-"""Seconds in one time unit of a problem, of those that say what they are."""
+"""Seconds per time unit of a problem, for the units with a fixed length."""
 
 
 def seconds_per_attempt(timeout: float) -> float:
-    """How long one request may take so that all attempts of a client end within ``timeout`` seconds."""
+    """The time limit of one request, so that all attempts of a client end within ``timeout`` seconds."""
     from zbv_service.client.retries import DEFAULT_RETRIES
 
     return timeout / (1 + DEFAULT_RETRIES)
@@ -32,12 +33,12 @@ def seconds_per_attempt(timeout: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class WholePlan:
-    """A verified plan, its times in its own unit.
+    """A verified plan, with times in its own unit.
 
     Attributes
     ----------
     objective_value
-        The plan's span, or makespan where that is the objective.
+        The plan's span, or its makespan if that is the objective.
     """
 
     plan_id: str
@@ -52,9 +53,9 @@ class WholePlan:
         Raises
         ------
         InvalidInput, InvalidPlan
-            When it is not a plan, or one that cannot be executed.
+            If the document is not a plan, or the plan cannot be executed.
         InvalidRun
-            When it states no metrics, and what computes them is not installed.
+            If the document has no metrics, and the package that computes them is not installed.
         """
         parsed = parse_plan_document(document)
         problem, orders = parse_orders(parsed)
@@ -63,7 +64,7 @@ class WholePlan:
             value = _objective_value(problem, orders)
         else:
             plan = parse_plan(document)
-            verify(plan)  # what is stated is recomputed: measurements will be held against it
+            verify(plan)  # recomputes the stated metrics, because measurements are compared with them
             value = plan.objective
         return cls(identity(problem_json(problem), orders.all_text()), problem, orders, value)
 
@@ -81,7 +82,7 @@ class WholePlan:
 
     @classmethod
     def of_service(cls, server: str, plan_id: str, timeout: float) -> WholePlan:
-        """Fetch a plan; raises :class:`InvalidRun`, and :class:`PeerLost` without an answer."""
+        """Fetch a plan; raises :class:`InvalidRun`, or :class:`PeerLost` without an answer."""
         from zbv_service.client import Client, ClientError, ServiceUnreachable
 
         try:
@@ -94,11 +95,11 @@ class WholePlan:
         except (InvalidInput, InvalidPlan) as error:
             raise InvalidRun(f"the plan {plan_id} from {server}: {error}") from error
         if plan.plan_id != plan_id:
-            raise InvalidRun(f"asked {server} for plan {plan_id}, and the answer is plan {plan.plan_id}.")
+            raise InvalidRun(f"requested plan {plan_id} from {server}, but received plan {plan.plan_id}.")
         return plan
 
     def of_rank(self, rank: int) -> RankPlan:
-        """A rank's part; raises :class:`InvalidRun` when there is no such rank."""
+        """A rank's part of the plan; raises :class:`InvalidRun` if there is no such rank."""
         if rank >= self.problem.pp_degree:
             raise InvalidRun(
                 f"found rank {rank}; the plan has {self.problem.pp_degree} ranks. Start as many processes, "
@@ -107,7 +108,7 @@ class WholePlan:
         return RankPlan.of(self.plan_id, self.problem, self.orders, rank)
 
     def busy(self, rank: int) -> float:
-        """A rank's time in actions, in the plan's unit."""
+        """A rank's total time in actions, in the plan's unit."""
         part = self.orders.slice_of(rank)
         duration = self.problem.arrays.duration
         return float(duration[self.orders.letter[part], self.orders.stage[part]].sum())
@@ -118,8 +119,8 @@ def _objective_value(problem: Problem, orders: Orders) -> float:
         from zbv_solver.timing.start_times import evaluate
     except ModuleNotFoundError as error:
         raise InvalidRun(
-            f"the plan states no metrics, and {error.name}, with which they are computed, is not installed "
-            f"here. Install zbv[solver], or rehearse a plan that `zbv plan` wrote."
+            f"the plan has no metrics, and computing them needs {error.name}, which is not installed. "
+            f"Install zbv[solver], or rehearse a plan that `zbv plan` wrote."
         ) from error
     timing = evaluate(problem, orders)
     return timing.span if problem.objective == "span" else timing.makespan

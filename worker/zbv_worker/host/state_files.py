@@ -23,9 +23,9 @@ _DAY = 86_400.0
 _RUN_NAME = re.compile(r"[0-9a-f]{32}")
 
 
-def place_file(folder: Path, rank: int) -> Path:
+def progress_file(folder: Path, rank: int) -> Path:
     """Where a rank says where it is."""
-    return folder / f"place-{rank}.json"
+    return folder / f"progress-{rank}.json"
 
 
 def failure_file(folder: Path, rank: int) -> Path:

@@ -1,1 +1,4 @@
-"""TODO: say what measure is for."""
+"""Measures what planning needs: costs and memory of stages, links, and how well a plan meets its times.
+
+It runs stages, and executors without training; training is in :mod:`zbv_worker.training`.
+"""

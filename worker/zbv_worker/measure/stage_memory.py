@@ -1,32 +1,31 @@
-"""What a stage holds after F, I and W, what its actions need beside that, and what a rank holds all the time.
+"""Memory of a stage after F, I and W, the workspace of its actions, and a rank's static memory.
 
-The account is the plan's (see "Problem" in docs/formats.md): an action holds what the rank held before it
-plus its delta if that is positive. Whatever it needs more than that while it runs, tensors that are made and
-dropped within it, is workspace; a rank runs one action at a time and needs the largest of them once.
+The account is the plan's (see "Problem" in docs/formats.md): an action holds what the rank held before, plus
+its delta if that is positive. Everything beyond that, such as temporaries of the action, is workspace. A rank
+runs one action at a time, so it needs the largest workspace once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
+from zbv_solver.plans.channels import ChannelKind
 from zbv_solver.problem.placement import Placement
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
-from zbv_worker.execution.main_gradients import gradient_of, round_main_gradients
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.live_bytes import HeldMemory, watching
-from zbv_worker.measure.profile.profile import StaticBytes
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.transport.channels import ChannelKey
+from zbv_worker.stage.main_gradients import gradient_of, round_main_gradients
+from zbv_worker.stage.stage import Stage
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one microbatch held after F, after I and after W, and the most workspace of any action."""
+    """Bytes held per microbatch after F, I and W, and the largest workspace of any action."""
 
     after_forward: int
     after_input: int
@@ -37,10 +36,10 @@ class StageMemory:
 def stage_memory(
     stage: Stage, input: Tensor, target: Tensor | None, gradient: Tensor | None, device: torch.device
 ) -> StageMemory:
-    """Run one microbatch split and one fused.
+    """Run one microbatch with a split and one with a fused backward.
 
-    The input and the gradient count: a rank receives new ones each time. The parameters must have their
-    gradients already.
+    The input and the gradient count, because a rank receives new ones each time. The parameters must already
+    have gradients.
     """
     with watching(device) as held:
         after_forward, first = _forward(stage, input, target, held, split=True)
@@ -57,14 +56,14 @@ def stage_memory(
 def _forward(
     stage: Stage, input: Tensor, target: Tensor | None, held: HeldMemory, *, split: bool
 ) -> tuple[int, int]:
-    """Bytes held after F, and its workspace, to which its output belongs."""
+    """Bytes held after F, and its workspace, which includes the output."""
     held.restart()
     stage.forward(0, input.clone(), target, split=split)
     return held.bytes, held.peak - held.bytes
 
 
 def _backward(held: HeldMemory, work: Callable[[], object]) -> tuple[int, int]:
-    """Bytes held after a backward action, and what it needed beyond the larger of before and after."""
+    """Bytes held after a backward action, and its workspace."""
     before = held.bytes
     held.restart()
     work()
@@ -78,7 +77,7 @@ def _copy(gradient: Tensor | None) -> Tensor | None:
 def static_bytes(
     model: PipelineModel, stages: Mapping[int, Stage], receives: int, workspace: int
 ) -> StaticBytes:
-    """What is always there; runs one step of the optimizer, which brings its state into being.
+    """Memory that is held all the time; runs one optimizer step to create the optimizer's state.
 
     Parameters
     ----------
@@ -86,7 +85,7 @@ def static_bytes(
         Bytes of one receive on every channel.
     """
     modules = [stage.module for stage in stages.values()]
-    # Parameters that stages share are one (ids, because tensors compare by element).
+    # By id, because tensors compare by element; stages may share parameters.
     by_id = {id(p): p for module in modules for p in module.parameters()}
     parameters = list(by_id.values())
     state: list[object] = []
@@ -107,28 +106,52 @@ def static_bytes(
     )
 
 
-def received_bytes(
-    placement: Placement, rank: int, inputs: Mapping[int, Tensor], gradients: Mapping[int, Tensor | None]
-) -> int:
-    """One tensor of every channel that a rank receives on, the largest where boundaries differ."""
-    largest: dict[ChannelKey, int] = {}
-    for index in inputs:
-        for key, tensor in (
-            (_incoming(placement, rank, index - 1, "activation"), inputs[index]),
-            (_incoming(placement, rank, index + 1, "gradient"), gradients[index]),
-        ):
-            if key is not None:
-                largest[key] = max(largest.get(key, 0), tensor_bytes([tensor]))
+def received_bytes(placement: Placement, rank: int, sizes: Mapping[int, tuple[int, int]]) -> int:
+    """Bytes of one receive on every channel of a rank; the largest, if a channel's boundaries differ.
+
+    Parameters
+    ----------
+    sizes
+        For each stage of the rank, the bytes of its input and of its output's gradient.
+    """
+    largest: dict[tuple[int, ChannelKind], int] = {}
+    kinds: tuple[tuple[int, ChannelKind], ...] = ((-1, "activation"), (1, "gradient"))
+    for stage, received in sizes.items():
+        for (offset, kind), size in zip(kinds, received, strict=True):
+            other = stage + offset
+            if 0 <= other < placement.n_stages and placement.rank_of[other] != rank:
+                key = placement.rank_of[other], kind
+                largest[key] = max(largest.get(key, 0), size)
     return sum(largest.values())
 
 
-def _incoming(placement: Placement, rank: int, stage: int, kind: str) -> ChannelKey | None:
-    """The channel on which a rank hears of a stage; None where it has that stage itself or there is none."""
-    if not 0 <= stage < placement.n_stages or placement.rank_of[stage] == rank:
-        return None
-    return ChannelKey(placement.rank_of[stage], rank, "activation" if kind == "activation" else "gradient")
-
-
 def tensor_bytes(tensors: Iterable[object]) -> int:
-    """Bytes of those that are tensors."""
+    """Total bytes of those objects that are tensors."""
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """Memory that a rank holds all the time, in bytes.
+
+    Attributes
+    ----------
+    buffers
+        Buffers of the modules (running statistics).
+    receives
+        Buffers of receives that are posted ahead.
+    workspace
+        The largest temporary memory of any action; a rank runs one at a time.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    receives: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum, which is the problem's ``static``."""
+        return sum(asdict(self).values())

@@ -1,1 +1,4 @@
-"""Models that ship with the worker: for the demonstration, for profiling a machine, and as examples."""
+"""Ready-made models for trying the worker, for the demonstration and for benchmarks.
+
+The protocol that they follow is :mod:`zbv_worker.model`.
+"""

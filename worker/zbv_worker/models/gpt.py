@@ -1,14 +1,16 @@
-"""A small GPT that is cut into stages: character level, pre-norm, causal attention, learned positions.
+"""A small GPT as a pipeline model: character level, pre-norm, causal attention, learned positions.
 
-The first stage begins with the embedding, the last ends with the final norm and the language-model head;
-blocks are spread evenly unless the plan says where to cut. Every layer draws its initial parameters from a
-generator of its own, so the model is the same however it is cut.
+The first stage begins with the embedding, the last ends with the final norm and the language-model head.
+Blocks are divided evenly unless the plan has a partition. Every layer draws its initial parameters from its
+own generator, so the model is the same for every partition.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -17,22 +19,11 @@ from torch import Tensor, nn
 from zbv_worker.models.text import VOCABULARY, sample, standard_library_text
 
 
-def gpt(
-    *,
-    layers: int = 8,
-    width: int = 192,
-    heads: int = 6,
-    length: int = 128,
-    sequences: int = 4,
-    characters: int = 1_000_000,
-    learning_rate: float = 1e-3,
-    dropout: float = 0.0,
-    tied: bool = False,
-    seed: int = 0,
-) -> GPT:
-    """The factory.
+@dataclass(frozen=True)
+class GptConfig:
+    """Sizes and training settings of the model.
 
-    Parameters
+    Attributes
     ----------
     layers, width, heads
         Transformer blocks, their model dimension and attention heads.
@@ -41,64 +32,65 @@ def gpt(
     characters
         How much of the text to use.
     dropout
-        Share of each block's two outputs that training leaves out.
+        Dropout probability of each block's two outputs.
     tied
-        Whether the head has the embedding's weights. The first and the last stage must be on one rank then.
+        Whether the head shares the embedding's weights. The first and the last stage must then be on one
+        rank.
     """
-    return GPT(layers, width, heads, length, sequences, characters, learning_rate, dropout, tied, seed)
+
+    layers: int = 8
+    width: int = 192
+    heads: int = 6
+    length: int = 128
+    sequences: int = 4
+    characters: int = 1_000_000
+    learning_rate: float = 1e-3
+    dropout: float = 0.0
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.width < 1 or self.heads < 1 or self.width % self.heads:
+            raise ValueError(
+                f"found layers={self.layers}, width={self.width}, heads={self.heads}; all must be at least "
+                f"1, and heads must divide width."
+            )
+
+
+def gpt(*, seed: int = 0, **config: Any) -> GPT:
+    """The factory; takes the fields of :class:`GptConfig` as keyword arguments."""
+    return GPT(GptConfig(**config), seed)
 
 
 class GPT:
-    """The pipeline model (see :class:`zbv_worker.model.protocol.PipelineModel`), whose layers are ``embedding``,
-    ``block.0`` and so on, and ``head``.
+    """The pipeline model; its layers are ``embedding``, ``block.0`` and so on, and ``head``.
+
+    See :class:`zbv_worker.model.PipelineModel`.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        width: int,
-        heads: int,
-        length: int,
-        sequences: int,
-        characters: int,
-        learning_rate: float,
-        dropout: float,
-        tied: bool,
-        seed: int,
-    ):
-        if layers < 1 or width < 1 or heads < 1 or width % heads:
-            raise ValueError(f"found layers={layers}, width={width}, heads={heads}; heads must divide width.")
-        self._layers = layers
-        self._width = width
-        self._heads = heads
-        self._length = length
-        self._sequences = sequences
-        self._characters = characters
-        self._learning_rate = learning_rate
-        self._dropout = dropout
-        self._tied = tied
+    def __init__(self, config: GptConfig, seed: int):
+        self.config = config
         self._seed = seed
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
-        """Stage k of S: blocks kL/S to (k+1)L/S, and the ends of the model at its ends."""
-        first, last = (at * self._layers // n_stages for at in (stage, stage + 1))
+        """Stage k of S: blocks kL/S to (k+1)L/S, with the embedding in the first and the head in the last."""
+        first, last = (at * self.config.layers // n_stages for at in (stage, stage + 1))
         begin = 0 if stage == 0 else first + 1
-        end = self._layers + 2 if stage == n_stages - 1 else last + 1
+        end = self.config.layers + 2 if stage == n_stages - 1 else last + 1
         return self.build_layers(self.layer_names()[begin:end], device)
 
     def layer_names(self) -> Sequence[str]:
         """The embedding, the blocks, the head."""
-        return ["embedding", *(f"block.{block}" for block in range(self._layers)), "head"]
+        return ["embedding", *(f"block.{block}" for block in range(self.config.layers)), "head"]
 
     def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        """Layers by name; a module's name has no dot: ``block0``."""
+        """Layers by name; module names have no dot: ``block0``."""
         parts = OrderedDict((name.replace(".", ""), self._layer(name)) for name in names)
         return nn.Sequential(parts).to(device)
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Characters and their successors, each (sequences, length)."""
-        text = standard_library_text(self._characters)
-        return sample(text, self._sequences, self._length, (self._seed, step, index))
+        text = standard_library_text(self.config.characters)
+        return sample(text, self.config.sequences, self.config.length, (self._seed, step, index))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross entropy, in nats per character."""
@@ -106,20 +98,20 @@ class GPT:
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW."""
-        return torch.optim.AdamW(parameters, lr=self._learning_rate)
+        return torch.optim.AdamW(parameters, lr=self.config.learning_rate)
 
     def tied_parameters(self) -> Sequence[tuple[str, str]]:
-        """The embedding's weights and the head's, if they are one."""
-        return [("embedding.token.weight", "head.logits.weight")] if self._tied else []
+        """The embedding's weight and the head's, if they are shared."""
+        return [("embedding.token.weight", "head.logits.weight")] if self.config.tied else []
 
     def _layer(self, name: str) -> nn.Module:
-        """A layer with the initial parameters that belong to its place in the model."""
+        """A layer with its initial parameters, which depend on its index in the model."""
         if name == "embedding":
-            return self._seeded(0, Embedding(self._width, self._length))
+            return self._seeded(0, Embedding(self.config.width, self.config.length))
         if name == "head":
-            return self._seeded(self._layers + 1, Head(self._width))
+            return self._seeded(self.config.layers + 1, Head(self.config.width))
         block = int(name.removeprefix("block."))
-        return self._seeded(block + 1, Block(self._width, self._heads, self._dropout))
+        return self._seeded(block + 1, Block(self.config.width, self.config.heads, self.config.dropout))
 
     def _seeded(self, layer: int, module: nn.Module) -> nn.Module:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + layer)
@@ -148,7 +140,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block, (b, t, width) to the same."""
+    """A transformer block, (b, t, width) to (b, t, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0):
         super().__init__()

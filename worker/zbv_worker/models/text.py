@@ -1,7 +1,7 @@
-"""Text to train on that every machine has: the source of Python's standard library.
+"""Training text that every machine has: the source of Python's standard library.
 
-Characters are bytes of ASCII; anything else is read as a question mark. Which text it is depends on the
-Python version only, never on the order in which a file system lists its files.
+Characters are ASCII bytes; all others become question marks. The text depends only on the Python version, not
+on the order in which a file system lists files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def standard_library_text(limit: int) -> Tensor:
 def sample(text: Tensor, sequences: int, length: int, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Inputs and the characters that follow them, each int64 (sequences, length).
 
-    The same text, sizes and seed give the same sample on every rank.
+    Deterministic: equal arguments give the same sample on every rank.
     """
     generator = torch.Generator().manual_seed(_mixed(seed))
     starts = torch.randint(len(text) - length - 1, (sequences, 1), generator=generator)
@@ -42,7 +42,7 @@ def sample(text: Tensor, sequences: int, length: int, seed: tuple[int, ...]) -> 
 
 
 def _mixed(numbers: tuple[int, ...]) -> int:
-    """One 63-bit seed from several small numbers, so that neighbouring ones are not correlated."""
+    """One 63-bit seed from several small numbers, so that similar inputs give uncorrelated seeds."""
     mixed = 0x9E3779B97F4A7C15
     for number in numbers:
         mixed = (mixed ^ (number + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9 % 2**64

@@ -1,4 +1,4 @@
-"""A model whose stages compute next to nothing, to measure what running a plan costs beside them."""
+"""A model whose stages compute almost nothing, for measuring the overhead of running a plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def tiny(*, width: int = 8, rows: int = 4, seed: int = 0) -> Tiny:
 
 
 class Tiny:
-    """The pipeline model (see :class:`zbv_worker.model.protocol.PipelineModel`), but for one thing: it has no layers
-    to be cut, so another number of stages is another model.
+    """A pipeline model (see :class:`zbv_worker.model.PipelineModel`) without layers.
+
+    Unlike other models it depends on the number of stages: every stage has one Linear.
     """
 
     def __init__(self, width: int, rows: int, seed: int):

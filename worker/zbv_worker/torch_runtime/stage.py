@@ -2,7 +2,7 @@
 
 PyTorch's own split would skip stage 0's I, run its whole backward in W, and hold more after I than after F.
 With a ``dw_builder`` its stages run the plain backward in I and what the builder returns in W; here that is
-the queue of :mod:`zbv_worker.execution.split_backward`, as in :mod:`zbv_worker.execution.stage`.
+the queue of :mod:`zbv_worker.stage.split_backward`, as in :mod:`zbv_worker.stage.stage`.
 
 Two more things differ from PyTorch's stage:
 
@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from zbv_worker.execution.split_backward import WeightGrads, defer_weight_gradients
-from zbv_worker.execution.stage import checked_output
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.stage import checked_output
+from zbv_worker.stage.weight_grads import WeightGrads
 
 OnStart = Callable[[int], None]
 

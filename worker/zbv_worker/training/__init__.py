@@ -1,1 +1,4 @@
-"""From steps to a run: gradients, optimizer, precision, replicas, checkpoints, changes of plan."""
+"""Turns steps into a training run: gradients, optimizer, replicas, checkpoints, changes of plan.
+
+A single step is run by :mod:`zbv_worker.execution`.
+"""

@@ -20,16 +20,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbv_worker.errors import InvalidRun, Superseded, WorkerError, naming_errors, raised
-from zbv_worker.execution.precision import LossScale
+from zbv_worker.model.protocol import StatefulData
 from zbv_worker.training.checkpoint_files import INDEX, Reader, State, write_index, write_part
 from zbv_worker.training.fence import Claimant, Fence, checkpoints
+from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
 
@@ -39,17 +40,6 @@ _VISIBLE_SECONDS = 10.0
 """How long a rank looks for what rank 0 wrote: a network file system may show it late."""
 DEFAULT_KEPT = 3
 DEFAULT_TIMEOUT = 600.0
-
-
-@runtime_checkable
-class StatefulData(Protocol):
-    """A model whose microbatches depend on more than their step and index."""
-
-    def data_state(self) -> dict[str, Any]:
-        """What this rank's data needs to go on from here."""
-
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
 
 
 @dataclass(frozen=True)

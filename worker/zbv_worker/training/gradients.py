@@ -1,8 +1,8 @@
 """The gradients of a rank's stages, from the first action of a step to the optimizer.
 
-A step's actions add to them. With replicas of the pipeline they are added up over the ranks that hold the
-same stages: a stage's sum begins with its last W (or B), while other stages still compute. Every loss is
-divided by the microbatches of *all* replicas, so the sum is the mean's gradient.
+A step's actions add to them. With replicas of the pipeline, gradients are summed over the ranks that hold the
+same stages: a stage's sum starts after its last W (or B), while other stages still compute. Every loss is
+divided by the microbatches of *all* replicas, so the sum is the gradient of the mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.execution.main_gradients import (
+from zbv_worker.stage.main_gradients import (
     gradient_of,
     has_main_gradient,
     round_main_gradients,
@@ -25,7 +25,7 @@ from zbv_worker.execution.main_gradients import (
 from zbv_worker.transport.channels import Reduction, Transport
 
 _BUCKET_BYTES = 32 * 2**20
-"""Large enough to use a network's bandwidth, small enough that the first is done before the last begins."""
+"""Large enough to use a network's bandwidth, small enough that the first sum ends before the last begins."""
 
 
 class Gradients(ABC):
@@ -34,7 +34,7 @@ class Gradients(ABC):
     Parameters
     ----------
     modules
-        By stage. A parameter may belong to several.
+        By stage. Stages may share parameters.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]):
@@ -51,28 +51,31 @@ class Gradients(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Before a step's first action: forget the last step's."""
+        """Call before a step's first action: discard the gradients of the last step."""
 
     @abstractmethod
     def stage_done(self, stage: int) -> None:
-        """After the last action that adds to a stage's gradients."""
+        """Call after the last action that adds to a stage's gradients."""
 
     @abstractmethod
     def finish(self, timeout: float) -> None:
-        """After a step's last action: until the gradients are whole; TimeoutError or ConnectionError."""
+        """Call after a step's last action: wait until the gradients are complete.
+
+        Raises TimeoutError or ConnectionError.
+        """
 
     @abstractmethod
     def square_sum(self) -> Tensor:
-        """This rank's share of the squared norm of all gradients, float64 on the CPU: shares add up."""
+        """This rank's share of the squared norm of all gradients, float64 on the CPU; the shares add up."""
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient by a factor."""
         found = self._present()
         if found and factor != 1.0:
             torch._foreach_mul_(found, factor)
 
     def hand_over(self) -> None:
-        """Before the optimizer's step: make ``.grad`` of gradients that were added up in float32."""
+        """Call before the optimizer's step: round gradients that were summed in float32 to ``.grad``."""
         round_main_gradients(self.stages_of)
 
     def _present(self) -> list[Tensor]:
@@ -81,11 +84,12 @@ class Gradients(ABC):
 
 
 class OwnGradients(Gradients):
-    """One replica: nothing to add up."""
+    """The gradients of a single replica: nothing to sum."""
 
     def begin(self) -> None:
-        """Free them: the first action that adds to one makes it."""
-        use_main_gradients(self.stages_of)  # every time: hooks may have come since
+        """Free the gradients; the first action that adds to one allocates it."""
+        # In every step, because the user may have added hooks since.
+        use_main_gradients(self.stages_of)
         for parameter in self.stages_of:
             set_gradient(parameter, None)
 
@@ -101,16 +105,15 @@ class OwnGradients(Gradients):
 
 
 class SummedGradients(Gradients):
-    """Several replicas, each with all parameters of its stages.
+    """The gradients of several replicas that each hold all parameters of their stages.
 
-    The gradients of a stage lie one after the other in a few buffers, of which the parameters' ``.grad``, or
-    their main gradients, are views: what is summed over the network is what the actions wrote, and nothing is
-    copied.
+    The gradients of a stage are contiguous in a few buffers. The parameters' ``.grad``, or their main
+    gradients, are views of these, so the network sums what the actions wrote without a copy.
 
     Raises
     ------
     InvalidRun
-        When a gradient cannot lie in such a buffer.
+        If a gradient cannot be part of a buffer.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], transport: Transport):
@@ -134,7 +137,7 @@ class SummedGradients(Gradients):
             bucket.zero()
 
     def stage_done(self, stage: int) -> None:
-        """Begin the sums of what no later action adds to."""
+        """Start the sums of buffers that no later action adds to."""
         for at, open_stages in list(self._open.items()):
             open_stages.discard(stage)
             if not open_stages:
@@ -146,17 +149,17 @@ class SummedGradients(Gradients):
         """Wait for the sums."""
         if self._open:
             stages = sorted(set().union(*self._open.values()))
-            raise RuntimeError(f"the step has ended, but the gradients of stages {stages} are not done")
+            raise RuntimeError(f"the step has ended, but the gradients of stages {stages} are incomplete")
         for summing in self._sums:
             summing.wait(timeout)
         self._sums.clear()
 
     def hand_over(self) -> None:
-        """See :meth:`Gradients.hand_over`; the buffers stay."""
+        """See :meth:`Gradients.hand_over`; keeps the buffers."""
         round_main_gradients(self.stages_of, keep=True)
 
     def square_sum(self) -> Tensor:
-        """The replicas have the same gradients, so each answers for its part."""
+        """All replicas have the same gradients, so each contributes an equal part."""
         return squares(bucket.buffer for bucket in self._buckets) / self._transport.layout.replicas
 
 
@@ -184,20 +187,21 @@ class _Bucket:
             set_gradient(parameter, view)
 
     def require_in_place(self) -> None:
-        """Raises :class:`ModelError` where a gradient lies elsewhere: it would miss the sum."""
+        """Raise :class:`ModelError` if a gradient was moved out of the buffer: the sum would miss it."""
         for parameter, view in self.views:
             found = gradient_of(parameter)
             if found is None or found.data_ptr() != view.data_ptr():
                 raise ModelError(
-                    f"the gradient of a parameter of shape {list(parameter.shape)} was replaced while the "
-                    f"step ran, as a hook does that sets .grad. Gradients that replicas sum must be changed "
+                    f"the gradient of a parameter of shape {list(parameter.shape)} was replaced during the "
+                    f"step, perhaps by a hook that sets .grad. Gradients that replicas sum must be changed "
                     f"in place. Remove the hook, or train without --data-parallel."
                 )
 
 
 def _filled(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters in lists of one type and about a bucket's size each, the last ones first: their gradients
-    are there first.
+    """Parameters grouped by dtype into lists of about a bucket's size, the last parameters first.
+
+    The backward computes the last parameters' gradients first.
     """
     buckets: list[list[nn.Parameter]] = []
     room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}  # by the buffer's type
@@ -217,13 +221,13 @@ def _require_dense(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise InvalidRun(
-                f"found a sparse embedding, {name or 'a stage itself'}; gradients that are summed over "
-                f"replicas must be dense. Build it with sparse=False."
+                f"found a sparse embedding, {name or 'the stage itself'}; gradients that replicas sum must "
+                f"be dense. Build it with sparse=False."
             )
 
 
 def squares(gradients: Iterable[Tensor]) -> Tensor:
-    """Sum of the squares of some tensors, float64 on the CPU; half precision is added up in float32."""
+    """The sum of squares of some tensors, float64 on the CPU; half precision is summed in float32."""
     norms: list[Tensor] = []
     halves: list[Tensor] = []
     others: list[Tensor] = []

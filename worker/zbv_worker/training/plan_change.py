@@ -1,10 +1,10 @@
-"""Changing the plan of a run between two steps, on every rank at the same step.
+"""Changes the plan of a run between two steps, at the same step on every rank.
 
-Rank 0 watches a file. When a plan appears there it posts every rank's list, and before its step n the note
-"from step n + 1 on, that plan". Every other rank looks for such a note before each of its steps. It cannot
-miss one: its step n needs what rank 0 computed in step n, after the note, so it comes to step n + 1 later.
-With replicas the sums of step n join each replica to that of rank 0 in the same way. So no step waits for a
-message, and nobody needs the service.
+Rank 0 watches a file. When a plan appears there, it publishes every rank's list and, before its step n, the
+note "from step n + 1 on, use that plan". Every other rank looks for such a note before each of its steps. It
+cannot miss one: its step n needs data that rank 0 computed in step n, after the note, so it starts step n + 1
+later. With replicas, the sums of step n order each replica after rank 0's in the same way. So no step waits
+for a message, and the service is not needed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.channels import Channel, Transfer
 from zbv_solver.plans.orders import Action
-from zbv_solver.plans.plan import identity, parse_orders, parse_plan_document
+from zbv_solver.plans.plan import identity
+from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.stage_document import problem_json
+from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify_orders
 
 from zbv_worker.execution.planned_cut import PlannedCut
@@ -33,14 +34,14 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class NextPlan:
-    """A plan that was found, as lists of all ranks."""
+    """A new plan, as the lists of all ranks."""
 
     plan_id: str
     parts: tuple[RankPlan, ...]
 
 
 class PlanFile:
-    """Watches a file for a plan that can take the place of the current one, in a thread of its own.
+    """Watches a file for a plan that can replace the current one, in its own thread.
 
     Verifying a large plan takes seconds; a step must not wait for it.
     """
@@ -50,7 +51,7 @@ class PlanFile:
         self._current = current
         self._seen: tuple[int, int, int] | None = None
         self._obstacle = ""
-        # One thread finds, another takes: what was found, and what was taken last, belong together.
+        # One thread finds plans, another takes them; the lock keeps _found and _taken consistent.
         self._lock = threading.Lock()
         self._found: NextPlan | None = None
         self._taken = current.plan_id
@@ -59,7 +60,7 @@ class PlanFile:
         self._thread.start()
 
     def take(self) -> NextPlan | None:
-        """The newest plan that was found since the last call; None without one, or when it was taken last."""
+        """The newest plan found since the last call; None if there is none, or if it is the current one."""
         with self._lock:
             found, self._found = self._found, None
             if found is None or found.plan_id == self._taken:
@@ -68,7 +69,7 @@ class PlanFile:
             return found
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._ended.set()
         self._thread.join(timeout=5.0)
 
@@ -77,7 +78,7 @@ class PlanFile:
             self.look()
 
     def look(self) -> None:
-        """Read the file if it has changed; what is found replaces what nobody has taken yet."""
+        """Read the file if it has changed; a new plan replaces one that was not taken yet."""
         try:
             status = self._path.stat()
         except FileNotFoundError:
@@ -87,13 +88,13 @@ class PlanFile:
             return
         try:
             found = self._read()
-        except OSError as error:  # a file system that is busy: the next look may succeed
-            if str(error) != self._obstacle:  # looks come twice a second
-                _say(f"{self._path}: the plan stays as it is: {error}")
+        except OSError as error:  # a busy file system: the next attempt may succeed
+            if str(error) != self._obstacle:  # report each error once
+                _say(f"{self._path}: the plan is unchanged: {error}")
             self._obstacle = str(error)
             return
         except (ValueError, InvalidInput, InvalidPlan) as error:
-            _say(f"{self._path}: the plan stays as it is: {error}")
+            _say(f"{self._path}: the plan is unchanged: {error}")
         else:
             with self._lock:
                 self._found = found
@@ -105,15 +106,15 @@ class PlanFile:
         ours = (self._current.placement, self._current.microbatches)
         if (problem.placement, problem.microbatches) != ours:
             raise ValueError(
-                f"found a plan of {problem.pp_degree} ranks, placement {problem.placement.kind}, "
-                f"{problem.microbatches} microbatches; a running plan can only be changed for one of "
-                f"{self._current.placement.pp_degree} ranks, placement {self._current.placement.kind}, "
+                f"found a plan with {problem.pp_degree} ranks, placement {problem.placement.kind} and "
+                f"{problem.microbatches} microbatches; a run can only change to a plan with "
+                f"{self._current.placement.pp_degree} ranks, placement {self._current.placement.kind} and "
                 f"{self._current.microbatches} microbatches."
             )
         if PlannedCut.of(problem).partition != self._current.cut.partition:
             raise ValueError(
-                "found a plan that cuts the model elsewhere; a running plan can only be changed for one with "
-                "the same layers on every stage. Begin the run anew from a checkpoint: it fits every cut."
+                "found a plan with another partition; a run can only change to a plan with the same layers "
+                "on every stage. Restart the run from a checkpoint instead: checkpoints fit every partition."
             )
         plan_id = identity(problem_json(problem), orders.all_text())
         parts = [RankPlan.of(plan_id, problem, orders, rank) for rank in range(problem.pp_degree)]
@@ -126,7 +127,7 @@ class Swaps:
     Parameters
     ----------
     path
-        Where a next plan may appear; only rank 0 looks there. All ranks must give one, or none.
+        Where a next plan may appear; only rank 0 looks there. Set on all ranks, or on none.
     """
 
     def __init__(self, transport: Transport, path: Path, current: RankPlan):
@@ -134,12 +135,12 @@ class Swaps:
         self._file = PlanFile(path, current) if transport.rank == 0 else None
 
     def before(self, step: int) -> RankPlan | None:
-        """This rank's list of the plan to go on with from this step, if it changes; does not wait.
+        """This rank's list of the plan to use from this step on, if the plan changes; does not wait.
 
         Raises
         ------
         ConnectionError
-            When the ranks' common store is gone.
+            If the ranks' common store is gone.
         """
         plan_id = self._transport.posted(f"swap/{step}")
         found = None if self._file is None else self._file.take()
@@ -151,11 +152,11 @@ class Swaps:
             return None
         text = self._transport.posted(f"plan/{plan_id}/{self._transport.pp_rank}")
         if text is None:
-            raise ConnectionError(f"no list of plan {plan_id} was posted")
+            raise ConnectionError(f"the list of plan {plan_id} was not published")
         return _rank_plan(json.loads(text))
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._file is not None:
             self._file.close()
 

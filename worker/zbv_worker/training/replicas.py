@@ -1,4 +1,4 @@
-"""Replicas of the pipeline: which microbatches are whose."""
+"""Divides microbatches and losses among the replicas of the pipeline."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from zbv_worker.transport.channels import Transport
 
 
 class DataOfReplica:
-    """A replica's share of a step's microbatches: of m for each, replica d has those from d·m on.
+    """A replica's share of a step's microbatches: with m per replica, replica d has those from d·m on.
 
-    Together the replicas train on what one pipeline with as many microbatches would.
+    Together the replicas train on the same microbatches as one pipeline with as many.
     """
 
     def __init__(self, model: PipelineModel, microbatches: int, replica: int):
@@ -20,21 +20,21 @@ class DataOfReplica:
         self._first = replica * microbatches
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`zbv_worker.model.protocol.PipelineModel.microbatch`."""
+        """See :meth:`zbv_worker.model.PipelineModel.microbatch`."""
         return self._model.microbatch(step, self._first + index)
 
     def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`microbatch`, of the data that are kept for evaluation where the model has such."""
+        """Like :meth:`microbatch`, for evaluation data if the model has such data."""
         if isinstance(self._model, Evaluated):
             return self._model.evaluation_microbatch(step, self._first + index)
         return self.microbatch(step, index)
 
 
 def mean_over_replicas(transport: Transport, value: float | None, timeout: float) -> float | None:
-    """The mean of a number over the replicas of a position; None where they have none.
+    """The mean of a number over the replicas of a position; None if they have none.
 
-    Collective, with and without a number: so that the replicas' steps end after one another's begin (see
-    :mod:`zbv_worker.training.plan_change`).
+    Collective even without a number, so that no replica ends a step before all have begun it (see
+    :mod:`zbv_worker.training.swap`).
     """
     if transport.layout.replicas == 1:
         return value

@@ -18,18 +18,21 @@ from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned_cut import require_layers
-from zbv_worker.execution.progress import CurrentPlace
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
-from zbv_worker.host.local_ranks import keep_freed_memory, threads_per_rank, usable_cores
-from zbv_worker.model.protocol import ModelSpec, PipelineModel
+from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
+from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
+from zbv_worker.training.options import Setting, TrainingOptions
 from zbv_worker.training.report import RankReport
-from zbv_worker.training.training import Setting, Training, TrainingOptions
+from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.distributed import Backend, DistributedTransport, World, select_device
+from zbv_worker.transport.distributed import DistributedTransport
 from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.rendezvous import refuse
+from zbv_worker.transport.world import Backend, World, select_device
 
 Runtime = Literal["zbv", "torch"]
 
@@ -41,20 +44,20 @@ class RunOptions:
     Attributes
     ----------
     sources
-        Usually one. Several plans of the same ranks take turns step by step, each training a copy of its
-        own: what disturbs the machine then disturbs all of them alike, so their times can be compared.
+        Usually one. Several plans with equal ranks take turns step by step, each training its own copy of the
+        model, so that disturbances of the machine affect all plans alike and their times are comparable.
     result_dir
-        Where reports go; with several plans, into one folder each, named by the plan's id.
+        Where reports go; with several plans, into one folder per plan id.
     timeout
-        Seconds that a rank waits for any one tensor within a step, and for the others to meet it, before the
-        first step and after the last.
+        Seconds that a rank waits for any one tensor within a step, and for the other ranks before the first
+        step and after the last.
     threads
         Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
         ``OMP_NUM_THREADS`` is set.
     trace
-        Where rank 0 writes when every action happened on every rank, on one clock.
+        Where rank 0 writes the times of all ranks' actions, on one clock.
     runtime
-        What walks the lists: ours, or PyTorch's pipelining runtime (:mod:`zbv_worker.torch_runtime`).
+        What executes the lists: the worker's executor, or PyTorch's (:mod:`zbv_worker.torch_runtime`).
     """
 
     sources: tuple[PlanSource, ...]
@@ -70,13 +73,13 @@ class RunOptions:
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
-def run(options: RunOptions, world: World, place: CurrentPlace | None = None) -> list[RankReport]:
-    """Run as one rank of the world; one report per plan.
+def run(options: RunOptions, world: World, progress: CurrentProgress | None = None) -> list[RankReport]:
+    """Run as one rank of the world; returns one report per plan.
 
     Parameters
     ----------
-    place
-        Says where the rank is, while it runs.
+    progress
+        Updated with the rank's progress during the run.
 
     Raises
     ------
@@ -85,7 +88,7 @@ def run(options: RunOptions, world: World, place: CurrentPlace | None = None) ->
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    # What can be wrong on this rank alone is found before the others are met.
+    # Find this rank's own errors before meeting the others.
     try:
         device, plans, wholes, model = _prepare(options, world)
     except Exception as error:
@@ -98,10 +101,10 @@ def run(options: RunOptions, world: World, place: CurrentPlace | None = None) ->
     if options.threads is None and device.type == "cpu":
         _share_cores(transport)
     try:
-        reports = train(options, plans, model, transport, device, wholes, place)
+        reports = train(options, plans, model, transport, device, wholes, progress)
         with naming_errors(world.rank, "ending the run"):
             transport.flush(options.timeout)
-            transport.barrier(options.timeout)  # nobody hangs up while a peer still receives
+            transport.barrier(options.timeout)  # no rank closes while a peer still receives
     finally:
         transport.close()
     if options.result_dir is not None:
@@ -113,7 +116,7 @@ def run(options: RunOptions, world: World, place: CurrentPlace | None = None) ->
 def _prepare(
     options: RunOptions, world: World
 ) -> tuple[torch.device, list[RankPlan], list[WholePlan], PipelineModel]:
-    """All that a rank can find and check alone."""
+    """Everything that a rank can find and check alone."""
     device = select_device(options.backend, world.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
@@ -131,13 +134,13 @@ def _prepare(
 def _share_cores(transport: DistributedTransport) -> None:
     """Give this rank its share of the host's cores: threads that compete for cores slow each other down."""
     if "OMP_NUM_THREADS" in os.environ:
-        return  # somebody has chosen
+        return  # the user has decided
     in_container = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = threads_per_rank(transport.ranks_on_host, in_container)
     torch.set_num_threads(threads)
     print(  # noqa: T201 - a rank's log
         f"rank {transport.rank}: {threads} compute thread{'s' if threads > 1 else ''} ({len(usable_cores())} "
-        f"cores, {transport.ranks_on_host} ranks on this host); --threads sets another number",
+        f"cores, {transport.ranks_on_host} ranks on this host); --threads changes this",
         file=sys.stderr,
         flush=True,
     )
@@ -150,14 +153,14 @@ def train(
     transport: Transport,
     device: torch.device,
     wholes: Sequence[WholePlan] = (),
-    place: CurrentPlace | None = None,
+    progress: CurrentProgress | None = None,
 ) -> list[RankReport]:
-    """Run all steps of this rank; one report per plan.
+    """Run all steps of this rank; returns one report per plan.
 
     Parameters
     ----------
     wholes
-        All ranks' parts of the plans, for PyTorch's runtime, which needs them.
+        The whole plans, for PyTorch's runtime.
     """
     setting = Setting(
         model=options.model,
@@ -168,7 +171,7 @@ def train(
         timeout=options.timeout,
         look_ahead=options.look_ahead,
         is_traced=options.trace is not None,
-        place=place,
+        progress=progress,
     )
     trainings: list[Training] = []
     try:
@@ -194,7 +197,7 @@ def _steps(trainings: Sequence[Training], setting: Setting) -> None:
         for training in trainings:
             if len(trainings) > 1:
                 with naming_errors(setting.transport.rank, "taking turns"):
-                    # Else a rank that is done early would seem to wait in the next plan's step.
+                    # Otherwise a rank that finishes early would seem to wait in the next plan's step.
                     setting.transport.barrier(setting.timeout)
             training.step(step)
     for training in trainings:
@@ -202,7 +205,7 @@ def _steps(trainings: Sequence[Training], setting: Setting) -> None:
 
 
 def _plans(options: RunOptions, pp_rank: int) -> tuple[list[RankPlan], list[WholePlan]]:
-    """This rank's lists, and for PyTorch's runtime those of all ranks."""
+    """This rank's lists, and for PyTorch's runtime the whole plans."""
     if options.runtime == "torch":
         wholes = [source.whole(options.timeout) for source in options.sources]
         return [whole.of_rank(pp_rank) for whole in wholes], wholes
@@ -213,6 +216,6 @@ def _require_one_plan(options: RunOptions) -> None:
     training = options.training
     if len(options.sources) > 1 and (training.checkpoint or training.next_plan or training.trace_dir):
         raise InvalidRun(
-            f"found {len(options.sources)} plans; checkpoints and a change of plan are for a run of one. "
-            f"Give one plan, or leave out --checkpoint-dir and --next-plan."
+            f"found {len(options.sources)} plans; checkpoints and plan changes need a run of one plan. "
+            f"Give one plan, or omit --checkpoint-dir and --next-plan."
         )

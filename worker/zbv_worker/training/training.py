@@ -7,8 +7,6 @@ import math
 import random
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,110 +14,47 @@ from torch import nn
 
 from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
-from zbv_worker.execution.precision import LossScale, Precision
-from zbv_worker.execution.progress import CurrentPlace
+from zbv_worker.execution.build_stages import build_modules, build_stages
+from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stage import Stage
-from zbv_worker.execution.stages import build_modules, build_stages
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
-from zbv_worker.model.protocol import ModelSpec, PipelineModel, Weighted
-from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
+from zbv_worker.model.protocol import PipelineModel, Weighted
+from zbv_worker.stage.stage import Stage
+from zbv_worker.training.checkpoint import Checkpoints
 from zbv_worker.training.gradients import Gradients, OwnGradients, SummedGradients
+from zbv_worker.training.loss_scale import LossScale
+from zbv_worker.training.options import Setting, TrainingOptions, require_kept_activations, require_plain
 from zbv_worker.training.plan_change import Swaps
 from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
 from zbv_worker.training.report import RankReport, StepLine
 from zbv_worker.training.trace_file import TraceFile
-from zbv_worker.training.update import NonFinite, Update, Updated
+from zbv_worker.training.update import Update, Updated
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.distributed import Backend, DistributedTransport
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How to train; the same on every rank.
-
-    Attributes
-    ----------
-    replicas
-        Pipelines that train the same model on different microbatches.
-    is_sharded
-        Whether the replicas share the parameters of a stage among them, instead of each having all.
-    clip_norm
-        Longest gradient of the whole model; None for no limit.
-    non_finite
-        What to do with a step whose loss or gradients are infinite or not a number: end the run with an
-        error, leave the step out on all ranks, or update the parameters all the same.
-    evaluate_every
-        Steps between evaluations (forward only); None for none.
-    next_plan
-        A file in which a plan to change to may appear, for rank 0. All ranks have one, or none.
-    trace_dir
-        Where every rank writes its newest steps while it runs; None for nowhere.
-    """
-
-    replicas: int = 1
-    is_sharded: bool = False
-    precision: Precision = "float32"
-    clip_norm: float | None = None
-    non_finite: NonFinite = "fail"
-    evaluate_every: int | None = None
-    checkpoint: CheckpointOptions | None = None
-    next_plan: Path | None = None
-    trace_dir: Path | None = None
-
-    @property
-    def common(self) -> tuple[tuple[str, str], ...]:
-        """What all ranks must have alike: names and values."""
-        return (
-            ("sharding", str(self.is_sharded)),
-            ("precision", self.precision),
-            ("clip norm", str(self.clip_norm)),
-            ("non-finite steps", self.non_finite),
-            ("evaluation", str(self.evaluate_every)),
-            ("checkpoints", str(self.checkpoint)),
-            ("watching for a next plan", str(self.next_plan is not None)),
-            ("writing traces", str(self.trace_dir is not None)),
-        )
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where a training takes place, and what all trainings of a run have in common."""
-
-    model: ModelSpec
-    backend: Backend
-    device: torch.device
-    transport: Transport
-    steps: int
-    timeout: float
-    look_ahead: int = DEFAULT_LOOK_AHEAD
-    is_traced: bool = False
-    place: CurrentPlace | None = None
+from zbv_worker.transport.distributed import DistributedTransport
 
 
 class StepExecutor(Protocol):
-    """What walks the list: ours, or PyTorch's."""
+    """Runs the rank's list: the worker's executor, or PyTorch's runtime."""
 
     def step(self, step: int) -> StepResult:
         """Run every action of the plan once."""
 
 
 class Training:
-    """A plan's training on this rank. All ranks make theirs, and call its methods, in the same order.
+    """A plan's training on this rank. All ranks create theirs, and call its methods, in the same order.
 
     Parameters
     ----------
     whole
-        All ranks' parts of the plan, to run it on PyTorch's runtime; None for ours.
+        The whole plan, to run it on PyTorch's runtime; None for the worker's executor.
     label
-        Begins what is printed of every step.
+        Prefix of the lines printed for each step.
 
     Attributes
     ----------
     first_step
-        The step to do first: 0, or that of the newest checkpoint.
+        The first step to run: 0, or the step of the newest checkpoint.
 
     Raises
     ------
@@ -164,7 +99,7 @@ class Training:
         self._swaps = Swaps(transport, options.next_plan, plan) if options.next_plan else None
 
     def step(self, step: int) -> None:
-        """One step of the plan and of the optimizer, and before it what its time has come for."""
+        """Run one step of the plan and the optimizer, after any evaluation, checkpoint or plan change due."""
         self._evaluate_and_save(step)
         self._change_plan(step)
         for stage in self._stages.values():
@@ -179,7 +114,7 @@ class Training:
             updated = self._update.apply(self._setting.timeout, loss, factor)
         seconds = time.perf_counter() - before
         self.report.add(StepLine(step, self._plan.plan_id, loss, result.seconds, seconds, updated), result)
-        skipped = ", not finite: left out" if updated.is_skipped else ""
+        skipped = ", not finite: skipped" if updated.is_skipped else ""
         self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{skipped}")
         self._report_non_finite(step, updated)
         if step == self.first_step:
@@ -188,13 +123,13 @@ class Training:
             self._trace.update(self.report)
 
     def end(self) -> None:
-        """After the last step: evaluate, save and write what is due."""
+        """After the last step, run the evaluation and write the checkpoint and trace that are due."""
         self._evaluate_and_save(self._setting.steps)
         if self._trace is not None:
             self._trace.update(self.report, is_last=True)
 
     def close(self) -> None:
-        """Stop what runs beside the steps."""
+        """Stop background threads."""
         if self._swaps is not None:
             self._swaps.close()
 
@@ -207,9 +142,9 @@ class Training:
         return self._setting.transport.rank
 
     def _weighted(self, loss: float | None) -> tuple[float | None, float]:
-        """From a mean over microbatches to a mean over weights: the loss, and the factor of the gradients.
+        """Convert a mean over microbatches to a mean over weights; returns loss and factor of the gradients.
 
-        Collective where the model weights its microbatches.
+        Collective if the model weights its microbatches.
         """
         if not isinstance(self._model, Weighted):
             return loss, 1.0
@@ -217,36 +152,36 @@ class Training:
         weights = torch.tensor([mine], dtype=torch.float64)
         whole = float(self._transport.sum_over_ranks(weights, self._setting.timeout))
         microbatches = self._plan.microbatches * self._transport.layout.replicas
-        # Without any weight there is nothing to learn from, and no mean.
+        # If all weights are 0, there is nothing to learn from, and the mean is undefined.
         factor = microbatches / whole if whole > 0 else 0.0
         return (None if loss is None else loss * factor if whole > 0 else math.nan), factor
 
     def _report_non_finite(self, step: int, updated: Updated) -> None:
-        """Tell of what is not finite; raises :class:`NotFinite` where the run is to fail."""
+        """Report values that are not finite; raises :class:`NotFinite` if the run must fail."""
         for what, value in updated.non_finite:
-            if what != "loss" or self._transport.replica == 0:  # the replicas have the same loss
+            if what != "loss" or self._transport.replica == 0:  # all replicas have the same loss
                 self._note("non_finite", step, what=what, value=str(value))
         if updated.is_failed:
             said = " and ".join(f"the {what} is {value}" for what, value in updated.non_finite)
             raise NotFinite(
                 f"rank {self._rank}, step {step}: {said or 'the loss or the gradient norm is not finite'}. "
-                f"Look at the data and the learning rate, or give --non-finite skip to leave out such steps."
+                f"Check the data and the learning rate, or pass --non-finite skip to skip such steps."
             )
 
     def _report_unsplit(self, step: int) -> None:
-        """Tell of stages that the plan splits, and of which W computes little: its bubbles stay empty."""
+        """Report stages whose W computes little although the plan splits them: bubbles stay empty."""
         for index, stage in self._stages.items():
             found = stage.split_share
             if found is not None and found.is_small and self._transport.replica == 0:
                 share, modules = round(found.share, 3), list(found.unsplit[:20])
                 self._note("little_to_split", step, stage=index, share=share, modules=modules)
                 _say(
-                    f"stage {index}: {found}. The plan counts on W: measure the costs with zbv-worker "
-                    f"profile, or use nn.Linear and nn.Embedding themselves there."
+                    f"stage {index}: {found}. The plan relies on W: measure the costs with zbv-worker "
+                    f"profile, or use plain nn.Linear and nn.Embedding there."
                 )
 
     def _note(self, kind: str, step: int, **more: object) -> None:
-        """Keep an event in the log and in the report, and for the agent what a service knows."""
+        """Record an event in log and report, and in a file if the service knows its kind."""
         event = {"kind": kind, "step": step, **more}
         self.report.events.append(event)
         _say(f"step {step}: {self._label}{kind}: " + ", ".join(f"{k} {v}" for k, v in more.items()))
@@ -256,7 +191,7 @@ class Training:
             write_json(events_file(self._options.trace_dir, self._rank), document)
 
     def _evaluate_and_save(self, step: int) -> None:
-        """What is due before a step, the one after the last included."""
+        """Run the evaluation and the checkpoint due before a step, or after the last one."""
         every = self._options.evaluate_every
         if every is not None and step % every == 0:
             self._evaluate(step)
@@ -265,7 +200,7 @@ class Training:
 
     def _evaluate(self, step: int) -> None:
         if not isinstance(self._executor, Executor):
-            raise InvalidRun("--runtime torch does not evaluate; use --runtime zbv.")
+            raise InvalidRun("--runtime torch cannot evaluate; use --runtime zbv.")
         losses = self._executor.evaluate(step)
         mean = sum(losses.values()) / len(losses) if losses else None
         with naming_errors(self._rank, f"evaluating before step {step}"):
@@ -276,7 +211,7 @@ class Training:
         self._say_loss(f"before step {step}: evaluation", loss)
 
     def _change_plan(self, step: int) -> None:
-        """Go on with another plan, if one was announced for this step."""
+        """Change to another plan if one was announced for this step."""
         if self._swaps is None:
             return
         with naming_errors(self._rank, f"before step {step}"):
@@ -290,10 +225,10 @@ class Training:
             stage.is_recomputed = plan.cut.recomputes(index)
         self._walk()
         if self._rank == 0:
-            _say(f"step {step}: plan {before.plan_id[:12]} gives way to {plan.plan_id[:12]}")
+            _say(f"step {step}: changing from plan {before.plan_id[:12]} to {plan.plan_id[:12]}")
 
     def _agree(self) -> None:
-        """Meet the peers, who must have the same plan, and open its channels."""
+        """Check that all ranks have the same plan, and open its channels."""
         setting, plan = self._setting, self._plan
         statement = Statement(
             plan_id=plan.plan_id,
@@ -315,13 +250,13 @@ class Training:
                 setting.transport.open(keys, setting.timeout)
 
     def _build(self) -> dict[int, nn.Module]:
-        """This rank's stages; their modules."""
+        """Build this rank's stages; returns their modules."""
         options, device = self._options, self._setting.device
         if self._whole is not None:
-            _require_plain(options, self._model)
-            _require_kept_activations(self._plan)
+            require_plain(options, self._model)
+            require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
-        # FSDP2 takes the mean over the replicas itself.
+        # FSDP2 itself averages over the replicas.
         replicas = 1 if options.is_sharded else options.replicas
         self._stages = build_stages(
             self._model, self._plan, device, replicas=replicas, precision=options.precision
@@ -336,7 +271,7 @@ class Training:
         return OwnGradients(modules)
 
     def _walk(self) -> None:
-        """An executor of the current plan; stages stay what they are."""
+        """Create an executor of the current plan; the stages stay the same."""
         setting = self._setting
         self._executor = Executor(
             self._plan,
@@ -345,13 +280,15 @@ class Training:
             setting.transport,
             device=setting.device,
             timeout=setting.timeout,
-            look_ahead=setting.look_ahead,
-            place=setting.place,
-            on_stage_done=self._gradients.stage_done,
+            options=ExecutorOptions(
+                look_ahead=setting.look_ahead,
+                progress=setting.progress,
+                on_stage_done=self._gradients.stage_done,
+            ),
         )
 
     def _walk_on_torch(self, whole: WholePlan, modules: dict[int, nn.Module]) -> None:
-        # Imported here: it refuses a torch whose runtime it does not know.
+        # Imported here, because it refuses versions of torch that it does not support.
         from zbv_worker.torch_runtime.executor import TorchExecutor
 
         setting = self._setting
@@ -383,9 +320,9 @@ class Training:
 
 
 def _seed(seed: int, rank: int) -> None:
-    """Give every rank random numbers of its own: replicas that drop out the same would learn less.
+    """Give every rank its own random numbers: replicas with equal dropout would learn less.
 
-    After the stages are built, which may have seeded the same generators for their own purposes.
+    Called after the stages are built, because the model may have seeded the same generators.
     """
     digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7]))
@@ -397,36 +334,9 @@ def _sharded(modules: dict[int, nn.Module], transport: Transport, device: torch.
 
     if not isinstance(transport, DistributedTransport) or transport.replica_group is None:
         raise InvalidRun(
-            "--shard: found one replica; parameters are shared among several. Give --data-parallel."
+            "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
         )
     return ShardedGradients(modules, transport.replica_group, device)
-
-
-def _require_plain(options: TrainingOptions, model: PipelineModel) -> None:
-    """What PyTorch's runtime cannot do here."""
-    if isinstance(model, Weighted):
-        raise InvalidRun(
-            "--runtime torch takes the mean over microbatches; the model has a loss_sum, which weights them. "
-            "Use --runtime zbv."
-        )
-    asked = {
-        "--data-parallel": options.replicas > 1,
-        "--shard": options.is_sharded,
-        "--precision": options.precision != "float32",
-        "--evaluate-every": options.evaluate_every is not None,
-        "--next-plan": options.next_plan is not None,
-    }
-    found = [flag for flag, is_asked in asked.items() if is_asked]
-    if found:
-        raise InvalidRun(f"--runtime torch does not go with {', '.join(found)}; use --runtime zbv.")
-
-
-def _require_kept_activations(plan: RankPlan) -> None:
-    if plan.cut.recomputed:
-        raise InvalidRun(
-            f"--runtime torch keeps the activations of every stage; the plan recomputes those of "
-            f"{', '.join(map(str, plan.cut.recomputed))}. Use --runtime zbv, or plan without recomputation."
-        )
 
 
 def _say(text: str) -> None:

@@ -1,51 +1,42 @@
-"""From a step's gradients to the next step's parameters: clipping, loss scaling, optimizer, schedule.
+"""From a step's gradients to updated parameters: clipping, loss scaling, optimizer, schedule.
 
-Clipping by the global norm, float16's search for overflows, and leaving out steps that are not finite need a
-number of all ranks: no rank's step ends before every rank's gradients are there. A plan for such a run should
-minimise the makespan. To fail at a step that is not finite, every rank looks at its own gradients alone.
+Clipping by the global norm, float16's overflow check, and skipping steps that are not finite need a sum over
+all ranks: no rank's step ends before all ranks have their gradients. Plans for such runs should minimise the
+makespan. Failing at a step that is not finite needs no sum: every rank checks its own gradients.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 
-from zbv_worker.execution.precision import LossScale
-from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.protocol import PipelineModel, Scheduled
 from zbv_worker.training.gradients import Gradients
+from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.transport.channels import Transport
 
-
-@runtime_checkable
-class Scheduled(Protocol):
-    """A model that changes the learning rate from step to step."""
-
-    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """The schedule of one rank's optimizer; the same on every rank."""
-
-
 NonFinite = Literal["fail", "skip", "continue"]
-"""What to do with a step whose loss or gradients are infinite or not a number."""
+"""What to do if a step's loss or gradients are infinite or NaN."""
 
 
 @dataclass(frozen=True)
 class Updated:
-    """What an update found.
+    """The outcome of an update.
 
     Attributes
     ----------
     gradient_norm
-        Of all parameters of the model, before clipping; None when nobody asked.
+        The norm over all parameters of the model, before clipping; None if it was not needed.
     is_skipped
-        Whether the parameters stayed as they were.
+        Whether the parameters were left unchanged.
     non_finite
-        What was infinite or not a number (``loss``, ``gradient norm``), and its value, as far as this rank is
-        the one to report it. Overflows that a smaller loss scale may avoid do not count.
+        The values that were infinite or NaN, by name (``loss``, ``gradient norm``), if this rank is the one
+        to report them. Overflows that a smaller loss scale may avoid are not included.
     is_failed
-        Whether the run is to end because of that.
+        Whether the run must end because of them.
     """
 
     gradient_norm: float | None = None
@@ -55,15 +46,15 @@ class Updated:
 
 
 class Update:
-    """The optimizer of a rank and what comes before it.
+    """A rank's optimizer and the processing of gradients before it.
 
     Parameters
     ----------
     clip_norm
-        Longest gradient, all parameters of all ranks together; None for no limit.
+        The longest allowed gradient, over all parameters of all ranks; None for no limit.
     non_finite
-        With ``fail`` and ``skip`` the parameters stay as they were; failing is the caller's part. Must be the
-        same on all ranks.
+        With ``fail`` and ``skip`` the parameters stay unchanged; the caller must raise the error. Equal on
+        all ranks.
     """
 
     def __init__(
@@ -86,18 +77,19 @@ class Update:
         self.schedule: Any = model.schedule(self.optimizer) if has_schedule else None  # type: ignore[attr-defined]  # checked
 
     def apply(self, timeout: float, loss: float | None = None, factor: float = 1.0) -> Updated:
-        """Update the parameters; collective when a number of all ranks is needed.
+        """Update the parameters; collective if a sum over all ranks is needed.
 
         Parameters
         ----------
         loss
-            Of the step, where this rank knows it.
+            The step's loss, on ranks that know it.
         factor
-            What the gradients are to be multiplied by; the same on all ranks.
+            The factor to multiply gradients by; equal on all ranks.
 
         Raises
         ------
         TimeoutError, ConnectionError
+            If a rank does not take part.
         """
         found = [] if loss is None or math.isfinite(loss) else [("loss", loss)]
         is_shared = self._clip_norm is not None or self.loss_scale.is_dynamic or self._non_finite == "skip"
@@ -124,7 +116,7 @@ class Update:
         return Updated(norm, is_skipped, tuple(found) if is_bad else (), is_failed)
 
     def _apply_alone(self, found: list[tuple[str, float]], factor: float) -> Updated:
-        """Without a word to the other ranks."""
+        """Update without communication."""
         if self._non_finite == "fail":
             squared = float(self._gradients.square_sum())
             if not math.isfinite(squared):

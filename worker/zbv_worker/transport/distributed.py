@@ -9,14 +9,13 @@ always use gloo, the default group, and never touch a GPU.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,55 +41,11 @@ from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
 from zbv_worker.transport.torch_errors import classified, first_line
-
-Backend = Literal["gloo", "nccl"]
+from zbv_worker.transport.world import Backend, World
 
 _EVER = timedelta(days=1)
 _REPORT_SECONDS, _REPORT_POLL_SECONDS = 2.0, 0.05
 """How long a rank whose barrier failed waits for rank 0 to report the absent ranks."""
-
-
-@dataclass(frozen=True)
-class World:
-    """This process's place among the ranks, from torchrun's environment variables."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-    @classmethod
-    def from_environment(cls) -> World:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; raises :class:`InvalidRun` if one is absent or invalid."""
-        values = {}
-        for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", os.environ.get("RANK"))):
-            text = os.environ.get(name, default)
-            if text is None or not text.isdigit():
-                raise InvalidRun(
-                    f"environment variable {name}: found {text!r}; must be a number. Start the ranks with "
-                    f"`torchrun --nproc-per-node P --no-python zbv-worker run …`, or set RANK, WORLD_SIZE, "
-                    f"MASTER_ADDR and MASTER_PORT."
-                )
-            values[name.lower()] = int(text)
-        return cls(**values)
-
-
-def select_device(backend: Backend, local_rank: int) -> torch.device:
-    """The device of a rank: CPU for gloo, its own GPU for NCCL; raises :class:`InvalidRun`."""
-    if backend == "gloo":
-        return torch.device("cpu")
-    # Each channel uses a stream, and a middle rank of a V has eight besides its compute stream. Streams that
-    # share a hardware queue (8 by default) can block each other, here possibly for ever. CUDA reads this
-    # variable when it starts.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if local_rank >= count:
-        raise InvalidRun(
-            f"--backend nccl: local rank {local_rank} needs a GPU of its own; found {count} here. Start "
-            f"fewer ranks on this node, or use --backend gloo."
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 class DistributedTransport(Transport):

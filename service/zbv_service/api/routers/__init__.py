@@ -1,1 +1,1 @@
-"""HTTP, and nothing else: each router translates between addresses and the module it is named after."""
+"""The routes of the API, one module per resource. They only translate between HTTP and the packages below."""

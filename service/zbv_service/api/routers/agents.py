@@ -8,13 +8,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from zbv_solver.measure.rank_trace import RankTraceDocument
 
-from zbv_service.api.bodies import decompressed, read_json, read_packed
+from zbv_service.api.bodies import read_json, read_packed
 from zbv_service.api.cursors import neighbours, position_of
+from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import AgentListQuery, page_at
 from zbv_service.api.negotiation import VARY, wants_page
 from zbv_service.api.openapi import body_of, text_body
-from zbv_service.api.state import SEE_PAGE, rooms
-from zbv_service.documents.shared import parse_body
+from zbv_service.api.state import SEE_PAGE, state_of
+from zbv_service.documents.parsing import decompressed, parse_body
 from zbv_service.errors import (
     AGENT_GONE,
     AGENT_OF_OTHERS,
@@ -24,7 +25,6 @@ from zbv_service.errors import (
     MALFORMED_JSON,
     NOT_FOUND,
     UNSUPPORTED_MEDIA_TYPE,
-    documented,
 )
 from zbv_service.runs.agent_documents import (
     AgentDocument,
@@ -50,7 +50,7 @@ READ_OR_AGENT = needs("read", "agent")
 
 
 async def _own_agent(request: Request, agent_id: str) -> None:
-    await rooms(request).agents.owners.require(grant_of(request), agent_id)
+    await state_of(request).agents.owners.require(grant_of(request), agent_id)
 
 
 OWN_AGENT = [AGENT, Depends(_own_agent)]
@@ -75,7 +75,7 @@ router = APIRouter(prefix="/v1/agents", tags=["agents"])
 )
 async def register_agent(request: Request) -> Response:
     """The agent chooses its id, so a registration whose answer was lost can be repeated."""
-    found = rooms(request)
+    found = state_of(request)
     offered = await read_json(request, found.settings.max_body_bytes, partial(parse_body, AgentRequest))
     record, is_new = await found.agents.register(offered, grant_of(request))
     answer = RegisteredAgent(
@@ -99,7 +99,7 @@ async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()
     """Those that are there, unless ``state`` asks for others; by pages, as the other lists."""
     if wants_page(request):
         return page_at(request, "/agents")
-    found = rooms(request)
+    found = state_of(request)
     async with found.computations.listing(query.limit):
         page = await found.agents.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
@@ -124,7 +124,7 @@ async def get_agent(request: Request, agent_id: str) -> AgentDocument:
     """Also one that left or was lost. A token without the scope read sees its own agents only."""
     if not allows(grant_of(request).scopes, READ_SCOPES):
         await _own_agent(request, agent_id)
-    return AgentDocument.of(await rooms(request).agents.get(agent_id))
+    return AgentDocument.of(await state_of(request).agents.get(agent_id))
 
 
 @router.get(
@@ -143,7 +143,7 @@ async def get_work(
     request: Request, agent_id: str, wait: Annotated[float, Query(ge=0, le=MAX_WAIT)] = 0.0
 ) -> Response:
     """Waits up to ``wait`` seconds. Asking is a sign of life, as a heartbeat is."""
-    found = rooms(request)
+    found = state_of(request)
     # Longer than half the timeout, and the agent would seem lost while it waits here.
     longest = found.settings.agent_timeout_seconds / 2
     work = await found.agents.work(agent_id, min(wait, longest))
@@ -163,7 +163,7 @@ async def get_work(
 )
 async def beat(request: Request, agent_id: str) -> HeartbeatAnswer:
     """The answer says whether the ranks must end."""
-    found = rooms(request)
+    found = state_of(request)
     sent = await read_json(request, found.settings.max_body_bytes, partial(parse_body, Heartbeat))
     return await found.agents.heartbeat(agent_id, sent)
 
@@ -179,7 +179,7 @@ async def beat(request: Request, agent_id: str) -> HeartbeatAnswer:
 )
 async def report_end(request: Request, agent_id: str) -> Response:
     """The agent is free afterwards. Saying it twice changes nothing."""
-    found = rooms(request)
+    found = state_of(request)
     end = await read_json(request, found.settings.max_body_bytes, partial(parse_body, NodeEnd))
     await found.agents.ended(agent_id, end)
     return Response(status_code=204)
@@ -200,7 +200,7 @@ Index = Annotated[int, Path(ge=0, le=2**31 - 1)]
 )
 async def put_trace(request: Request, agent_id: str, run_id: str, generation: Index, rank: Index) -> Response:
     """Takes the place of the rank's former trace. May be sent as gzip."""
-    found = rooms(request)
+    found = state_of(request)
     await found.agents.require_present(agent_id)
     await found.parts.require_owner(agent_id, run_id, generation, rank)
     limit = found.settings.max_trace_bytes
@@ -228,7 +228,7 @@ async def put_trace(request: Request, agent_id: str, run_id: str, generation: In
 )
 async def put_log(request: Request, agent_id: str, run_id: str, generation: Index, rank: Index) -> Response:
     """At most 256 KiB, as text or gzip of it; takes the place of a former one."""
-    found = rooms(request)
+    found = state_of(request)
     await found.agents.require_present(agent_id)
     await found.parts.require_owner(agent_id, run_id, generation, rank)
     async with read_packed(request, MAX_LOG_BYTES) as (body, is_gzip):
@@ -250,7 +250,7 @@ async def put_events(
     request: Request, agent_id: str, run_id: str, generation: Index, rank: Index
 ) -> Response:
     """They become events of the run. Sending one again changes nothing. May be sent as gzip."""
-    found = rooms(request)
+    found = state_of(request)
     await found.agents.require_present(agent_id)
     await found.parts.require_owner(agent_id, run_id, generation, rank)
     async with read_packed(request, MAX_LOG_BYTES) as (body, is_gzip):
@@ -268,7 +268,7 @@ async def put_events(
 )
 async def drain_agent(request: Request, agent_id: str) -> AgentDocument:
     """A run that it has goes on."""
-    return AgentDocument.of(await rooms(request).agents.drain(agent_id))
+    return AgentDocument.of(await state_of(request).agents.drain(agent_id))
 
 
 @router.delete(
@@ -281,5 +281,5 @@ async def drain_agent(request: Request, agent_id: str) -> AgentDocument:
 )
 async def remove_agent(request: Request, agent_id: str) -> Response:
     """A run that it still has fails."""
-    await rooms(request).agents.leave(agent_id)
+    await state_of(request).agents.leave(agent_id)
     return Response(status_code=204)

@@ -5,17 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from zbv_service.api.bodies import read_text
+from zbv_service.api.error_handlers import documented
 from zbv_service.api.openapi import body_of
-from zbv_service.api.state import rooms
+from zbv_service.api.state import state_of
 from zbv_service.documents.shared import CompareRequest, Comparison
-from zbv_service.errors import (
-    BODY_TOO_LARGE,
-    INVALID_BODY,
-    MALFORMED_JSON,
-    NOT_READY,
-    UNSUPPORTED_MEDIA_TYPE,
-    documented,
-)
+from zbv_service.errors import BODY_TOO_LARGE, INVALID_BODY, MALFORMED_JSON, NOT_READY, UNSUPPORTED_MEDIA_TYPE
 from zbv_service.security.scheme import needs
 
 router = APIRouter(prefix="/v1/compare", tags=["plans"])
@@ -32,6 +26,6 @@ router = APIRouter(prefix="/v1/compare", tags=["plans"])
 )
 async def compare(request: Request) -> Comparison:
     """Searches and stores nothing."""
-    found = rooms(request)
+    found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
         return await found.comparisons.compare(body)

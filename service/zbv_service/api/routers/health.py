@@ -6,9 +6,10 @@ from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response
 
-from zbv_service.api.state import rooms
+from zbv_service.api.error_handlers import documented
+from zbv_service.api.state import state_of
 from zbv_service.documents.shared import Health
-from zbv_service.errors import NOT_READY, ProblemError, documented
+from zbv_service.errors import NOT_READY, ProblemError
 from zbv_service.security.scheme import ANYBODY
 
 RETRY_SECONDS = 1
@@ -41,7 +42,7 @@ async def get_readiness(request: Request, response: Response) -> Health:
 
     Otherwise ``errors`` has one entry for each check that failed: ``database``, ``searches``, ``runs``.
     """
-    failed = await rooms(request).readiness.failed_checks()
+    failed = await state_of(request).readiness.failed_checks()
     if failed:
         raise ProblemError(
             NOT_READY,

@@ -7,9 +7,10 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
 
-from zbv_service.api.state import rooms
+from zbv_service.api.error_handlers import documented
+from zbv_service.api.state import state_of
 from zbv_service.database.tally import tally
-from zbv_service.errors import NOT_READY, ProblemError, documented
+from zbv_service.errors import NOT_READY, ProblemError
 from zbv_service.security.scheme import READ
 
 COUNT_SECONDS = 5.0
@@ -36,7 +37,7 @@ router = APIRouter(tags=["health"])
 )
 async def get_metrics(request: Request) -> Response:
     """What the database holds is counted now; the rest is what this process has seen since its start."""
-    found = rooms(request)
+    found = state_of(request)
     try:
         async with asyncio.timeout(COUNT_SECONDS):
             found.metrics.take(await tally(found.database))

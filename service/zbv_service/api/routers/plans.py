@@ -9,10 +9,11 @@ from fastapi import APIRouter, Query, Request, Response
 from zbv_service.api.bodies import read_text
 from zbv_service.api.caching import REVALIDATED
 from zbv_service.api.cursors import neighbours, position_of
+from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import PlanListQuery, page_at
 from zbv_service.api.negotiation import VARY, wants_page
 from zbv_service.api.openapi import body_of, content_of
-from zbv_service.api.state import SEE_PAGE, cached, derived, immutable, rooms
+from zbv_service.api.state import SEE_PAGE, cached, derived, immutable, state_of
 from zbv_service.documents.shared import (
     ImportedPlan,
     PlanDocument,
@@ -29,7 +30,6 @@ from zbv_service.errors import (
     NOT_FOUND,
     NOT_IMPLEMENTED,
     UNSUPPORTED_MEDIA_TYPE,
-    documented,
 )
 from zbv_service.plans.plans import rank_tag
 from zbv_service.security.scheme import READ, needs
@@ -59,7 +59,7 @@ _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "The call
 async def import_plan(request: Request) -> Response:
     """The plan is verified, and what is stored is computed from its orders. A plan with a false claim is
     refused; the answer lists which of its claims were verified."""
-    found = rooms(request)
+    found = state_of(request)
     async with read_text(request, found.settings.max_plan_bytes) as body:
         answer, is_new = await found.plans.add(body)
     headers = {"Location": f"/v1/plans/{answer.plan_id}"}
@@ -78,7 +78,7 @@ async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()])
     """By pages: ``next`` leads to older ones, ``previous`` to newer ones. New ones shift nothing."""
     if wants_page(request):
         return page_at(request, "/plans")
-    found = rooms(request)
+    found = state_of(request)
     async with found.computations.listing(query.limit):
         page = await found.plans.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
@@ -109,7 +109,7 @@ async def get_plan(request: Request, plan_id: str) -> Response:
     """The whole plan, with every rank's actions."""
     if wants_page(request):
         return page_at(request, f"/plans/{plan_id}")
-    found = rooms(request)
+    found = state_of(request)
     text = await found.plans.text(plan_id)
     found.metrics.plan_fetches.inc()
     headers, known = immutable(request, plan_id, VARY)
@@ -130,7 +130,7 @@ async def get_plan(request: Request, plan_id: str) -> Response:
 )
 async def get_rank(request: Request, plan_id: str, rank: int) -> Response:
     """Its actions, and what it exchanges with which peers in which order."""
-    found = rooms(request)
+    found = state_of(request)
     text = await found.plans.rank(plan_id, rank)
     found.metrics.rank_fetches.inc()
     headers, known = cached(request, rank_tag(plan_id, rank), REVALIDATED)
@@ -151,7 +151,7 @@ async def get_rank(request: Request, plan_id: str, rank: int) -> Response:
 )
 async def export_plan(request: Request, plan_id: str, format_name: str) -> Response:
     """The formats of ``zbv export``."""
-    text, media_type, name = await rooms(request).plans.export(plan_id, format_name)
+    text, media_type, name = await state_of(request).plans.export(plan_id, format_name)
     headers, known = derived(request, f"{plan_id}-{format_name}")
     headers["Content-Disposition"] = f'attachment; filename="{name}"'
     return known or Response(text, headers=headers, media_type=media_type)

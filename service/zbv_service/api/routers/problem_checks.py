@@ -7,8 +7,9 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from zbv_service.api.bodies import read_text
+from zbv_service.api.error_handlers import documented
 from zbv_service.api.openapi import body_of
-from zbv_service.api.state import rooms
+from zbv_service.api.state import state_of
 from zbv_service.errors import (
     BODY_TOO_LARGE,
     INFEASIBLE_MEMORY,
@@ -16,7 +17,6 @@ from zbv_service.errors import (
     MALFORMED_JSON,
     NOT_READY,
     UNSUPPORTED_MEDIA_TYPE,
-    documented,
 )
 from zbv_service.problems.check import check_text
 from zbv_service.problems.documents import CheckRequest, Estimate, EstimateRequest, ProblemCheck
@@ -40,7 +40,7 @@ router = APIRouter(prefix="/v1/problems", tags=["problems"])
 )
 async def check_problem(request: Request) -> Response:
     """The body is that of `POST /v1/searches`. One that breaks a rule is no error here: it is the answer."""
-    found = rooms(request)
+    found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
         text = await found.computations.of_body(partial(check_text, found.settings), body)
     return Response(text, media_type="application/json")
@@ -57,6 +57,6 @@ async def check_problem(request: Request) -> Response:
 )
 async def estimate_problem(request: Request) -> Estimate:
     """A quick search of half a second; the plan is verified, and not stored."""
-    found = rooms(request)
+    found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
         return await found.estimates.estimate(body)

@@ -11,12 +11,13 @@ from fastapi.responses import PlainTextResponse
 
 from zbv_service.api.bodies import MEDIUM, read_json, read_text
 from zbv_service.api.cursors import neighbours, position_of
+from zbv_service.api.error_handlers import documented
 from zbv_service.api.idempotency import KEY_PARAMETER
 from zbv_service.api.listing import RunListQuery, page_at
 from zbv_service.api.negotiation import VARY, wants_page
 from zbv_service.api.openapi import body_of
-from zbv_service.api.state import SEE_PAGE, caller_of, most_searches, request_key, rooms
-from zbv_service.documents.shared import parse_body
+from zbv_service.api.state import SEE_PAGE, caller_of, most_searches, request_key, state_of
+from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import (
     BODY_TOO_LARGE,
     IDEMPOTENCY_KEY_IN_USE,
@@ -30,7 +31,6 @@ from zbv_service.errors import (
     RUN_STATE,
     TOO_MANY_SEARCHES,
     UNSUPPORTED_MEDIA_TYPE,
-    documented,
 )
 from zbv_service.records.runs import RUN_ENDED, RunRecord
 from zbv_service.runs.documents import (
@@ -80,7 +80,7 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 async def submit_run(request: Request) -> Response:
     """It gets all its agents at once, or none. Send an Idempotency-Key: without one, a repeated request
     starts a second run."""
-    found = rooms(request)
+    found = state_of(request)
     key, limit = request_key(request), min(MEDIUM, found.settings.max_body_bytes)
     async with read_text(request, limit) as body:
         record = await found.runs.submit(
@@ -101,7 +101,7 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
     """By pages: ``next`` leads to older ones, ``previous`` to newer ones."""
     if wants_page(request):
         return page_at(request, "/runs")
-    found = rooms(request)
+    found = state_of(request)
     async with found.computations.listing(query.limit):
         page = await found.runs.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
@@ -127,7 +127,7 @@ async def get_run(request: Request, run_id: str) -> Response:
     """Its state, where its ranks are, and why it failed."""
     if wants_page(request):
         return page_at(request, f"/runs/{run_id}")
-    return _answer(await rooms(request).runs.get(run_id), 200)
+    return _answer(await state_of(request).runs.get(run_id), 200)
 
 
 @router.get(
@@ -144,7 +144,7 @@ async def list_run_events(
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
 ) -> EventList:
     """The oldest first, from the one after ``after``."""
-    records = await rooms(request).runs.events(run_id, after, limit)
+    records = await state_of(request).runs.events(run_id, after, limit)
     return EventList(events=[EventDocument.of(record) for record in records])
 
 
@@ -160,7 +160,7 @@ async def list_run_events(
 )
 async def cancel_run(request: Request, run_id: str) -> Response:
     """A run that has ended stays as it is."""
-    record = await rooms(request).runs.cancel(run_id)
+    record = await state_of(request).runs.cancel(run_id)
     return _answer(record, 200 if record.state in RUN_ENDED else 202)
 
 
@@ -179,7 +179,7 @@ async def cancel_run(request: Request, run_id: str) -> Response:
 )
 async def change_plan(request: Request, run_id: str) -> Response:
     """Takes an offer, or any stored plan with the same ranks, placement and microbatches."""
-    found = rooms(request)
+    found = state_of(request)
     change = await read_json(request, found.settings.max_body_bytes, partial(parse_body, PlanChange))
     return _answer(await found.runs.change_plan(run_id, change.plan_id), 202)
 
@@ -200,7 +200,7 @@ async def change_plan(request: Request, run_id: str) -> Response:
 )
 async def get_run_trace(request: Request, run_id: str, generation: Generation = None) -> Response:
     """Opens in Perfetto and chrome://tracing; of the newest generation that has traces, unless told."""
-    found = rooms(request)
+    found = state_of(request)
     text = await found.parts.merged_trace(await found.runs.brief(run_id), generation)
     return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
 
@@ -220,7 +220,7 @@ async def get_rank_log(
     generation: Generation = None,
 ) -> PlainTextResponse:
     """Sent when a generation has ended; of the newest that has one, unless told."""
-    found = rooms(request)
+    found = state_of(request)
     await found.runs.brief(run_id)
     return PlainTextResponse(
         await found.parts.log(run_id, rank, generation), headers={"Cache-Control": "no-store"}

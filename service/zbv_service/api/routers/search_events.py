@@ -11,9 +11,10 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.types import Send
 
+from zbv_service.api.error_handlers import documented
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, preferred
-from zbv_service.api.state import rooms
-from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND, documented
+from zbv_service.api.state import state_of
+from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND
 from zbv_service.records.searches import FINISHED, SearchEvent, SearchRecord
 from zbv_service.searches.event_documents import SearchEventList
 from zbv_service.searches.events import event_json
@@ -68,7 +69,7 @@ async def follow_search(
     A stream that broke goes on after `Last-Event-ID`, from any service on the same database. With
     `Accept: application/json`, or `after`, the same events are a list.
     """
-    found = rooms(request)
+    found = state_of(request)
     record = await found.searches.get(search_id)
     number = max(after or 0, last_event_id or 0)
     forms = (EVENT_STREAM, JSON) if after is None else (JSON, EVENT_STREAM)
@@ -93,7 +94,7 @@ def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Res
 
 async def _stream(request: Request, search_id: str, number: int) -> AsyncIterator[bytes]:
     """What is sent ends with the token that asked for it; a reader that comes back then hears why."""
-    found = rooms(request)
+    found = state_of(request)
     yield format_sse_event(retry=RECONNECT_MILLISECONDS)
     async with aclosing(cast("Any", found.events.follow(search_id, number))) as batches:
         async for batch in batches:

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.api.bodies import read_text
 from zbv_service.api.cursors import neighbours, position_of
+from zbv_service.api.error_handlers import documented
 from zbv_service.api.idempotency import KEY_PARAMETER
 from zbv_service.api.listing import SearchListQuery, page_at
 from zbv_service.api.negotiation import VARY, wants_page
 from zbv_service.api.openapi import body_of
-from zbv_service.api.state import SEE_PAGE, caller_of, most_searches, request_key, rooms
+from zbv_service.api.state import SEE_PAGE, caller_of, most_searches, request_key, state_of
 from zbv_service.documents.shared import SearchDocument, SearchList, SearchRequest
 from zbv_service.errors import (
     BODY_TOO_LARGE,
@@ -26,7 +27,6 @@ from zbv_service.errors import (
     SEARCH_DISCARDED,
     SEARCH_IN_USE,
     UNSUPPORTED_MEDIA_TYPE,
-    documented,
 )
 from zbv_service.records.searches import FINISHED, SearchRecord
 from zbv_service.security.scheme import READ, needs
@@ -62,7 +62,7 @@ router = APIRouter(prefix="/v1/searches", tags=["searches"])
 )
 async def submit_search(request: Request) -> Response:
     """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
-    found = rooms(request)
+    found = state_of(request)
     key = request_key(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
         record = await found.searches.submit(
@@ -83,7 +83,7 @@ async def list_searches(request: Request, query: Annotated[SearchListQuery, Quer
     """By pages: ``next`` leads to older ones, ``previous`` to newer ones. New ones shift nothing."""
     if wants_page(request):
         return page_at(request, "/searches")
-    found = rooms(request)
+    found = state_of(request)
     async with found.computations.listing(query.limit):
         page = await found.searches.page(query.filter, query.limit, position_of(query.cursor))
     around = neighbours(request, page)
@@ -109,7 +109,7 @@ async def get_search(request: Request, search_id: str) -> Response:
     """Its state, and the best plan known so far."""
     if wants_page(request):
         return page_at(request, f"/searches/{search_id}")
-    found = rooms(request).searches
+    found = state_of(request).searches
     record = await found.get(search_id)
     return _body(record, 200, await found.queued_before(record))
 
@@ -127,7 +127,7 @@ async def get_search(request: Request, search_id: str) -> Response:
 )
 async def get_search_problem(request: Request, search_id: str) -> Response:
     """It is kept as long as its search."""
-    text = await rooms(request).searches.problem_text(search_id)
+    text = await state_of(request).searches.problem_text(search_id)
     return Response(text, headers={"Cache-Control": "no-store"}, media_type="application/json")
 
 
@@ -146,7 +146,7 @@ async def get_search_problem(request: Request, search_id: str) -> Response:
 )
 async def cancel_search(request: Request, search_id: str) -> Response:
     """A search that has ended stays as it is."""
-    return _answer(await rooms(request).searches.cancel(search_id))
+    return _answer(await state_of(request).searches.cancel(search_id))
 
 
 @router.delete(
@@ -160,7 +160,7 @@ async def cancel_search(request: Request, search_id: str) -> Response:
 )
 async def discard_search(request: Request, search_id: str) -> Response:
     """A plan that it found stays: plans never change, and others may use it."""
-    await rooms(request).searches.discard(search_id)
+    await state_of(request).searches.discard(search_id)
     return Response(status_code=204)
 
 

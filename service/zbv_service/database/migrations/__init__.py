@@ -1,1 +1,1 @@
-"""Alembic's environment and the versions of the tables, oldest first."""
+"""The Alembic environment and the versions of the tables, oldest first."""

@@ -1,4 +1,4 @@
-"""Alembic's entry: migrates the connection that :mod:`zbv_service.database.migrate` hands over."""
+"""The entry point of Alembic: migrates the connection passed by :mod:`zbv_service.database.migrate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zbv_service.database.models import Base
 context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=Base.metadata,
-    # SQLite alters tables only by copying them.
+    # SQLite can alter tables only by copying them.
     render_as_batch=True,
     transactional_ddl=True,
 )

@@ -10,7 +10,7 @@ from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_bytes
 from zbv_solver.plans.plan import Plan
 
-from zbv_service.api.state import derived, rooms
+from zbv_service.api.state import derived, state_of
 from zbv_service.errors import NOT_FOUND, ProblemError
 from zbv_service.pages.answers import page, problem_answer, shell_of
 from zbv_service.pages.views.compare import compare_page, compare_view
@@ -30,7 +30,7 @@ async def get_compare_page(
     chosen: Annotated[list[str] | None, Query(alias="with", max_length=MOST_NAMES)] = None,
 ) -> Response:
     """The plan beside what is chosen; the form sends an empty choice along, so that none is one, too."""
-    found = rooms(request)
+    found = state_of(request)
     names = USUAL if chosen is None else [name.strip()[:LONGEST_NAME] for name in chosen if name.strip()]
     try:
         plan = await found.plans.plan(plan_id)
@@ -47,7 +47,7 @@ async def get_compare_page(
 @router.get("/plans/{plan_id}/baselines/{name}/actions", dependencies=[READ])
 async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Response:
     """A classical schedule's actions for the script: see :mod:`zbv_solver.export.timeline_data`."""
-    found = rooms(request)
+    found = state_of(request)
     baseline = await found.compared.baseline(await found.plans.plan(plan_id), name)
     if baseline is None:
         raise ProblemError(NOT_FOUND, f"found no classical schedule {name[:LONGEST_NAME]!r}.")

@@ -12,7 +12,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 
 from zbv_service.api.bodies import read_form
-from zbv_service.api.state import caller_of, most_searches, rooms
+from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.errors import INVALID_BODY, ProblemError
 from zbv_service.frontier.points import Frontier
 from zbv_service.pages.answers import page, problem_answer, root_of, shell_of
@@ -32,7 +32,7 @@ async def get_frontier_page(
     request: Request, plan_id: str, refused: Points = 0, known: Points = 0
 ) -> Response:
     """The frontier of a plan's model."""
-    found = rooms(request)
+    found = state_of(request)
     try:
         plan = await found.plans.plan(plan_id)
         frontier = await _frontier(request, plan)
@@ -49,7 +49,7 @@ async def get_frontier_page(
 @router.post("/plans/{plan_id}/frontier", dependencies=[needs("search")])
 async def post_frontier(request: Request, plan_id: str) -> Response:
     """Have the missing points searched; those that are too many for the caller are left for the next time."""
-    found = rooms(request)
+    found = state_of(request)
     try:
         form = parse_qs(await read_form(request, MAX_FORM_BYTES))
         plan = await found.plans.plan(plan_id)
@@ -74,6 +74,6 @@ async def post_frontier(request: Request, plan_id: str) -> Response:
 
 async def _frontier(request: Request, plan: Plan) -> Frontier | None:
     try:
-        return await rooms(request).frontiers.of(plan)
+        return await state_of(request).frontiers.of(plan)
     except InvalidInput:
         return None  # it says nothing about memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from zbv_service.api.state import caller_of, most_searches, rooms
+from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.database.tally import tally
 from zbv_service.pages.answers import page, root_of, shell_of
 from zbv_service.pages.routes.rows import plan_row, run_row, search_row
@@ -25,7 +25,7 @@ router = APIRouter(include_in_schema=False)
 @router.get("/", dependencies=[READ])
 async def get_home(request: Request) -> HTMLResponse:
     """The newest plans, and what goes on."""
-    found = rooms(request)
+    found = state_of(request)
     counted = await tally(found.database)
     now = Now(
         searches=[search_row(r) for r in (await found.searches.page(_OPEN_SEARCHES, SHOWN, None)).items],
@@ -41,7 +41,7 @@ async def get_home(request: Request) -> HTMLResponse:
 @router.post("/example", dependencies=[needs("search")])
 async def search_example(request: Request) -> Response:
     """Search the example, or find the search of it, and show it."""
-    record = await rooms(request).searches.submit(
+    record = await state_of(request).searches.submit(
         {"problem": EXAMPLE}, caller=caller_of(request), most=most_searches(request)
     )
     return RedirectResponse(f"{root_of(request)}/searches/{record.id}", 303, {"Cache-Control": "no-store"})

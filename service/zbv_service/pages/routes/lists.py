@@ -18,7 +18,7 @@ from zbv_service.api.listing import (
     RunListQuery,
     SearchListQuery,
 )
-from zbv_service.api.state import rooms
+from zbv_service.api.state import state_of
 from zbv_service.pages.answers import page, shell_of
 from zbv_service.pages.routes.rows import agent_row, plan_row, run_row, search_row
 from zbv_service.pages.shell import Shell
@@ -40,7 +40,7 @@ router = APIRouter(include_in_schema=False)
 @router.get("/searches", dependencies=[READ])
 async def get_searches(request: Request) -> HTMLResponse:
     """The searches."""
-    query, table = _query(request, SearchListQuery), rooms(request).searches
+    query, table = _query(request, SearchListQuery), state_of(request).searches
     found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
     return await _listed(request, found, search_row, searches_page)
 
@@ -48,7 +48,7 @@ async def get_searches(request: Request) -> HTMLResponse:
 @router.get("/plans", dependencies=[READ])
 async def get_plans(request: Request) -> HTMLResponse:
     """The plans."""
-    query, table = _query(request, PlanListQuery), rooms(request).plans
+    query, table = _query(request, PlanListQuery), state_of(request).plans
     found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
     return await _listed(request, found, plan_row, plans_page)
 
@@ -56,7 +56,7 @@ async def get_plans(request: Request) -> HTMLResponse:
 @router.get("/runs", dependencies=[READ])
 async def get_runs(request: Request) -> HTMLResponse:
     """The runs."""
-    query, table = _query(request, RunListQuery), rooms(request).runs
+    query, table = _query(request, RunListQuery), state_of(request).runs
     found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
     return await _listed(request, found, run_row, runs_page)
 
@@ -64,7 +64,7 @@ async def get_runs(request: Request) -> HTMLResponse:
 @router.get("/agents", dependencies=[READ])
 async def get_agents(request: Request) -> HTMLResponse:
     """The agents."""
-    query, table = _query(request, AgentListQuery), rooms(request).agents
+    query, table = _query(request, AgentListQuery), state_of(request).agents
     found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
     return await _listed(request, found, agent_row, agents_page)
 
@@ -74,7 +74,7 @@ async def _listed(
 ) -> HTMLResponse:
     """The page of a list: of many entries, writing it takes long."""
     asked, shell = _asked(request, found), shell_of(request)
-    text = await rooms(request).computations.write(lambda: write([*map(row, found.items)], asked, shell))
+    text = await state_of(request).computations.write(lambda: write([*map(row, found.items)], asked, shell))
     return page(text, headers=_FRESH)
 
 
@@ -103,7 +103,7 @@ async def _page(
 ) -> Page[T]:
     """A page of a list. Going back to newer ones, the first page is a full one."""
     after = position_of(query.cursor)
-    async with rooms(request).computations.listing(query.limit):
+    async with state_of(request).computations.listing(query.limit):
         found = await load(query.limit, after)
         if after is not None and after.is_newer and found.previous is None:
             return await load(query.limit, None)

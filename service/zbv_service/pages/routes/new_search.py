@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 from zbv_solver.problem.problem import Problem
 
-from zbv_service.api.state import rooms
+from zbv_service.api.state import state_of
 from zbv_service.documents.problems import asked_of
 from zbv_service.errors import ProblemError
 from zbv_service.pages.answers import page, shell_of
@@ -38,7 +38,7 @@ router = APIRouter(include_in_schema=False)
 async def get_new_search_page(request: Request) -> HTMLResponse:
     """The form: empty, with a preset, or with the problem of a search or plan (``from``)."""
     asked = request.query_params
-    shell, most = shell_of(request), rooms(request).settings.max_effort
+    shell, most = shell_of(request), state_of(request).settings.max_effort
     source, preset = asked.get("from", ""), asked.get("preset", "")
     try:
         if source:
@@ -56,7 +56,7 @@ def _form(text: str) -> HTMLResponse:
 
 async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) -> str:
     """The page with the problem of the search or plan with an id; large ones take long to write."""
-    found = rooms(request)
+    found = state_of(request)
     write = partial(new_search_page, shell=shell_of(request), max_effort=found.settings.max_effort)
     if len(source) == PLAN_ID:
         return await found.plans.compute(partial(_of_plan, write, at_smallest_limit), source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
-from zbv_service.api.state import derived, rooms
+from zbv_service.api.state import derived, state_of
 from zbv_service.errors import ProblemError
 from zbv_service.pages.answers import page, problem_answer, shell_of
 from zbv_service.pages.views.plan import plan_page
@@ -17,7 +17,7 @@ router = APIRouter(include_in_schema=False)
 @router.get("/plans/{plan_id}", dependencies=[READ])
 async def get_plan_page(request: Request, plan_id: str) -> HTMLResponse:
     """One plan."""
-    found = rooms(request)
+    found = state_of(request)
     try:
         view = await found.pictures.view(plan_id)
         text = await found.computations.write(plan_page, view, shell_of(request))
@@ -29,6 +29,6 @@ async def get_plan_page(request: Request, plan_id: str) -> HTMLResponse:
 @router.get("/plans/{plan_id}/actions", dependencies=[READ])
 async def get_plan_actions(request: Request, plan_id: str) -> Response:
     """A plan's actions for the script of its chart: see :mod:`zbv_solver.export.timeline_data`."""
-    content = await rooms(request).pictures.actions(plan_id)
+    content = await state_of(request).pictures.actions(plan_id)
     headers, known = derived(request, f"{plan_id}-actions")
     return known or Response(content, headers=headers, media_type="application/octet-stream")

@@ -11,8 +11,8 @@ from fastapi.responses import RedirectResponse
 from zbv_solver.errors import InvalidInput
 
 from zbv_service.api.bodies import read_form
-from zbv_service.api.state import rooms
-from zbv_service.documents.shared import parse_body
+from zbv_service.api.state import state_of
+from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import INVALID_BODY, ProblemError
 from zbv_service.pages.answers import page, problem_answer, root_of, shell_of
 from zbv_service.pages.views.measured import measured_page, measured_view, nothing_view
@@ -38,7 +38,7 @@ router = APIRouter(include_in_schema=False)
 @router.get("/runs/{run_id}", dependencies=[READ])
 async def get_run_page(request: Request, run_id: str) -> Response:
     """One run."""
-    found = rooms(request)
+    found = state_of(request)
     try:
         run = await found.runs.get(run_id)
         events = await found.runs.newest_events(run_id, EVENTS)
@@ -56,7 +56,7 @@ async def get_run_page(request: Request, run_id: str) -> Response:
 async def post_cancel(request: Request, run_id: str) -> Response:
     """Stop a run on all of its nodes."""
     try:
-        await rooms(request).runs.cancel(run_id)
+        await state_of(request).runs.cancel(run_id)
     except ProblemError as error:
         return problem_answer(error, request)
     return _to_run(request, run_id)
@@ -68,7 +68,7 @@ async def post_plan(request: Request, run_id: str) -> Response:
     try:
         form = parse_qs(await read_form(request, MAX_FORM_BYTES))
         change = parse_body(PlanChange, {"plan_id": form.get("plan_id", [""])[0]})
-        await rooms(request).runs.change_plan(run_id, change.plan_id)
+        await state_of(request).runs.change_plan(run_id, change.plan_id)
     except ProblemError as error:
         return problem_answer(error, request)
     except InvalidInput as error:
@@ -85,7 +85,7 @@ async def get_measured_page(
     step: Annotated[str, Query(pattern=r"^[0-9]{0,10}$")] = "",
 ) -> Response:
     """A measured step over its plan; a form without a choice sends an empty step."""
-    found = rooms(request)
+    found = state_of(request)
     try:
         run = await found.runs.get(run_id)
         chosen = Chosen(generation, replica, int(step) if step else None)
@@ -102,7 +102,7 @@ async def get_measured_page(
 
 
 async def _summary(request: Request, plan_id: str) -> PlanSummary | None:
-    found = await rooms(request).plans.page(PlanFilter(text=plan_id), 1, None)
+    found = await state_of(request).plans.page(PlanFilter(text=plan_id), 1, None)
     return found.items[0] if found.items else None
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from zbv_service.api.state import rooms
+from zbv_service.api.state import state_of
 from zbv_service.errors import ProblemError
 from zbv_service.pages.answers import page, problem_answer, shell_of
 from zbv_service.pages.views.search import SearchView, search_page, search_view
@@ -21,7 +21,7 @@ router = APIRouter(include_in_schema=False)
 @router.get("/searches/{search_id}", dependencies=[READ])
 async def get_search_page(request: Request, search_id: str) -> HTMLResponse:
     """One search."""
-    found = rooms(request)
+    found = state_of(request)
     try:
         record, packed = await found.searches.asked(search_id)
         make = partial(_view, record, await found.searches.queued_before(record))

@@ -9,11 +9,18 @@ from urllib.parse import parse_qs, quote
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from zbv_service import errors as problems
 from zbv_service.api.bodies import read_form
+from zbv_service.api.error_handlers import documented
 from zbv_service.api.negotiation import wants_page
-from zbv_service.api.state import rooms
-from zbv_service.errors import INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS, ProblemError
+from zbv_service.api.state import state_of
+from zbv_service.errors import (
+    INSUFFICIENT_SCOPE,
+    OTHER_ORIGIN,
+    TOO_MANY_ATTEMPTS,
+    UNAUTHENTICATED,
+    ProblemError,
+    response_to,
+)
 from zbv_service.pages.answers import page, problem_answer, root_of, shell_of
 from zbv_service.pages.views.sign_in import sign_in_page
 from zbv_service.security.access import (
@@ -43,11 +50,11 @@ def install(app: FastAPI) -> None:
 @router.get("/sign-in", dependencies=[ANYBODY], include_in_schema=False)
 async def get_sign_in(request: Request, token: str = "", next: str = "/") -> Response:
     """The page on which a token is pasted; with a link's token, the session begins at once."""
-    if rooms(request).access.is_open:
+    if state_of(request).access.is_open:
         return _see_other(request, "/")
     if not token:
         return _sign_in_page(request, next, 200)
-    found = rooms(request)
+    found = state_of(request)
     try:
         async with found.access.guarded(request, token):
             session = await found.sign_in.follow_link(token)
@@ -65,13 +72,13 @@ async def post_sign_in(request: Request) -> Response:
         require_same_origin(request)
         form = parse_qs(await read_form(request, MAX_FORM_BYTES))
         destination = form.get("next", ["/"])[0]
-        found = rooms(request)
+        found = state_of(request)
         if found.access.is_open:
             return _see_other(request, destination)
         grant = await found.access.check(request, form.get("token", [""])[0].strip())
         session = await found.sign_in.begin(grant)
     except ProblemError as error:
-        if error.kind not in (problems.UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
+        if error.kind not in (UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
             raise
         return _refused_page(request, error)
     return _begin(request, session, destination)
@@ -83,7 +90,7 @@ async def post_sign_out(request: Request) -> Response:
     require_same_origin(request)
     text = session_of(request)
     if text is not None:
-        await rooms(request).sign_in.end(text)
+        await state_of(request).sign_in.end(text)
     answer = _see_other(request, "/sign-in")
     end_session(answer, request)
     return answer
@@ -97,11 +104,11 @@ async def post_sign_out(request: Request) -> Response:
     summary="Get a link that signs a browser in, once",
     status_code=201,
     response_description="Whoever opens it first may do what the token may.",
-    responses=problems.documented(),
+    responses=documented(),
 )
 async def create_sign_in_link(request: Request) -> SignInLink:
     """The browser may do what the token may that asks for the link, and for as long."""
-    found, base = rooms(request), str(request.base_url)
+    found, base = state_of(request), str(request.base_url)
     grant = grant_of(request)
     expires_at = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
     if found.access.is_open:
@@ -115,7 +122,7 @@ async def get_openapi(request: Request) -> Response:
     """What this API takes and answers; written once, as that takes longer than others should wait."""
     app = request.app
     if getattr(app.state, "openapi_text", None) is None:
-        write = rooms(request).computations.write
+        write = state_of(request).computations.write
         app.state.openapi_text = await write(lambda: json.dumps(app.openapi()).encode())
     return Response(app.state.openapi_text, media_type="application/json")
 
@@ -124,7 +131,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
     if not isinstance(error, ProblemError):
         raise error
     if request.method != "GET" or not wants_page(request):
-        return problems.answer_to(error)
+        return response_to(error)
     if isinstance(error, InsufficientScope):
         return problem_answer(error, request, error.headers)
     query = f"?{request.url.query}" if request.url.query else ""
@@ -155,7 +162,7 @@ def _refused_page(request: Request, error: ProblemError) -> HTMLResponse:
 
 def _begin(request: Request, session: str, destination: str) -> Response:
     answer = _see_other(request, destination)
-    set_session(answer, request, session, round(rooms(request).sign_in.session_seconds))
+    set_session(answer, request, session, round(state_of(request).sign_in.session_seconds))
     return answer
 
 

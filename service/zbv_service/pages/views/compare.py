@@ -10,7 +10,8 @@ from zbv_solver.export import quantities, report
 from zbv_solver.export.per_rank import idle_shares
 from zbv_solver.export.timeline import timeline
 from zbv_solver.plans.plan import Baseline, Metrics, Plan
-from zbv_solver.problem.problem import Objective, Units, exceeds
+from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.problem import Objective, Units
 
 from zbv_service.pages.shell import Shell, assets, render
 from zbv_service.pages.views.difference import Difference, differences

@@ -12,7 +12,8 @@ from zbv_solver.export.report import script_json
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Problem, Units, exceeds
+from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.problem import Problem, Units
 
 from zbv_service.documents.problems import Question
 from zbv_service.pages.shell import Shell, render

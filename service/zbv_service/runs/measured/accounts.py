@@ -11,7 +11,8 @@ longest time of any rank from its first start to its last end, which is what a s
 clock; what a rank is done earlier than that counts as waiting. Where it is the makespan, T is from the first
 start of all to the last end of all, and a rank waits before its first action and after its last.
 
-Times are in the plan's unit. Why a step took longer is the business of :mod:`zbv_service.runs.measured.explain`.
+Times are in the plan's unit. Why a step took longer is the business of
+:mod:`zbv_service.runs.measured.explain`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A measured step of a run, laid along its plan: which action ran when, and how long the step took.
 
-Times are in the plan's unit. Where a step's time went is the business of :mod:`zbv_service.runs.measured.accounts`.
+Times are in the plan's unit. Where a step's time went is the business of
+:mod:`zbv_service.runs.measured.accounts`.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class ClockConflict:
 def nanoseconds_of_unit(plan: Plan, traces: Sequence[RankTrace]) -> tuple[float, bool]:
     """Nanoseconds in the plan's time unit, and whether the plan says so.
 
-    A unit that says nothing is chosen as :func:`zbv_solver.measure.refit.refit` does: so that the measured actions
-    took as long in all as planned.
+    A unit that says nothing is chosen as :func:`zbv_solver.measure.refit.refit` does: so that the measured
+    actions took as long in all as planned.
     """
     named = NANOSECONDS.get(plan.problem.units.time or "")
     if named is not None:

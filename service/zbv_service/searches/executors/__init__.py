@@ -1,1 +1,4 @@
-"""TODO: say what executors is for."""
+"""Executors compute searches for the runner: in processes of this machine, or on a Dask cluster.
+
+They know nothing about the database.
+"""

@@ -1,10 +1,10 @@
 """The search's end of its connection to the service on the same machine.
 
-Better plans go out on it, a request to stop comes in, and its end means that the service is gone. Reports are
-sent by a thread of its own, the newest only, so that the search never waits for the network.
+The search sends better plans and receives a request to stop; a closed connection means that the service is
+gone. A separate thread sends only the newest report, so that the search never waits for the network.
 
-Wire format: the task sends its token and a newline; then for every report a line of JSON whose
-``size`` counts the bytes of packed ranks that follow it. The service sends ``stop`` and a newline.
+Wire format: the task sends its token and a newline; then for each report a line of JSON and the packed ranks,
+``size`` bytes of them by that JSON. The service sends ``stop`` and a newline.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from zbv_service.searches.executors.task import ProgressLike, SearchFunction, Se
 CONNECT_SECONDS = 10.0
 SEND_SECONDS = 30.0
 REPORT_SECONDS = 0.25
-"""Least time between two reports of one search."""
+"""Minimal time between two reports of one search."""
 
 
 def run_connected(task: SearchTask, search: SearchFunction, address: tuple[str, int], token: str) -> NewPlan:
-    """Run a search, reporting to an address; the token says which search it is.
+    """Run a search that reports to an address; the token identifies the search.
 
     Raises
     ------
     InfeasibleMemory
-        When no plan fits.
+        No plan fits the memory limit.
     OSError
-        When the service cannot be reached.
+        The service cannot be reached.
     """
     with Connection(address, token) as connection:
         return compute(task, search, connection)
@@ -67,16 +67,16 @@ class Connection:
         self.close()
 
     def report(self, progress: ProgressLike) -> None:
-        """Have a better plan or bound sent soon; a newer one takes its place. Never waits."""
+        """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""
         self._latest = progress
         self._fresh.set()
 
     def is_stopped(self) -> bool:
-        """Whether the search should return what it has: told to, or nobody is left to tell."""
+        """Whether the search should return its best plan: on request, or because the service is gone."""
         return self._stopped.is_set()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._closed.set()
         self._fresh.set()
         with suppress(OSError):  # the service may have closed it first
@@ -93,7 +93,7 @@ class Connection:
                 continue  # silence is the normal case
             except OSError:
                 received = b""
-            # Either the word "stop", or the end of the connection, which means the same.
+            # "stop" and a closed connection mean the same.
             del received
             self._stopped.set()
             return

@@ -1,6 +1,6 @@
-"""Where searches are computed: what the runner asks of an executor.
+"""The interface of executors, which compute searches for the runner.
 
-There are two: processes of this machine (:mod:`zbv_service.searches.executors.local`), and a Dask cluster
+There are two: processes on this machine (:mod:`zbv_service.searches.executors.local`), and a Dask cluster
 (:mod:`zbv_service.searches.executors.cluster.executor`).
 """
 
@@ -14,39 +14,39 @@ from zbv_service.searches.executors.task import SearchFunction, SearchTask
 
 
 class SearchCrashed(Exception):
-    """The process of a search died, and the search may be why; the message says how: ``its worker died``."""
+    """The process of a search died, possibly because of it; the message says how: ``its worker died``."""
 
 
 class SearchLost(Exception):
-    """The process of a search is gone or out of reach, and the search is not why."""
+    """The process of a search is gone or unreachable for reasons outside the search."""
 
 
 class SearchEvicted(SearchLost):
-    """The process of a search was told to end. The search is why only when that happens over and over."""
+    """The process of a search was told to end. Only repeated evictions count against the search."""
 
 
 class Computation(Protocol):
     """One search in an executor."""
 
     def stop(self) -> None:
-        """Ask it to return what it has, now or as soon as it begins."""
+        """Ask the search to return its best plan, now or as soon as it begins."""
 
     def kill(self) -> None:
-        """End it: it does not stop. Where that is not possible, give it up; then its process goes on."""
+        """Kill the computation, or give it up where killing is impossible; its process then continues."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether its process has begun with it."""
+        """Whether its process has begun to compute."""
 
     async def plan(self) -> NewPlan:
-        """Have it computed, and wait for it; called once.
+        """Compute the plan; called once.
 
         Raises
         ------
         SearchCrashed, SearchLost
-            See there.
+            The computation did not finish.
         Exception
-            Whatever the search raised.
+            Any error of the search itself.
         """
 
 
@@ -54,23 +54,23 @@ class SearchExecutor(Protocol):
     """Computes searches between :meth:`start` and :meth:`stop`."""
 
     async def start(self) -> None:
-        """Begin; what cannot be reached yet is tried again later."""
+        """Start; connections that fail are tried again later."""
 
     async def stop(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
     def kill(self) -> None:
-        """End every computation now, whatever it does."""
+        """Kill every computation now."""
 
     @property
     def slots(self) -> int:
-        """How many searches of this service there is room for, those that run included."""
+        """The number of searches that can run at the same time."""
 
     @property
     def trouble(self) -> str | None:
-        """Why no search can be computed now; None when they can."""
+        """Why no search can be computed now; None if one can."""
 
     def expect(
         self, task: SearchTask, search: SearchFunction, on_update: Callable[[Update], None]
     ) -> Computation:
-        """A search that is to be computed; ``on_update`` is called in the event loop."""
+        """Prepare a search; ``on_update`` is called in the event loop."""

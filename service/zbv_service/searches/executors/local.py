@@ -1,4 +1,4 @@
-"""Searches in processes of this machine."""
+"""Computes searches in processes on this machine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zbv_service.searches.executors.task import SearchFunction, SearchTask
 
 
 class LocalExecutor:
-    """Computes searches in processes of this machine, one each.
+    """Computes searches in processes on this machine, one process per search.
 
     Parameters
     ----------
     slots
-        How many at the same time.
+        Most searches at the same time.
     preload
-        Whether to have processes ready to be forked before the first search comes.
+        Whether to load the planner into the fork server at the start instead of at the first search.
     """
 
     def __init__(self, slots: int, *, preload: bool = True):
@@ -33,23 +33,23 @@ class LocalExecutor:
         self._progress = ProgressServer()
 
     async def start(self) -> None:
-        """Listen for the reports of searches, and make ready for them."""
+        """Listen for reports of searches, and prepare the fork server."""
         await self._progress.start()
         if self._preload:
             await asyncio.to_thread(self._processes.prepare)
 
     async def stop(self) -> None:
-        """Hang up, and end the processes once their tasks have ended."""
+        """Close the connections, and end each process after its task."""
         await self._progress.close()
         self._processes.shutdown(wait=False, cancel_futures=True)
 
     def kill(self) -> None:
-        """End every process now."""
+        """Kill every process now."""
         self._processes.kill()
 
     @property
     def slots(self) -> int:
-        """How many searches there is room for."""
+        """The number of searches that can run at the same time."""
         return self._slots
 
     @property
@@ -60,12 +60,12 @@ class LocalExecutor:
     def expect(
         self, task: SearchTask, search: SearchFunction, on_update: Callable[[Update], None]
     ) -> LocalComputation:
-        """A search that is to be computed in a process of its own."""
+        """Prepare a search for a separate process."""
         return LocalComputation(self._processes, self._progress, task, search, on_update)
 
 
 class LocalComputation:
-    """One search in a process of its own."""
+    """One search in a separate process."""
 
     def __init__(
         self,
@@ -84,29 +84,29 @@ class LocalComputation:
         self._was_killed = False
 
     def stop(self) -> None:
-        """Ask the search to return what it has, now or as soon as it begins."""
+        """Ask the search to return its best plan, now or as soon as it begins."""
         self._line.stop()
 
     def kill(self) -> None:
-        """End its process."""
+        """Kill its process."""
         if self._future is not None:
             self._was_killed = True
             self._processes.kill_process_of(self._future)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether its process has called."""
+        """Whether its process has connected."""
         return self._line.writer is not None
 
     async def plan(self) -> NewPlan:
-        """Compute it; raises :class:`SearchCrashed`, or what the search raised."""
+        """Compute the plan; raises :class:`SearchCrashed`, or the search's own error."""
         run = partial(run_connected, self._task, self._search, self._progress.address, self._line.token)
         try:
-            # Starting a process takes the calling thread some milliseconds, so it is not this one.
+            # Starting a process takes some milliseconds, so another thread does it.
             self._future = await asyncio.to_thread(lambda: self._processes.submit(run))
             return await asyncio.wrap_future(self._future)
         except BrokenExecutor as error:
-            how = "did not stop when it was told to, and was killed" if self._was_killed else "just died"
+            how = "did not stop on request and was killed" if self._was_killed else "died"
             raise SearchCrashed(f"it {how}") from error
         except OSError as error:
             raise SearchCrashed(f"it was refused something by its machine ({error})") from error

@@ -1,4 +1,4 @@
-"""The service's end of the connections that searches open (see :mod:`zbv_service.searches.executors.connection`)."""
+"""The service's end of the connections of searches; see :mod:`zbv_service.searches.executors.connection`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TOKEN_BYTES = 32
 HELLO_SECONDS = 10.0
 HANG_UP_SECONDS = 2.0
 LATE_SECONDS = 60.0
-"""So long after a task's end its connection may still come in: a short one ends before it is accepted."""
+"""Seconds after a task's end in which its connection may still arrive: a short task ends before that."""
 MAX_RANKS_BYTES = 256 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
 
 class Line:
-    """One expected connection: what comes in on it, and how to stop the task at its other end."""
+    """The connection of one task: receives its reports, and can stop it."""
 
     def __init__(self, on_update: Callable[[Update], None]):
         self.token = secrets.token_hex(TOKEN_BYTES)
@@ -32,7 +32,7 @@ class Line:
         self.writer: asyncio.StreamWriter | None = None
 
     def stop(self) -> None:
-        """Ask the task to return what it has, now or as soon as it connects."""
+        """Ask the task to return its best plan, now or as soon as it connects."""
         self.is_stopped = True
         if self.writer is not None and not self.writer.is_closing():
             self.writer.write(b"stop\n")
@@ -47,11 +47,11 @@ class ProgressServer:
         self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def start(self) -> None:
-        """Start to listen."""
+        """Start listening."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
 
     async def close(self) -> None:
-        """Stop listening and hang up; tasks take that as a request to stop."""
+        """Stop listening and close all connections, which tasks take as a request to stop."""
         if self._server is not None:
             self._server.close()
         for writer in self._serving.values():
@@ -61,20 +61,20 @@ class ProgressServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where tasks connect to."""
+        """The address that tasks connect to."""
         if self._server is None:
             raise RuntimeError("the progress server was not started.")
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
 
     def expect(self, on_update: Callable[[Update], None]) -> Line:
-        """Expect a task; its token must reach it by other ways."""
+        """Expect a task; the caller passes the token to it."""
         line = Line(on_update)
         self._lines[line.token] = line
         return line
 
     def forget(self, line: Line) -> None:
-        """The task has ended."""
+        """Forget a task that has ended."""
         line.is_over = True
         if line.writer is not None:
             line.writer.close()
@@ -91,10 +91,10 @@ class ProgressServer:
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 token = (await reader.readline()).strip().decode("ascii", errors="replace")
-            # The token is 256 random bits, so that looking it up tells a stranger nothing.
+            # The token has 256 random bits, so the timing of this lookup reveals nothing.
             line = self._lines.get(token)
             if line is None:
-                logger.warning("a connection that belongs to no search was refused")
+                logger.warning("refused a connection with an unknown token")
                 return
             if line.is_over:
                 return
@@ -104,7 +104,7 @@ class ProgressServer:
             while (update := await _read_update(reader)) is not None:
                 line.on_update(update)
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, ValueError) as error:
-            # The task's own end decides what becomes of its search; here only its reports are lost.
+            # Only reports are lost here. The end of the task decides the outcome of its search.
             logger.warning("the connection of a search broke: %s", error)
         finally:
             writer.close()

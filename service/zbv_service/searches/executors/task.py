@@ -1,7 +1,7 @@
-"""One search, as it is computed in another process: a plain function of plain data.
+"""One search as a plain function of plain data, for another process.
 
-Any :class:`concurrent.futures.Executor` can carry it. How its reports reach the service, and how a request
-to stop reaches it, is its executor's affair: see :class:`Reporter`.
+Any :class:`concurrent.futures.Executor` can run it. A :class:`Reporter` of its executor carries reports to
+the service and requests to stop back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from zbv_solver.errors import ContradictedBound, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stage_document import parse_problem, problem_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
 
 from zbv_service.documents.packing import finite, pack_incumbent, pack_plan, unpack
 from zbv_service.documents.problems import Question, answers, parse_question
@@ -26,7 +27,7 @@ REASON_CHARACTERS = 1000
 
 
 class ProgressLike(Protocol):
-    """What the solver reports: see :class:`zbv_solver.search.search.Progress`."""
+    """A progress report of the solver; see :class:`zbv_solver.search.search.Progress`."""
 
     @property
     def objective(self) -> float: ...  # noqa: D102
@@ -43,7 +44,7 @@ class ProgressLike(Protocol):
 
 
 class SearchFunction(Protocol):
-    """What the service runs for a search. It is sent to other processes, so it must be importable."""
+    """The function that the service runs for a search; it must be importable in other processes."""
 
     def __call__(
         self,
@@ -53,30 +54,30 @@ class SearchFunction(Protocol):
         cancelled: Callable[[], bool],
         incumbent: Orders | Plan | None,
     ) -> Plan:
-        """Search; returns a verified plan, the best so far when cancelled."""
+        """Search; returns a verified plan, or the best plan so far if cancelled."""
 
 
 class Reporter(Protocol):
-    """A search's tie to the service that started it.
+    """Connects a search to the service that started it.
 
     Attributes
     ----------
     refusal
-        Every report carries it: the search could not use its stored incumbent.
+        Set if the search could not use its stored incumbent; every report carries it.
     """
 
     refusal: Refusal | None
 
     def report(self, progress: ProgressLike) -> None:
-        """Have a better plan or bound sent soon; a newer one takes its place. Never waits."""
+        """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""
 
     def is_stopped(self) -> bool:
-        """Whether the search should return what it has: told to, or nobody is left to tell."""
+        """Whether the search should return its best plan: on request, or because the service is gone."""
 
 
 @dataclass(frozen=True)
 class SearchTask:
-    """Everything that a search is told.
+    """The input of a search.
 
     Attributes
     ----------
@@ -98,7 +99,7 @@ def solver_search(
     incumbent: Orders | Plan | None,
 ) -> Plan:
     """The solver's own search."""
-    # Imported here: the solver's kernels take a second that only search processes should spend.
+    # Imported here because loading the solver's kernels takes a second, which only search processes need.
     from zbv_solver.search.search import SearchOptions, search
 
     return search(problem, SearchOptions(**options), on_progress, cancelled, incumbent)
@@ -107,19 +108,19 @@ def solver_search(
 def compute(task: SearchTask, search: SearchFunction, reporter: Reporter) -> NewPlan:
     """Run a search to its end.
 
-    A stored incumbent that does not fit the problem is refused, and the search starts without it.
+    If the stored incumbent does not fit the problem, it is refused and the search starts without it.
 
     Raises
     ------
     InfeasibleMemory
-        When no plan fits.
+        No plan fits the memory limit.
     InvalidPlan
-        When the search returns a plan of another problem.
+        The search returned a plan of another problem.
     ContradictedBound
-        When a verified plan undercuts a lower bound.
+        A verified plan undercuts a lower bound.
     """
     question = parse_question(unpack(task.problem))
-    if isinstance(question, Problem):  # of layers, only the search finds out
+    if isinstance(question, Problem):  # for layers, only the search can tell
         question.require_feasible()
     incumbent = None
     if task.incumbent is not None:
@@ -127,7 +128,7 @@ def compute(task: SearchTask, search: SearchFunction, reporter: Reporter) -> New
             incumbent = _incumbent(question, unpack(task.incumbent))
         except ContradictedBound:
             raise
-        except Exception as error:  # whatever is wrong with it: the search can do without
+        except Exception as error:  # the search can start without it, whatever is wrong
             digest = hashlib.sha256(task.incumbent).hexdigest()
             reporter.refusal = Refusal(digest, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
     plan = search(question, task.options, reporter.report, reporter.is_stopped, incumbent)
@@ -137,16 +138,16 @@ def compute(task: SearchTask, search: SearchFunction, reporter: Reporter) -> New
 
 
 def _incumbent(question: Question, found: Any) -> Orders | Plan:
-    """A stored plan to start from, verified: orders, or a whole plan where layers were cut.
+    """A verified stored plan to start from: its orders, or the whole plan if layers were cut.
 
     Raises
     ------
     InvalidPlan
-        When it is no plan of this problem.
+        It is not a plan of this problem.
     Exception
-        Any other kind, when it cannot be read.
+        It cannot be read; the error may be of any kind.
     """
-    # Imported here: the solver's kernels take a second that only search processes should spend.
+    # Imported here because loading the solver's kernels takes a second, which only search processes need.
     from zbv_solver.search.search import make_plan
     from zbv_solver.verify.verifier import verify_orders
 
@@ -157,12 +158,12 @@ def _incumbent(question: Question, found: Any) -> Orders | Plan:
         return orders
     problem = parse_problem(found["problem"])
     if not answers(question, problem):
-        raise InvalidPlan("the incumbent's cut is not a cut of the layers that were asked for.")
+        raise InvalidPlan("the incumbent's cut is not a cut of the problem's layers.")
     return make_plan(problem, orders, method="resumed")
 
 
 def update_of(progress: ProgressLike, refusal: Refusal | None = None) -> Update:
-    """A report as it is stored; packing the ranks of a large problem takes a while."""
+    """A report in the form that is stored; packing the ranks of a large problem takes time."""
     problem = progress.problem
     return Update(
         objective=progress.objective,

@@ -10,6 +10,7 @@ from support.stored import a_plan, a_search, begin, counting
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
 from zbv_service.records.runs import AgentFilter, NewAgent, NewRun, NodeReport, RunFilter
 from zbv_service.records.searches import Page, PlanFilter, Position, SearchFilter, SearchRecord
+from zbv_service.runs import scheduler
 
 pytestmark = pytest.mark.anyio
 
@@ -197,7 +198,7 @@ async def test_a_list_reads_its_page_and_the_nodes_that_it_shows(database: Datab
         for generation in range(2):
             for member in members:
                 await runs.ended(member, NodeReport(f"r{index}", generation, "failed", []))
-            assert await runs.assign() == [f"r{index}"]
+            assert await runs.assign(scheduler) == [f"r{index}"]
     with counting(database) as counts:
         page = await runs.page(RunFilter(), 6)
     assert [run.id for run in page.items] == ["r9", "r8", "r7", "r6", "r5", "r4"]

@@ -27,6 +27,7 @@ from zbv_service.database import (
 from zbv_service.database.run_models import AgentRow, EventRow, RunRow
 from zbv_service.records.runs import Beat, NewAgent, NewRun, NodeOutcome, NodeReport
 from zbv_service.records.searches import NamedRequest, NewPlan, PlanSummary
+from zbv_service.runs import scheduler
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +64,7 @@ async def test_services_that_assign_at_once_give_each_agent_to_one_run(any_datab
     async def serve(table: RunTable) -> None:
         for _ in range(200):
             try:
-                await table.assign()
+                await table.assign(scheduler)
             except AgentsTaken:
                 continue
             await check(table)
@@ -107,7 +108,7 @@ async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_
         runs, agents = RunTable(databases[part % 2]), AgentTable(databases[part % 2])
         for turn in range(8):
             with suppress(AgentsTaken):
-                await runs.assign()
+                await runs.assign(scheduler)
             for agent in await agents.newest(100):
                 run = None if agent.run_id is None else await runs.get(agent.run_id)
                 if run is None:

@@ -1,1 +1,4 @@
-"""What a model's stages and layers hold and compute, found without running them on anything."""
+"""``zbv-worker estimate``: memory and FLOPs of stages and layers, found without memory or values.
+
+Measured times are in :mod:`zbv_worker.measure.profile`.
+"""

@@ -1,9 +1,8 @@
-"""Walks a model's stages, and its layers one by one, through F, I and W without memory and without values.
+"""Walks a model's stages, or its layers one by one, through F, I and W without memory and without values.
 
-What is walked is the worker's own :class:`zbv_worker.execution.stage.Stage`, and what it holds is counted as
-``zbv-worker profile`` counts it (:func:`zbv_worker.measure.stage_memory.stage_memory`), storage by storage.
-So an estimate is what a profile on a CPU would find. Allocators that round sizes up, as CUDA's does to 512
-bytes, hold a little more.
+It runs the worker's own :class:`zbv_worker.stage.stage.Stage` and counts memory storage by storage, as
+``zbv-worker profile`` does (:func:`zbv_worker.measure.stage_memory.stage_memory`). So an estimate equals a
+profile on a CPU. Allocators that round sizes up, as CUDA's does to 512 bytes, hold a little more.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.main_gradients import use_main_gradients
-from zbv_worker.execution.precision import AUTOCAST, Precision
-from zbv_worker.execution.stage import Stage
 from zbv_worker.measure.estimate.flops import CountedFlops
 from zbv_worker.measure.estimate.likeness import Likeness, likeness
 from zbv_worker.measure.estimate.without_memory import CPU, NumbersAreOne, built, without_values
-from zbv_worker.measure.profile.profile import StaticBytes
-from zbv_worker.measure.stage_memory import StageMemory, stage_memory, static_bytes, tensor_bytes
-from zbv_worker.model.protocol import Layered, PipelineModel, build_layers, build_stage, layer_names
+from zbv_worker.measure.stage_memory import StageMemory, StaticBytes, stage_memory, static_bytes, tensor_bytes
+from zbv_worker.model.checks import build_layers, build_stage, layer_names
+from zbv_worker.model.protocol import Layered, PipelineModel
+from zbv_worker.stage.main_gradients import use_main_gradients
+from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Walked:
-    """One microbatch's way through F, I and W: bytes and operations."""
+    """Memory and operations of one microbatch in F, I and W."""
 
     memory: StageMemory
     flops: Flops
@@ -52,13 +51,13 @@ class Estimate:
     Attributes
     ----------
     parameters
-        How many numbers they are.
+        The number of parameters.
     static
-        Bytes that are always there; their ``workspace`` and ``receives`` are 0.
+        Bytes that are held all the time; ``workspace`` and ``receives`` are 0.
     input_bytes, output_bytes
-        Of one microbatch. The last output is the loss.
+        Bytes of one microbatch. The last output is the loss.
     recomputed
-        The same with activations computed again in the backward; of layers only.
+        Memory and operations with recomputed activations; for layers only.
     """
 
     name: str
@@ -73,21 +72,19 @@ class Estimate:
 def estimate_stages(
     model: PipelineModel, n_stages: int, precision: Precision = "float32"
 ) -> Iterator[Estimate]:
-    """Every stage as the model itself cuts them; raises :class:`InvalidRun`, :class:`ModelError`."""
+    """Estimate every stage, as the model cuts them; raises :class:`InvalidRun`, :class:`ModelError`."""
     walk = _Walk(model, n_stages, precision, are_layers=False)
     for stage in range(n_stages):
         yield walk.next(str(stage), partial(build_stage, model, stage, n_stages))
 
 
 def estimate_layers(model: Layered, precision: Precision = "float32") -> Iterator[Estimate]:
-    """Every layer as if it were a stage; raises :class:`InvalidRun`, :class:`ModelError`.
+    """Estimate every layer as if it were a stage; raises :class:`InvalidRun`, :class:`ModelError`.
 
-    A tensor that two neighbours hold both is counted with each, as it is where the model is cut between them.
+    A tensor that two neighbours hold is counted with each, as if the model were cut between them.
     """
     if not isinstance(model, PipelineModel):
-        raise InvalidRun(
-            f"found a {type(model).__name__}; it must be a zbv_worker.model.protocol.PipelineModel, too."
-        )
+        raise InvalidRun(f"found a {type(model).__name__}; must also be a zbv_worker.model.PipelineModel.")
     names = layer_names(model)
     walk = _Walk(model, len(names), precision, are_layers=True)
     for name in names:
@@ -95,7 +92,7 @@ def estimate_layers(model: Layered, precision: Precision = "float32") -> Iterato
 
 
 class _Walk:
-    """Goes through a model piece by piece, every piece taking what the one before gave."""
+    """Estimates a model piece by piece; each piece takes the output of the one before."""
 
     def __init__(self, model: PipelineModel, n_pieces: int, precision: Precision, *, are_layers: bool):
         self._model = model
@@ -111,8 +108,8 @@ class _Walk:
         self._known: dict[Likeness, tuple[Estimate, Tensor]] = {}
 
     def next(self, name: str, build: Callable[[torch.device], nn.Module]) -> Estimate:
-        """The next piece."""
-        with without_values(f"{name} as it is built"):
+        """Estimate the next piece."""
+        with without_values(f"building {name}"):
             module = built(build, self._mode)
         place = 0 if self._at == 0 else 2 if self._at == self._n_pieces - 1 else 1
         alike = likeness(module, self._input, place)
@@ -134,7 +131,7 @@ class _Walk:
             self._model.loss if is_last else None,
             AUTOCAST[self._precision],
         )
-        use_main_gradients(module.parameters())  # as training does
+        use_main_gradients(module.parameters())  # as in training
         input, target = self._input, self._target if is_last else None
         output = stage.forward(0, input, target, split=False)
         gradient = None if is_last else torch.empty_like(output)
@@ -157,7 +154,7 @@ def _run(stage: Stage, input: Tensor, target: Tensor | None, gradient: Tensor | 
         lambda: stage.backward_weight(0),
     )
     counts = []
-    for action in actions:  # they bring the parameters' gradients into being, which memory is looked at with
+    for action in actions:  # this also creates the parameters' gradients, which stage_memory expects
         with CountedFlops() as counted:
             action()
         counts.append(counted.total)

@@ -1,7 +1,7 @@
 """Counts floating-point operations by the formulas of ``torch.utils.flop_counter``.
 
-They count a multiplication and an addition as two, matrix products, convolutions and attention only, and
-attention in full where a causal mask leaves half of it out.
+They count a multiplication and an addition as two operations, only in matrix products, convolutions and
+attention, and attention in full even under a causal mask.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
-# PyTorch has formulas for attention on GPUs; the CPU's has the same arguments in the same places.
+# PyTorch has formulas for attention on GPUs; the CPU operators have the same arguments in the same order.
 _FORMULAS = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
@@ -28,12 +28,12 @@ _FORMULAS = {
 
 
 class CountedFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Within its ``with`` block: floating-point operations of this thread.
+    """A context that counts this thread's floating-point operations.
 
     Attributes
     ----------
     total
-        So far.
+        Operations so far.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class CountedFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator and count it."""
+        """Run an operator and count its operations."""
         found = func(*args, **(kwargs or {}))
         formula = _FORMULAS.get(func._overloadpacket)
         if formula is not None:

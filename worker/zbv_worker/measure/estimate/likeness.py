@@ -1,7 +1,8 @@
-"""Whether two modules are alike, so that only one of them needs a look: most layers of a model are.
+"""Compares modules, so that each kind of layer is estimated once: most layers of a model are alike.
 
-Alike means: the same classes with the same settings, tensors of the same shapes that are shared in the same
-way. A module that was told anything else of its own, its number for instance, is like no other.
+Two modules are alike if they have the same classes and settings, and tensors of the same shapes that are
+shared in the same way. A module with any attribute of another kind, for instance an object, equals no other
+module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True, eq=False)
 class _Itself:
-    """An object that is like no other; kept, because a later one could have its id."""
+    """An object that equals only itself; kept alive, because a later object could get its id."""
 
     object: Any
 
@@ -33,17 +34,17 @@ Likeness = Hashable
 
 
 def likeness(module: nn.Module, input: Tensor, place: int) -> Likeness:
-    """What two modules have in common with nothing unlike them.
+    """A hashable description that is equal for two modules exactly if they are alike.
 
     Parameters
     ----------
     place
-        What else must be the same.
+        Part of the description: modules at different places are never alike.
     """
     numbers: dict[int, int] = {}
     given = _tensor(input, numbers)
     around: Hashable = None
-    if type(module) is nn.Sequential and len(module) == 1:  # a layer's own name does not matter
+    if type(module) is nn.Sequential and len(module) == 1:  # ignore the layer's own name
         around, module = _settings(module, numbers), module[0]
     children = tuple(
         (name, type(child), _settings(child, numbers))
@@ -53,7 +54,7 @@ def likeness(module: nn.Module, input: Tensor, place: int) -> Likeness:
 
 
 def _settings(module: nn.Module, numbers: dict[int, int]) -> Hashable:
-    """A module's own attributes, its children aside."""
+    """A module's attributes without its children."""
     return tuple((name, _value(value, numbers)) for name, value in vars(module).items() if name != "_modules")
 
 
@@ -74,7 +75,7 @@ def _value(value: Any, numbers: dict[int, int]) -> Hashable:
 
 
 def _tensor(tensor: Tensor, numbers: dict[int, int]) -> Hashable:
-    """Its kind, and how it is shared: tensors are numbered as they are met."""
+    """A tensor's kind and identity; tensors are numbered in the order in which they are found."""
     number = numbers.setdefault(id(tensor), len(numbers))
     kind = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
     return type(tensor), kind, number

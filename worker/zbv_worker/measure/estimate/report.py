@@ -1,4 +1,4 @@
-"""Everything that an estimate found: for people, and as JSON."""
+"""An estimate's numbers, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.table import Table
 from zbv_worker.measure.estimate.estimate import Estimate
 
 
-def report_json(layers: Sequence[Estimate], stages: Sequence[Estimate]) -> dict[str, Any]:
-    """Bytes and floating-point operations of one microbatch."""
+def estimate_json(layers: Sequence[Estimate], stages: Sequence[Estimate]) -> dict[str, Any]:
+    """Memory and floating-point operations of one microbatch, in bytes."""
     return {
         "layers": [_json(estimate) for estimate in layers],
         "stages": [_json(estimate) for estimate in stages],
@@ -24,9 +24,9 @@ def _json(estimate: Estimate) -> dict[str, Any]:
 
 
 def held_table(title: str, estimates: Sequence[Estimate], *, recomputed: bool = False) -> Table:
-    """What is held of a microbatch, and always; with ``recomputed``, of layers that are."""
+    """Memory held per microbatch and all the time; with ``recomputed``, of recomputed layers."""
     shown = _table(f"{title}: MB")
-    for column in ("after F", "after I", "after W", "within", "always"):
+    for column in ("after F", "after I", "after W", "workspace", "static"):
         shown.add_column(column, justify="right", no_wrap=True)
     for names, estimate in _runs(estimates):
         walked = estimate.recomputed if recomputed else None
@@ -37,7 +37,7 @@ def held_table(title: str, estimates: Sequence[Estimate], *, recomputed: bool = 
 
 
 def flops_table(title: str, estimates: Sequence[Estimate]) -> Table:
-    """What is computed."""
+    """Parameters, output size and operations."""
     shown = _table(title)
     for column in ("parameters", "output MB", "F GFLOP", "I", "W"):
         shown.add_column(column, justify="right", no_wrap=True)
@@ -60,7 +60,7 @@ def _table(title: str) -> Table:
 
 
 def _runs(estimates: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
-    """Neighbours that differ in nothing but their name share a line."""
+    """Estimates in runs that differ only in their names, with the name of each run."""
     runs: list[list[Estimate]] = []
     for estimate in estimates:
         if runs and _unnamed(runs[-1][0]) == _unnamed(estimate):

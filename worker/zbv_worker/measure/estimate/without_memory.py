@@ -1,8 +1,7 @@
-"""Modules and tensors that have shapes and no memory, so that a model of any size fits.
+"""Modules and tensors with shapes but without memory, so that models of any size fit.
 
-A module is built on the meta device, which PyTorch's modules can do, and its tensors are then said to be on
-the CPU by FakeTensorMode: operators choose the kernels of a CPU and autograd saves what it would save there,
-but nothing is computed.
+A module is built on the meta device. FakeTensorMode then makes its tensors appear to be on the CPU: operators
+select CPU kernels and autograd saves what it would save there, but nothing is computed.
 """
 
 from __future__ import annotations
@@ -29,40 +28,40 @@ CPU = torch.device("cpu")
 _META = torch.device("meta")
 _INSTEAD = "Measure this model instead: `zbv-worker profile`."
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_KEEP_UNTOLD = {torch.ops.aten.mkldnn_rnn_layer}
-"""Operators that keep something for their backward without saying how much (an LSTM of oneDNN)."""
+_UNKNOWN_MEMORY = {torch.ops.aten.mkldnn_rnn_layer}
+"""Operators that keep memory of unknown size for their backward (an LSTM of oneDNN)."""
 
 
 def built(build: Callable[[torch.device], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    """A module without memory.
+    """Build a module without memory.
 
     Parameters
     ----------
     build
-        Makes it on the device that it is given.
+        Builds it on a given device.
     """
     try:
         with _META:
             module = build(_META)
-    except Exception:  # as of initial values that are looked at: then they have to be there for a moment
+    except Exception:  # some models read their initial values, so build those with memory for a moment
         module = build(CPU)
-    imitated = _Imitated(mode)
+    fake = _FakeTensors(mode)
     for child in module.modules():
         for tensors in cast("tuple[dict[str, Any], ...]", (child._parameters, child._buffers)):
             for name, tensor in tensors.items():
-                tensors[name] = imitated.all_in(tensor)
+                tensors[name] = fake.all_in(tensor)
         for name, value in vars(child).items():
             if name not in _REGISTERED:
-                vars(child)[name] = imitated.all_in(value)
+                vars(child)[name] = fake.all_in(value)
     return module
 
 
-class _Imitated:
-    """Tensors without memory in place of those on the meta device; one for one, so that ties stay."""
+class _FakeTensors:
+    """Replaces tensors on the meta device by fake CPU tensors; one for one, so that ties stay."""
 
     def __init__(self, mode: FakeTensorMode):
         self._mode = mode
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, whose id must stay its own
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # keeps originals alive, so ids stay unique
 
     def __call__(self, tensor: Tensor) -> Tensor:
         found = self._known.get(id(tensor))
@@ -71,7 +70,7 @@ class _Imitated:
         return found[1]
 
     def all_in(self, value: Any) -> Any:
-        """The same with the tensors in it replaced, and in lists, tuples and dictionaries in it."""
+        """Replace a tensor, or the tensors in nested lists, tuples and dictionaries."""
         if isinstance(value, Tensor):
             return self(value)
         if type(value) in (list, tuple):
@@ -92,15 +91,15 @@ class _Imitated:
 
 @contextmanager
 def without_values(what: str) -> Iterator[None]:
-    """Names what fails, above all for asking a tensor without memory for its values.
+    """Adds a description to errors, above all to those from reading values of a tensor without memory.
 
     Raises
     ------
     InvalidRun
-        In place of whatever was raised.
+        In place of any exception.
     """
     try:
-        with _OnlyTold(what), _unlogged():
+        with _RefuseUnknownMemory(what), _unlogged():
             yield
     except InvalidRun:
         raise
@@ -112,19 +111,19 @@ def without_values(what: str) -> Iterator[None]:
         UnsupportedOperatorException,
     ) as error:
         raise InvalidRun(
-            f"{what} depends on the values of tensors (it uses {error.func}), and here they have none. "
+            f"{what} depends on the values of tensors (it uses {error.func}), but an estimate has none. "
             f"{_INSTEAD}"
         ) from error
     except Exception as error:
         raise InvalidRun(
-            f"{what} raised {raised(error)}. If it does not where tensors have values, as they have none "
-            f"here: {_INSTEAD[0].lower()}{_INSTEAD[1:]}"
+            f"{what} raised {raised(error)}. Perhaps because tensors have no values in an estimate: "
+            f"{_INSTEAD[0].lower()}{_INSTEAD[1:]}"
         ) from error
 
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """torch logs the traceback of what it cannot run without values; here it is raised, and told once."""
+    """Silence torch's log of operators that need values; the exception is reported instead."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -134,8 +133,8 @@ def _unlogged() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _OnlyTold(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Refuses operators of which nobody knows what they keep."""
+class _RefuseUnknownMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Refuses operators that keep an unknown amount of memory."""
 
     def __init__(self, what: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -144,16 +143,16 @@ class _OnlyTold(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, unless it is one of them."""
-        if func._overloadpacket in _KEEP_UNTOLD:
+        """Run the operator, or refuse it."""
+        if func._overloadpacket in _UNKNOWN_MEMORY:
             raise InvalidRun(
-                f"{self._what} uses {func}, which does not say how much it keeps for its backward. {_INSTEAD}"
+                f"{self._what} uses {func}, which keeps memory of unknown size for its backward. {_INSTEAD}"
             )
         return func(*args, **(kwargs or {}))
 
 
 class NumbersAreOne(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Within it, whoever asks a tensor for its number gets 1: optimizers ask for the count of their steps."""
+    """A context in which reading a number from a tensor returns 1: optimizers read their step count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -161,7 +160,7 @@ class NumbersAreOne(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, unless it reads a number."""
+        """Run the operator, or return 1 instead of reading a number."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))

@@ -25,7 +25,7 @@ from zbv_worker.host.inventory import versions
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.profile.profile import LinkProfile, RankProfile, StageProfile, read_rank
 from zbv_worker.measure.profile.report import print_report, report_json
-from zbv_worker.model.protocol import ModelSpec
+from zbv_worker.model.spec import ModelSpec
 
 Device = Literal["cuda", "cpu"]
 

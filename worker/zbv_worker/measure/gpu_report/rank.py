@@ -21,16 +21,19 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, StepResult
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_stages
-from zbv_worker.host.local_ranks import keep_freed_memory, pin_to_core
+from zbv_worker.host.cores import keep_freed_memory, pin_to_core
 from zbv_worker.measure.gpu_report.gpu_report import Device, ReportOptions, Timed
 from zbv_worker.measure.profile.profile import ProfileOptions, rank_json
 from zbv_worker.measure.profile.rank import RankProfiler
-from zbv_worker.model.protocol import ModelSpec, PipelineModel, build_stage
+from zbv_worker.model.checks import build_stage
+from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.transport.channels import Transport, key_of
-from zbv_worker.transport.distributed import Backend, DistributedTransport, World, select_device
+from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.world import Backend, World, select_device
 
 Gradients = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Measured layers as a problem whose cut is left to the planner."""
+"""Turns measured layers into a problem that the planner divides into stages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-from zbv_worker.measure.estimate.document import layered_document
+from zbv_worker.measure.problems import layer_json, layered_document
 from zbv_worker.measure.profile.links import fit
 from zbv_worker.measure.profile.profile import LayerProfile, ProfileOptions, RankProfile, Spread, StageProfile
 
 _MICRO = 1e6
-_TIMES = ("forward", "backward_input", "backward_weight", "backward")
 
 
 def to_layered_document(
     options: ProfileOptions, ranks: Sequence[RankProfile], *, is_tied: bool = False
 ) -> dict[str, Any]:
-    """The problem that the measurements of layers describe: times in us, memory in bytes."""
+    """The problem of measured layers: times in us, memory in bytes."""
     layers = as_kinds(layers_of(ranks))
     document = layered_document(
         [_layer_json(layer) for layer in layers],
@@ -34,15 +33,16 @@ def to_layered_document(
 
 
 def layers_of(ranks: Sequence[RankProfile]) -> list[LayerProfile]:
-    """All layers in model order."""
+    """The measured layers of all ranks, in model order."""
     return sorted((layer for rank in ranks for layer in rank.layers), key=lambda layer: layer.kept.stage)
 
 
 def as_kinds(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
-    """The same layers, those of one kind with the mean of their times.
+    """The same layers, with times averaged over layers of one kind.
 
-    Of one kind are layers whose names differ in their number only (``block.3``) and that hold the same to the
-    byte. What their times differ by is noise, which a planner would take for a reason to cut somewhere.
+    Layers are of one kind if their names differ only in the number (``block.3``) and they hold the same
+    memory to the byte. Differences between their times are noise, which the planner would mistake for reasons
+    to cut.
     """
     kinds: defaultdict[Hashable, list[LayerProfile]] = defaultdict(list)
     for layer in layers:
@@ -51,12 +51,8 @@ def as_kinds(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
 
 
 def _kind(layer: LayerProfile) -> Hashable:
-    held = [None if each is None else _held(each) for each in (layer.kept, layer.recomputed)]
+    held = [None if each is None else each.memory for each in (layer.kept, layer.recomputed)]
     return layer.name.rstrip("0123456789"), *held, layer.static, layer.output_bytes
-
-
-def _held(found: StageProfile) -> tuple[int, ...]:
-    return found.held_after_forward, found.held_after_input, found.held_after_weight, found.workspace
 
 
 def _averaged(layer: LayerProfile, kind: Sequence[LayerProfile]) -> LayerProfile:
@@ -83,33 +79,24 @@ def _mean(spreads: Sequence[Spread]) -> Spread:
 
 
 def _layer_json(layer: LayerProfile) -> dict[str, Any]:
-    found = {
-        "name": layer.name,
-        **_measured_json(layer.kept, layer.static.total),
-        "parameters_bytes": layer.static.parameters,
-        "output_bytes": layer.output_bytes,
-    }
-    again = layer.recomputed
-    if again is not None and again.held_after_forward < layer.kept.held_after_forward:
-        found["recompute"] = _measured_json(again, layer.static.total)
-    return found
+    again = None if layer.recomputed is None else (_times(layer.recomputed), layer.recomputed.memory)
+    return layer_json(
+        layer.name, layer.static, layer.output_bytes, (_times(layer.kept), layer.kept.memory), again
+    )
 
 
-def _measured_json(found: StageProfile, static: int) -> dict[str, Any]:
-    return {
-        **{name: round(getattr(found, name).median * _MICRO, 1) for name in _TIMES},
-        "memory": {
-            "forward": found.held_after_forward,
-            "backward_input": found.held_after_input - found.held_after_forward,
-            "backward_weight": -found.held_after_input,
-            "static": static,
-            "workspace": found.workspace,
-        },
+def _times(found: StageProfile) -> dict[str, float]:
+    spreads = {
+        "forward": found.forward,
+        "backward_input": found.backward_input,
+        "backward_weight": found.backward_weight,
+        "backward": found.backward,
     }
+    return {name: round(spread.median * _MICRO, 1) for name, spread in spreads.items()}
 
 
 def _transfers(ranks: Sequence[RankProfile]) -> dict[str, Any]:
-    """What a transfer costs, whatever its size: one line through the transfers of all links."""
+    """The costs of transfers of any size: a line fitted through the transfers of all links."""
     samples = [sample for rank in ranks for link in rank.links for sample in link.samples]
     if not samples:  # one rank
         return {"p2p": 0.0}
@@ -121,7 +108,7 @@ def _transfers(ranks: Sequence[RankProfile]) -> dict[str, Any]:
 
 
 def _limit(options: ProfileOptions, layers: Sequence[LayerProfile], receives: float) -> float | None:
-    """As if every rank had an even share of the layers: see :attr:`ProfileOptions.memory_limit_fraction`."""
+    """Each rank's limit for equal shares of layers; see :attr:`ProfileOptions.memory_limit_fraction`."""
     fraction, p = options.memory_limit_fraction, options.pp_degree
     if fraction is None:
         return None

@@ -1,8 +1,8 @@
-"""Measures a model's stages on this machine and makes a planning problem of them.
+"""Measures a model's stages on this machine and turns them into a planning problem.
 
-p local ranks are started, and measure at the same time: ranks share caches and memory bandwidth, so a stage
-alone on the machine would look faster than it will be. What a rank measures is in
-:mod:`zbv_worker.measure.profile.rank`; here the ranks are started and their answers are put together.
+p local ranks measure at the same time, because ranks share caches and memory bandwidth: a stage alone on the
+machine would be faster than in the pipeline. A rank's measurement is in
+:mod:`zbv_worker.measure.profile.rank`; this module starts the ranks and combines their results.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from statistics import median
 
 from pydantic import TypeAdapter
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem, Units
+from zbv_solver.problem.problem import Costs, Problem, Units
 
-from zbv_worker.execution.split_backward import SplitShare
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.model.protocol import ModelSpec
-from zbv_worker.transport.distributed import Backend
+from zbv_worker.measure.problems import plan_memory
+from zbv_worker.measure.stage_memory import StageMemory, StaticBytes
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.transport.world import Backend
 
 PROGRESS_MARK = "measured"
-"""A rank prints a line that begins so after every round."""
+"""The beginning of the line that a rank prints after every round."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,14 @@ class ProfileOptions:
     Attributes
     ----------
     repeats
-        Rounds that are measured, after warm-up; the median counts.
+        Rounds to measure after the warm-up; the problem uses the median.
     by_layer
-        Whether the model's layers are measured one by one, in place of its stages.
+        Whether to measure the model's layers one by one, instead of its stages.
     recompute
-        Whether every layer is measured recomputed, too; needs ``by_layer``.
+        Whether to measure every layer with recomputation as well; needs ``by_layer``.
     memory_limit_fraction
-        Each rank's limit: its static memory plus this fraction of the activations that 1F1B holds on its
-        fullest rank. None for no limit.
+        Sets each rank's limit to its static memory plus this fraction of the activations that 1F1B holds on
+        its fullest rank. None for no limit.
     timeout
         Seconds that a rank waits for another.
     """
@@ -59,32 +61,32 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class Spread:
-    """A time that was measured repeatedly, in seconds: the middle one, and the one that a tenth exceed."""
+    """The median and the 90th percentile of a repeatedly measured time, in seconds."""
 
     median: float
     p90: float
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """The spread of some measurements."""
+        """The spread of some measurements, in seconds."""
         ordered = sorted(seconds)
         return cls(median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 9 // 10)])
 
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One stage, or one layer: its times, and memory in bytes.
+    """Times and memory of one stage or layer; memory in bytes.
 
     Attributes
     ----------
     stage
-        Its number; of a layer, its place in the model.
+        The stage's index; for a layer, its index in the model.
     held_after_forward, held_after_input, held_after_weight
-        Of a microbatch, after F, after I and after W.
+        Memory held per microbatch after F, I and W.
     workspace
-        Beyond what is held before or after an action, while one runs: the most of F, I, W and B.
+        The largest temporary memory of F, I, W and B.
     split
-        How much of the weight gradients W computes; None without trainable parameters.
+        The share of the weight gradients that W computes; None without trainable parameters.
     """
 
     stage: int
@@ -98,46 +100,26 @@ class StageProfile:
     workspace: int = 0
     split: SplitShare | None = None
 
-
-@dataclass(frozen=True)
-class StaticBytes:
-    """What a rank holds all the time, in bytes.
-
-    Attributes
-    ----------
-    buffers
-        Of the modules (running statistics).
-    receives
-        Buffers of receives that are posted ahead.
-    workspace
-        What an action needs only while it runs; one runs at a time, so the largest.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    buffers: int = 0
-    receives: int = 0
-    workspace: int = 0
-
     @property
-    def total(self) -> int:
-        """Their sum, the problem's ``static``."""
-        return sum(asdict(self).values())
+    def memory(self) -> StageMemory:
+        """The memory alone."""
+        return StageMemory(
+            self.held_after_forward, self.held_after_input, self.held_after_weight, self.workspace
+        )
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer, measured as a stage of its own.
+    """One layer, measured as if it were a stage.
 
     Attributes
     ----------
     recomputed
-        The same with activations computed again in the backward; None where that was not asked for.
+        Times and memory with recomputed activations; None if that was not measured.
     static
-        Of the layer alone; ``receives`` and ``workspace`` are 0.
+        Static memory of the layer; ``receives`` and ``workspace`` are 0.
     output_bytes
-        Of one microbatch; of the last layer, the loss.
+        Size of one microbatch's output; for the last layer, of the loss.
     """
 
     name: str
@@ -149,7 +131,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class LinkSample:
-    """Transfers of one size."""
+    """Measured transfers of one size."""
 
     bytes: int
     seconds: Spread
@@ -157,8 +139,9 @@ class LinkSample:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """Transfers from one rank to another, and what they say: latency in seconds, and bandwidth in bytes per
-    second (None where larger transfers took no longer).
+    """Measured transfers from one rank to another, and a line fitted through them.
+
+    Latency is in seconds, bandwidth in bytes per second (None if larger transfers took no longer).
     """
 
     sender: int
@@ -170,18 +153,18 @@ class LinkProfile:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes
     ----------
     stages
-        Empty where layers were measured.
+        Empty if layers were measured.
     static
-        What the rank held all the time while it measured.
+        Memory that the rank held all the time.
     p2p
-        One way, in seconds, by boundary, of those whose measurement this rank timed.
+        One-way times in seconds, by boundary, for the boundaries that this rank timed.
     links
-        Those that this rank timed.
+        The links that this rank timed.
     """
 
     rank: int
@@ -196,34 +179,34 @@ _RANK_PROFILE = TypeAdapter(RankProfile)
 
 
 def read_rank(text: str) -> RankProfile:
-    """Read what :func:`rank_json` wrote."""
+    """Read a rank's measurements from :func:`rank_json`."""
     return _RANK_PROFILE.validate_json(text)
 
 
 def rank_json(found: RankProfile) -> str:
-    """A rank's measurements as JSON."""
+    """Convert a rank's measurements to JSON."""
     return _RANK_PROFILE.dump_json(found).decode()
 
 
 def profile(options: ProfileOptions, on_round: Callable[[int], None] | None = None) -> Problem:
-    """Measure, and return the problem: times in us, memory in bytes. See :func:`measure_ranks`."""
+    """Measure a model and return the problem: times in us, memory in bytes. See :func:`measure_ranks`."""
     return to_problem(options, measure_ranks(options, on_round))
 
 
 def measure_ranks(
     options: ProfileOptions, on_round: Callable[[int], None] | None = None
 ) -> list[RankProfile]:
-    """Measure with one process per rank; what each found, by rank.
+    """Measure with one process per rank; returns the measurements by rank.
 
     Parameters
     ----------
     on_round
-        Called with the number of finished rounds whenever it may have grown.
+        Called with the number of finished rounds whenever it may have changed.
 
     Raises
     ------
     LaunchError
-        When a rank fails, with the end of its log.
+        If a rank fails; includes the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="zbv-profile-") as name:
         folder = Path(name)
@@ -241,12 +224,10 @@ def measure_ranks(
 
 
 def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem:
-    """The problem that the ranks' measurements describe, placement v."""
+    """The problem of measured stages, with placement v."""
     placement = Placement.of("v", options.pp_degree)
     stages = sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
     p2p = {boundary: spread.median for rank in ranks for boundary, spread in rank.p2p.items()}
-    held = tuple(float(stage.held_after_forward) for stage in stages)
-    between = tuple(float(stage.held_after_input) for stage in stages)
     static = tuple(float(rank.static.total) for rank in sorted(ranks, key=lambda rank: rank.rank))
     return Problem(
         placement=placement,
@@ -258,24 +239,19 @@ def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem
             backward=_microseconds([stage.backward.median for stage in stages]),
             p2p=_microseconds([p2p.get(boundary, 0.0) for boundary in range(placement.n_stages - 1)]),
         ),
-        memory=Memory(
-            forward=held,
-            backward_input=tuple(after - before for after, before in zip(between, held, strict=True)),
-            backward_weight=tuple(-after for after in between),
-            static=static,
-            limit=_limit(options, held, static),
-        ),
+        memory=plan_memory([stage.memory for stage in stages], static, _limit(options, stages, static)),
         units=Units(time="us", memory="bytes"),
     )
 
 
 def _limit(
-    options: ProfileOptions, held: Sequence[float], static: Sequence[float]
+    options: ProfileOptions, stages: Sequence[StageProfile], static: Sequence[float]
 ) -> tuple[float, ...] | None:
-    """1F1B keeps p - r microbatches in flight on rank r, whose stage is V stages 2r and 2r + 1 together."""
+    """1F1B keeps p - r microbatches in flight on rank r, which would host stages 2r and 2r + 1 of the V."""
     fraction, p = options.memory_limit_fraction, options.pp_degree
     if fraction is None:
         return None
+    held = [float(stage.held_after_forward) for stage in stages]
     activations = max(
         min(p - rank, options.microbatches) * (held[2 * rank] + held[2 * rank + 1]) for rank in range(p)
     )

@@ -1,10 +1,10 @@
-"""What one rank measures: its stages' F, I, W and B, their memory, and transfers to its neighbour.
+"""One rank's measurement: F, I, W and B of its stages, their memory, and transfers to its neighbours.
 
 Run as ``python -m zbv_worker.measure.profile.rank REQUEST`` with torchrun's environment; writes
-``profile-RANK.json`` beside the request. The stages are measured on real activations and gradients: one
-microbatch is trained through the whole pipeline first, and every stage keeps what it was given.
+``profile-RANK.json`` next to the request. Stages are measured on real activations and gradients: the ranks
+first train one microbatch through the whole pipeline and capture every stage's tensors.
 
-Layers are measured as if each were a stage. Every rank has an even share of them, as one stage.
+Layers are measured as if each were a stage. Every rank gets an equal share of them, as one stage.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 
 from zbv_worker.errors import InvalidRun, WorkerError, said
-from zbv_worker.execution.executor import Executor
-from zbv_worker.execution.main_gradients import use_main_gradients
+from zbv_worker.execution.build_stages import build_stages
+from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.planned_cut import PlannedCut, even_partition, require_layered
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stages import build_stages
-from zbv_worker.host.local_ranks import keep_freed_memory, pin_to_core
-from zbv_worker.measure.profile.captured import Given, Seen, layers_of
+from zbv_worker.host.cores import keep_freed_memory, pin_to_core
+from zbv_worker.measure.profile.captured import Capture, Captured, split_into_layers
 from zbv_worker.measure.profile.links import LinkProfiler
 from zbv_worker.measure.profile.profile import (
     PROGRESS_MARK,
@@ -44,9 +43,13 @@ from zbv_worker.measure.profile.profile import (
 )
 from zbv_worker.measure.profile.stopwatch import Seconds, stopwatch
 from zbv_worker.measure.stage_memory import received_bytes, stage_memory, static_bytes, tensor_bytes
-from zbv_worker.model.protocol import ModelSpec, PipelineModel, layer_names
+from zbv_worker.model.checks import layer_names
+from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.transport.channels import Transport, key_of
-from zbv_worker.transport.distributed import DistributedTransport, World, select_device
+from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.world import World, select_device
 
 _Times = tuple[Spread, Spread, Spread, Spread]
 
@@ -60,7 +63,7 @@ class RankProfiler:
     Raises
     ------
     InvalidRun
-        When layers are to be measured of a model that has none, or fewer than ranks.
+        If layers are to be measured, but the model has none, or fewer than there are ranks.
     """
 
     def __init__(self, options: ProfileOptions, transport: Transport, device: torch.device):
@@ -80,43 +83,45 @@ class RankProfiler:
         self._keys = [key_of(channel) for channel in channels(self._problem, orders)]
 
     def measure(self) -> RankProfile:
-        """Train one microbatch, then measure; every rank does the same at the same time."""
+        """Train one microbatch, then measure; collective over all ranks."""
         transport, timeout = self._transport, self._options.timeout
         transport.open(self._keys, timeout)
-        # m = 1 here: a microbatch costs the same whatever its gradients are scaled by.
+        # With m = 1: the scale of gradients does not affect a microbatch's costs.
         stages = build_stages(self._model, self._plan, self._device)
         for stage in stages.values():
-            use_main_gradients(stage.module.parameters())  # as training does
-        seen = {index: Seen(stage) for index, stage in stages.items()}
+            use_main_gradients(stage.module.parameters())  # as in training
+        captures = {index: Capture(stage) for index, stage in stages.items()}
+        options = ExecutorOptions(look_ahead=1)
         Executor(
-            self._plan, stages, self._model, transport, device=self._device, timeout=timeout, look_ahead=1
+            self._plan, stages, self._model, transport, device=self._device, timeout=timeout, options=options
         ).step(0)
-        given = {index: each.release() for index, each in seen.items()}
-        receives = received_bytes(
-            self._problem.placement,
-            transport.rank,
-            {index: each.input for index, each in given.items()},
-            {index: each.gradient for index, each in given.items()},
-        )
+        captured = {index: each.release() for index, each in captures.items()}
+        sizes = {
+            index: (tensor_bytes([each.input]), tensor_bytes([each.gradient]))
+            for index, each in captured.items()
+        }
+        receives = received_bytes(self._problem.placement, transport.rank, sizes)
         layers: tuple[LayerProfile, ...] = ()
         profiles: tuple[StageProfile, ...] = ()
         if self._options.by_layer:
-            layers = self._layers(given[transport.rank])
+            layers = self._layers(captured[transport.rank])
             workspace = max(layer.kept.workspace for layer in layers)
         else:
-            (profiles,) = self._profiles([given])
+            (profiles,) = self._profiles([captured])
             workspace = max(profile.workspace for profile in profiles)
         static = static_bytes(self._model, stages, receives, workspace)
-        return RankProfile(transport.rank, profiles, static, self._p2p(given), self._links(given), layers)
+        p2p, links = self._p2p(captured), self._links(captured)
+        return RankProfile(transport.rank, profiles, static, p2p, links, layers)
 
-    def _layers(self, given: Given) -> tuple[LayerProfile, ...]:
-        """The layers of this rank's stage."""
+    def _layers(self, captured: Captured) -> tuple[LayerProfile, ...]:
+        """Measure the layers of this rank's stage."""
         first = sum(map(len, (self._plan.cut.partition or ())[: self._transport.rank]))
-        kept = layers_of(given, self._model, first, len(self._names))
+        kept = split_into_layers(captured, self._model, first, len(self._names))
         variants = [kept]
         if self._options.recompute:
-            again = layers_of(given, self._model, first, len(self._names), is_recomputed=True)
-            variants.append(again)
+            variants.append(
+                split_into_layers(captured, self._model, first, len(self._names), is_recomputed=True)
+            )
         found = [dict(zip(kept, profiles, strict=True)) for profiles in self._profiles(variants)]
         return tuple(
             LayerProfile(
@@ -129,8 +134,8 @@ class RankProfiler:
             for at, each in kept.items()
         )
 
-    def _profiles(self, variants: Sequence[Mapping[int, Given]]) -> list[tuple[StageProfile, ...]]:
-        """Memory and times of stages, or of layers, in each variant."""
+    def _profiles(self, variants: Sequence[Mapping[int, Captured]]) -> list[tuple[StageProfile, ...]]:
+        """Measure memory and times of stages, or of layers, in each variant."""
         held = [
             {
                 index: stage_memory(each.stage, each.input, each.target, each.gradient, self._device)
@@ -150,8 +155,8 @@ class RankProfiler:
             for number, variant in enumerate(variants)
         ]
 
-    def _times(self, variants: Sequence[Mapping[int, Given]]) -> list[dict[int, _Times]]:
-        """F, I, W and B of every stage, by variant."""
+    def _times(self, variants: Sequence[Mapping[int, Captured]]) -> list[dict[int, _Times]]:
+        """Measure F, I, W and B of every stage in each variant."""
         measured: dict[tuple[int, int, str], list[float]] = defaultdict(list)
         gc.collect()
         for turn in range(_WARM_UP + self._options.repeats):
@@ -182,48 +187,49 @@ class RankProfiler:
             for number, variant in enumerate(variants)
         ]
 
-    def _round(self, given: Mapping[int, Given]) -> list[tuple[tuple[int, str], Seconds]]:
-        """Times of some actions, in an order as plans have it.
+    def _round(self, captured: Mapping[int, Captured]) -> list[tuple[tuple[int, str], Seconds]]:
+        """Time some actions, in an order as in plans.
 
-        All stages and several microbatches take turns: a stage that runs again and again finds its weights
-        and activations in the cache, which in a pipeline it never does.
+        All stages and several microbatches take turns: a stage that runs repeatedly would find its weights
+        and activations in the cache, which never happens in a pipeline.
         """
         found = []
         for split, letters in ((True, "FIW"), (False, "FB")):
             for letter in letters:
                 for j in range(_IN_FLIGHT):
-                    for index, each in given.items():
+                    for index, each in captured.items():
                         seconds = self._stopwatch.time(_action(each, letter, j, split=split))
                         found.append(((index, letter), seconds))
         return found
 
-    def _p2p(self, given: Mapping[int, Given]) -> dict[int, Spread]:
-        """One way of what crosses a boundary, there and back alike; on the rank that times it."""
+    def _p2p(self, captured: Mapping[int, Captured]) -> dict[int, Spread]:
+        """One-way times of the tensors at each boundary, half of a round trip, if this rank times it."""
         found = {}
         for boundary, (near, far) in self._crossings():
             self._transport.barrier(self._options.timeout)
             if self._transport.rank not in (near, far):
                 continue
-            tensor = given[boundary].output if self._transport.rank == near else given[boundary + 1].input
+            output = captured.get(boundary)
+            tensor = output.output if output is not None else captured[boundary + 1].input
             trips = self._link_profiler.round_trips(near, far, tensor.nbytes, tensor.nbytes)
             if trips:
                 found[boundary] = Spread.of([trip / 2 for trip in trips])
         return found
 
-    def _links(self, given: Mapping[int, Given]) -> tuple[LinkProfile, ...]:
-        """Both directions of every pair of neighbours that this rank is the first of."""
+    def _links(self, captured: Mapping[int, Captured]) -> tuple[LinkProfile, ...]:
+        """Both directions of every pair of neighbours, if this rank is the first of the pair."""
         found: list[LinkProfile] = []
         pairs = {tuple(sorted(ranks)): boundary for boundary, ranks in self._crossings()}
         for (near, far), boundary in sorted(pairs.items()):
             self._transport.barrier(self._options.timeout)
-            mine = [each for index, each in given.items() if index in (boundary, boundary + 1)]
+            mine = [each for index, each in captured.items() if index in (boundary, boundary + 1)]
             if self._transport.rank in (near, far):
                 tensor = mine[0].output if mine[0].stage.index == boundary else mine[0].input
                 found += self._link_profiler.links(near, far, tensor.nbytes)
         return tuple(found)
 
     def _crossings(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The boundaries between ranks, and the ranks on both sides."""
+        """The boundaries between ranks, with the ranks on both sides."""
         rank_of = self._problem.placement.rank_of
         for boundary in range(self._problem.n_stages - 1):
             near, far = rank_of[boundary], rank_of[boundary + 1]
@@ -231,11 +237,11 @@ class RankProfiler:
                 yield boundary, (near, far)
 
 
-def _action(given: Given, letter: str, microbatch: int, *, split: bool) -> Callable[[], object]:
-    """An action of a stage on what the stage was given."""
-    stage, gradient = given.stage, given.gradient
+def _action(captured: Captured, letter: str, microbatch: int, *, split: bool) -> Callable[[], object]:
+    """An action of a stage on its captured tensors."""
+    stage, gradient = captured.stage, captured.gradient
     actions: dict[str, Callable[[], object]] = {
-        "F": lambda: stage.forward(microbatch, given.input, given.target, split=split),
+        "F": lambda: stage.forward(microbatch, captured.input, captured.target, split=split),
         "I": lambda: stage.backward_input(microbatch, gradient),
         "W": lambda: stage.backward_weight(microbatch),
         "B": lambda: stage.backward(microbatch, gradient),
@@ -247,8 +253,8 @@ def _layer_names(model: PipelineModel, options: ProfileOptions) -> tuple[str, ..
     names = layer_names(require_layered(model))
     if len(names) < options.pp_degree:
         raise InvalidRun(
-            f"found {len(names)} layers and {options.pp_degree} ranks; every rank measures a layer at least. "
-            f"Measure with fewer ranks, or by stages."
+            f"found {len(names)} layers and {options.pp_degree} ranks; every rank needs at least one layer. "
+            f"Use fewer ranks, or measure stages instead of layers."
         )
     return names
 
@@ -291,5 +297,5 @@ def main(request: Path) -> None:
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]))
-    except WorkerError as error:  # its message says it all
+    except WorkerError as error:  # a clear message, no traceback
         sys.exit(said(error))

@@ -1,1 +1,4 @@
-"""Runs a plan with real transfers and sleeps in place of compute, and holds it against what was planned."""
+"""``zbv-worker rehearse``: runs a plan with real transfers and sleeps instead of compute, without a model.
+
+Traces of training runs are in :mod:`zbv_worker.tracing`.
+"""

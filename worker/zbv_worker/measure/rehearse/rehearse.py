@@ -18,17 +18,18 @@ from zbv_solver.documents.files import write
 
 from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, StepResult
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import SECONDS, WholePlan
-from zbv_worker.host.local_ranks import keep_freed_memory
+from zbv_worker.host.cores import keep_freed_memory
 from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage, sharpen_timer
 from zbv_worker.tracing.clocks import DEFAULT_CLOCK, Alignment, Clock, find_offsets
 from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.distributed import DistributedTransport, World
+from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.world import World
 
 DEFAULT_STEPS = 5
 DEFAULT_BYTES = 1 << 16
@@ -164,8 +165,7 @@ class Rehearsal:
             transport,
             device=_CPU,
             timeout=options.timeout,
-            look_ahead=options.look_ahead,
-            clock=self._clock,
+            options=ExecutorOptions(look_ahead=options.look_ahead, clock=self._clock),
         )
         steps = []
         spent = CpuUse()

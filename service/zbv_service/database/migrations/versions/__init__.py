@@ -1,1 +1,1 @@
-"""One module per version; each names the one before it."""
+"""One module per version; each names its predecessor."""

@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """A run's plan may come later, and change; a table of what ranks leave behind."""
+    """Let a run get its plan later and change it; add a table for artifacts of ranks."""
     with op.batch_alter_table("runs") as runs:
         runs.alter_column("plan_id", existing_type=sa.String(64), nullable=True)
         runs.add_column(sa.Column("search_id", sa.String(32)))

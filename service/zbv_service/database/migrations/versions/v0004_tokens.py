@@ -1,4 +1,4 @@
-"""Tokens, and who asked for a search or a run."""
+"""Tokens, and the creators of searches and runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _moment = sa.DateTime(timezone=True)
 
 
 def upgrade() -> None:
-    """A table of tokens; searches and runs note the name of the token that asked for them."""
+    """Add a table of tokens; searches and runs store the name of the token that created them."""
     op.create_table(
         "tokens",
         sa.Column("id", sa.String(16), primary_key=True),

@@ -1,4 +1,4 @@
-"""Events of searches, keys of requests, and columns that lists are filtered by."""
+"""Events of searches, Idempotency-Keys, and columns for the filters of lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _moment = sa.DateTime(timezone=True)
 
 
 def upgrade() -> None:
-    """Add them, and fill them in for the searches and plans that are there."""
+    """Add them, and fill them in for existing searches and plans."""
     op.create_table(
         "search_events",
         sa.Column("search_id", sa.String(32), sa.ForeignKey("searches.id"), primary_key=True),
@@ -62,7 +62,7 @@ def _widen_searches() -> None:
 
 
 def _fill_searches() -> None:
-    """Columns from the summary; one event that says how far a search is."""
+    """Fill columns from the summary, and add one event with the state of each search."""
     names = ("id", "state", "summary", "attempts", "cancel_requested", "updated_at", *_FOUND)
     searches = sa.table(
         "searches",
@@ -121,7 +121,7 @@ def _widen_plans() -> None:
 
 
 def _problem_key(packed: bytes) -> str:
-    """The hash of a plan's problem; of an unreadable one, the hash of nothing."""
+    """The hash of a plan's problem; the hash of an empty text if the plan is unreadable."""
     try:
         problem = json.loads(zlib.decompress(packed))["problem"]
     except (zlib.error, ValueError, KeyError, TypeError):

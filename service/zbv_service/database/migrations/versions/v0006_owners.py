@@ -1,4 +1,4 @@
-"""Owners of agents, the local token behind a session, and Idempotency-Keys of more than searches."""
+"""Owners of agents, the local token behind a session, and Idempotency-Keys for runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ depends_on = None
 def upgrade() -> None:
     """Add the columns.
 
-    Agents that are registered already have no owner: nobody knows which token registered them. The first
-    token that acts for such an agent becomes its owner, so that runs under way survive the upgrade.
-    Browsers that signed in with a local token have to sign in again.
+    Existing agents have no owner, because the token that registered them is unknown. The first token that
+    acts for such an agent becomes its owner, so that active runs survive the upgrade. Browsers that signed in
+    with a local token must sign in again.
     """
     with op.batch_alter_table("agents") as agents:
         agents.add_column(sa.Column("owner", sa.String(16)))

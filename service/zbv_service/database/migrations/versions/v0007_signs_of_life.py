@@ -1,4 +1,4 @@
-"""Services that listen to agents, what agents allow, failures that runs keep, and indexes of lists."""
+"""Services that listen to agents, permissions of agents, failures of runs, and indexes for lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _moment = sa.DateTime(timezone=True)
 
 
 def upgrade() -> None:
-    """Add the columns. Existing searches do not say who asked for them, so cancelling a run keeps them."""
+    """Add the columns. Existing searches have no known requester, so cancelling a run keeps them."""
     op.create_table(
         "listeners",
         sa.Column("id", sa.String(32), primary_key=True),

@@ -1,4 +1,4 @@
-"""Turns of searches in the queue, uses of plans, and indexes for what retention looks up."""
+"""Turns of searches in the queue, last uses of plans, and indexes for retention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INDEXES = (
 
 
 def upgrade() -> None:
-    """Searches that are queued already have the same turn, so the oldest of them comes first, as before."""
+    """Give all queued searches the same turn, so that the oldest starts first, as before."""
     with op.batch_alter_table("searches") as searches:
         searches.add_column(sa.Column("turn", sa.Integer))
     op.execute("UPDATE searches SET turn = 0")

@@ -1,4 +1,4 @@
-"""One search on a Dask cluster, as the service sees it."""
+"""The service's view of one search on a Dask cluster."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class DaskComputation:
     Parameters
     ----------
     look_now
-        Has the cluster looked at without waiting for the next look.
+        Polls the cluster at once.
     compute
-        Has the search computed, and waits for ``outcome``.
+        Computes the search, and waits for ``outcome``.
 
     Attributes
     ----------
     place
-        Identity of the worker that has it, once one said so.
+        Identity of the worker that computes it, once the worker has said so.
     allowed
-        Identities of the workers that may take it, once it is submitted.
+        Identities of the workers that may compute it, once it is submitted.
     """
 
     def __init__(
@@ -53,52 +53,52 @@ class DaskComputation:
         self.outcome: asyncio.Future[NewPlan] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
-        """Ask the search to return what it has, now or as soon as it begins."""
+        """Ask the search to return its best plan, now or as soon as it begins."""
         self._is_stopped = True
         self._look_now()
 
     def kill(self) -> None:
-        """Give it up: a thread cannot be ended. Its place is taken until the search stops, or its worker."""
-        self.fail(SearchCrashed("it did not stop when it was told to, and was given up"))
+        """Give the search up, because its thread cannot be killed. It occupies the thread until it stops."""
+        self.fail(SearchCrashed("it did not stop on request and was given up"))
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a worker has said that it has it."""
+        """Whether a worker has said that it computes the search."""
         return self.place is not None
 
     async def plan(self) -> NewPlan:
-        """Compute it; raises :class:`SearchCrashed`, :class:`SearchLost`, or what the search raised."""
+        """Compute the plan; raises :class:`SearchCrashed`, :class:`SearchLost`, or the search's own error."""
         return await self._compute(self)
 
     @property
     def wanted(self) -> Wanted:
-        """What its worker is told."""
+        """The request to its worker."""
         return Wanted(self._is_stopped, self._seen)
 
     def found(self, place: str, found: Found) -> None:
-        """Its worker's answer."""
+        """Take the answer of its worker."""
         self.place = place
-        # Dask may have given it to another process meanwhile, which counts from the beginning.
+        # Dask may have moved the search to another process, which numbers its reports from the beginning.
         if found.update is not None and found.number != self._seen:
             self._seen = found.number
             self._on_update(found.update)
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, unless it has ended."""
+        """End the search with an error, unless it has ended already."""
         if not self.outcome.done():
             self.outcome.set_exception(error)
 
     def take_outcome(self, submitted: asyncio.Future[NewPlan]) -> None:
-        """End it as Dask says that it has ended."""
+        """Take the outcome that Dask reports."""
         if submitted.cancelled():
-            self.fail(SearchLost("the Dask scheduler forgot it."))
+            self.fail(SearchLost("the Dask scheduler lost it."))
             return
         error = submitted.exception()
         if error is None:
             if not self.outcome.done():
                 self.outcome.set_result(submitted.result())
         elif isinstance(error, KilledWorker):
-            self.fail(SearchCrashed("every worker that had it died"))
+            self.fail(SearchCrashed("each worker that computed it died"))
         elif isinstance(error, OutOfMemory):
             self.fail(SearchCrashed("its worker ran out of memory"))
         elif isinstance(error, Evicted):

@@ -1,4 +1,4 @@
-"""A connection to a Dask scheduler, and what is known of the workers behind it."""
+"""A connection to a Dask scheduler, and the state of its workers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.25
-"""How often the cluster is looked at …"""
+"""Seconds between polls of a cluster …"""
 LOOKED_AT_PER_LOOK = 25
-"""… of this many workers; larger ones less often, so that their scheduler has other things to do as well."""
+"""… with this many workers. Larger clusters are polled less often, to limit the load on their scheduler."""
 CONNECT_SECONDS, CALL_SECONDS, CLOSE_SECONDS = 5.0, 10.0, 0.25
 
 _CLOSING = ("closing", "closing_gracefully")
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Cluster:
-    """A connection to a scheduler, and what is known of the workers behind it."""
+    """A connection to a scheduler, and the state of its workers."""
 
     def __init__(self, client: Client):
         self._client = client
@@ -69,13 +69,13 @@ class Cluster:
 
     @property
     def room(self) -> int:
-        """How many searches of this service its usable workers have threads for."""
+        """The number of searches that the usable workers have threads for."""
         usable = sum(self._threads[place] for place in self._usable)
         return max(0, usable - sum(self._others.values()))
 
     @property
     def trouble(self) -> str | None:
-        """Why no search can be computed now."""
+        """Why no search can be computed now; None if one can."""
         if self._usable:
             return None
         differing = [found for found in self._differences.values() if found is not None]
@@ -85,7 +85,7 @@ class Cluster:
 
     @property
     def look_seconds(self) -> float:
-        """How long to wait between looks."""
+        """Seconds between polls."""
         return LOOK_SECONDS * max(1.0, len(self._threads) / LOOKED_AT_PER_LOOK)
 
     @property
@@ -93,7 +93,7 @@ class Cluster:
         return [place for place in self._threads if self._differences.get(place, "") is None]
 
     async def submit(self, computation: DaskComputation, patience: float) -> NewPlan:
-        """Have a usable worker compute a search."""
+        """Submit a search to the usable workers, and return its plan."""
         computation.allowed = frozenset(self._usable)
         workers = [self._addresses[place] for place in computation.allowed]
         if not workers:
@@ -106,12 +106,12 @@ class Cluster:
         return await asyncio.wrap_future(future)
 
     async def look(self, computations: Mapping[str, DaskComputation]) -> None:
-        """Learn what the workers are and do, and exchange requests and reports with them.
+        """Poll the workers, and exchange requests and reports with them.
 
         Raises
         ------
         OSError, TimeoutError, RuntimeError
-            When the scheduler does not answer.
+            The scheduler does not answer.
         """
         if self._client.status != "running":
             raise OSError(f"the connection is {self._client.status}")
@@ -123,19 +123,19 @@ class Cluster:
         self._others = {place: count for place, count in self._others.items() if place in workers}
         for computation in computations.values():
             if computation.place is None and computation.allowed and not computation.allowed & workers.keys():
-                computation.fail(SearchLost("the workers that it waited for are gone."))
+                computation.fail(SearchLost("the workers that could compute it are gone."))
         for place in gone:
             self._differences.pop(place, None)
             await self._mourn(former[place], [c for c in computations.values() if c.place == place])
         await self._exchange(computations)
 
     async def _difference(self, address: str) -> str | None:
-        """What keeps a worker from being used: other versions than this service's own."""
+        """Why a worker cannot be used: its versions differ from this service's. None if they match."""
         try:
             found = await self._on_worker(address, welcome)
         except (OSError, TimeoutError, RuntimeError):
             raise
-        except Exception as error:  # an import that fails, most often; whatever it is, it is said once
+        except Exception as error:  # most often an import fails; any error is logged once
             difference = f"it cannot load zbv: {error}"
         else:
             different = [name for name, value in self._mine.items() if found.get(name) != value]
@@ -147,7 +147,10 @@ class Cluster:
         return difference
 
     async def _mourn(self, address: str, computations: list[DaskComputation]) -> None:
-        """A worker is gone. One that Dask closes says so before; else its search may have been why."""
+        """End the searches of a worker that is gone.
+
+        If Dask closed the worker, the worker has said so before. Otherwise a search may have been the reason.
+        """
         if not computations:
             return
         events = await self._call(lambda: self._scheduler.events(topic=address))
@@ -170,7 +173,7 @@ class Cluster:
             if place not in self._asking and self._differences.get(place) is None:
                 self._asking[place] = asyncio.create_task(self._ask(place, address, computations))
         if self._asking:
-            # A worker that hangs must not keep the others waiting.
+            # A worker that hangs must not delay the others.
             await asyncio.wait(self._asking.values(), timeout=LOOK_SECONDS)
 
     async def _ask(self, place: str, address: str, computations: Mapping[str, DaskComputation]) -> None:
@@ -193,7 +196,7 @@ class Cluster:
             del self._asking[place]
 
     async def _on_worker(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in a worker, beside its tasks; raises what it raised."""
+        """Call a function in a worker while its tasks run; raises the function's errors."""
         answers = await self._call(
             lambda: self._client.run(function, *arguments, workers=[address], on_error="return")
         )
@@ -203,14 +206,14 @@ class Cluster:
         return answer
 
     async def _call(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Carry out a call of Dask's in its own loop, which is another thread's."""
+        """Run a coroutine of Dask in Dask's event loop, which belongs to another thread."""
 
         async def call() -> T:
             return await asyncio.wait_for(begin(), CALL_SECONDS)
 
         future = asyncio.run_coroutine_threadsafe(call(), self._loop)
         try:
-            # Waited for here as well: a loop that was stopped carries out nothing any more.
+            # The time limit here is needed too, because a stopped loop never runs the coroutine.
             return await asyncio.wait_for(asyncio.wrap_future(future), 2 * CALL_SECONDS)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -220,5 +223,5 @@ class Cluster:
 
 
 def _place(address: str, worker: Mapping[str, Any]) -> str:
-    """Names a process: one that takes another's name and address after it has a scratch folder of its own."""
+    """Identifies a process: a successor with the same name and address has another scratch folder."""
     return f"{address} {worker['local_directory']}"

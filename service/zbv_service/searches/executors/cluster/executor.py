@@ -1,11 +1,11 @@
 """Searches on a Dask cluster.
 
-The service connects out to a scheduler that its operator named, and to nothing else. Dask's connections
-carry pickled objects: whoever reaches the scheduler can run code on the cluster and in this service. So the
-scheduler belongs on a network where only its own machines are, or behind TLS with certificates of its own.
+The service connects only to the scheduler that its operator configured. Dask's connections carry pickled
+objects: anyone who reaches the scheduler can run code on the cluster and in this service. So the scheduler
+belongs on an isolated network, or behind TLS with its own certificates.
 
-Losing the scheduler loses no search: what ran is queued again with what it had found, and the connection is
-tried again, at growing intervals, for as long as the service lives.
+A lost scheduler loses no search: running searches are queued again with their best plans, and the service
+tries to reconnect at growing intervals as long as it lives.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from zbv_service.searches.executors.executor import SearchLost
 from zbv_service.searches.executors.task import SearchFunction, SearchTask
 
 LEAST_PAUSE, MOST_PAUSE = 0.25, 10.0
-"""Seconds between attempts to reach a scheduler: each pause is twice the one before."""
+"""First and longest pause in seconds between attempts to reach a scheduler; each pause doubles."""
 
 logger = logging.getLogger(__name__)
 
 
 class DaskExecutor:
-    """Computes searches on the workers of a Dask cluster that have this service's version.
+    """Computes searches on those workers of a Dask cluster that run this service's version.
 
     Parameters
     ----------
     address
-        Of the scheduler: ``tcp://host:port`` or ``tls://host:port``. TLS takes its certificates from Dask's
-        own configuration (``DASK_DISTRIBUTED__COMM__TLS__…``).
+        Address of the scheduler: ``tcp://host:port`` or ``tls://host:port``. Dask's own configuration
+        (``DASK_DISTRIBUTED__COMM__TLS__…``) has the certificates for TLS.
     most
-        Most searches of this service at the same time; None for as many as the workers have threads.
+        Most concurrent searches of this service; None for as many as the workers have threads.
     patience
-        Seconds without this service after which a worker gives its searches up.
+        A worker gives its searches up after this many seconds without contact to the service.
     """
 
     def __init__(self, address: str, most: int | None, patience: float):
@@ -46,18 +46,18 @@ class DaskExecutor:
         self._most = most
         self._patience = patience
         self._cluster: Cluster | None = None
-        self._trouble: str | None = "The Dask scheduler was not reached yet."
+        self._trouble: str | None = "The Dask scheduler has not been reached yet."
         self._computations: dict[str, DaskComputation] = {}
         self._due = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to connect; nobody waits for it."""
+        """Start connecting in the background."""
         for noisy in ("distributed", "distributed.client", "tornado"):
-            logging.getLogger(noisy).setLevel(logging.CRITICAL)  # what matters of it, this module says
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)  # this module logs the important parts
         if self._address.startswith("tcp:"):
             logger.warning(
-                "the connection to %s is not encrypted; whoever reaches it can run code", self._address
+                "the connection to %s is not encrypted; anyone who reaches it can run code", self._address
             )
         self._supervisor = asyncio.create_task(self._supervise(), name="zbv-dask")
 
@@ -70,25 +70,25 @@ class DaskExecutor:
         await self._disconnect("the service stops")
 
     def kill(self) -> None:
-        """Give up every computation; the workers do so as soon as nobody asks for it."""
+        """Give up every computation; the workers notice that nobody polls for them."""
         for computation in list(self._computations.values()):
             computation.fail(SearchLost("it did not stop in time."))
 
     @property
     def slots(self) -> int:
-        """How many searches of this service there is room for."""
+        """The number of searches of this service that can run at the same time."""
         room = 0 if self._cluster is None else self._cluster.room
         return room if self._most is None else min(room, self._most)
 
     @property
     def trouble(self) -> str | None:
-        """Why no search can be computed now."""
+        """Why no search can be computed now; None if one can."""
         return self._trouble
 
     def expect(
         self, task: SearchTask, search: SearchFunction, on_update: Callable[[Update], None]
     ) -> DaskComputation:
-        """A search that is to be computed by some worker."""
+        """Prepare a search for computation by some worker."""
         return DaskComputation(task, search, on_update, self._due.set, self._compute)
 
     async def _compute(self, computation: DaskComputation) -> NewPlan:
@@ -118,11 +118,11 @@ class DaskExecutor:
                 await self._cluster.look(self._computations)
                 self._trouble = self._cluster.trouble
                 pause = LEAST_PAUSE
-            except Exception as error:  # whatever it is, the cluster may be well again in a moment
+            except Exception as error:  # after any error the cluster may recover soon
                 self._trouble = "The Dask scheduler does not answer."
                 surprise = None if isinstance(error, (OSError, TimeoutError)) else error
                 logger.warning(
-                    "the Dask scheduler %s does not answer: %s; it is tried again in %g s",
+                    "the Dask scheduler %s does not answer: %s; trying again in %g s",
                     self._address,
                     error or "not in time",
                     pause,

@@ -1,9 +1,9 @@
-"""What runs on the workers of a Dask cluster: searches, and what the service asks about them.
+"""The code that runs on the workers of a Dask cluster: searches, and answers to the service's polls.
 
-A search leaves its newest report in a mailbox of its process. The service comes for it four times a second,
-by a call that Dask carries out beside the tasks (:func:`exchange`), and brings requests to stop along. So
-there is one way between service and workers, Dask's own: no port to open, no address to advertise, and
-whatever encrypts Dask's connections encrypts reports as well.
+A search leaves its newest report in a mailbox of its process. Four times a second the service calls
+:func:`exchange`, which Dask runs while the tasks run; it fetches reports and delivers requests to stop. So
+Dask's own connections are the only ones: there is no other port to open or address to advertise, and Dask's
+encryption covers reports too.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from zbv_service.records.searches import NewPlan, Refusal, Update
 from zbv_service.searches.executors.task import ProgressLike, SearchFunction, SearchTask, compute, update_of
 
 _PACKAGES = ("numpy", "numba", "ortools", "distributed")
-"""Of which a worker must have the service's versions: plans depend on them, or the connection does."""
+"""Packages that a worker must have in the service's versions, for equal plans and a working connection."""
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
     return record.args != ("exchange",)
 
 
-# Dask logs every call of the kind that we make four times a second.
+# Dask would log each of our polls, four times a second.
 logging.getLogger("distributed.worker").addFilter(_is_worth_a_line)
 
 
 LEAVE_SECONDS = 1.0
-"""How long a worker that was told to end lets its searches say so."""
+"""How long a worker that was told to end waits for its searches to report it."""
 _PAUSE_SECONDS = 0.5
 
 _FULL = 0.85
-"""A worker that is told to end while so much of its memory is in use is told so because of that: its nanny
-does so at 0.95, and cannot say why."""
+"""If a worker is told to end at this share of memory or more, lack of memory is the reason: its nanny ends it
+at 0.95 and gives no reason."""
 
 _leaving = threading.Event()
 _is_full = threading.Event()
 
 
 class Abandoned(Exception):
-    """A search stopped because what it returned would reach nobody."""
+    """A search stopped because nobody would receive its result."""
 
 
 class Evicted(Abandoned):
@@ -63,19 +63,19 @@ class Evicted(Abandoned):
 
 
 class OutOfMemory(Abandoned):
-    """A search stopped because its worker was told to end when it had no memory left."""
+    """A search stopped because its worker was told to end for lack of memory."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a service wants of one of its searches.
+    """The service's request to one of its searches.
 
     Attributes
     ----------
     stop
-        Whether it is to return what it has.
+        Whether the search should return its best plan.
     seen
-        The number of the newest report that the service has.
+        The number of the newest report that the service has received.
     """
 
     stop: bool
@@ -84,7 +84,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Found:
-    """What a service finds of one of its searches: the newest report if it is new, and its number."""
+    """The answer about one search: the newest report if the service has not seen it, and its number."""
 
     number: int
     update: Update | None
@@ -92,16 +92,16 @@ class Found:
 
 @dataclass(frozen=True)
 class Held:
-    """A worker's answer.
+    """The answer of a worker.
 
     Attributes
     ----------
     searches
-        Those of the service that asked, by token.
+        The searches of the polling service, by token.
     others
-        How many searches of other services run there.
+        The number of running searches of other services.
     is_leaving
-        Whether the worker was told to end, and takes no more.
+        Whether the worker was told to end and takes no more searches.
     """
 
     searches: dict[str, Found]
@@ -110,12 +110,12 @@ class Held:
 
 
 class Mailbox:
-    """What ties a running search to its service; a :class:`zbv_service.searches.executors.task.Reporter`.
+    """Connects a running search to its service; a :class:`zbv_service.searches.executors.task.Reporter`.
 
     Parameters
     ----------
     patience
-        Seconds without a sign of the service after which the search gives up.
+        The search gives up after this many seconds without contact to the service.
     """
 
     def __init__(self, service: str, patience: float):
@@ -131,40 +131,40 @@ class Mailbox:
         self._heard = time.monotonic()
 
     def report(self, progress: ProgressLike) -> None:
-        """Leave a report, in place of the one before."""
+        """Leave a report, replacing the previous one."""
         with self._lock:
             self._latest, self._number = progress, self._number + 1
 
     def is_stopped(self) -> bool:
-        """Whether the search should return what it has."""
+        """Whether the search should return its best plan."""
         if self.is_abandoned:
-            # For good: a service that is heard of again must not take what was cut short for the answer.
+            # Permanent: a service that comes back must not take a search that was cut short for complete.
             self._has_given_up.set()
         return self._stopped.is_set() or self._has_given_up.is_set()
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether what the search returns would reach nobody."""
+        """Whether nobody would receive the search's result."""
         is_silent = time.monotonic() - self._heard > self._patience
         return self._has_given_up.is_set() or self.is_worker_ending or is_silent
 
     @property
     def is_worker_ending(self) -> bool:
-        """Whether its worker was told to end, or ends."""
+        """Whether its worker was told to end or is ending."""
         return _leaving.is_set() or self._worker.status not in (Status.running, Status.paused)
 
     def hear(self, wanted: Wanted) -> None:
-        """The service was here."""
+        """Take a request of the service, which also shows that the service is alive."""
         self._heard = time.monotonic()
         if wanted.stop:
             self._stopped.set()
 
     def abandon(self) -> None:
-        """The service does not want this search: it believes it lost, or gave it to another worker."""
+        """Give up a search that the service no longer wants: it presumed the search lost or moved it."""
         self._heard = float("-inf")
 
     def newest(self, seen: int) -> Found:
-        """The newest report, if the service has not seen it."""
+        """The newest report, if the service has not seen it yet."""
         with self._lock:
             latest, number = self._latest, self._number
         is_new = latest is not None and number != seen
@@ -182,12 +182,12 @@ def run_on_worker(
     Raises
     ------
     InfeasibleMemory
-        When no plan fits.
+        No plan fits the memory limit.
     Abandoned
-        When its result would reach nobody: see there for its kinds.
+        Nobody would receive the result; the subclasses say why.
     """
     if _leaving.is_set():
-        time.sleep(_PAUSE_SECONDS)  # until everybody knows: else it would be sent here again at once
+        time.sleep(_PAUSE_SECONDS)  # until the scheduler knows; otherwise it would send the search here again
         raise Abandoned("its worker was about to end.")
     mailbox = _mailboxes[token] = Mailbox(service, patience)
     try:
@@ -204,14 +204,14 @@ def run_on_worker(
 
 
 async def exchange(service: str, wanted: Mapping[str, Wanted]) -> Held:
-    """Take requests to this worker's searches, and their reports back; runs beside them."""
+    """Deliver requests to this worker's searches, and return their reports; runs while they run."""
     here = dict(_mailboxes)
     mine = {token: mailbox for token, mailbox in here.items() if mailbox.service == service}
     searches: dict[str, Found] = {}
     for token, mailbox in mine.items():
         if token in wanted:
             mailbox.hear(wanted[token])
-            # Packing the ranks of a large problem takes a while; the worker's loop must not wait for it.
+            # Packing the ranks of a large problem takes time, which must not block the worker's event loop.
             searches[token] = await asyncio.to_thread(mailbox.newest, wanted[token].seen)
         else:
             mailbox.abandon()
@@ -219,10 +219,10 @@ async def exchange(service: str, wanted: Mapping[str, Wanted]) -> Held:
 
 
 def welcome(dask_worker: Worker) -> dict[str, str]:
-    """Have this worker, given by Dask, say when it is told to end, and what it is: see :func:`describe`.
+    """Prepare this worker, passed in by Dask, to report when it is told to end; returns :func:`describe`.
 
-    ``dask worker`` just goes when it is told to, as if it had died, which is put down to what it computed. So
-    it is held back for a moment, in which its searches are given up.
+    By default ``dask worker`` exits at once when it is told to. That looks like a crash, for which its
+    searches would be blamed. So this delays the exit for a moment, in which the worker gives its searches up.
     """
     original = signal.getsignal(signal.SIGTERM)
     is_ours = getattr(original, "__module__", None) == __name__
@@ -240,13 +240,13 @@ def welcome(dask_worker: Worker) -> dict[str, str]:
 
 
 def _memory_in_use(worker: Worker) -> float:
-    """The share of its memory that a worker uses; 0 where it is not limited."""
+    """The share of its memory limit that a worker uses; 0 without a limit."""
     limit = worker.memory_manager.memory_limit
     return 0.0 if not limit else worker.monitor.get_process_memory() / limit
 
 
 def describe() -> dict[str, str]:
-    """The versions of whatever must be the same in the service and in its workers."""
+    """The versions that must be equal in the service and its workers."""
     return {
         "zbv": zbv_solver.__version__,
         "zbv's code": _code(),
@@ -264,7 +264,7 @@ def _version(name: str) -> str:
 
 @cache
 def _code() -> str:
-    """A hash of the code that computes: versions alone do not tell two states of a checkout apart."""
+    """A hash of the code, because version numbers do not distinguish two states of a checkout."""
     digest = hashlib.sha256()
     for root in (Path(zbv_solver.__file__).parent, Path(__file__).parents[2]):
         for path in sorted(root.rglob("*.py")):

@@ -1,0 +1,109 @@
+"""``python -m benchmarks planner``, ``partitioning`` and ``speed``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from zbv_solver.commands.searching import spinner, useful_workers
+from zbv_solver.documents.files import file_label, output, read_json
+
+if TYPE_CHECKING:
+    from zbv_solver.search.options import SearchOptions
+
+EFFORTS = ("quick", "standard", "thorough")
+
+
+def add_planner(commands: Any) -> None:
+    """Add the benchmark of benchmark files."""
+    command = commands.add_parser(
+        "planner",
+        help="plan the problems of benchmark files; compare with bounds, targets and other planners",
+        description="Plan every problem of the files. Report each plan's value, its proven lower bound, the "
+        "gap between them, and how the plan compares with other planners and with targets.",
+    )
+    command.add_argument("files", nargs="+", metavar="FILE", help="benchmark file (JSON), or -")
+    _add_search_options(command)
+    command.add_argument(
+        "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
+    )
+    command.add_argument("--only", metavar="GLOB", help="only instances with a matching name")
+    command.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="skip this stage of the search; may be repeated",
+    )
+    command.add_argument(
+        "--ablate", action="store_true", help="run again without each stage, to show what it adds"
+    )
+    command.add_argument(
+        "--json", metavar="FILE", help="also write all results, with the progress of every search"
+    )
+    command.set_defaults(run=_planner)
+
+
+def add_partitioning(commands: Any) -> None:
+    """Add the benchmark of cuts and recomputation."""
+    command = commands.add_parser(
+        "partitioning",
+        help="compare the cuts that zbv chooses with an even cut and GPipe's; compare recomputation",
+        description="Plan models with the same search on an even cut, on GPipe's cut and on the cut that zbv "
+        "chooses. Then plan a model within little memory with and without recomputation.",
+    )
+    _add_search_options(command)
+    command.set_defaults(run=_partitioning)
+
+
+def add_speed(commands: Any) -> None:
+    """Add the benchmark of the kernels."""
+    command = commands.add_parser("speed", help="count evaluations per second on one core")
+    command.set_defaults(run=_speed)
+
+
+def _add_search_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--effort", choices=EFFORTS, default="standard", help="default: standard")
+    command.add_argument("--time-limit", type=float, metavar="SECONDS", help="per search (default: no limit)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the searches (default: 0)")
+
+
+def _options(parsed: argparse.Namespace, **others: Any) -> SearchOptions:
+    from zbv_solver.search.options import SearchOptions
+
+    return SearchOptions(effort=parsed.effort, time_limit=parsed.time_limit, seed=parsed.seed, **others)
+
+
+def _planner(parsed: argparse.Namespace) -> int:
+    from benchmarks.planner.report import report_json
+    from benchmarks.planner.run import bench
+    from benchmarks.planner.suite import parse_suite, select
+
+    options = _options(parsed, workers=parsed.workers, without=tuple(parsed.without))
+    suites = [parse_suite(read_json(path), file_label(path)) for path in parsed.files]
+    instances = select(suites, parsed.only)
+    table = sys.stderr if parsed.json == "-" else sys.stdout
+    with nullcontext(lambda text: None) if parsed.json is None else output(parsed.json) as write:
+        report = bench(instances, options, ablate=parsed.ablate, out=table, spinner=spinner)
+        write(json.dumps(report_json(report), indent=1, allow_nan=False) + "\n")
+    if report.interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+def _partitioning(parsed: argparse.Namespace) -> int:
+    from benchmarks.planner.partitioning import cut_table, recompute_table
+
+    cut_table(_options(parsed), sys.stdout.write)
+    recompute_table(_options(parsed), sys.stdout.write)
+    return 0
+
+
+def _speed(_parsed: argparse.Namespace) -> int:
+    from benchmarks.planner.speed import speed_table
+
+    sys.stdout.write(speed_table())
+    return 0

@@ -1,0 +1,169 @@
+"""Regenerate the benchmark files: ``python -m benchmarks.planner.generate``.
+
+All costs are whole numbers drawn from plain seeds, so the files are the same everywhere, and a change of
+one instance is a change of one line. ``public.json`` is not generated: its peers were measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+Document = dict[str, Any]
+
+FOLDER = Path(__file__).parents[1]
+BASE = {"forward": 20, "backward_input": 21, "backward_weight": 14}
+"""Mean costs of a transformer stage, relative to each other about as measured ones are."""
+HEAD = 1.35
+"""The last stage carries the LM head."""
+
+
+def heterogeneous(p: int, m: int, share: float, seed: int, objective: str) -> Document:
+    """Costs that differ by up to 20 % per stage, a heavier last stage; ``share`` of 1F1B's memory."""
+    random = Random(seed)
+    stages = 2 * p
+    costs: Document = {
+        letter: [
+            round(mean * random.uniform(0.8, 1.2) * (HEAD if stage == stages - 1 else 1))
+            for stage in range(stages)
+        ]
+        for letter, mean in BASE.items()
+    }
+    return problem(p, m, costs | {"p2p": 1}, share * 4 * p, objective)
+
+
+def problem(p: int, m: int, costs: Document, limit: float, objective: str = "span") -> Document:
+    """A V problem whose forwards hold 2, half of which each backward gives back: 1F1B's peak is 4p."""
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": _number(limit)}
+    return {
+        "pp_degree": p,
+        "microbatches": m,
+        "objective": objective,
+        "costs": costs,
+        "memory": memory,
+    }
+
+
+def gaps() -> Iterator[Document]:
+    """Large heterogeneous problems, and the gap to be proven on them in a given time."""
+    for objective, factor in (("makespan", 1), ("span", 2)):
+        for p, m, share, gap, seconds, seeds in (
+            (8, 64, 1.0, 0.001, 10, 3),
+            (16, 64, 0.7, 0.025, 60, 3),
+            (32, 128, 0.7, 0.03, 60, 3),
+            (64, 4096, 1.0, 0.003, 10, 1),
+        ):
+            for seed in range(seeds):
+                yield targeted(
+                    f"gap-{p}x{m}-{share}-{objective}-{seed}",
+                    heterogeneous(p, m, share, seed, objective),
+                    gap=gap * factor,
+                    seconds=seconds,
+                )
+
+
+def uniform() -> Iterator[Document]:
+    """Stages that all cost the same, in the memory of 1F1B: what constructions from the literature solve."""
+    costs_of = {
+        "unit": {"forward": 1, "backward_input": 1, "backward_weight": 1, "p2p": 0},
+        "19-18-9": {"forward": 19, "backward_input": 18, "backward_weight": 9, "p2p": 1},
+    }
+    for name, costs in costs_of.items():
+        for p in (4, 8, 16, 32, 64):
+            for m in (2 * p, 4 * p, 8 * p, 16 * p):
+                yield {"name": f"uniform-{name}-{p}x{m}", "problem": problem(p, m, costs, 4 * p)}
+
+
+def proofs() -> Iterator[Document]:
+    """Small problems that are to be proved optimal."""
+    for share, seconds in ((1.0, 1), (0.7, 60)):
+        for objective in ("makespan", "span"):
+            for seed in range(3):
+                yield targeted(
+                    f"proof-4x8-{share}-{objective}-{seed}",
+                    heterogeneous(4, 8, share, seed, objective),
+                    gap=0,
+                    seconds=seconds,
+                )
+    for seed, (p, m, limit) in enumerate(((2, 4, 4), (2, 6, 5), (3, 4, 4), (3, 5, 6), (3, 6, 5), (3, 6, 7))):
+        for objective in ("makespan", "span"):
+            yield targeted(
+                f"proof-mixed-{p}x{m}-{limit}-{objective}",
+                problem(p, m, mixed_costs(p, seed), limit, objective),
+                gap=0,
+                seconds=10,
+            )
+
+
+def mixed_costs(p: int, seed: int) -> Document:
+    """Costs with no pattern at all, transfers of different length included."""
+    random = Random(seed)
+    costs: Document = {letter: [random.randint(1, 20) for _ in range(2 * p)] for letter in BASE}
+    return costs | {"p2p": [random.randint(0, 4) for _ in range(2 * p - 1)]}
+
+
+def growth() -> Iterator[Document]:
+    """The same kind of problem, larger and larger."""
+    for p in (4, 8, 16, 32, 64):
+        for m in (64, 256, 1024, 4096):
+            yield {
+                "name": f"growth-{p}x{m}",
+                "problem": heterogeneous(p, m, 1.0, 0, "span"),
+                "options": {"effort": "quick"},
+            }
+
+
+def targeted(name: str, document: Document, *, gap: float, seconds: int) -> Document:
+    """An instance searched thoroughly for as long as its target allows."""
+    return {
+        "name": name,
+        "problem": document,
+        "reach": {"gap": gap, "seconds": seconds},
+        "options": {"effort": "thorough", "time_limit": seconds},
+    }
+
+
+FILES: dict[str, Callable[[], Iterator[Document]]] = {
+    "gaps.json": gaps,
+    "uniform.json": uniform,
+    "proofs.json": proofs,
+    "growth.json": growth,
+}
+
+
+def text_of(name: str) -> str:
+    """The content of a generated file."""
+    instances = FILES[name]
+    return written({"about": (instances.__doc__ or "").strip(), "instances": list(instances())})
+
+
+def written(document: Document) -> str:
+    """A benchmark file as text: one line per instance, or per peer where it has any."""
+    head = [f" {_line(key)}: {_line(value)},\n" for key, value in document.items() if key != "instances"]
+    instances = ",\n".join(f"  {_instance(entry)}" for entry in document["instances"])
+    return "{\n" + "".join(head) + ' "instances": [\n' + instances + "\n ]\n}\n"
+
+
+def _instance(entry: Document) -> str:
+    if not entry.get("peers"):
+        return _line(entry)
+    rest = _line({key: value for key, value in entry.items() if key != "peers"})
+    peers = ",\n".join(f"    {_line(name)}: {_line(peer)}" for name, peer in entry["peers"].items())
+    return rest[:-1] + ', "peers": {\n' + peers + "\n  }}"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _number(value: float) -> float | int:
+    value = round(value, 6)
+    return int(value) if value == int(value) else value
+
+
+if __name__ == "__main__":
+    for file in FILES:
+        (FOLDER / file).write_text(text_of(file), encoding="utf-8")

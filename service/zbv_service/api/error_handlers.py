@@ -1,0 +1,168 @@
+"""Turns every error of the application into a problem document (RFC 9457).
+
+This includes the errors of the framework: unknown routes, wrong methods and crashes.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any, cast
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from zbv_solver.documents.text import canonical_json
+from zbv_solver.errors import (
+    ContradictedBound,
+    InvalidInput,
+    InvalidPlan,
+    MissingDependency,
+)
+
+from zbv_service.database import DatabaseAway
+from zbv_service.errors import (
+    BODY_TOO_LARGE,
+    INTERNAL,
+    INVALID_BODY,
+    INVALID_PARAMETER,
+    INVALID_PLAN,
+    MEDIA_TYPE,
+    METHOD_NOT_ALLOWED,
+    NOT_FOUND,
+    NOT_IMPLEMENTED,
+    NOT_READY,
+    Kind,
+    ProblemError,
+    contradicted,
+    problem_document,
+    problem_response,
+    response_to,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of an application a problem document."""
+    app.add_exception_handler(ProblemError, _on_problem)
+    app.add_exception_handler(InvalidInput, _on_invalid_input)
+    app.add_exception_handler(InvalidPlan, _on_invalid_plan)
+    app.add_exception_handler(ContradictedBound, _on_contradicted_bound)
+    app.add_exception_handler(MissingDependency, _on_missing_dependency)
+    app.add_exception_handler(DatabaseAway, on_database_away)
+    app.add_exception_handler(RequestValidationError, _on_parameters)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_crash)
+
+
+def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
+    """The ``responses`` of a route that can answer with these kinds of errors."""
+    answers: dict[int | str, dict[str, Any]] = {}
+    for kind in (*kinds, INTERNAL, NOT_READY):
+        schema = {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}
+        known = answers.setdefault(kind.status, {"description": kind.title, "content": {MEDIA_TYPE: schema}})
+        if kind.title not in known["description"]:
+            known["description"] += f"; or: {kind.title}"
+    return answers
+
+
+async def _on_problem(_request: Request, error: Exception) -> Response:
+    return response_to(cast("ProblemError", error))  # registered for this class alone
+
+
+async def _on_invalid_input(_request: Request, error: Exception) -> Response:
+    error = cast("InvalidInput", error)
+    errors = [{"pointer": issue.pointer, "detail": issue.detail} for issue in error.issues]
+    return problem_response(problem_document(INVALID_BODY, str(error), errors))
+
+
+async def _on_invalid_plan(_request: Request, error: Exception) -> Response:
+    return problem_response(
+        problem_document(INVALID_PLAN, str(error), [{"pointer": "/ranks", "detail": str(error)}])
+    )
+
+
+async def _on_contradicted_bound(request: Request, error: Exception) -> Response:
+    error = cast("ContradictedBound", error)
+    request.app.state.metrics.bound_contradicted()
+    logger.error("%s; the problem is %s", error, canonical_json(error.problem))
+    return problem_response(contradicted(error))
+
+
+async def _on_missing_dependency(_request: Request, error: Exception) -> Response:
+    return problem_response(problem_document(NOT_IMPLEMENTED, str(error)))
+
+
+async def _on_parameters(_request: Request, error: Exception) -> Response:
+    error = cast("RequestValidationError", error)
+    errors = []
+    for entry in error.errors():
+        where, *names = entry["loc"]
+        name = ".".join(map(str, names)) or str(where)
+        message = f"found {str(entry['input'])[:60]!r}; {entry['msg'][0].lower()}{entry['msg'][1:]}."
+        errors.append({"parameter": name, "detail": message})
+    detail = "; ".join(f"{entry['parameter']}: {entry['detail']}" for entry in errors)
+    return problem_response(problem_document(INVALID_PARAMETER, detail, errors))
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    error = cast("HTTPException", error)
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        detail = f"found no {request.url.path} here; the addresses are in /openapi.json."
+        return problem_response(problem_document(NOT_FOUND, detail), headers)
+    if error.status_code == 405:
+        headers["Allow"] = allowed = ", ".join(_allowed(request))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+        detail = f"found {request.method}; {request.url.path} takes {allowed}."
+        return problem_response(problem_document(METHOD_NOT_ALLOWED, detail), headers)
+    known = {413: BODY_TOO_LARGE}.get(error.status_code)
+    if known is not None:
+        return problem_response(problem_document(known, str(error.detail)), headers)
+    # RFC 9457: a problem that means no more than its status.
+    phrase = HTTPStatus(error.status_code).phrase
+    plain = {"type": "about:blank", "title": phrase, "status": error.status_code}
+    return problem_response({**plain, "detail": str(error.detail)}, headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that an address takes; every route has its own, so all are asked."""
+    found = [
+        method
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.router.routes
+        )
+    ]
+    found = found or ["GET"]  # inside a mounted folder of files, where our routes do not match
+    return [*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"]
+
+
+async def on_database_away(request: Request, error: Exception) -> Response:
+    """The answer to a request that needed the database when it was away."""
+    logger.warning("%s %s was not answered: %s", request.method, request.url.path, error)
+    detail = f"The database does not answer now. {_repeating(request)}"
+    return problem_response(problem_document(NOT_READY, detail), {"Retry-After": "1"})
+
+
+async def _on_crash(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    detail = f"An error of the service, not of the request; its log has the details. {_repeating(request)}"
+    return problem_response(problem_document(INTERNAL, detail))
+
+
+def _repeating(request: Request) -> str:
+    """What to do about a request of which nobody knows whether it was carried out.
+
+    A commit whose answer was lost has changed the database all the same, and a crash may come after one.
+    """
+    if request.method in ("GET", "HEAD"):
+        return "Repeat the request in a moment."
+    return (
+        "The request may have been carried out all the same. Look first, or repeat it with the same "
+        "Idempotency-Key where it had one (POST /v1/searches, POST /v1/runs)."
+    )

@@ -1,0 +1,54 @@
+"""Which runs an agent accepts: one rule for the service, which chooses agents, and for the agents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+
+
+def is_run_allowed(
+    factory: str,
+    checkpoint_directory: str | None,
+    *,
+    models: Sequence[str],
+    checkpoint_directories: Sequence[str] | None,
+) -> bool:
+    """Whether an agent accepts a run.
+
+    Parameters
+    ----------
+    factory, checkpoint_directory
+        The run's model, and where it writes checkpoints; None when it writes none.
+    models, checkpoint_directories
+        What the agent allows: see :func:`is_model_allowed` and :func:`is_directory_allowed`.
+    """
+    return is_model_allowed(factory, models) and is_directory_allowed(
+        checkpoint_directory, checkpoint_directories
+    )
+
+
+def is_directory_allowed(directory: str | None, allowed: Sequence[str] | None) -> bool:
+    """Whether an absolute path is one of an agent's directories or lies below one.
+
+    When ``allowed`` is None, every path is allowed. Only the text is compared, so the caller must resolve
+    links first. A path with ``..`` is never allowed.
+    """
+    if directory is None or allowed is None:
+        return True
+    wanted = PurePosixPath(directory)
+    return ".." not in wanted.parts and any(wanted.is_relative_to(each) for each in allowed)
+
+
+def is_model_allowed(factory: str, patterns: Sequence[str]) -> bool:
+    """Whether ``package.module:factory`` matches one of an agent's patterns.
+
+    ``*`` matches any characters, dots included. A pattern with a colon is compared with the whole name, and
+    one without a colon with the module alone. ``package.*`` also matches ``package`` itself.
+    """
+    module = factory.partition(":")[0]
+    return any(
+        fnmatchcase(factory if ":" in pattern else module, pattern)
+        or (pattern.endswith(".*") and fnmatchcase(module, pattern[:-2]))
+        for pattern in patterns
+    )

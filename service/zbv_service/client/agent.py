@@ -1,0 +1,149 @@
+"""The client of an agent: it offers a node, takes its part of runs, and sends what its ranks measured."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from zbv_service.client.answers import member, read_object
+from zbv_service.client.calls import Call, as_json, below, decoded
+from zbv_service.client.errors import AgentGone, InvalidRequest
+from zbv_service.client.synchronous.client import Client
+
+_COMPRESSION = 3
+"""A low gzip level: it compresses nearly as well and leaves the processor to the ranks."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The interval between heartbeats, and the silence after which the service declares an agent lost."""
+
+    heartbeat_seconds: float
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class NodeWork:
+    """The part of one node in one generation of a run; ``document`` is the whole answer."""
+
+    run_id: str
+    generation: int
+    node_rank: int
+    nodes: int
+    ranks_per_node: int
+    rendezvous: str
+    plan_id: str
+    factory: str
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class HeartbeatReply:
+    """The service's answer to a heartbeat.
+
+    Attributes
+    ----------
+    stop
+        Whether the agent must stop its ranks.
+    cause
+        Why: ``cancelled``, ``failed`` or ``unknown-run``; None unless ``stop``.
+    reason
+        The same as a sentence.
+    plan_id
+        The plan to switch to; None keeps the current plan.
+    """
+
+    stop: bool
+    cause: str | None = None
+    reason: str = ""
+    plan_id: str | None = None
+
+
+class AgentClient(Client):
+    """A blocking client that can also make the calls of an agent.
+
+    Calls with an agent's id raise :class:`AgentGone` when the service no longer accepts the agent.
+    """
+
+    def register_agent(self, agent: Mapping[str, Any]) -> Registration:
+        """Offer a node; ``agent`` is an AgentRequest of the API."""
+        answer = self._call(Call("POST", "/v1/agents", as_json(read_object), json=dict(agent)))
+        return Registration(
+            float(member(answer, "heartbeat_seconds")), float(member(answer, "timeout_seconds"))
+        )
+
+    def next_work(self, agent_id: str, wait: float) -> NodeWork | None:
+        """The agent's next work; None when there is none for ``wait`` seconds."""
+        answer = self._agent_call("GET", below("agents", agent_id, "work"), params={"wait": wait})
+        return None if answer is None else _read_work(answer)
+
+    def heartbeat(self, agent_id: str, body: Mapping[str, Any]) -> HeartbeatReply:
+        """Report that the agent is alive; ``body`` is a Heartbeat of the API."""
+        answer = self._agent_call("POST", below("agents", agent_id, "heartbeat"), json=dict(body))
+        cause, plan_id = member(answer, "cause"), member(answer, "plan_id")
+        return HeartbeatReply(bool(member(answer, "stop")), cause, str(member(answer, "reason")), plan_id)
+
+    def put_trace(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+        """Send a rank's measurements, the JSON text that the rank wrote."""
+        self._put(agent_id, work, rank, "trace", "application/json", text)
+
+    def put_log(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+        """Send the end of a rank's log."""
+        self._put(agent_id, work, rank, "log", "text/plain", text)
+
+    def put_events(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
+        """Send a rank's events, the JSON text that the rank wrote."""
+        self._put(agent_id, work, rank, "events", "application/json", text)
+
+    def _put(self, agent_id: str, work: NodeWork, rank: int, kind: str, media_type: str, text: bytes) -> None:
+        of_run = ("runs", work.run_id, "generations", str(work.generation), "ranks", str(rank), kind)
+        path = below("agents", agent_id, *of_run)
+        headers = {"Content-Type": media_type, "Content-Encoding": "gzip"}
+        self._agent_call("PUT", path, content=gzip.compress(text, _COMPRESSION), headers=headers)
+
+    def report_end(self, agent_id: str, body: Mapping[str, Any]) -> None:
+        """Report how the node's part of a run ended. Reporting it twice changes nothing."""
+        self._agent_call("POST", below("agents", agent_id, "ended"), json=dict(body))
+
+    def drain_agent(self, agent_id: str) -> None:
+        """Accept no more work."""
+        self._agent_call("POST", below("agents", agent_id, "drain"))
+
+    def remove_agent(self, agent_id: str) -> None:
+        """Deregister."""
+        self._agent_call("DELETE", below("agents", agent_id))
+
+    def _agent_call(self, method: str, path: str, **arguments: Any) -> Any:
+        """The decoded answer; None for an empty one."""
+        try:
+            return self._call(Call(method, path, _decoded_or_none, errors=_GONE, **arguments))
+        except InvalidRequest as error:
+            if error.kind == _OWNED_BY_ANOTHER:  # the agent's token was replaced since it registered
+                raise AgentGone(error.document) from None
+            raise
+
+
+_GONE = {404: AgentGone, 410: AgentGone}
+_OWNED_BY_ANOTHER = "/problems/agent-of-others"
+
+
+def _decoded_or_none(response: httpx.Response) -> Any:
+    return None if response.status_code == 204 else decoded(response)
+
+
+def _read_work(answer: Any) -> NodeWork:
+    return NodeWork(
+        run_id=str(member(answer, "run_id")),
+        generation=int(member(answer, "generation")),
+        node_rank=int(member(answer, "node_rank")),
+        nodes=int(member(answer, "nodes")),
+        ranks_per_node=int(member(answer, "ranks_per_node")),
+        rendezvous=str(member(answer, "rendezvous")),
+        plan_id=str(member(answer, "plan_id")),
+        factory=str(member(member(answer, "model"), "factory")),
+        document=dict(answer),
+    )

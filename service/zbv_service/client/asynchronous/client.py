@@ -1,0 +1,298 @@
+"""The calls of the API, except those of agents (:mod:`zbv_service.client.agent`)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from zbv_solver.plans.plan import Plan
+
+from zbv_service.client.answers import (
+    Check,
+    Estimate,
+    Event,
+    RankPlan,
+    Run,
+    Search,
+    SearchPage,
+    member,
+    read_check,
+    read_estimate,
+    read_object,
+    read_plan,
+    read_rank,
+    read_run,
+    read_runs,
+    read_search,
+    read_search_page,
+)
+from zbv_service.client.asynchronous.connection import AsyncConnection
+from zbv_service.client.calls import Call, as_json, as_nothing, as_text, below
+from zbv_service.client.errors import ClientError, RunTimeout, SearchTimeout
+from zbv_service.client.watch import SILENCE_SECONDS, Watch
+
+_RUN_POLL_SECONDS = 0.2
+
+
+class AsyncClient(AsyncConnection):
+    """A client of the service, for asyncio. Its parameters are those of :class:`AsyncConnection`."""
+
+    async def submit(
+        self, problem: Any, options: Mapping[str, Any] | None = None, *, key: str | None = None
+    ) -> Search:
+        """Start a search for a problem document; an identical submission returns the same search.
+
+        Parameters
+        ----------
+        key
+            The Idempotency-Key: requests with the same key are one request. Random by default.
+
+        Raises
+        ------
+        InvalidRequest
+            When the problem or an option breaks a rule.
+        """
+        body = {"problem": problem, "options": dict(options or {})}
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        return await self._call(
+            Call("POST", "/v1/searches", as_json(read_search), json=body, headers=headers)
+        )
+
+    async def search(self, search_id: str) -> Search:
+        """The state of a search."""
+        return await self._call(Call("GET", below("searches", search_id), as_json(read_search)))
+
+    async def searches(self, limit: int = 100, **filters: Any) -> list[Search]:
+        """Searches, newest first; ``filters`` are those of the API, such as ``state``."""
+        return list((await self._search_page("/v1/searches", limit=limit, **filters)).searches)
+
+    async def all_searches(self, page: int = 100, **filters: Any) -> AsyncIterator[Search]:
+        """All searches, newest first, fetched ``page`` at a time."""
+        found = await self._search_page("/v1/searches", limit=page, **filters)
+        while True:
+            for search in found.searches:
+                yield search
+            if found.next is None:
+                return
+            found = await self._search_page(found.next)
+
+    async def _search_page(self, path: str, **params: Any) -> SearchPage:
+        return await self._call(Call("GET", path, as_json(read_search_page), params=params))
+
+    async def cancel(self, search_id: str) -> Search:
+        """Stop a search; it keeps the best plan found."""
+        return await self._call(Call("POST", below("searches", search_id, "cancel"), as_json(read_search)))
+
+    async def delete(self, search_id: str) -> None:
+        """Delete a search."""
+        await self._call(Call("DELETE", below("searches", search_id), as_nothing))
+
+    async def events(self, search_id: str, last_event_id: str | None = None) -> AsyncIterator[Event]:
+        """The events of a search until its end, starting after ``last_event_id``.
+
+        When the connection breaks, the client reconnects and continues with the next event.
+
+        Raises
+        ------
+        ServiceUnreachable
+            When it cannot reconnect.
+        """
+        stream = self._stream(below("searches", search_id, "events"), last_event_id)
+        async for event in self._events(stream, lambda: SILENCE_SECONDS):
+            yield event
+
+    async def wait(
+        self,
+        search_id: str,
+        on_progress: Callable[[Search], None] | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - the blocking client has it, too
+    ) -> Search:
+        """Wait until a search ends with a plan. Calls ``on_progress`` with every new state.
+
+        The client follows the search's events, or polls where it cannot read them.
+
+        Raises
+        ------
+        SearchEnded
+            When the search ends without a plan.
+        SearchTimeout
+            When it has not ended after ``timeout`` seconds.
+        """
+        watch = Watch(await self.search(search_id), on_progress, timeout)
+        stream, has_events = self._stream(below("searches", search_id, "events")), True
+        while not watch.search.is_finished:
+            if has_events:
+                try:
+                    async for event in self._events(stream, watch.patience):
+                        watch.apply(event)
+                except SearchTimeout:
+                    raise
+                except ClientError:
+                    has_events = False  # perhaps a proxy does not let streams pass
+            else:
+                await asyncio.sleep(watch.pause())
+            # Events carry only what changed; the search itself has every field.
+            watch.update(await self.search(search_id))
+        return watch.result()
+
+    async def check(
+        self,
+        problem: Any,
+        options: Mapping[str, Any] | None = None,
+        *,
+        limit_fraction: float | None = None,
+        plan: Any = None,
+    ) -> Check:
+        """Check a problem document without searching. A broken rule is part of the result, not an error.
+
+        Parameters
+        ----------
+        limit_fraction
+            Replaces ``memory.limit`` by this fraction of the activation memory of 1F1B on the same model.
+        plan
+            A plan document for the problem; its claims are checked as well.
+        """
+        body = {"problem": problem, "options": dict(options or {})}
+        if limit_fraction is not None:
+            body["limit_fraction"] = limit_fraction
+        if plan is not None:
+            body["plan"] = plan
+        return await self._call(Call("POST", "/v1/problems/check", as_json(read_check), json=body))
+
+    async def estimate(self, problem: Any) -> Estimate:
+        """Search a problem document for a fraction of a second; the service stores nothing.
+
+        Raises
+        ------
+        InvalidRequest
+            When the problem breaks a rule, or no plan fits its memory limit.
+        """
+        body = {"problem": problem}
+        return await self._call(Call("POST", "/v1/problems/estimate", as_json(read_estimate), json=body))
+
+    async def compare(self, problem: Any) -> dict[str, Any]:
+        """Evaluate every classical schedule for a problem document; the service stores nothing."""
+        return await self._call(Call("POST", "/v1/compare", as_json(read_object), json={"problem": problem}))
+
+    async def plan_document(self, plan_id: str) -> dict[str, Any]:
+        """A plan as its JSON document."""
+        return await self._call(Call("GET", below("plans", plan_id), as_json(read_object)))
+
+    async def plan(self, plan_id: str) -> Plan:
+        """A plan; raises :class:`InvalidAnswer` when it does not hash to its id."""
+        return read_plan(plan_id, await self.plan_document(plan_id))
+
+    async def rank(self, plan_id: str, rank: int) -> RankPlan:
+        """One rank's part of a plan; cached by the client."""
+        path = below("plans", plan_id, "ranks", str(rank))
+        return await self._call(Call("GET", path, as_json(read_rank), is_immutable=True))
+
+    async def import_plan(self, document: Mapping[str, Any]) -> str:
+        """Store a plan and return its id.
+
+        Raises
+        ------
+        InvalidRequest
+            When the plan is invalid.
+        """
+        read = as_json(lambda answer: str(member(answer, "plan_id")))
+        return await self._call(Call("POST", "/v1/plans", read, json=dict(document)))
+
+    async def export(self, plan_id: str, format_name: str) -> str:
+        """A plan in another format, as ``zbv export`` writes it."""
+        return await self._call(Call("GET", below("plans", plan_id, "export", format_name), as_text))
+
+    async def sign_in_link(self) -> str:
+        """A link that signs one browser in, once, with this client's permissions."""
+        read = as_json(lambda answer: str(member(answer, "url")))
+        return await self._call(Call("POST", "/v1/sign-in-links", read))
+
+    async def submit_run(
+        self,
+        plan_id: str | None,
+        model: Mapping[str, Any],
+        *,
+        nodes: int,
+        steps: int,
+        options: Mapping[str, Any] | None = None,
+        problem: Any = None,
+        search_options: Mapping[str, Any] | None = None,
+        key: str | None = None,
+    ) -> Run:
+        """Start a training run.
+
+        Parameters
+        ----------
+        plan_id, problem
+            Exactly one of them: a stored plan, or a problem document to be planned first.
+        model
+            ``factory``, and optionally ``arguments`` and ``seed``.
+        key
+            The Idempotency-Key: requests with the same key start one run. Random by default.
+
+        Raises
+        ------
+        InvalidRequest
+            When the plan does not exist, or something breaks a rule.
+        """
+        body = {
+            "plan_id": plan_id,
+            "search_options": None if search_options is None else dict(search_options),
+            "model": dict(model),
+            "nodes": nodes,
+            "steps": steps,
+            "options": dict(options or {}),
+        }
+        if problem is not None:
+            body["problem"] = problem
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        return await self._call(Call("POST", "/v1/runs", as_json(read_run), json=body, headers=headers))
+
+    async def run(self, run_id: str) -> Run:
+        """The state of a run."""
+        return await self._call(Call("GET", below("runs", run_id), as_json(read_run)))
+
+    async def runs(self, limit: int = 100) -> list[Run]:
+        """Runs, newest first."""
+        return await self._call(Call("GET", "/v1/runs", as_json(read_runs), params={"limit": limit}))
+
+    async def run_events(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
+        """The events of a run so far, starting after the event with the id ``after``."""
+        read = as_json(lambda answer: list(member(answer, "events")))
+        return await self._call(Call("GET", below("runs", run_id, "events"), read, params={"after": after}))
+
+    async def cancel_run(self, run_id: str) -> Run:
+        """Stop a run on all of its nodes."""
+        return await self._call(Call("POST", below("runs", run_id, "cancel"), as_json(read_run)))
+
+    async def change_plan(self, run_id: str, plan_id: str) -> Run:
+        """Switch a run to another plan of the same shape; raises :class:`InvalidRequest`."""
+        path, body = below("runs", run_id, "plan"), {"plan_id": plan_id}
+        return await self._call(Call("POST", path, as_json(read_run), json=body))
+
+    async def run_trace(self, run_id: str, generation: int | None = None) -> dict[str, Any]:
+        """The newest step that all ranks measured, in the Trace Event Format; raises :class:`NotFound`."""
+        path, params = below("runs", run_id, "trace"), {"generation": generation}
+        return await self._call(Call("GET", path, as_json(read_object), params=params))
+
+    async def rank_log(self, run_id: str, rank: int, generation: int | None = None) -> str:
+        """The end of a rank's log; raises :class:`NotFound`."""
+        path, params = below("runs", run_id, "ranks", str(rank), "log"), {"generation": generation}
+        return await self._call(Call("GET", path, as_text, params=params))
+
+    async def wait_run(self, run_id: str, timeout: float) -> Run:  # noqa: ASYNC109 - as in wait
+        """Wait until a run ends; raises :class:`RunTimeout` after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while not (found := await self.run(run_id)).is_finished:
+            if time.monotonic() > deadline:
+                raise RunTimeout(found, timeout)
+            await asyncio.sleep(_RUN_POLL_SECONDS)
+        return found
+
+    async def agents(self) -> list[dict[str, Any]]:
+        """The agents that are present."""
+        read = as_json(lambda answer: list(member(answer, "agents")))
+        return await self._call(Call("GET", "/v1/agents", read))

@@ -1,0 +1,155 @@
+"""Sending requests with retries, and reading event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from httpx_sse import EventSource
+
+from zbv_service.client import tls
+from zbv_service.client.answers import Event
+from zbv_service.client.cache import AnswerCache
+from zbv_service.client.calls import HEADERS, Call, checked
+from zbv_service.client.credentials import Bearer
+from zbv_service.client.retries import DEFAULT_RETRIES, DEFAULT_TIMEOUT, Retries, RetryState
+from zbv_service.client.streams import END, Stream
+
+T = TypeVar("T")
+
+
+class AsyncConnection:
+    """A connection to a service, for asyncio.
+
+    Parameters
+    ----------
+    base_url
+        The service's address, such as ``http://127.0.0.1:8000``.
+    token
+        The bearer token of every request. None uses the token that :func:`zbv_service.client.tokens.find`
+        finds; an empty string sends no token.
+    timeout
+        Seconds for one request.
+    retries
+        How often to repeat a request that got no answer or a transient error, or the whole policy. Every
+        request may be repeated, because those that create something carry a key or an id.
+    verify
+        How to check the service's certificate, as in httpx; a context can also hold a client certificate.
+        True uses what :func:`zbv_service.client.tls.find` finds in the environment.
+    transport
+        Replaces the network, for tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        retries: int | Retries = DEFAULT_RETRIES,
+        verify: ssl.SSLContext | bool = True,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ):
+        self._retries = retries if isinstance(retries, Retries) else Retries(retries)
+        self._timeout = timeout
+        self._cache = AnswerCache()
+        self._http = httpx.AsyncClient(
+            base_url=base_url,
+            timeout=timeout,
+            auth=Bearer(token, base_url),
+            headers=HEADERS,
+            verify=tls.find() if verify is True else verify,
+            transport=transport,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def base_url(self) -> str:
+        """The service's address, without a trailing slash."""
+        return str(self._http.base_url).rstrip("/")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _call(self, call: Call[T]) -> T:
+        response = checked(await self._send(call), call.errors)
+        result: T = self._cache.read(call, response)
+        return result
+
+    async def _send(self, call: Call[Any]) -> httpx.Response:
+        state = RetryState(self._retries, self.base_url)
+        while True:
+            try:
+                request = self._http.build_request(**call.request)
+                request.headers.update(self._cache.headers(call))
+                response = await self._http.send(request)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                pause = state.after_error(error)
+            else:
+                asked = state.after_response(response)
+                if asked is None:
+                    return response
+                pause = asked
+            await asyncio.sleep(pause)
+
+    def _stream(self, path: str, last_id: str | None = None) -> Stream:
+        return Stream(path, self._retries, self.base_url, last_id)
+
+    async def _events(self, stream: Stream, patience: Callable[[], float]) -> AsyncIterator[Event]:
+        """Yield the events of a stream until its last one, and reconnect when the connection breaks.
+
+        ``patience`` returns how many seconds of silence to accept, or raises to give up.
+        """
+
+        def received() -> None:
+            patience()
+            stream.received()
+
+        while True:
+            broken: httpx.HTTPError | None = None
+            try:
+                timeout = httpx.Timeout(self._timeout, read=patience())
+                async with self._http.stream(**stream.open().request, timeout=timeout) as response:
+                    if not response.is_success:
+                        await response.aread()
+                    if not stream.accept(response):
+                        return
+                    response.stream = _Body(response.stream, received)
+                    async for sent in EventSource(response).aiter_sse():
+                        event = stream.read(sent)
+                        if event is not None:
+                            yield event
+                            if event.kind == END:
+                                return
+            except httpx.HTTPError as error:
+                broken = error
+            patience()
+            await asyncio.sleep(stream.broke(broken))
+
+
+class _Body(httpx.AsyncByteStream):
+    """A response's body that reports every chunk, comments of an event stream included."""
+
+    def __init__(self, body: Any, received: Callable[[], None]):
+        self._body = body
+        self._received = received
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._body:
+            self._received()
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._body.aclose()

@@ -1,0 +1,1 @@
+"""The blocking client. ``service/make_synchronous_client.py`` generates it from ``asynchronous/``."""

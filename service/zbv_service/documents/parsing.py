@@ -1,0 +1,94 @@
+"""Reads JSON and gzip bodies strictly; every error says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from zbv_solver.documents.validation import refusal
+from zbv_solver.errors import InvalidInput
+
+from zbv_service.errors import BODY_TOO_LARGE, MALFORMED_JSON, ProblemError
+
+MEDIUM_VALUES = 100_000
+"""Largest number of values in the body of an agent."""
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def parse_body(model: type[B], body: Any) -> B:
+    """A request body as a document; raises :class:`zbv_solver.errors.InvalidInput`."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise refusal(error, body) from None
+
+
+def parse_json(body: bytes | bytearray) -> Any:
+    """Strict JSON: UTF-8, no NaN or infinities, numbers and nesting within reason."""
+    try:
+        return json.loads(body.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise malformed(f"byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise malformed(f"line {error.lineno} column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise malformed("it is nested too deeply") from None
+    except ValueError:
+        # Python refuses to convert integers of more than some thousand digits.
+        raise malformed("it holds an integer with thousands of digits") from None
+
+
+def parse_medium(body: bytes | bytearray) -> Any:
+    """As :func:`parse_json`; raises :class:`InvalidInput` for a document with too many values."""
+    document = parse_json(body)
+    # Each of them follows a comma or an opening bracket, which may also stand in a text.
+    if sum(map(body.count, (b",", b"[", b"{"))) > MEDIUM_VALUES and _values(document) > MEDIUM_VALUES:
+        raise InvalidInput.at("", f"found more than {MEDIUM_VALUES} values in one document; send fewer.")
+    return document
+
+
+def _values(document: Any) -> int:
+    """Number of values in a decoded document."""
+    waiting, count = [document], 0
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+    return count
+
+
+def decompressed(body: bytes | bytearray, limit: int) -> bytes:
+    """A gzip body's content, at most ``limit`` bytes of it; raises :class:`ProblemError` 400 or 413."""
+    stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        text = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ProblemError(MALFORMED_JSON, f"The body is not gzip: {error}. Compress it again.") from None
+    if len(text) > limit:
+        raise too_large(limit)
+    if not stream.eof or stream.unused_data:
+        raise ProblemError(MALFORMED_JSON, "The body is not one whole gzip stream. Compress it again.")
+    return text
+
+
+def too_large(limit: int) -> ProblemError:
+    """The error of a body that is larger than ``limit`` bytes."""
+    # The rest of the body is not read, so the connection cannot carry another request.
+    return ProblemError(
+        BODY_TOO_LARGE, f"The body is larger than {limit} bytes; send less.", headers={"Connection": "close"}
+    )
+
+
+def malformed(what: str) -> ProblemError:
+    """The error of a body that is not JSON; ``what`` says why."""
+    return ProblemError(MALFORMED_JSON, f"The body is not JSON: {what}. Send one JSON document in UTF-8.")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise malformed(f"it holds {name}, which JSON does not have")

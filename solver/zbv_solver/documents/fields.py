@@ -1,0 +1,93 @@
+"""Field types that the documents of problems, plans, traces and HTTP bodies share.
+
+All of them are strict: no number is read from a string, and no unknown key is accepted. Validating a wrong
+document takes time and memory in proportion to its size, not to its number of mistakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from zbv_solver.errors import MOST_ISSUES
+
+MAX_NAME = 200
+"""Most characters of a name."""
+MAX_TEXT = 2000
+"""Most characters of a free text."""
+MOST_UNKNOWN_KEYS = MOST_ISSUES
+BATCH = 1000
+"""Entries of a list that are validated together. Validation stops after the first batch with a mistake."""
+TOO_MANY = "too_many"
+"""Pydantic error type of messages that already state what was found."""
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Annotates a list with its maximum length.
+
+    Pydantic validates every entry before it checks the length, and keeps every mistake. This validator checks
+    the length first and validates in batches, so that a wrong document stays cheap.
+    """
+
+    length: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), "maxItems": self.length}
+
+    def _check(self, values: Any, check: Callable[[Any], Any]) -> Any:
+        if not isinstance(values, list):
+            return check(values)
+        if len(values) > self.length:
+            raise PydanticCustomError(
+                TOO_MANY,
+                "found {found} entries; must be at most {most}",
+                {"found": len(values), "most": self.length},
+            )
+        checked: list[Any] = []
+        for first in range(0, max(1, len(values)), BATCH):
+            try:
+                checked += check(values[first : first + BATCH])
+            except ValidationError:
+                return check(values[: first + BATCH])  # raises again, with indices into the whole list
+        return checked
+
+
+Number = Annotated[float, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+class Document(BaseModel):
+    """A JSON object without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_unknown_keys(cls, value: Any) -> Any:
+        # Pydantic would report every unknown key as a mistake of its own.
+        if isinstance(value, dict) and len(value) > len(cls.model_fields) + MOST_UNKNOWN_KEYS:
+            raise PydanticCustomError(
+                TOO_MANY,
+                "found {found} keys; this object has at most {most}, and no others are allowed",
+                {"found": len(value), "most": len(cls.model_fields)},
+            )
+        return value

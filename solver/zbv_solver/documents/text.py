@@ -1,0 +1,43 @@
+"""JSON text: how zbv reads and writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+_MOST_DIGITS = 100
+"""Longer integers are read as floats: no field accepts a number that large."""
+
+
+def canonical_json(document: Any) -> str:
+    """The text of a document that hashes are computed from: sorted keys, no white space, UTF-8."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def decode_json(text: str) -> Any:
+    """Parse JSON text.
+
+    A number that no float can hold becomes inf, even an integer of thousands of digits, which Python itself
+    refuses to parse. The document's validation can then name the offending field.
+
+    Raises
+    ------
+    json.JSONDecodeError
+        When the text is not JSON.
+    """
+    return json.loads(text, parse_int=_integer)
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
+def number(value: float) -> float | int:
+    """A float in its shortest JSON form: whole numbers without a fraction."""
+    return int(value) if value == int(value) else value
+
+
+def numbers(values: Sequence[float]) -> list[float | int]:
+    """Apply :func:`number` to a sequence."""
+    return [number(value) for value in values]

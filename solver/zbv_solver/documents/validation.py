@@ -1,0 +1,98 @@
+"""Validation of documents; pydantic's errors become :class:`~zbv_solver.errors.InvalidInput`."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from zbv_solver.documents.fields import BATCH, MAX_NAME, TOO_MANY
+from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_SHOWN = 60
+"""Most characters of a value that a message quotes."""
+
+
+class _Text(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to print an integer of thousands of digits."""
+        try:
+            return super().repr_int(x, level)
+        except ValueError:
+            return "a number too long to print"
+
+
+_TEXT = _Text()
+_TEXT.maxlevel, _TEXT.maxlist, _TEXT.maxdict, _TEXT.maxtuple = 3, 20, 20, 20
+_TEXT.maxstring = _TEXT.maxother = _TEXT.maxlong = 2 * _SHOWN
+
+
+def validated(model: type[Model], document: Any) -> Model:
+    """A decoded JSON document as a pydantic model; raises :class:`InvalidInput`."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise refusal(error, document) from None
+
+
+def refusal(error: ValidationError, document: Any) -> InvalidInput:
+    """The error for a document that pydantic rejected; pointers name keys of the document, not our types."""
+    entries = error.errors(include_url=False, include_context=False)
+    is_partial = any(_is_in_long_list(entry["loc"], document) for entry in entries)
+    issues = []
+    for entry in entries[:MOST_ISSUES]:
+        path = _document_path(entry["loc"], entry["type"], document)
+        pointer = "".join(f"/{_key(key).replace('~', '~0').replace('/', '~1')}" for key in path)
+        says_all = entry["type"] in ("missing", "extra_forbidden", TOO_MANY)
+        found = "" if says_all else f"found {quoted(entry['input'])}; "
+        rule = {
+            "missing": "this key is required and absent.",
+            "extra_forbidden": "unknown key; remove it or correct its spelling.",
+            "model_type": "must be a JSON object.",
+        }.get(entry["type"], entry["msg"][0].lower() + entry["msg"][1:] + ".")
+        issues.append(Issue(pointer, found + rule))
+    return InvalidInput(issues, len(entries) - len(issues), is_partial)
+
+
+def quoted(value: Any) -> str:
+    """The beginning of a value, as messages quote it."""
+    text = _TEXT.repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _is_in_long_list(loc: tuple[int | str, ...], document: Any) -> bool:
+    """Whether a mistake lies in a list that was not validated to its end."""
+    current = document
+    for key in loc:
+        if isinstance(current, dict) and key in current:
+            current = current[key]
+        elif isinstance(current, list) and isinstance(key, int) and key < len(current):
+            if len(current) > BATCH:
+                return True
+            current = current[key]
+    return False
+
+
+def _key(key: int | str) -> str:
+    """A key of a pointer, shortened where it is longer than any valid name."""
+    text = str(key)
+    return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "..."
+
+
+def _document_path(loc: tuple[int | str, ...], kind: str, document: Any) -> list[int | str]:
+    """Drop the parts of a location that pydantic adds for unions and tags."""
+    path: list[int | str] = []
+    current = document
+    for position, key in enumerate(loc):
+        is_last = position == len(loc) - 1
+        if isinstance(current, dict) and (key in current or (is_last and kind == "missing")):
+            current = current.get(key)
+        elif isinstance(current, list) and isinstance(key, int) and key < len(current):
+            current = current[key]
+        else:
+            continue
+        path.append(key)
+    return path

@@ -1,0 +1,193 @@
+"""From plan documents to plans. Nothing is verified here: see :mod:`zbv_solver.verify`.
+
+A plan file needs only ``problem`` and ``ranks``. Everything else that it states is optional.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zbv_solver.documents.fields import MAX_NAME, MAX_TEXT, AtMost, Number
+from zbv_solver.documents.validation import validated
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.plans.certificate import Status, gap_of
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Baseline, CutCertificate, Metrics, Plan, Provenance, identity
+from zbv_solver.problem.limits import MAX_ACTIONS, MAX_LAYERS, MAX_PP_DEGREE, MAX_STAGES
+from zbv_solver.problem.problem import Objective, Problem
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
+
+MAX_BASELINES = 100
+Stated = Annotated[Number, Field(allow_inf_nan=False)]
+"""A number that a plan states. No comparison with NaN or infinity would show that it is false."""
+PerRank = Annotated[list[Stated], AtMost(MAX_PP_DEGREE)]
+Ranks = Annotated[list[Annotated[list[str], AtMost(MAX_ACTIONS)]], AtMost(MAX_PP_DEGREE)]
+"""Every rank's actions."""
+_Line = Annotated[str, Field(max_length=MAX_NAME)]
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+_StatedPartition = Annotated[list[Annotated[list[str], AtMost(MAX_LAYERS)]], AtMost(MAX_STAGES)]
+
+
+class _Lenient(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class MetricsDocument(_Lenient):
+    """Stated metrics of a plan."""
+
+    makespan: Stated
+    span: Stated
+    bubble_rate: Stated
+    peak_memory: PerRank
+    lower_bound: Stated = 0.0
+    gap: Stated | None = None
+    status: Status = "feasible"
+
+
+class BaselineDocument(_Lenient):
+    """Stated metrics of a baseline."""
+
+    name: _Line
+    span: Stated
+    makespan: Stated
+    bubble_rate: Stated
+    peak_memory: PerRank
+    fits: bool
+
+
+class ProvenanceDocument(_Lenient):
+    """How a plan came to be."""
+
+    version: _Line = "unknown"
+    seed: int = 0
+    method: _Text = "unknown"
+    seconds: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+
+
+class CutDocument(_Lenient):
+    """Stated certificate of a cut."""
+
+    method: _Text = "unknown"
+    lower_bound: Stated = 0.0
+    gap: Stated | None = None
+
+
+class PlanDocument(_Lenient):
+    """A plan file. Only ``problem`` and ``ranks`` are needed; stated metrics are checked when present."""
+
+    plan_id: _Line | None = None
+    problem: dict[str, Any]
+    objective: Objective | None = None
+    ranks: Ranks
+    metrics: MetricsDocument | None = None
+    baselines: Annotated[list[BaselineDocument], AtMost(MAX_BASELINES)] = []
+    provenance: ProvenanceDocument = ProvenanceDocument()
+    partition: _StatedPartition | None = None
+    recompute: Annotated[list[bool], AtMost(MAX_STAGES)] | None = None
+    cut: CutDocument | None = None
+
+
+def parse_plan_document(document: Any) -> PlanDocument:
+    """Check a decoded plan document's shape; raises :class:`InvalidInput`."""
+    return validated(PlanDocument, document)
+
+
+def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
+    """The problem and orders of a plan document, metrics left aside; raises :class:`InvalidInput`."""
+    try:
+        problem = parse_problem(document.problem)
+    except InvalidInput as error:
+        raise error.below("/problem") from None
+    if len(document.ranks) != problem.pp_degree:
+        raise InvalidInput.at(
+            "/ranks", f"found {len(document.ranks)} lists; must be {problem.pp_degree}, one per rank."
+        )
+    if document.objective is not None and document.objective != problem.objective:
+        raise InvalidInput.at(
+            "/objective", f"found {document.objective!r}; the plan's problem says {problem.objective!r}."
+        )
+    _require_possible_length(document, problem)
+    _require_layers(document, problem)
+    orders = Orders.from_text(document.ranks)
+    stated = document.plan_id
+    if stated is not None and stated != (found := identity(problem_json(problem), document.ranks)):
+        raise InvalidInput.at(
+            "/plan_id", f"found {stated}; its problem and ranks hash to {found}. The plan was altered."
+        )
+    return problem, orders
+
+
+def _require_possible_length(document: PlanDocument, problem: Problem) -> None:
+    """Raise for lists that are far too long: whoever verifies them looks at every action."""
+    found, most = sum(map(len, document.ranks)), 2 * problem.max_actions
+    if found > most:
+        raise InvalidInput.at(
+            "/ranks",
+            f"found {found} actions; the problem has at most {problem.max_actions}: F, I and W of every "
+            f"stage and microbatch.",
+        )
+
+
+def _require_layers(document: PlanDocument, problem: Problem) -> None:
+    """Raise where a plan states another partition than its problem has."""
+    model = problem.model
+    for name, stated, ours in (
+        ("partition", document.partition, None if model is None else list(map(list, model.partition))),
+        ("recompute", document.recompute, None if model is None else list(model.cut.recompute)),
+    ):
+        if stated is not None and stated != ours:
+            raise InvalidInput.at(
+                f"/{name}", f"differs from the problem's; remove it, or correct /problem/{name}."
+            )
+
+
+def parse_plan(document: Any) -> Plan:
+    """Read a plan document with its stated metrics. It is *not* verified: see :mod:`zbv_solver.verify.verifier`.
+
+    Raises
+    ------
+    InvalidInput
+        When the document has the wrong shape or states no metrics.
+    """
+    parsed = parse_plan_document(document)
+    problem, orders = parse_orders(parsed)
+    stated = parsed.metrics
+    if stated is None:
+        raise InvalidInput([Issue("/metrics", "this key is required and absent.")])
+    value = stated.span if problem.objective == "span" else stated.makespan
+    metrics = Metrics(
+        makespan=stated.makespan,
+        span=stated.span,
+        bubble_rate=stated.bubble_rate,
+        peak_memory=tuple(stated.peak_memory),
+        lower_bound=stated.lower_bound,
+        gap=gap_of(value, stated.lower_bound) if stated.gap is None else stated.gap,
+        status=stated.status,
+    )
+    baselines = tuple(
+        Baseline(b.name, b.span, b.makespan, b.bubble_rate, tuple(b.peak_memory), b.fits)
+        for b in parsed.baselines
+    )
+    provenance = parsed.provenance
+    return Plan(
+        problem,
+        orders,
+        metrics,
+        baselines,
+        Provenance(
+            provenance.method,
+            provenance.seed,
+            provenance.seconds,
+            provenance.version,
+            dict(provenance.model_extra or {}),
+        ),
+        None if parsed.cut is None else _certificate(parsed.cut, value),
+    )
+
+
+def _certificate(cut: CutDocument, value: float) -> CutCertificate:
+    gap = gap_of(value, cut.lower_bound) if cut.gap is None else cut.gap
+    return CutCertificate(cut.method, cut.lower_bound, gap)

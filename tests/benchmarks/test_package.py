@@ -1,0 +1,65 @@
+"""The package ``benchmarks``: its command, and that it stays out of the wheel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+from benchmarks.cli import main
+
+
+def test_the_wheel_contains_the_three_parts_and_nothing_else() -> None:
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = configuration["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["solver/zbv_solver", "service/zbv_service", "worker/zbv_worker"]}
+
+
+@pytest.mark.parametrize("part", ["solver", "service", "worker"])
+def test_no_part_imports_the_benchmarks(part: str) -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / part).rglob("*.py")
+        if "from benchmarks" in path.read_text() or "import benchmarks" in path.read_text()
+    ]
+    assert wrong == []
+
+
+def test_the_help_lists_every_benchmark_and_loads_none() -> None:
+    code = (
+        "import sys; from benchmarks.cli import _parser; print(_parser().format_help()); "
+        "assert not {'torch', 'numba', 'ortools', 'fastapi', 'sqlalchemy', 'playwright'} & set(sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    for name in ("planner", "partitioning", "speed", "soak", "service", "worker"):
+        assert f"\n    {name}" in ran.stdout
+
+
+def test_soak_prints_the_seed_that_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["soak", "--minutes", "0.001", "--seed", "3", "-o", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("seed 3\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["planner", "missing.json"], "benchmarks: missing.json: No such file"),
+        (["service", "everything"], "found 'everything'; must be one of ranks, queue"),
+        (["worker", "all", "--workload", "x.json"], "Name that."),
+        (["worker", "split", "-o", "no/such/folder/x.json"], "no/such/folder"),
+    ],
+)
+def test_wrong_input_has_status_2_and_a_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""

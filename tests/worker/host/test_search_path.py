@@ -1,0 +1,66 @@
+"""Where a model's module is looked for, and what is said when it is not there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+from zbv_worker.errors import InvalidRun
+from zbv_worker.host.search_path import environment_of_ranks, searched
+from zbv_worker.model.spec import ModelSpec
+
+REPOSITORY = ROOT
+SCRIPT = "import sys; from zbv_worker.commands.cli import main; sys.exit(main())"
+
+
+def test_a_command_finds_the_documents_model_in_the_working_directory(tmp_path: Path) -> None:
+    """As a console script, which Python gives the script's directory and not the working directory."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "zbv-worker").write_text(SCRIPT)
+    text = (REPOSITORY / "docs" / "training.md").read_text()
+    (example, *_) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "mymodel.py").write_text(example)
+    command = [sys.executable, "bin/zbv-worker", "estimate", "mymodel:layers", "--pp-degree", "2"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "layer.7" in found.stdout
+
+
+def test_a_module_that_is_nowhere_is_missed_by_name_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InvalidRun) as found:
+        ModelSpec("nowhere.at:all").build()
+    said = str(found.value)
+    assert f"found no module 'nowhere'; looked in {tmp_path}" in said
+    assert f"the packages of {sys.prefix}" in said
+    assert "PYTHONPATH (for an agent: --path DIR)" in said
+
+
+def test_the_installation_is_named_once() -> None:
+    assert searched().count(sys.prefix) == 1
+
+
+def test_an_agents_ranks_look_in_its_directories_and_not_where_it_was_started(tmp_path: Path) -> None:
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "models").mkdir()
+    for folder in ("cwd", "models"):
+        (tmp_path / folder / f"in_{folder}.py").write_text("")
+    environment = environment_of_ranks([tmp_path / "models"], {"PYTHONPATH": f"/a{os.pathsep}/b"})
+    assert environment["PYTHONPATH"].split(os.pathsep) == [str(tmp_path / "models"), "/a", "/b"]
+    for module, expected in (("in_models", 0), ("in_cwd", 1)):
+        found = subprocess.run(
+            [sys.executable, "-m", module],
+            cwd=tmp_path / "cwd",
+            env={**os.environ, **environment},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert found.returncode == expected, found.stderr

@@ -1,0 +1,392 @@
+"""Hooks on parameters are called as under plain autograd in every plan; what cannot be right is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.selfcheck import (
+    HardModel,
+    random_orders,
+    reference_gradients,
+    relative_error,
+    run_in_threads,
+)
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from zbv_solver.plans.orders import first_in_first_out
+from zbv_solver.problem.placement import Placement, PlacementKind
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_worker.errors import ModelError
+from zbv_worker.measure.live_bytes import LiveBytes
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import WeightGrads
+
+WIDTH = 6
+CPU = torch.device("cpu")
+
+
+def problem_of(kind: PlacementKind, p: int, microbatches: int) -> Problem:
+    placement = Placement.of(kind, p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def bent(gradient: Tensor) -> Tensor:
+    """Not linear: of the parts of a gradient it gives something else than of the whole."""
+    return gradient.clamp(-0.02, 0.01)
+
+
+class Hooked(HardModel):
+    """A model with a hook of each kind on some of its parameters, which counts their calls."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__(seed)
+        self.calls: Counter[str] = Counter()
+        self._kept: list[Any] = []
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        module = super().build_stage(stage, n_stages, device)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self._hook(sum(name.encode()) % 4, name, parameter)  # the same in every cut
+        return module
+
+    def _hook(self, kind: int, name: str, parameter: nn.Parameter) -> None:
+        def before(gradient: Tensor) -> Tensor:
+            self.calls[name] += 1
+            return bent(gradient)
+
+        def after(*_: Any) -> None:
+            self.calls[name] += 1
+            assert parameter.grad is not None
+            with torch.no_grad():
+                parameter.grad.mul_(0.5)
+
+        if kind == 0:
+            parameter.register_hook(before)  # type: ignore[no-untyped-call]
+        elif kind == 1:
+            parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        elif kind == 2:
+            node: Any = get_gradient_edge(parameter).node
+            node.register_hook(after)
+            self._kept.append(node)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    p=st.integers(1, 3),
+    microbatches=st.integers(1, 5),
+    kind=st.sampled_from(["v", "loop", "single"]),
+    seed=st.integers(0, 2**32),
+    fused=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_in_any_plan_hooks_are_called_as_often_and_with_the_same_gradients_as_by_autograd(
+    p: int, microbatches: int, kind: PlacementKind, seed: int, fused: float
+) -> None:
+    problem = problem_of(kind, p, microbatches)
+    orders = random_orders(problem, Random(seed), fused)
+    # A hook that scales what is there depends on the order of the microbatches, under plain autograd too.
+    orders = first_in_first_out(orders, problem.n_stages)
+    model, alone = Hooked(), Hooked()
+    found, _ = run_in_threads(problem, orders, model)
+    expected, _ = reference_gradients(alone, microbatches)
+    assert set(alone.calls.values()) == {microbatches}
+    assert model.calls == alone.calls
+    assert relative_error(found, expected) <= 1e-4
+
+
+def split(module: nn.Module, x: Tensor, gradient: Tensor) -> WeightGrads:
+    """F and I."""
+    queue = WeightGrads()
+    with defer_weight_gradients(module).into(queue):
+        module(x).backward(gradient)
+    return queue
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_same(module: nn.Module, right: nn.Module) -> None:
+    found, expected = gradients_of(module), gradients_of(right)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_with_a_hook_is_not_queued_and_the_others_still_are() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    module.get_parameter("0.weight").register_hook(bent)  # type: ignore[no-untyped-call]
+    module.get_parameter("1.bias").register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+    queue = split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+    assert queue.parameters() == set(module[2].parameters())
+    assert set(gradients_of(module)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_a_removed_hook_lets_the_parameter_be_queued_again() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    handle = module.get_parameter("0.weight").register_hook(bent)  # type: ignore[no-untyped-call]
+    assert len(split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 0
+    handle.remove()
+    assert len(split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
+
+
+def test_graphs_in_flight_do_not_look_like_hooks() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    queue = WeightGrads()
+    with defer_weight_gradients(module).into(queue):
+        outputs = [module(torch.randn(2, WIDTH)) for _ in range(3)]
+        kept = module.get_parameter("0.weight") * 2
+        outputs.append(module(torch.randn(2, WIDTH)))
+        for output in outputs:
+            output.sum().backward()
+    assert len(queue) == 8
+    assert kept.requires_grad
+
+
+def test_a_hook_that_comes_after_f_is_called_by_w() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    calls: list[Tensor] = []
+
+    def before(gradient: Tensor) -> Tensor:
+        calls.append(gradient)
+        return gradient * 3
+
+    queue = split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+    module.get_parameter("0.weight").register_hook(before)  # type: ignore[no-untyped-call]
+    module.get_parameter("0.bias").register_post_accumulate_grad_hook(calls.append)  # type: ignore[no-untyped-call]
+    queue.run()
+    assert len(calls) == 2
+    torch.testing.assert_close(module.get_parameter("0.weight").grad, calls[0] * 3)
+    assert calls[1] is module.get_parameter("0.bias")
+
+
+def optimize_in_backward(module: nn.Module, kept: list[Any]) -> None:
+    """As torch's ``_apply_optimizer_in_backward``, whose import warns."""
+    for parameter in module.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(*_: Any, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        node: Any = get_gradient_edge(parameter).node
+        node.register_hook(step)
+        kept.append(node)
+
+
+def test_an_optimizer_in_the_backward_takes_the_steps_that_it_takes_under_autograd() -> None:
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    kept: list[Any] = []
+    for module in modules:
+        optimize_in_backward(module, kept)
+    for _ in range(3):
+        x, gradient = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+        modules[0](x).backward(gradient)
+        queue = split(modules[1], x, gradient)
+        assert len(queue) == 0
+        queue.run()
+    for mine, theirs in zip(modules[1].parameters(), modules[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+        assert mine.grad is theirs.grad is None
+
+
+def test_a_module_that_was_used_can_be_copied_and_saved() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert len(split(other, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
+
+
+def test_distributed_data_parallel_in_a_stage_is_refused() -> None:
+    module = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(module)
+    with pytest.raises(ModelError, match="found a DistributedDataParallel in a stage"):
+        defer_weight_gradients(nn.Sequential(module))
+
+
+def test_hooks_on_what_layers_of_a_recomputed_stage_share_are_refused() -> None:
+    one, two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    two.weight = one.weight
+    module = nn.Sequential(one, two)
+    stage = Stage(0, 2, module, microbatches=1, layers=tuple(module), is_recomputed=True)
+    stage.forward(0, torch.randn(2, WIDTH), split=True)
+    one.weight.register_hook(bent)  # type: ignore[no-untyped-call]
+    with pytest.raises(ModelError, match="a parameter that several layers share has hooks"):
+        stage.forward(1, torch.randn(2, WIDTH), split=True)
+
+
+# Gradients within the forward, and gradients of gradients
+
+
+class Force(nn.Module):
+    """Its output is the gradient of an energy by its input, as in models of molecules."""
+
+    def __init__(self, create_graph: bool):
+        super().__init__()
+        self.energy, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._create_graph = create_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.energy(x).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=self._create_graph)
+        output: Tensor = self.last(force)
+        return output
+
+
+def test_gradients_that_the_forward_asks_for_are_not_queued() -> None:
+    """Under autograd they do not reach the weights of what they go through."""
+    module = Force(create_graph=False)
+    prepared = copy.deepcopy(module)
+    x, gradient = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    module(x).backward(gradient)
+    split(prepared, x, gradient).run()
+    assert set(gradients_of(module)) == {"last.weight", "last.bias"}
+    assert_same(prepared, module)
+
+
+def test_gradients_of_gradients_through_a_split_module_are_refused() -> None:
+    prepared = Force(create_graph=True)
+    with pytest.raises(
+        ModelError, match="create_graph=True through a module whose weight gradient W computes"
+    ):
+        split(prepared, torch.randn(3, WIDTH), torch.randn(3, WIDTH))
+    # B is autograd's own backward, which can.
+    module, fused = Force(create_graph=True), Force(create_graph=True)
+    fused.load_state_dict(module.state_dict())
+    stage = Stage(0, 2, fused, microbatches=1)
+    x, gradient = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    module(x).backward(gradient)
+    stage.forward(0, x, split=False)
+    stage.backward(0, gradient)
+    assert_same(fused, module)
+
+
+def test_a_backward_with_create_graph_is_refused_and_queues_nothing() -> None:
+    for module, x in (
+        (nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH, requires_grad=True)),
+        (nn.Embedding(5, WIDTH), torch.randint(5, (2,))),
+    ):
+        queue = WeightGrads()
+        tree = nn.Sequential(module)
+        with (
+            defer_weight_gradients(tree).into(queue),
+            pytest.raises(ModelError, match="create_graph=True"),
+        ):
+            tree(x).sum().backward(create_graph=True)
+        assert len(queue) == 0
+
+
+def test_the_gradient_of_a_queued_weight_itself_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with (
+        defer_weight_gradients(module).into(WeightGrads()),
+        pytest.raises(ModelError, match=r"found torch\.autograd\.grad of a weight"),
+    ):
+        torch.autograd.grad(module(torch.randn(2, WIDTH)).sum(), module.get_parameter("0.weight"))
+
+
+def test_functional_transforms_go_through_a_prepared_module() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(4, WIDTH)
+    expected = torch.vmap(module)(x)
+    with defer_weight_gradients(module).into(WeightGrads()):
+        torch.testing.assert_close(torch.vmap(module)(x), expected)
+
+
+# Weights that are used more than once
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share their weight, in one stage; ``direct`` uses the weight once more."""
+
+    def __init__(self, direct: bool):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 7, bias=False)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embedding.weight
+        self._direct = direct
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = torch.tanh(self.middle(self.embedding(words)))
+        output: Tensor = self.head(hidden)
+        return output + nnf.linear(hidden, self.head.weight) if self._direct else output
+
+
+class Twice(nn.Module):
+    """One weight, first through its Linear and then directly, or the other way round."""
+
+    def __init__(self, first: str):
+        super().__init__()
+        self.linear, self._first = nn.Linear(WIDTH, WIDTH), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        def direct(x: Tensor) -> Tensor:
+            return nnf.linear(x, self.linear.weight, self.linear.bias)
+
+        one, two = (self.linear, direct) if self._first == "module" else (direct, self.linear)
+        output: Tensor = two(torch.tanh(one(x)))
+        return output
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Tied(False),
+        lambda: Tied(True),
+        lambda: Twice("module"),
+        lambda: Twice("direct"),
+    ],
+)
+def test_weights_that_are_used_more_than_once_get_all_of_their_gradient(
+    make: Callable[[], nn.Module], autocast: torch.dtype | None
+) -> None:
+    """Autocast caches the casts of parameters: one without a graph would cut off a later use."""
+    torch.manual_seed(0)
+    module = make()
+    prepared = copy.deepcopy(module)
+    recorder = defer_weight_gradients(prepared)
+    x = torch.randint(7, (5,)) if isinstance(module, Tied) else torch.randn(5, WIDTH)
+    for _ in range(2):
+        queue = WeightGrads()
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            expected = module(x)
+            with recorder.into(queue):
+                output = prepared(x)
+        gradient = torch.randn_like(output)
+        expected.backward(gradient)
+        output.backward(gradient)
+        queue.run()
+    tolerance = 1e-5 if autocast is None else 2e-2
+    for (name, mine), theirs in zip(prepared.named_parameters(), module.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert relative_error({name: mine.grad}, {name: theirs.grad}) < tolerance, name
+
+
+def test_w_under_autocast_makes_one_temporary_of_the_weights_size() -> None:
+    module = nn.Sequential(nn.Linear(64, 64, bias=False))
+    weight = module.get_parameter("0.weight")
+    for expected in (weight.nbytes // 2 + weight.nbytes, weight.nbytes // 2):  # the first one makes .grad
+        queue = WeightGrads()
+        with torch.autocast("cpu", torch.bfloat16), defer_weight_gradients(module).into(queue):
+            output = module(torch.randn(2, 64))
+        output.backward(torch.ones_like(output))
+        with LiveBytes() as held:
+            queue.run()
+            assert held.peak <= expected

@@ -1,0 +1,235 @@
+"""Parameters in half precision add their gradients up in float32, in every plan, and memory counts it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from support.selfcheck import random_orders, relative_error
+from support.trained import Remembering, train_in_threads
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.measure.estimate.estimate import estimate_layers
+from zbv_worker.measure.stage_memory import static_bytes
+from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
+from zbv_worker.stage.stage import Stage
+from zbv_worker.training.gradients import OwnGradients, SummedGradients
+from zbv_worker.training.options import TrainingOptions
+from zbv_worker.transport.threads import ThreadHub
+
+CPU = torch.device("cpu")
+MICROBATCHES = 64
+BFLOAT16 = 2.0**-8
+"""The largest relative error of rounding to bfloat16, twice."""
+
+
+class Half(Remembering):
+    """Four layers in bfloat16 whose microbatches are alike, so that in bfloat16 the later ones vanish."""
+
+    def layer_names(self) -> Sequence[str]:
+        return [f"layer.{at}" for at in range(4)]
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        first, last = (at * 4 // n_stages for at in (stage, stage + 1))
+        module = self.build_layers(self.layer_names()[first:last], device)
+        self.built.append(module)
+        return module
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        layers = OrderedDict((name.replace(".", ""), self._half(name)) for name in names)
+        return nn.Sequential(layers).to(device)
+
+    def _half(self, name: str) -> nn.Module:
+        # A norm's gradient comes from autograd, a Linear's from W.
+        layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())
+        generator = torch.Generator().manual_seed(int(name[-1]))  # ranks that are threads share torch's own
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_(0.1, 0.3, generator=generator)
+        return layer.bfloat16()
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        noise = torch.Generator().manual_seed(1000 * step + index)
+        x = torch.randn(16, 8, generator=generator) + 0.1 * torch.randn(16, 8, generator=noise)
+        return x.bfloat16(), x.roll(1, dims=1).bfloat16()
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nnf.mse_loss(output.float(), target.float())
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return Noting(parameters)
+
+
+class Noting(torch.optim.SGD):
+    """Changes nothing, and keeps the gradients that it was given."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        super().__init__(parameters, lr=0.0)
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # no loss
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.given = parameter.grad.clone()
+
+
+def given(model: Half) -> dict[str, Tensor]:
+    return {
+        name: parameter.given  # type: ignore[attr-defined]  # Noting's
+        for module in model.built
+        for name, parameter in module.named_parameters()
+    }
+
+
+def alone(microbatches: int, *, in_float32: bool) -> dict[str, Tensor]:
+    """The mean gradient by plain autograd, added up in float32 or, as autograd does, in bfloat16."""
+    model = Half()
+    module = model.build_stage(0, 1, CPU)
+    total: dict[str, Tensor] = {}
+    for index in range(microbatches):
+        x, y = model.microbatch(0, index)
+        loss = model.loss(module(x), y) / microbatches
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        if in_float32:
+            for name, parameter in module.named_parameters():
+                assert parameter.grad is not None
+                total[name] = total.get(name, torch.zeros(())) + parameter.grad.float()
+            module.zero_grad()
+    if in_float32:
+        return total
+    return {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def v_problem(microbatches: int) -> Problem:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+@pytest.mark.parametrize(("replicas", "fused"), [(1, 0.0), (1, 0.5), (1, 1.0), (2, 0.3)])
+def test_the_gradients_of_64_microbatches_are_those_added_up_in_float32(replicas: int, fused: float) -> None:
+    problem = v_problem(MICROBATCHES // replicas)
+    models: list[Half] = []
+
+    def make() -> Half:
+        models.append(Half())
+        return models[-1]
+
+    options = TrainingOptions(replicas=replicas)
+    train_in_threads(problem, random_orders(problem, Random(1), fused), options, 1, model=make)
+    right = alone(MICROBATCHES, in_float32=True)
+    found = {name: gradient for model in models for name, gradient in given(model).items()}
+    assert all(gradient.dtype == torch.bfloat16 for gradient in found.values())
+    error = relative_error({name: gradient.float() for name, gradient in found.items()}, right)
+    assert error < BFLOAT16
+    # What is avoided is real: in bfloat16 the sum is worse.
+    assert relative_error(alone(MICROBATCHES, in_float32=False), right) > 2 * BFLOAT16
+
+
+def test_clipping_measures_and_scales_the_gradients_in_float32() -> None:
+    problem = v_problem(4)
+    models: list[Half] = []
+
+    def make() -> Half:
+        models.append(Half())
+        return models[-1]
+
+    found = train_in_threads(
+        problem, random_orders(problem, Random(1)), TrainingOptions(clip_norm=0.01), 1, model=make
+    )
+    right = alone(4, in_float32=True)
+    norm = float(torch.stack([gradient.norm() for gradient in right.values()]).norm())
+    assert found.reports[0].lines[0].updated.gradient_norm == pytest.approx(norm, rel=0.01)
+    clipped = {name: gradient * 0.01 / norm for name, gradient in right.items()}
+    gradients = {n: g.float() for model in models for n, g in given(model).items()}
+    assert relative_error(gradients, clipped) < 3 * BFLOAT16
+
+
+def stage_of(module: nn.Module) -> Stage:
+    return Stage(0, 2, module, microbatches=1)
+
+
+def test_between_actions_there_is_only_the_main_gradient_and_the_optimizer_frees_it() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16()
+    gradients, stage = OwnGradients({0: module}), stage_of(module)
+    gradients.begin()
+    for microbatch, split in enumerate((True, False)):
+        stage.forward(microbatch, torch.randn(4, 8).bfloat16(), split=split)
+        upstream = torch.randn(4, 8).bfloat16()
+        if split:
+            stage.backward_input(microbatch, upstream)
+            stage.backward_weight(microbatch)
+        else:
+            stage.backward(microbatch, upstream)
+        for parameter in module.parameters():
+            assert parameter.grad is None
+            assert gradient_of(parameter).dtype == torch.float32  # type: ignore[union-attr]
+    gradients.hand_over()
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        assert parameter.main_grad is None  # type: ignore[attr-defined]
+
+
+def test_estimate_and_profile_count_four_bytes_for_the_gradient_of_a_half_parameter() -> None:
+    count = sum(p.numel() for p in Half().build_layers(["layer.1"], CPU).parameters())
+    estimates = list(estimate_layers(Half()))
+    assert [each.static.gradients for each in estimates] == [4 * count] * 4
+    assert [each.static.parameters for each in estimates] == [2 * count] * 4
+    module = Half().build_layers(["layer.1"], CPU)
+    stage = stage_of(module)
+    use_main_gradients(module.parameters())
+    stage.forward(0, torch.randn(4, 8).bfloat16(), split=False)
+    stage.backward(0, torch.randn(4, 8).bfloat16())
+    for _ in range(2):
+        assert static_bytes(Remembering(), {0: stage}, receives=0, workspace=0).gradients == 4 * count
+
+
+def test_a_post_accumulate_hook_of_the_model_keeps_autograds_accumulation() -> None:
+    module = nn.Sequential(nn.Linear(8, 8)).bfloat16()
+    gradients, stage = OwnGradients({0: module}), stage_of(module)
+    gradients.begin()
+    seen: list[Tensor] = []
+
+    def look(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+
+    module.get_parameter("0.weight").register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+    gradients.begin()  # as before every step
+    for microbatch in range(2):
+        stage.forward(microbatch, torch.randn(4, 8).bfloat16(), split=True)
+        stage.backward_input(microbatch, torch.ones(4, 8).bfloat16())
+        stage.backward_weight(microbatch)
+    gradients.hand_over()
+    assert len(seen) == 2
+    torch.testing.assert_close(module.get_parameter("0.weight").grad, seen[1])
+    assert module.get_parameter("0.bias").grad is not None
+
+
+def test_a_hook_that_replaces_a_gradient_which_replicas_sum_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    gradients = SummedGradients({0: module}, ThreadHub(1).transport(0))
+
+    def take(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    module.get_parameter("0.weight").register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    gradients.begin()
+    module(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(ModelError, match=r"shape \[4, 4\] was replaced during the step"):
+        gradients.stage_done(0)
+
+
+def test_sharding_of_half_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zbv_worker.training import sharding
+
+    monkeypatch.setattr(DeviceMesh, "from_group", lambda *_: None)
+    with pytest.raises(InvalidRun, match="--shard: found parameters in half precision"):
+        sharding.ShardedGradients({0: nn.Linear(2, 2).bfloat16()}, None, CPU)  # type: ignore[arg-type]

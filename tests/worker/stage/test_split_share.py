@@ -1,0 +1,108 @@
+"""Where W has little to compute, the run and the profile say so, and name the modules."""
+
+from __future__ import annotations
+
+from io import StringIO
+from random import Random
+
+import pytest
+import torch
+from rich.console import Console
+from support.selfcheck import random_orders
+from support.trained import Remembering, Trained, train_in_threads
+from torch import Tensor, nn
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_worker.measure.profile.profile import RankProfile, Spread, StageProfile, rank_json, read_rank
+from zbv_worker.measure.profile.report import print_report
+from zbv_worker.measure.stage_memory import StaticBytes
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.weight_grads import WeightGrads
+from zbv_worker.training.options import TrainingOptions
+
+
+class TELinear(nn.Linear):
+    """A Linear that is not split, as TransformerEngine's."""
+
+
+class Unsplit(Remembering):
+    """A model whose last two layers have nothing that is split."""
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        module = super().build_stage(stage, n_stages, device)
+        for layer in (module.get_submodule(n) for n in ("layer6", "layer7.1") if hasattr(module, n[:6])):
+            for child in layer.modules():
+                if type(child) is nn.Linear:
+                    child.__class__ = TELinear
+        return module
+
+
+def train(model: type[Remembering], fused: float) -> Trained:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * placement.n_stages
+    problem = Problem(placement, 2, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    return train_in_threads(
+        problem, random_orders(problem, Random(0), fused), TrainingOptions(), 3, model=model
+    )
+
+
+def test_a_run_says_once_of_which_stage_w_computes_little(capsys: pytest.CaptureFixture[str]) -> None:
+    found = train(Unsplit, fused=0.0)
+    (event,) = [event for report in found.reports for event in report.events]
+    assert (event["kind"], event["step"], event["stage"], event["share"]) == ("little_to_split", 0, 3, 0.0)
+    assert event["modules"][0] == "layer7.1 (TELinear)"
+    assert "layer6.plain (TELinear)" in event["modules"]
+    said = capsys.readouterr().err
+    assert said.count("stage 3: W computes 0% of the weight gradients; I computes those of layer7.1") == 1
+
+
+@pytest.mark.parametrize(("model", "fused"), [(Remembering, 0.0), (Unsplit, 1.0)])
+def test_where_w_computes_enough_or_the_plan_has_none_nothing_is_said(
+    model: type[Remembering], fused: float
+) -> None:
+    assert [event for report in train(model, fused).reports for event in report.events] == []
+
+
+def share_of(module: nn.Module, x: Tensor) -> SplitShare | None:
+    queue = WeightGrads()
+    with defer_weight_gradients(module).into(queue):
+        module(x).sum().backward()
+    return SplitShare.of(module, queue.parameters())
+
+
+def test_the_share_is_that_of_elements_and_the_largest_module_comes_first() -> None:
+    module = nn.Sequential(
+        nn.Linear(4, 4), nn.LayerNorm(4), TELinear(4, 8), nn.Linear(8, 1).requires_grad_(False)
+    )
+    found = share_of(module, torch.randn(2, 4))
+    assert found == SplitShare(20 / (20 + 8 + 40), ("2 (TELinear)", "1 (LayerNorm)"))
+    assert share_of(nn.Linear(2, 2), torch.randn(2, 2)) == SplitShare(1.0, ())
+    assert SplitShare.of(nn.GELU(), set()) is None
+
+
+def test_a_hook_counts_as_unsplit() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    module.get_parameter("0.weight").register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
+    found = share_of(module, torch.randn(2, 4))
+    assert found is not None
+    assert found.is_small
+    assert str(found) == "W computes 0% of the weight gradients; I computes those of 0 (Linear)"
+
+
+def test_a_profile_has_the_share_and_its_report_says_where_it_is_small() -> None:
+    second = Spread(1.0, 1.0)
+    little = SplitShare(0.25, tuple(f"{at} (TELinear)" for at in range(5)))
+    stages = tuple(
+        StageProfile(at, second, second, second, second, 1, 1, split=share)
+        for at, share in enumerate((little, SplitShare(0.9, ("norm (LayerNorm)",)), None))
+    )
+    profile = RankProfile(0, stages, StaticBytes(), {})
+    assert read_rank(rank_json(profile)) == profile
+    out = StringIO()
+    print_report([profile], Console(file=out, width=200))
+    (line,) = [line for line in out.getvalue().splitlines() if "W computes" in line]
+    assert line == (
+        "Stages, 0: W computes 25% of the weight gradients; I computes those of 0 (TELinear), 1 (TELinear), "
+        "2 (TELinear) and 2 more."
+    )

@@ -1,0 +1,180 @@
+"""A stage holds what its plan says: the graph from F to I or B, the queue from I to W."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zbv_worker.errors import ModelError
+from zbv_worker.measure.live_bytes import LiveBytes
+from zbv_worker.stage.stage import Stage
+
+WIDTH, ROWS = 32, 16
+TENSOR = WIDTH * ROWS * 4
+
+
+class Remembering(nn.Module):
+    """Multiplies by a constant that it lets tests watch: its graph saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[weakref.ref[Tensor]] = []
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = torch.rand(ROWS, WIDTH)
+        self.saved.append(weakref.ref(factor))
+        output: Tensor = self.linear(x) * factor
+        return output
+
+
+def middle(module: nn.Module) -> Stage:
+    return Stage(1, 3, module, microbatches=4)
+
+
+def data() -> Tensor:
+    return torch.randn(ROWS, WIDTH)
+
+
+def test_i_frees_the_graph_and_w_the_rest() -> None:
+    module = Remembering()
+    stage = middle(module)
+    stage.forward(0, data(), split=True)
+    stage.forward(1, data(), split=False)
+    assert stage.held == ({0, 1}, set())
+    assert [reference() is None for reference in module.saved] == [False, False]
+    stage.backward_input(0, data())
+    gc.collect()
+    assert stage.held == ({1}, {0})
+    assert [reference() is None for reference in module.saved] == [True, False]
+    stage.backward(1, data())
+    assert [reference() is None for reference in module.saved] == [True, True]
+    stage.backward_weight(0)
+    assert stage.held == (set(), set())
+
+
+def test_bytes_held_follow_the_actions() -> None:
+    """Two Linears with a GELU between them: what is live after every action, to the byte."""
+    stage = middle(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)))
+    stage.forward(9, data(), split=True)
+    stage.backward_input(9, data())
+    stage.backward_weight(9)  # parameters' gradients exist from here on
+    with LiveBytes() as live:
+        stage.forward(0, data(), split=True)
+        assert live.bytes == 3 * TENSOR  # input, GELU's input, second Linear's input; not the output
+        stage.backward_input(0, data())
+        assert live.bytes == 4 * TENSOR  # both Linears' inputs and output gradients
+        stage.backward_weight(0)
+        assert live.bytes == 0
+        stage.forward(0, data(), split=False)
+        assert live.bytes == 3 * TENSOR
+        stage.backward(0, data())
+        assert live.bytes == 0
+
+
+def test_the_output_and_the_input_gradient_are_detached() -> None:
+    stage = middle(nn.Linear(WIDTH, WIDTH))
+    assert not stage.forward(0, data(), split=True).requires_grad
+    gradient = stage.backward_input(0, data())
+    assert gradient is not None
+    assert gradient.shape == (ROWS, WIDTH)
+    assert not gradient.requires_grad
+
+
+def test_the_first_stage_does_the_work_of_i_in_i() -> None:
+    """Its input needs no gradient, yet I must reach every layer: W must not run a backward of its own."""
+    reached: list[str] = []
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    stage = Stage(0, 2, nn.Sequential(first, Watch(reached), second), microbatches=1)
+    stage.forward(0, data(), split=True)
+    assert stage.backward_input(0, data()) is None
+    assert reached == ["backward"]
+    assert not trained(first)
+    stage.backward_weight(0)
+    assert trained(first)
+    assert reached == ["backward"]
+
+
+def trained(module: nn.Module) -> bool:
+    return all(parameter.grad is not None for parameter in module.parameters())
+
+
+class Watch(nn.Module):
+    def __init__(self, reached: list[str]):
+        super().__init__()
+        self.reached = reached
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2.0
+        y.register_hook(lambda _: self.reached.append("backward"))  # type: ignore[no-untyped-call]  # torch's
+        return y
+
+
+def test_the_last_stage_returns_its_loss_and_scales_gradients_by_the_number_of_microbatches() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    stage = Stage(1, 2, module, microbatches=4, loss=nn.functional.mse_loss)
+    x, target = data(), data()
+    loss = stage.forward(0, x, target, split=True)
+    torch.testing.assert_close(loss, nn.functional.mse_loss(module(x), target).detach())
+    stage.backward_input(0, None)
+    stage.backward_weight(0)
+    found = module.weight.grad
+    module.zero_grad()
+    torch.autograd.backward(nn.functional.mse_loss(module(x), target) / 4)
+    torch.testing.assert_close(found, module.weight.grad)
+
+
+def test_a_stage_that_is_a_view_or_the_identity() -> None:
+    stage = middle(nn.Sequential(nn.Identity()))
+    x, gradient = data(), data()
+    torch.testing.assert_close(stage.forward(0, x, split=True), x)
+    torch.testing.assert_close(stage.backward_input(0, gradient), gradient)
+    stage.backward_weight(0)
+    stage = middle(nn.Flatten(0, 1))
+    assert stage.forward(0, x, split=False).shape == (ROWS * WIDTH,)
+    torch.testing.assert_close(stage.backward(0, gradient.flatten()), gradient)
+
+
+def test_a_frozen_stage_passes_gradients_through_and_an_unused_input_gets_zeros() -> None:
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    first = Stage(0, 2, frozen, microbatches=1)
+    first.forward(0, data(), split=True)
+    assert first.backward_input(0, data()) is None
+    first.backward_weight(0)
+    stage = middle(Ignoring())
+    stage.forward(0, data(), split=True)
+    gradient = stage.backward_input(0, data())
+    assert gradient is not None
+    assert not gradient.any()
+
+
+class Ignoring(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ones_like(x)
+
+
+def test_stages_that_break_the_protocol_are_refused() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x
+
+    with pytest.raises(ModelError, match="stage 1 returned a tuple"):
+        middle(Pair()).forward(0, data(), split=True)
+    with pytest.raises(ModelError, match="takes the loss"):
+        Stage(1, 2, nn.Identity(), microbatches=1)
+
+
+def test_gradients_follow_the_loss_scale_from_step_to_step() -> None:
+    linear = nn.Linear(2, 1, bias=False)
+    stage = Stage(0, 1, linear, 1, lambda output, target: (output - target).sum())
+    for scale in (1.0, 8.0, 0.5):
+        stage.loss_scale = scale
+        linear.zero_grad()
+        stage.forward(0, torch.ones(1, 2), torch.zeros(1, 1), split=True)
+        stage.backward_input(0, None)
+        stage.backward_weight(0)
+        assert linear.weight.grad is not None
+        assert linear.weight.grad.tolist() == [[scale, scale]]

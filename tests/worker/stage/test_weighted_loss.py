@@ -1,0 +1,148 @@
+"""Microbatches that count differently: training is that of one process with the whole batch."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from support.selfcheck import random_orders, relative_error
+from support.trained import CPU, Remembering, train_in_threads
+from torch import Tensor
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_worker.errors import InvalidRun, ModelError, NotFinite
+from zbv_worker.stage.stage import Stage, WeightedLoss
+from zbv_worker.training import loss_scale
+from zbv_worker.training.options import TrainingOptions, require_plain
+
+MICROBATCHES, STEPS = 3, 3
+
+
+class Padded(Remembering):
+    """Targets of which a part that differs by microbatch is padding (infinite)."""
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        words, target = super().microbatch(step, index)
+        tokens = self.tokens(step, index)
+        return words, target.masked_fill(torch.arange(10).reshape(2, 5, 1) >= tokens, torch.inf)
+
+    def tokens(self, step: int, index: int) -> int:
+        """1 to 10, and now and then none at all."""
+        return (7 * index + 3 * step) % 11
+
+    def loss_sum(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        counts = target.isfinite()
+        errors = (output - target.where(counts, output.detach())).square()
+        return errors.where(counts, 0.0).sum(), counts[..., 0].sum()
+
+
+class Empty(Padded):
+    def tokens(self, step: int, index: int) -> int:
+        return 0
+
+
+def plan(microbatches: int = MICROBATCHES) -> tuple[Problem, Orders]:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * placement.n_stages
+    problem = Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    return problem, random_orders(problem, Random(0))
+
+
+def alone(microbatches: int, clip_norm: float | None = None) -> tuple[dict[str, Tensor], list[float]]:
+    """One process, the whole batch at once."""
+    model = Padded()
+    module = model.build_stage(0, 1, CPU)
+    optimizer = model.optimizer(p for p in module.parameters() if p.requires_grad)
+    losses = []
+    for step in range(STEPS):
+        batch = [model.microbatch(step, index) for index in range(microbatches)]
+        words, target = torch.cat([x for x, _ in batch]), torch.cat([y for _, y in batch])
+        total, weight = model.loss_sum(module(words), target)
+        loss = total / weight
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        losses.append(float(loss.detach()))
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.parameters, losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TrainingOptions(),
+        TrainingOptions(replicas=2),
+        TrainingOptions(replicas=3, clip_norm=0.05),
+        TrainingOptions(clip_norm=0.05),
+        TrainingOptions(non_finite="skip"),
+    ],
+)
+def test_training_is_that_of_one_process_with_the_whole_batch(options: TrainingOptions) -> None:
+    found = train_in_threads(*plan(), options, STEPS, model=Padded)
+    expected, losses = alone(MICROBATCHES * options.replicas, options.clip_norm)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    for parameters in found.parameters:
+        assert relative_error(parameters, expected) < 1e-5
+
+
+def test_the_factor_of_float16_is_taken_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "_FIRST_SCALE", 64.0)  # so that no step overflows
+    found = train_in_threads(*plan(), TrainingOptions(precision="float16"), STEPS, model=Padded)
+    expected, losses = alone(MICROBATCHES)
+    assert found.losses == pytest.approx(losses, rel=0.01)
+    assert relative_error(found.parameters[0], expected) < 0.02
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluation_is_a_mean_over_the_tokens_too(replicas: int) -> None:
+    options = TrainingOptions(replicas=replicas, evaluate_every=10)
+    found = train_in_threads(*plan(), options, STEPS, model=Padded)
+    evaluations = next(r.evaluations for r in found.reports if r.evaluations)
+    _, losses = alone(MICROBATCHES * replicas)
+    assert evaluations[0] == pytest.approx(losses[0], rel=1e-5)
+    assert found.losses == pytest.approx(losses, rel=1e-5)  # no weight of the evaluation is left over
+
+
+def test_a_weight_counts_once_where_the_loss_is_computed_again() -> None:
+    model = Padded()
+    x, target = model.microbatch(0, 1)
+    weights = []
+    for is_recomputed in (False, True):
+        module = model.build_stage(0, 1, CPU)
+        stage = Stage(0, 1, module, 1, WeightedLoss(model.loss_sum), is_recomputed=is_recomputed)
+        for microbatch, split in enumerate((True, False)):
+            stage.forward(microbatch, x, target, split=split)
+        stage.backward_input(0, None)
+        stage.backward_weight(0)
+        stage.backward(1, None)
+        weights.append((stage.take_weight(), stage.take_weight()))
+    assert weights == [(2.0 * model.tokens(0, 1), 0.0)] * 2
+
+
+def test_a_step_without_any_token_is_not_finite() -> None:
+    with pytest.raises(NotFinite, match="step 0"):
+        train_in_threads(*plan(), TrainingOptions(clip_norm=1.0), 1, model=Empty)
+
+
+def test_pytorchs_runtime_refuses_weights() -> None:
+    with pytest.raises(InvalidRun, match="--runtime torch averages over microbatches"):
+        require_plain(TrainingOptions(), Padded())
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_weighted", "message"),
+    [
+        (lambda x, y: (x.sum(), y.sum()), False, "the loss returned a tuple; .*define loss_sum"),
+        (lambda x, y: x, False, r"the loss returned a torch.float32 tensor of 12 numbers"),
+        (lambda x, y: x.sum(), True, r"must return \(sum, weight\)"),
+        (lambda x, y: (x.sum(), y), True, r"must return \(sum, weight\)"),
+        (lambda x, y: (x, y.sum()), True, "tensor of 12 numbers"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, is_weighted: bool, message: str) -> None:  # type: ignore[no-untyped-def]
+    stage = Stage(0, 1, torch.nn.Linear(3, 3), 1, WeightedLoss(loss) if is_weighted else loss)
+    with pytest.raises(ModelError, match=message):
+        stage.forward(0, torch.ones(4, 3), torch.ones(4, 3), split=True)

@@ -1,0 +1,98 @@
+"""Builds the stages that the plan places on a rank, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.planned_cut import require_layers
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.model.checks import build_layers, build_stage
+from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
+from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.stage import Stage, WeightedLoss
+
+
+def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, nn.Module]:
+    """Build the modules of a rank's stages, cut as the plan requires, with tied parameters shared.
+
+    Raises
+    ------
+    InvalidRun
+        If tied parameters lie on different ranks, or the plan's layers are not the model's.
+    """
+    require_layers(model, plan.cut)
+    modules = {index: _module(model, index, plan, device) for index in plan.stages}
+    if isinstance(model, Tied):
+        for first, last in model.tied_parameters():
+            _tie(modules, first, last, plan)
+    return modules
+
+
+def build_stages(
+    model: PipelineModel,
+    plan: RankPlan,
+    device: torch.device,
+    *,
+    replicas: int = 1,
+    precision: Precision = "float32",
+) -> dict[int, Stage]:
+    """Build a rank's stages, by index; raises like :func:`build_modules`."""
+    n_stages = plan.placement.n_stages
+    loss = WeightedLoss(model.loss_sum) if isinstance(model, Weighted) else model.loss
+    return {
+        index: Stage(
+            index,
+            n_stages,
+            module,
+            plan.microbatches * replicas,
+            loss if index == n_stages - 1 else None,
+            AUTOCAST[precision],
+            layers=_layers(module, plan),
+            is_recomputed=plan.cut.recomputes(index),
+        )
+        for index, module in build_modules(model, plan, device).items()
+    }
+
+
+def _module(model: PipelineModel, index: int, plan: RankPlan, device: torch.device) -> nn.Module:
+    partition = plan.cut.partition
+    if partition is not None and isinstance(model, Layered):
+        return build_layers(model, partition[index], device)
+    return build_stage(model, index, plan.placement.n_stages, device)
+
+
+def _layers(module: nn.Module, plan: RankPlan) -> tuple[nn.Module, ...] | None:
+    """A stage's layers; None if only the model knows them."""
+    return tuple(module) if plan.cut.partition is not None and isinstance(module, nn.Sequential) else None
+
+
+def _tie(modules: Mapping[int, nn.Module], first: str, last: str, plan: RankPlan) -> None:
+    """Share one parameter between two stages of this rank, such as the first and the last stage of a V."""
+    owners = {name: _owner(modules, name) for name in (first, last)}
+    if all(owner is None for owner in owners.values()):
+        return
+    for name, owner in owners.items():
+        if owner is None:
+            raise InvalidRun(
+                f"rank {plan.rank}: {first} and {last} are tied, but {name} is on another rank. Tied "
+                f"parameters must be on one rank; for the first and the last stage, use placement v."
+            )
+    source, target = owners[first], owners[last]
+    if source is not None and target is not None:
+        shared = source.get_parameter(first)
+        path, _, leaf = last.rpartition(".")
+        holder = target.get_submodule(path)
+        if holder.get_parameter(leaf).shape != shared.shape:
+            raise InvalidRun(f"{first} and {last} are tied, but their shapes differ.")
+        holder.register_parameter(leaf, shared)
+
+
+def _owner(modules: Mapping[int, nn.Module], name: str) -> nn.Module | None:
+    for module in modules.values():
+        if any(name == own for own, _ in module.named_parameters(remove_duplicate=False)):
+            return module
+    return None

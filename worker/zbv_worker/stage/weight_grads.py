@@ -1,0 +1,137 @@
+"""Queued weight gradients: the work that I leaves to W."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zbv_worker.stage.main_gradients import OwnHook, add_gradient, gradient_of
+
+
+class _Deferred(Protocol):
+    """A queued weight gradient."""
+
+    def accumulate(self) -> None:
+        """Add the gradient to ``.grad``; runs under ``no_grad``."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors kept in memory until then."""
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters whose gradients it adds to."""
+
+
+class WeightGrads:
+    """The queued weight gradients of one stage and microbatch.
+
+    F registers the queue, I fills it, W runs it. It holds tensors only between I and W.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[_Deferred] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def push(self, deferred: _Deferred) -> None:
+        """Queue a weight gradient."""
+        self._queue.append(deferred)
+
+    def run(self) -> None:
+        """Compute every queued gradient and accumulate it into its parameter's ``.grad``.
+
+        Releases each gradient's operands as soon as it is computed. Without ``no_grad`` the results would
+        have a graph that keeps all output gradients alive.
+        """
+        with torch.no_grad():
+            while self._queue:
+                self._queue.popleft().accumulate()
+
+    def held_tensors(self) -> list[Tensor]:
+        """The tensors kept alive until :meth:`run`."""
+        return [tensor for deferred in self._queue for tensor in deferred.tensors()]
+
+    def parameters(self) -> set[Tensor]:
+        """The parameters that :meth:`run` will add to."""
+        return {parameter for deferred in self._queue for parameter in deferred.parameters()}
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether a parameter has hooks of the user; hooks on its autograd node need :class:`_Node`."""
+    if parameter._backward_hooks:
+        return True
+    after = parameter._post_accumulate_grad_hooks
+    return bool(after) and not all(isinstance(hook, OwnHook) for hook in after.values())
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LinearGrad:
+    """The weight gradient of a Linear, gᵀx, and the sum of g for the bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    x: Tensor
+    grad_output: Tensor
+
+    def accumulate(self) -> None:
+        """Add the gradient to ``.grad``; runs under ``no_grad``."""
+        grad = self.grad_output.reshape(-1, self.grad_output.shape[-1])
+        x = self.x.reshape(-1, self.x.shape[-1])
+        if self.weight.requires_grad:
+            total = gradient_of(self.weight)
+            is_dense = total is not None and total.dtype == grad.dtype and not total.is_sparse
+            if total is not None and is_dense and not has_hooks(self.weight):
+                total.addmm_(grad.t(), x)  # accumulates without a temporary of the weight's size
+            else:
+                _add(self.weight, grad.t().mm(x))
+        if self.bias is not None and self.bias.requires_grad:
+            _add(self.bias, grad.sum(0))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors kept in memory until then."""
+        return self.x, self.grad_output
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters whose gradients it adds to."""
+        both = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return tuple(parameter for parameter in both if parameter.requires_grad)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EmbeddingGrad:
+    """The weight gradient of an Embedding: rows of g summed by index."""
+
+    weight: Tensor
+    indices: Tensor
+    grad_output: Tensor
+    padding_idx: int
+    scale_by_frequency: bool
+
+    def accumulate(self) -> None:
+        """Add the gradient to ``.grad``; runs under ``no_grad``."""
+        grad = torch.ops.aten.embedding_dense_backward(
+            self.grad_output, self.indices, self.weight.shape[0], self.padding_idx, self.scale_by_frequency
+        )
+        _add(self.weight, grad)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors kept in memory until then."""
+        return self.indices, self.grad_output
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters whose gradients it adds to."""
+        return (self.weight,)
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    if has_hooks(parameter):
+        # The hooks were added after F. Autograd's own node of the parameter calls them.
+        edge = GradientEdge(get_gradient_edge(parameter).node, 0)
+        torch.autograd.backward((edge,), (grad.to(parameter.dtype),))
+    else:
+        add_gradient(parameter, grad)

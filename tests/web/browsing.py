@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import Locator, Page
+from playwright.sync_api import FloatRect, Locator, Page
 from support.paths import ROOT
 from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan, plan_json
@@ -111,9 +112,9 @@ class Look:
 
     def colour_at(self, x: float, y: float) -> tuple[int, ...]:
         """Red, green and blue of a point of the window, as it is painted."""
-        clip = {"x": x - 1, "y": y - 1, "width": 2, "height": 2}
+        clip = FloatRect(x=x - 1, y=y - 1, width=2, height=2)
         picture = Image.open(io.BytesIO(self.page.screenshot(clip=clip))).convert("RGB")
-        return tuple(picture.getpixel((0, 0)))
+        return tuple(np.asarray(picture)[0, 0].tolist())
 
     def point_at(self, time_at: float, rank: int, ranks: int, lane: int = 0) -> tuple[float, float]:
         """Where a time on a rank is in the window, in pixels."""

@@ -1,4 +1,4 @@
-"""A page as an answer."""
+"""Pages as HTTP answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def document_page(
 
 
 def shell_of(request: Request) -> Shell:
-    """What a page knows of its surroundings. Pages for anybody know nobody."""
+    """The surroundings of a page; public pages have no account."""
     grant: Grant | None = getattr(request.state, "grant", None)
     return Shell(
         root=root_of(request),

@@ -1,4 +1,4 @@
-"""What every page has around it: where it is served, who looks at it, what a browser may load for it.
+"""What all pages share: their surroundings, their policy, and the files that they load.
 
 Routes serve pages as ``text/html; charset=utf-8`` with :data:`CONTENT_SECURITY_POLICY` and mount
 :data:`STATIC_DIRECTORIES`.
@@ -31,28 +31,28 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-"""What the pages need and no more: nothing inline, no eval, nothing from elsewhere."""
+"""Exactly what the pages need: nothing inline, no eval, nothing from other origins."""
 
 STATIC_DIRECTORIES: tuple[Path, ...] = (Path(__file__).parent / "static", report.STATIC)
-"""Directories with the files that pages load, served as one: the pages' own, and the picture of a plan."""
+"""Directories of files that pages load, served as one: those of the pages, and the picture of a plan."""
 
 
 @dataclass(frozen=True)
 class Shell:
-    """What a page knows of its surroundings.
+    """The surroundings of a page.
 
     Attributes
     ----------
     root
         The prefix under which a proxy serves the application (ASGI's ``root_path``); no trailing slash.
     base_url
-        The service's own address as the reader would type it, without a trailing slash; for examples.
+        The address of the service as a reader would type it, for examples; no trailing slash.
     account
-        Who is signed in; None when nobody has to be.
+        The name of the reader who is signed in; None if the service needs no sign-in.
     may
-        The scopes of who looks at it: what a page offers to do; none when nobody was asked.
+        The scopes of the reader, which decide what a page offers; empty if there was no sign-in.
     path
-        The page's own, without ``root``.
+        The path of the page, without ``root``.
     """
 
     root: str = ""
@@ -63,15 +63,15 @@ class Shell:
 
     @property
     def may_search(self) -> bool:
-        """Whether to offer what needs the scope ``search``; also where nobody was asked."""
+        """Whether to offer actions that need the scope ``search``; also without a sign-in."""
         return not self.may or allows(self.may, ["search"])
 
 
 @cache
 def assets() -> str:
-    """A text that changes with every version of the service and with every style sheet and script.
+    """A digest of the version and of all style sheets and scripts, twelve hexadecimal digits.
 
-    It is part of addresses whose answers are kept for good.
+    It is part of addresses that browsers cache for good.
     """
     digest = sha256(__version__.encode())
     for directory in STATIC_DIRECTORIES:
@@ -82,7 +82,7 @@ def assets() -> str:
 
 
 def render(template: str, shell: Shell, **values: Any) -> str:
-    """A template of ``templates/`` as text; ``shell`` and ``root`` are there for every one."""
+    """Render a template of ``templates/``, with ``shell``, ``root`` and ``static`` added."""
     surroundings = {
         "shell": shell,
         "root": shell.root,
@@ -94,7 +94,7 @@ def render(template: str, shell: Shell, **values: Any) -> str:
 
 
 def _moment(at: datetime) -> str:
-    """A time as the lists show it, in UTC; a naive one is UTC already."""
+    """A time in UTC for the lists; naive times are UTC already."""
     return (at if at.tzinfo is None else at.astimezone(UTC)).strftime("%Y-%m-%d %H:%M")
 
 

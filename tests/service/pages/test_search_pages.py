@@ -61,7 +61,7 @@ def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
     ):
         assert words in text, words
     assert "quick, at most 90 s, seed 7" in text
-    assert "3, 0.75 × of 1F1B" in text
+    assert "3, 0.75 × 1F1B" in text
     assert 'id="stop"' in text
     assert 'id="delete"' in text
     assert 'id="to-plan"' not in text

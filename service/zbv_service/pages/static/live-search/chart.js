@@ -7,7 +7,7 @@ const HEIGHT = 300;
 const MARGIN = { top: 20, right: 16, bottom: 34 };
 const TICK_GAP = 8; // px between a number and its axis
 const DIGIT = 7; // px of a digit of an axis
-const FAR = 6; // a first plan this many times farther from the bound than the best one is cut off
+const FAR = 6; // a first plan this many times farther from the bound than the best one is outside the chart
 
 function element(name, attributes, parent, text) {
   const made = document.createElementNS(SVG, name);
@@ -21,7 +21,7 @@ function element(name, attributes, parent, text) {
   return made;
 }
 
-// The vertical part that is shown: from a little below the bound to the first plan, unless that is far off.
+// The vertical range: from a little below the bound to the first plan, unless that is far away.
 export function heights(points) {
   const low = Math.min(...points.map((point) => point.bound));
   const high = Math.max(...points.map((point) => point.best));
@@ -54,7 +54,7 @@ export class Chart {
     this.points = [];
     this.end = 0;
     this.pointer = null;
-    this.x = (/** @type {number} */ seconds) => seconds; // px from the left and from the top; draw() sets both
+    this.x = (/** @type {number} */ seconds) => seconds; // to px; draw() replaces both
     this.y = (/** @type {number} */ value) => value;
     this.tip = document.createElement("div");
     this.tip.className = "course-tip";
@@ -120,7 +120,7 @@ export class Chart {
       }
     }
     if (isCut) {
-      // Above all lines, and to the left of where it would leave the picture.
+      // Above all lines, and aligned so that it stays inside the chart.
       const first = `↑ first plan: ${amount(this.points[0].best, this.unit)}`;
       const left = this.x(this.points[0].seconds);
       const isLate = left > this.holder.clientWidth / 2;
@@ -128,7 +128,7 @@ export class Chart {
     }
   }
 
-  // Says what was known at a place of the chart.
+  // Shows the values at a position of the pointer.
   point(left) {
     this.pointer = left;
     if (this.points.length === 0 || this.rule === undefined) {
@@ -146,7 +146,7 @@ export class Chart {
     const lines = [
       `after ${duration(known.seconds)}`,
       `best ${amount(known.best, this.unit)}`,
-      `no plan is below ${amount(known.bound, this.unit)}`,
+      `lower bound ${amount(known.bound, this.unit)}`,
       known.gap === null ? "" : `gap ${percent(known.gap)}`,
       known.method ?? "",
     ];

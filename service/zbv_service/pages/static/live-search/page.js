@@ -1,5 +1,5 @@
-// The page of a search: numbers, chart and state follow its events; it can be stopped and deleted. Once it
-// has ended, the server's own words about that take the place of ours.
+// The page of a search: numbers, chart and state follow its events; buttons stop and delete it. When the search ends,
+// the page shows the server's summary.
 
 import { at, input, part } from "../dom.js";
 import { amount, duration, percent } from "../numbers.js";
@@ -7,15 +7,15 @@ import { Chart } from "./chart.js";
 import { Course } from "./course.js";
 import { follow } from "./stream.js";
 
-const TICK = 250; // ms between two looks at the clock
-const SAY_EVERY = 5000; // ms between two sentences for those who listen to the page
+const TICK = 250; // ms between two updates of the clock
+const SAY_EVERY = 5000; // ms between two announcements for screen readers
 const QUEUE_EVERY = 3000;
 const LINES = {
   open: ["live", "Live"],
-  broken: ["broken", "The connection is lost; trying again …"],
-  asking: ["asking", "Asking every two seconds: no stream gets through"],
-  hidden: ["asking", "Asking now and then while the page is hidden"],
-  "signed-out": ["broken", "You are signed out; load the page again to sign in"],
+  broken: ["broken", "Connection lost; reconnecting …"],
+  asking: ["asking", "Polling every two seconds: event streams do not get through"],
+  hidden: ["asking", "Polling slowly while the page is hidden"],
+  "signed-out": ["broken", "You are signed out; reload the page to sign in"],
 };
 
 const search = JSON.parse(at("search").textContent);
@@ -50,7 +50,7 @@ function hear(event) {
   show();
 }
 
-// Several events may come at once: one drawing for all of them.
+// Several events may arrive at once: they are drawn together.
 function show() {
   if (wasShown === null) {
     wasShown = requestAnimationFrame(() => {
@@ -93,11 +93,11 @@ function showNumbers() {
   value("best").textContent = amount(newest.best, search.unit);
   value("bound").textContent = amount(newest.bound, search.unit);
   value("gap").textContent = newest.gap === null ? "–" : percent(newest.gap);
-  value("gap-note").textContent = newest.gap === 0 ? "proved optimal" : "best above the bound";
+  value("gap-note").textContent = newest.gap === 0 ? "proved optimal" : "between best and bound";
   part(document, '[data-card="gap"]', HTMLElement).classList.toggle("good", newest.gap === 0);
   const [method, ...details] = (newest.method ?? "–").split("(");
   value("method").textContent = method;
-  value("details").textContent = details.join("(").replace(/\)$/, "") || "the method of the best plan";
+  value("details").textContent = details.join("(").replace(/\)$/, "") || "method of the best plan";
   if (course.end === null && newest.gap !== null) {
     document.title = `${percent(newest.gap)} gap · ${search.title} · zbv`;
   }
@@ -143,13 +143,13 @@ function complain(text) {
   place.textContent = text;
 }
 
-// The server's page knows best how an end reads.
+// Replaces the parts of the page that change at the end by those of the server's page.
 async function finish() {
   at("line").textContent = "";
   find("controls")?.remove();
   if (course.end.state === "discarded") {
     find("delete")?.parentElement?.remove();
-    at("outcome").textContent = "This search was deleted; a plan that it found is still there.";
+    at("outcome").textContent = "This search was deleted. Its plan, if any, is kept.";
     return;
   }
   try {
@@ -163,7 +163,7 @@ async function finish() {
       at("course-panel").remove();
     }
   } catch {
-    complain("The search has ended; load the page again to see how.");
+    complain("The search has ended; reload the page to see its result.");
   }
   document.title = `${course.end.state} · ${search.title} · zbv`;
 }
@@ -196,11 +196,11 @@ async function askQueue() {
     const answer = await fetch(search.address, { headers: { Accept: "application/json" } });
     const before = answer.ok ? (await answer.json()).queued_before : null;
     if (empty !== null && before !== null && course.state !== "running") {
-      const others = before === 1 ? "one search is" : `${before} searches are`;
-      empty.textContent = before === 0 ? "Waiting for its turn: it is the next." : `Waiting for its turn: ${others} before it.`;
+      const others = before === 1 ? "1 search" : `${before} searches`;
+      empty.textContent = before === 0 ? "Next in the queue." : `Waiting in the queue after ${others}.`;
     }
   } catch {
-    // The line says that nobody answers.
+    // The state of the connection already says so.
   }
   setTimeout(askQueue, QUEUE_EVERY);
 }

@@ -51,7 +51,7 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     rows = page.locator("#table-layers tbody tr").all_inner_texts()
     assert [row.split("\t")[0] for row in rows] == ["embedding", "block × 6", "head"]
     said = page.locator("#layers-said").inner_text()
-    assert "A transfer takes 1 µs and its bytes at 100 B per µs." in said
+    assert "A transfer takes latency 1 µs, bandwidth 100 B per µs." in said
     assert "embedding, block.0 stay together" in said
     page.locator("#bars .own").wait_for()
     assert "Histogram cut" in page.locator("#bars").inner_text()

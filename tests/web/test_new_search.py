@@ -97,7 +97,7 @@ def test_from_the_form_to_the_live_search_to_the_plan_and_its_export(form: Form,
 
     page.wait_for_url(f"{service.url}/searches/*")
     assert page.locator("h1").inner_text() == "3 ranks × 7 microbatches"
-    page.get_by_role("link", name="Open the plan").click()
+    page.get_by_role("link", name="Open plan").click()
     page.wait_for_selector('#chart[data-state="ready"]')
     link = page.locator(".exports a").filter(has_text="json").first.get_attribute("href") or ""
     plan = parse_plan(page.request.get(service.url + link).json())
@@ -136,7 +136,7 @@ def test_a_wrong_field_is_said_at_once_and_in_the_services_words(form: Form, ser
         if name == "time_unit":
             form.page.locator("#time_unit").evaluate("field => field.removeAttribute('maxlength')")
         form.field(name).fill(text)
-        form.says("One thing to correct.")
+        form.says("1 problem found.")
         body: dict[str, Any] = {"problem": form.problem(), "options": {}}
         value = text if text in ("four", "half") else float(text) if name != "time_unit" else text
         if name == "limit_fraction":
@@ -159,7 +159,7 @@ def test_a_wrong_form_is_not_sent_and_leads_to_what_is_wrong(form: Form) -> None
     form.field("costs.backward_input").fill("-2")
     form.field("microbatches").press("Enter")
     summary = form.page.locator("#summary")
-    summary.get_by_text("Correct these first").wait_for()
+    summary.get_by_text("Correct these fields first").wait_for()
     assert form.page.evaluate("document.activeElement.id") == "summary"
     assert summary.get_by_role("link").count() == 2
     form.look.keep("new-search-wrong", whole=False)
@@ -430,7 +430,7 @@ def test_sliders_ask_what_if_and_may_become_the_form(form: Form) -> None:
     form.look.keep("new-search-what-if")
     assert form.problem()["memory"]["limit"] == 16, "the form is as it was"
     form.page.get_by_label("Microbatches", exact=True).press("ArrowRight")
-    form.page.get_by_role("button", name="Take into the form").click()
+    form.page.get_by_role("button", name="Apply to the form").click()
     form.says(READY)
     assert form.field("limit_fraction").input_value() == "0.6"
     assert form.problem()["microbatches"] == 17
@@ -491,7 +491,7 @@ def test_what_was_typed_survives_a_session_that_ended(look: Callable[..., Look],
     form.look.sign_in()
     form.open()
     assert form.field("microbatches").input_value() == "12"
-    assert form.note() == "This is what you typed before you were signed out."
+    assert form.note() == "Restored from before you were signed out."
 
 
 def test_the_same_can_be_asked_from_a_script(form: Form, tmp_path: Path) -> None:

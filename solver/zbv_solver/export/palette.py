@@ -1,4 +1,4 @@
-"""Colours of the pictures: letter by hue, chunk by lightness, shared by SVG, the page and its legend.
+"""Colours of schedules: hue by letter, lightness by chunk; shared by SVG, pages and their legends.
 
 The fills were found by a random search in OKLab that maximises the smallest distance between any two of
 them as seen with normal vision, protanopia, deuteranopia and tritanopia (Machado 2009), under the condition

@@ -1,4 +1,4 @@
-"""A static picture of the Gantt chart, for documents. No script, no dependency, bounded size.
+"""The Gantt chart as a static SVG for documents, without scripts and of bounded size.
 
 It carries its own light background, so that it reads the same on a dark page.
 """
@@ -30,7 +30,7 @@ from zbv_solver.problem.problem import LETTERS
 
 WIDTH = 1200
 MAX_BARS = 60_000
-"""More actions than this are merged into columns, each showing what its rank does most of that time."""
+"""With more actions, columns show what their rank does most of the time."""
 
 _MARGIN = 16
 _LEFT = 76
@@ -43,7 +43,7 @@ _WIDE_ENOUGH_FOR_A_GAP = 4.0
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where time and ranks lie on the picture, in pixels."""
+    """Maps time and ranks to pixels."""
 
     scale: float
     row: float

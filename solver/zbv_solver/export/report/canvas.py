@@ -55,7 +55,7 @@ def gantt_canvas(
     idle: Sequence[float] = (),
     rows: float = _ALL_ROWS,
 ) -> GanttCanvas:
-    """The canvas of a number of ranks whose rows take about ``rows`` pixels together.
+    """The canvas for a number of ranks; all rows together take about ``rows`` pixels.
 
     Few ranks take less, so that rows are not too high; many take more, so that a pointer can hit each.
     """

@@ -74,7 +74,7 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(
     waits.page.get_by_text("Next in the queue.").wait_for()
     waits.keep("live-search-queued")
 
-    page.get_by_role("button", name="Stop and keep the best").click()
+    page.get_by_role("button", name="Stop and keep best plan").click()
     page.get_by_text("Stopped; best plan kept").wait_for()
     assert page.locator("#stop").count() == 0
     assert page.locator("#state").inner_text() == "cancelled"
@@ -145,11 +145,11 @@ def test_a_broken_stream_is_said_to_be_and_goes_on_where_it_broke(
         page.goto(f"{line.url}/searches/{going_on}")
         before = drawn(page)
         line.cut()
-        page.get_by_text("The connection is lost; trying again").wait_for()
+        page.get_by_text("Connection lost; reconnecting").wait_for()
         found.keep("live-search-broken")
         line.mend()
         page.get_by_text("Live", exact=True).wait_for()
-        page.get_by_role("button", name="Stop and keep the best").click()
+        page.get_by_role("button", name="Stop and keep best plan").click()
         page.locator("#to-plan").wait_for()
         assert drawn(page) >= before
         told = service.call(f"/v1/searches/{going_on}/events?after=0")["events"]
@@ -173,7 +173,7 @@ def test_without_streams_it_asks_now_and_then(
     found = look(service.url, **PHONE)
     found.page.route("**/events*", no_streams)
     found.page.goto(f"{service.url}/searches/{going_on}")
-    found.page.get_by_text("Asking every two seconds").wait_for()
+    found.page.get_by_text("Polling every two seconds").wait_for()
     assert drawn(found.page) > 0
     assert found.page.evaluate("document.documentElement.scrollWidth") == 390
     found.keep("live-search-phone")
@@ -202,5 +202,5 @@ def test_without_javascript_the_numbers_are_there(
 ) -> None:
     found = look(service.url, java_script_enabled=False)
     found.page.goto(f"{service.url}/searches/{going_on}")
-    assert "The picture needs JavaScript" in found.page.locator("main").inner_text()
+    assert "The chart needs JavaScript" in found.page.locator("main").inner_text()
     assert found.page.locator('noscript meta[http-equiv="refresh"], meta[http-equiv="refresh"]').count() == 1

@@ -117,7 +117,7 @@ def test_it_says_what_can_be_expected_before_anything_is_searched(form: Form) ->
         "1F1B",
         "GPipe",
     ]
-    assert "No schedule is below" in bars[-1]
+    assert "Lower bound:" in bars[-1]
     facts = form.page.locator("#facts").inner_text()
     assert "384 on 8 stages" in facts
     assert "89\u202f600 µs" in facts
@@ -136,7 +136,7 @@ def test_a_wrong_field_is_said_at_once_and_in_the_services_words(form: Form, ser
         if name == "time_unit":
             form.page.locator("#time_unit").evaluate("field => field.removeAttribute('maxlength')")
         form.field(name).fill(text)
-        form.says("1 problem found.")
+        form.says("1 error to correct.")
         body: dict[str, Any] = {"problem": form.problem(), "options": {}}
         value = text if text in ("four", "half") else float(text) if name != "time_unit" else text
         if name == "limit_fraction":
@@ -330,14 +330,14 @@ def test_a_file_fills_the_form_and_what_it_cannot_show_is_sent_along(form: Form,
     }
     form.upload("mine.json", json.dumps({**PROBLEM, "costs": costs}))
     form.says(READY)
-    assert form.note() == "This is mine.json."
+    assert form.note() == "Loaded mine.json."
     assert form.cells("costs.forward") == list("12345678")
     assert form.cells("costs.backward_input") == ["9", "4"]
     assert form.problem()["memory"]["limit"] == 16
 
     odd = {**PROBLEM, "colour": "red", "costs": {**costs, "forward": [1, 2, 3]}}
     form.upload("odd.json", json.dumps({"problem": odd, "options": {"effort": "quick", "speed": 1}}))
-    form.page.get_by_text("No field shows colour, options.speed, costs.forward").wait_for()
+    form.page.get_by_text("The form has no fields for colour, options.speed, costs.forward").wait_for()
     form.says("/problem/colour: unknown key; remove it or correct its spelling.")
     assert form.problem()["colour"] == "red"
     assert form.problem()["costs"]["forward"] == [1, 2, 3]
@@ -358,10 +358,10 @@ def test_a_file_fills_the_form_and_what_it_cannot_show_is_sent_along(form: Form,
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "It is no JSON: "),
-        ("[1, 2]", "It is JSON, but no object"),
-        ('{"a": 1}', "It is JSON, but no problem"),
-        ('{"problem": 7}', "It is JSON, but no problem"),
+        ("{", "It is not JSON: "),
+        ("[1, 2]", "It is JSON but not an object"),
+        ('{"a": 1}', "It is JSON but not a problem"),
+        ('{"problem": 7}', "It is JSON but not a problem"),
     ],
 )
 def test_a_file_of_rubbish_changes_nothing(form: Form, content: str, words: str) -> None:
@@ -373,10 +373,10 @@ def test_a_file_of_rubbish_changes_nothing(form: Form, content: str, words: str)
 
 def test_what_a_file_does_not_say_is_asked_for_and_not_made_up(form: Form) -> None:
     form.upload("half.json", json.dumps({"microbatches": 8, "costs": {"forward": 1}}))
-    form.says("3 things to correct.")
+    form.says("3 errors to correct.")
     assert form.field("pp_degree").input_value() == ""
     form.upload("bare.json", json.dumps({"pp_degree": 4, "microbatches": 8}))
-    form.says("3 things to correct.")
+    form.says("3 errors to correct.")
     assert form.cells("costs.forward") == [""]
 
 
@@ -390,12 +390,12 @@ def test_wrong_types_in_a_file_are_the_services_business(form: Form) -> None:
         "units": {"time": 5},
     }
     form.upload("wild.json", json.dumps(wild))
-    form.says("6 things to correct.")
+    form.says("6 errors to correct.")
     said = form.page.locator("main").inner_text()
     for words in ("found 'w'", "found [4]", "found {'a': 1}", "found 3;", "found [];", "found 5;"):
         assert words in said, words
     form.field("pp_degree").fill("2")
-    form.says("5 things to correct.")
+    form.says("5 errors to correct.")
     assert form.look.complaints == []
 
 
@@ -410,7 +410,7 @@ def test_a_file_may_be_dropped_anywhere(form: Form) -> None:
         }""",
         json.dumps({**PROBLEM, "microbatches": 11}),
     )
-    form.page.get_by_text("This is dropped.json.").wait_for()
+    form.page.get_by_text("Loaded dropped.json.").wait_for()
     assert form.field("microbatches").input_value() == "11"
     assert form.page.locator("#drop").is_hidden()
 
@@ -469,7 +469,7 @@ def test_a_request_that_got_lost_is_sent_again_under_the_same_name(form: Form) -
     form.field("microbatches").fill("5")
     form.says(READY)
     form.page.locator("#submit").click()
-    form.page.get_by_text("The service does not answer. What you typed is kept").wait_for()
+    form.page.get_by_text("The service does not answer. Your input is kept").wait_for()
     form.page.locator("#submit").click()
     form.page.wait_for_url("**/searches/*")
     form.page.unroute("**/v1/searches")

@@ -186,8 +186,8 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
     )
     assert (table.has_fused, table.has_recompute, table.is_long) == (False, True, False)
     text = page_of(record(), asked)
-    assert "8 layers to be cut into stages" in text
-    assert "no plan of this problem is shorter, wherever it is cut" in text
+    assert "divide 8 layers into stages" in text
+    assert "no plan of this problem is shorter, with any division into stages" in text
     # Of a cut that is given the layers are there, and nothing is said of others.
     assert "block" in page_of(record(), cut())
     assert "wherever it is cut" not in page_of(record(), cut())

@@ -63,7 +63,7 @@ async def test_a_run_that_waits_says_for_what(serving: Serving) -> None:
         assert 'data-live="state" data-open' in await page_of(service, f"/runs/{run_id}")
         body = {"problem": TIMED, "plan_id": None}
         planning = (await submit(service, **body)).json()
-        assert "Its plan is being searched" in await words(service, f"/runs/{planning['id']}")
+        assert "Searching for a plan" in await words(service, f"/runs/{planning['id']}")
         nothing = await words(service, f"/runs/{run_id}/measured")
         assert "Nothing measured yet" in nothing
         assert "http-equiv" in await page_of(service, f"/runs/{run_id}/measured")
@@ -100,7 +100,7 @@ async def test_a_run_that_goes_on_shows_its_ranks_steps_and_losses(serving: Serv
                 service, f"/runs/{run_id}/measured?step={step}"
             )
         for query in ("step=9", "generation=4", "replica=2"):
-            assert "Not there" in await words(service, f"/runs/{run_id}/measured?{query}")
+            assert "Not found" in await words(service, f"/runs/{run_id}/measured?{query}")
         assert (await service.http.get(f"/runs/{run_id}/measured?step=x")).status_code == 422
         assert (await service.http.get(f"/runs/{run_id}/measured?generation=-1")).status_code == 422
 

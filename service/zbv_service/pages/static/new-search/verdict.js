@@ -17,7 +17,7 @@ export function verdictOf(facts, issues, homeless) {
     if (homeless.length > MOST_TOLD) {
       others.push(`And ${homeless.length - MOST_TOLD} more.`);
     }
-    const count = issues.length === 1 ? "1 problem found." : `${issues.length} problems found.`;
+    const count = issues.length === 1 ? "1 error to correct." : `${issues.length} errors to correct.`;
     return ["bad", [count, ...others].join(" ")];
   }
   if (facts.fits) {

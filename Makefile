@@ -9,8 +9,8 @@ MINUTES ?= 10
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test suite lint style scripts types format docs prose bench soak browser postgres picture pictures openapi \
-  client freeze clean install
+.PHONY: help run test suite lint style scripts types format docs prose bench soak explore browser postgres picture \
+  pictures openapi client freeze clean install
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -27,15 +27,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 run: install ## Plan, train and compare on this machine; ARGS=--exit exits after the summary
-	$(BIN)/python -m zbv_worker.demo.run $(ARGS)
+	$(BIN)/python -m zbv_worker.demo $(ARGS)
 
 # Tests often wait, so the type check runs at the same time and adds little.
 test: install browser postgres style ## Run all checks and tests; ARGS go to pytest
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
-# One process more than CI has cores, because many tests wait for child processes.
+# Twice as many processes as CI has cores, because many tests wait for child processes.
+# After a large change of the tests, run `make suite ARGS=--store-durations` and commit tests/durations.json.
 suite: install
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 docs: install ## Build the documentation site in build/docs
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
@@ -48,6 +49,16 @@ bench: install ## Run a benchmark; ARGS="--help" lists them, ARGS="planner bench
 
 soak: install ## Compare bounds and plans of random problems with exact optima; MINUTES=10, ARGS="--seed 1"
 	$(BIN)/python -m benchmarks soak --minutes $(MINUTES) $(ARGS)
+
+# Each round draws other examples. To repeat a failure: HYPOTHESIS_PROFILE=explore, and pytest with the printed seed.
+explore: install ## Run property tests with random seeds until one fails or the time is up; MINUTES=10, ARGS=tests/solver
+	@end=$$(( $$(date +%s) + 60 * $(MINUTES) )); \
+	while [ $$(date +%s) -lt $$end ]; do \
+	  seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
+	  echo "--hypothesis-seed=$$seed"; \
+	  HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -q --exitfirst --numprocesses 2 -m hypothesis \
+	    --hypothesis-seed=$$seed $(or $(ARGS),tests/solver) || exit 1; \
+	done
 
 lint: style types ## Check only style and types
 

@@ -1,76 +1,89 @@
-"""Settings of all tests."""
+"""Settings for all tests."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+# `make explore` runs the property tests with the second profile and a random seed.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile(
-    "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
+    "explore",
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-# What is imported is compiled once, not by every process of every test, whatever the environment says.
+# Compile each module once, even if the environment tells Python not to write bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# There are more processes than cores already, and no tensor of a test is large.
+# The tests start more processes than there are cores, and their tensors are small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
-# Most services of the tests search nothing; those that do can wait for the planner to be loaded.
+# Most services in the tests never search; the others load the planner at their first search.
 os.environ.setdefault("ZBV_PRELOAD", "at-first-search")
 
-# Whoever starts the tests in the background of a script has them ignore Ctrl-C, and all their processes too.
+# A shell script that starts the tests in the background makes them, and all their processes, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST_FIRST = (
-    "worker/test_agent.py",
-    "worker/test_agent_recovery.py",
-    "end_to_end/test_make_run.py",
-    "end_to_end/test_clusters.py",
-    "web/test_plan_page.py",
-    "service/test_scale_out.py",
-    "service/test_processes.py",
-    "solver/test_search.py",
-    "solver/test_exact.py",
-    "web/test_new_search.py",
-    "web/test_live_search.py",
-    "web/test_accessibility.py",
-    "web/test_bench_page.py",
-    "worker/test_rehearse.py",
-    "worker/test_checkpoint.py",
-    "end_to_end/test_clean_environment.py",
-    "service/test_bench.py",
-    "service/test_many_searches.py",
-    "service/test_api_schema.py",
-    "contract/test_runs_tables.py",
-    "worker/test_torch_runtime.py",
-    "worker/test_estimating.py",
-    "worker/test_swap.py",
-    "worker/test_with_service.py",
-    "solver/test_bench.py",
-    "bench/test_bench_command.py",
-)
+TESTS = Path(__file__).parent
+DURATIONS = TESTS / "durations.json"
+_LONG_SECONDS = 4
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--store-durations``."""
+    parser.addoption(
+        "--store-durations",
+        action="store_true",
+        help=f"write how long each file takes to {DURATIONS.name}; the longest files start first",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure durations where the reports of all processes arrive."""
+    if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_StoredDurations())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: a file is one process's, and a long one at the end leaves the other idle."""
+    """Start long files first.
 
-    def place(item: pytest.Item) -> int:
-        name = f"{item.path.parent.name}/{item.path.name}"
-        return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
-
-    items.sort(key=place)
+    One process runs all tests of a file, so a long file that starts last leaves the other processes idle.
+    """
+    seconds = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(TESTS).as_posix(), 0))
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: nobody need look again and again whether it is garbage."""
+    """Exclude all imported objects from garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+class _StoredDurations:
+    """Adds up the durations of each file's tests and writes them at the end."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        longest_first = sorted(self._seconds.items(), key=lambda item: -item[1])
+        long = {name: round(taken) for name, taken in longest_first if taken > _LONG_SECONDS}
+        DURATIONS.write_text(json.dumps(long, indent=2) + "\n")

@@ -77,20 +77,6 @@ def test_a_run_waits_while_no_agent_allows_its_model(started: Cluster) -> None:
     assert started.names() == set()
 
 
-def test_a_rank_killed_in_mid_step_is_named_and_no_rank_is_left_anywhere(pair: Pair) -> None:
-    started = pair.started
-    run = pair.submit()
-    started.until_step(run, 2)
-    assert started.client.run(run.id).state == "running"
-    os.kill(pair.two.rank(), signal.SIGKILL)
-    ended = started.client.wait_run(run.id, DEADLINE)
-    assert ended.state == "failed", started.story()
-    cause, killed = ended.failures[0], node_rank_of(ended, "two")
-    assert (cause["kind"], cause["agent"], cause["rank"]) == ("killed", "two", killed), ended.failures
-    assert f"rank {killed} was killed by SIGKILL; it last reported step" in cause["detail"]
-    pair.until_gone()
-
-
 def test_a_rank_that_hangs_is_named_by_the_one_that_waits_for_it(pair: Pair) -> None:
     started = pair.started
     run = pair.submit(timeout=10)

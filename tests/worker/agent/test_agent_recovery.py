@@ -7,6 +7,8 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +122,25 @@ def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(thre
     assert str(found.plan_id)[:12] in log
 
 
-def test_an_agent_that_is_stopped_takes_its_ranks_along_and_harms_no_successor_when_it_resumes(
-    three: Cluster, tmp_path: Path
-) -> None:
-    saved = tmp_path / "saved"
-    run = three.submit(retries=1, checkpoint={"directory": str(saved), "every": 3}, model={"pause": 0.02})
+@dataclass(frozen=True)
+class Disturbed:
+    """What a run left behind that first lost a stopped agent, then a killed one, then a rank."""
+
+    run: Run
+    stopped: AgentProcess
+    killed: AgentProcess
+    last: AgentProcess
+    """The agent of the rank that was killed last."""
+    checkpoint_after_stop: Path | None
+    names_after_kill: set[str]
+
+
+@pytest.fixture(scope="module")
+def disturbed(three: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
+    """Disturb one run three times; its two retries replace the agents, and the killed rank ends it."""
+    saved = tmp_path_factory.mktemp("saved")
+    model = DROPOUT | {"pause": 0.05}
+    run = three.submit(model=model, retries=2, checkpoint={"directory": str(saved), "every": 3})
     until_generation(three, run, 0, 3)
     stopped = busy(three)[0]
     ranks = [pid for pid, command in stopped.descendants().items() if "agent.rank" in command]
@@ -134,43 +150,61 @@ def test_an_agent_that_is_stopped_takes_its_ranks_along_and_harms_no_successor_w
         until_generation(three, run, 1, 6)
     finally:
         os.kill(stopped.process.pid, signal.SIGCONT)
-    until(lambda: len(three.names()) == 3, three.story)  # under a new id
+    until(lambda: len(three.names()) == 3, three.story)  # it registers again, with a new id
     assert not stopped.descendants()
     newest = newest_checkpoint(saved)
-    assert newest is not None
-    assert newest.name.endswith(".g2")
+
+    killed = busy(three)[1]
+    processes = list(killed.descendants())
+    assert len(processes) == 2
+    killed.process.kill()  # its launcher and its rank die with it, so nothing on this node can report
+    killed.process.wait(timeout=DEADLINE)
+    until_generation(three, run, 2, 6)
+    assert not any(map(is_alive, processes))
+    names = three.names()
+
     assert three.client.run(run.id).state == "running"
-    three.client.cancel_run(run.id)
-    assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
+    last = busy(three)[1]
+    os.kill(last.rank(), signal.SIGKILL)
+    ended = three.client.wait_run(run.id, DEADLINE)
     until(lambda: not busy(three), three.story)
-    assert re.search("ended its ranks|ended itself: its agent has given no sign of life", stopped.log)
+    return Disturbed(ended, stopped, killed, last, newest, names)
 
 
-def test_a_killed_agent_is_lost_by_name_and_the_run_goes_on_elsewhere_as_if_undisturbed(
-    three: Cluster, tmp_path: Path
+def test_a_stopped_agent_takes_its_ranks_along_and_harms_no_successor_when_it_resumes(
+    disturbed: Disturbed,
 ) -> None:
-    """Last: one of the three is lost."""
-    checkpoint = {"directory": str(tmp_path / "saved"), "every": 3}
-    run = three.submit(model=DROPOUT, retries=1, checkpoint=checkpoint)
-    until_generation(three, run, 0, 3)
-    dead = busy(three)[1]
-    left_behind = list(dead.descendants())
-    assert len(left_behind) == 2
-    dead.process.kill()  # its launcher and its rank die with it: nobody is left there who could tell
-    dead.process.wait(timeout=DEADLINE)
-    until_generation(three, run, 1, 6)
-    assert three.names() == {agent.name for agent in three.agents} - {dead.name}
-    three.client.cancel_run(run.id)
-    assert three.client.wait_run(run.id, DEADLINE).state == "cancelled"
-    until(lambda: not busy(three) and not any(map(is_alive, left_behind)), three.story)
+    assert disturbed.checkpoint_after_stop is not None
+    assert disturbed.checkpoint_after_stop.name.endswith(".g2")
+    assert re.search("ended its ranks|ended because its agent has been silent", disturbed.stopped.log)
 
-    found = [logged(three, run, generation) for generation in range(2)]
-    assert 3 <= min(found[1]) <= max(found[0]) + 1  # it went on from a checkpoint, not from the start
-    assert min(found[1]) % 3 == 0
-    expected = undisturbed(tmp_path / "undisturbed", max(found[1]) + 1)
+
+def test_a_lost_agent_is_named_and_its_run_is_retried(three: Cluster, disturbed: Disturbed) -> None:
+    assert disturbed.names_after_kill == {agent.name for agent in three.agents} - {disturbed.killed.name}
+    retries = [event for event in three.client.run_events(disturbed.run.id) if event["kind"] == "retry"]
+    assert [re.findall(r"\d of 2", retry["detail"]) for retry in retries] == [["1 of 2"], ["2 of 2"]]
+    detail = retries[1]["detail"]
+    assert f"agent {disturbed.killed.name}" in detail
+    assert "gave no sign of life for 12 s; last reported steps: rank" in detail
+
+
+def test_every_retry_goes_on_from_a_checkpoint_with_the_losses_of_an_undisturbed_run(
+    three: Cluster, disturbed: Disturbed, tmp_path: Path
+) -> None:
+    found = [logged(three, disturbed.run, generation) for generation in range(3)]
+    for before, after in pairwise(found):
+        assert 3 <= min(after) <= max(before) + 1
+        assert min(after) % 3 == 0
+    expected = undisturbed(tmp_path / "undisturbed", max(map(max, found)) + 1)
     for losses in found:
         assert losses == {step: round(expected[step], 4) for step in losses}
-    (retry,) = [event["detail"] for event in three.client.run_events(run.id) if event["kind"] == "retry"]
-    assert "1 of 1" in retry
-    assert f"agent {dead.name}" in retry
-    assert "gave no sign of life for 12 s; last reported steps: rank" in retry
+
+
+def test_a_killed_rank_is_named_and_ends_a_run_without_retries_left(disturbed: Disturbed) -> None:
+    """Also: no process of the run is left on any node, or the fixture would not end."""
+    run, agent = disturbed.run, disturbed.last.name
+    assert run.state == "failed"
+    (rank,) = (node["node_rank"] for node in run.document["members"] if node["agent"] == agent)
+    cause = run.failures[0]
+    assert (cause["kind"], cause["agent"], cause["rank"]) == ("killed", agent, rank), run.failures
+    assert f"rank {rank} was killed by SIGKILL; it last reported step" in cause["detail"]

@@ -74,9 +74,7 @@ def start_from(
 ) -> Start:
     """The form with an earlier problem, on request with the smallest memory limit that a plan fits."""
     if problem.model is not None:
-        return start_from_layers(
-            uncut(problem), options, f"{note} The planner chooses its stages again."
-        )
+        return start_from_layers(uncut(problem), options, f"{note} The planner chooses its stages again.")
     document = problem_json(problem)
     if at_smallest_limit:
         limit = problem.smallest_limit

@@ -96,7 +96,7 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     assert "other cut" in text
     assert all(name in text for name in ("embedding", "head"))
     assert layers.locator("tbody tr").count() == 2
-    assert "histogram-cut" in page.locator('section[aria-labelledby="beside"]').inner_text()
+    assert "histogram-cut" in page.locator('section[aria-labelledby="baselines"]').inner_text()
     shared.keep("plan-of-layers")
 
     page.get_by_role("link", name="Compare", exact=True).click()

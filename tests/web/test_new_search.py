@@ -306,7 +306,7 @@ def test_a_limit_is_a_fraction_of_1f1bs_memory_or_an_amount_or_none(form: Form) 
     form.page.get_by_text("That is 9.6 per rank; no plan fits below 0.25.").wait_for()
     assert form.problem()["memory"]["limit"] == 9.6
     form.field("limit_fraction").fill("0.2")
-    form.says("No plan fits this memory limit. The smallest that does is 0.25 × 1F1B.")
+    form.says("No plan fits this memory limit. The smallest feasible one is 0.25 × 1F1B.")
     form.field("limit_kind").select_option("amount")
     assert form.cells("memory.limit") == ["3.2"]
     form.give("memory.limit", "each")

@@ -24,7 +24,7 @@ export function verdictOf(facts, issues, homeless) {
     return ["good", "Ready to search."];
   }
   const least = facts.smallest_fraction;
-  const more = least === null ? "" : ` The smallest one that a plan fits is ${roundedUp(least)} × 1F1B.`;
+  const more = least === null ? "" : ` The smallest feasible one is ${roundedUp(least)} × 1F1B.`;
   return ["bad", `No plan fits this memory limit.${more}`];
 }
 

@@ -20,7 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 from zbv_solver import __version__
 
 ROOT = Path(__file__).parent.parent
-PUBLIC = ("zbv_service.client", "zbv_worker.model")
+PUBLIC = ("zbv_solver", "zbv_service.client", "zbv_worker.model")
 
 project = "zbv"
 release = __version__

@@ -66,8 +66,8 @@ def test_every_setting_is_a_flag_and_a_variable_and_the_flag_wins(
     ("flags", "complaint"),
     [
         (["--tls-cert", "x.pem"], "TLS needs both"),
-        (["--tls-ca", "x.pem"], "only with TLS"),
-        (["--host", "0.0.0.0", "--auth", "none"], "found auth none and host 0.0.0.0"),
+        (["--tls-ca", "x.pem"], "clients present certificates only with TLS"),
+        (["--host", "0.0.0.0", "--auth", "none"], "found --auth none and --host 0.0.0.0"),
         (["--database", "zbv.db"], "must be a database URL"),
         (
             ["--max-connections", "0"],

@@ -53,8 +53,8 @@ class AgentRequest(RequestDocument):
     slots: Annotated[int, Field(strict=True, ge=1, le=_MAX_SLOTS)] = Field(
         description="Ranks that it runs at the same time."
     )
-    devices: Annotated[list[Line], Field(max_length=_MAX_SLOTS)] = []
-    versions: Annotated[dict[Line, Line], Field(max_length=50)] = {}
+    devices: Annotated[list[Line], Field(max_length=_MAX_SLOTS)] = Field([])
+    versions: Annotated[dict[Line, Line], Field(max_length=50)] = Field({})
     allowed_models: Annotated[list[Line], Field(max_length=100)] = Field(
         [], description="The models of allows, of agents that do not send that."
     )
@@ -157,7 +157,7 @@ class Heartbeat(RequestDocument):
 
     port: Port | None = Field(None, description="A port that is free now.")
     run_id: Identifier | None = Field(None, description="The run that the agent works on.")
-    ranks: Annotated[list[RankPlace], Field(max_length=_MAX_SLOTS)] = []
+    ranks: Annotated[list[RankPlace], Field(max_length=_MAX_SLOTS)] = Field([])
 
 
 class HeartbeatAnswer(BaseModel):
@@ -214,7 +214,7 @@ class NodeEnd(RequestDocument):
     run_id: Identifier
     generation: Count
     outcome: NodeOutcome
-    failures: Annotated[list[RankFailure], Field(max_length=_MAX_SLOTS)] = []
+    failures: Annotated[list[RankFailure], Field(max_length=_MAX_SLOTS)] = Field([])
 
 
 class RankEvent(RequestDocument):

@@ -34,8 +34,24 @@ NEAR = {"makespan": 0.01, "span": 0.001}
 MOST_QUESTIONS = 200
 """Every question costs at least one part in this many of the effort, as presolve's time is hardly counted."""
 
-OnSolution = Callable[[Orders, float], None]
-OnBound = Callable[[float], None]
+
+@dataclass(frozen=True)
+class Listener:
+    """Functions that CP-SAT's thread calls while it searches.
+
+    Attributes
+    ----------
+    on_solution
+        Called with every better order and its objective.
+    on_bound
+        Called with every better proven bound.
+    """
+
+    on_solution: Callable[[Orders, float], None] = lambda orders, value: None
+    on_bound: Callable[[float], None] = lambda bound: None
+
+
+SILENT = Listener()
 
 
 @dataclass(frozen=True)
@@ -67,8 +83,7 @@ def refine(
     time_limit: float | None = None,
     seed: int = 0,
     cancelled: Callable[[], bool] | None = None,
-    on_solution: OnSolution | None = None,
-    on_bound: OnBound | None = None,
+    listener: Listener = SILENT,
 ) -> ExactResult:
     """Search the whole problem for better orders than the incumbent, until one is proved optimal. Lemma 30.
 
@@ -84,12 +99,10 @@ def refine(
         Seconds; a cap on top, which makes the result depend on the machine.
     cancelled
         Polled from another thread; the search ends soon after it turns true.
-    on_solution
-        Called with every better order and its objective, from CP-SAT's thread.
-    on_bound
-        Called with every better proven bound, from CP-SAT's thread.
+    listener
+        Called from CP-SAT's thread with better orders and bounds.
     """
-    run = _Run(problem, incumbent, lower_bound, effort, time_limit, seed, cancelled, on_solution, on_bound)
+    run = _Run(problem, incumbent, lower_bound, effort, time_limit, seed, cancelled, listener)
     try:
         run.close_in()
         run.finish()
@@ -137,8 +150,7 @@ class _Run:
         time_limit: float | None,
         seed: int,
         cancelled: Callable[[], bool] | None,
-        on_solution: OnSolution | None,
-        on_bound: OnBound | None,
+        listener: Listener,
     ):
         self.problem, self.grid = problem, make_grid(problem)
         self.best, self.value = incumbent, objective_of(problem, incumbent)
@@ -149,7 +161,7 @@ class _Run:
         self.passed_over = 1
         self.effort, self.seed = effort, seed
         self.until = None if time_limit is None else time.monotonic() + time_limit
-        self.cancelled, self.on_solution, self.on_bound = cancelled, on_solution, on_bound
+        self.cancelled, self.listener = cancelled, listener
         self.known: list[Implied | None] = []
 
     def is_proved(self) -> bool:
@@ -247,8 +259,7 @@ class _Run:
         if value < self.value:
             self.value, self.best, self.found = value, orders, orders
             self.upper = self.grid.strictly_below(value)
-            if self.on_solution is not None:
-                self.on_solution(orders, value)
+            self.listener.on_solution(orders, value)
 
     def _raise_bound(self, parts: float, most: int) -> None:
         """Raise the bound: no order takes fewer than ``parts``, of those that take at most ``most``."""
@@ -259,8 +270,7 @@ class _Run:
         bound = self.grid.proven(parts)
         if bound > self.bound:
             self.bound = bound
-            if self.on_bound is not None:
-                self.on_bound(bound)
+            self.listener.on_bound(bound)
 
 
 class _Solutions(cp_model.CpSolverSolutionCallback):

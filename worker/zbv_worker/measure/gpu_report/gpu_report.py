@@ -32,7 +32,6 @@ GRADIENT_TOLERANCE = 1e-3
 """Relative error per parameter: a GPU sums in another order, in single precision."""
 
 _LONGEST_SECONDS = 1800.0
-_MEGABYTE = 1e6
 
 
 class NoGpu(WorkerError):

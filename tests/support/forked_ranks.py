@@ -26,7 +26,7 @@ _START_SECONDS = 120.0
 
 
 def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """:func:`zbv_worker.host.local_ranks.start_process`, without a new interpreter for ``python -m MODULE``."""
+    """Like ``start_process``, without a new interpreter for ``python -m MODULE``."""
     if tuple(command[:2]) != (sys.executable, "-m"):
         return start_process(command, environment, log)
     log.write_bytes(b"")  # is there from the start, whenever the rank opens it

@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 run: install ## Plan, train and compare on this machine; ARGS=--exit exits after the summary
-	$(BIN)/python -m zbv_worker.demo.run $(ARGS)
+	$(BIN)/python -m zbv_worker.demo $(ARGS)
 
 # Tests often wait, so the type check runs at the same time and adds little.
 test: install browser postgres style ## Run all checks and tests; ARGS go to pytest

@@ -20,6 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 from zbv_solver import __version__
 
 ROOT = Path(__file__).parent.parent
+PUBLIC = ("zbv_solver", "zbv_service.client", "zbv_worker.model")
 
 project = "zbv"
 release = __version__
@@ -111,7 +112,15 @@ def _row(*cells: nodes.Node) -> nodes.row:
     return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", cell)) for cell in cells))
 
 
+def _load_public_names(_app: Sphinx) -> None:
+    """Load the names that packages load on first use, because autodoc only sees loaded ones."""
+    for package in PUBLIC:
+        module = import_module(package)
+        vars(module).update({name: getattr(module, name) for name in module.__all__})
+
+
 def setup(app: Sphinx) -> None:
     """Register the directives."""
+    app.connect("builder-inited", _load_public_names)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("http-operations", HttpOperations)

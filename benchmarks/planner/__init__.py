@@ -1,6 +1,7 @@
-"""Suites of problems with what to measure the planner against: read, run, judged and printed (``zbv bench``).
+"""Benchmarks of the planner: suites of problems, the choice of cuts, and the speed of the kernels.
 
-``suite.py`` reads instances, ``measure.py`` searches one of them with a clock, ``judge.py`` says what a
-measurement is worth, ``tally.py`` and ``ablation.py`` sum up; ``table.py`` and ``document.py`` are the two
-forms of the result, and ``run.py`` puts it all in order. Nothing here decides how a search works.
+``suite.py`` reads instances, ``measure.py`` searches one of them and records its progress, ``verdicts.py``
+compares the result with other planners and targets, ``tally.py`` and ``ablation.py`` summarize, ``tables.py``
+and ``report.py`` are the two forms of the result, and ``run.py`` runs a suite. Nothing here decides how a
+search works.
 """

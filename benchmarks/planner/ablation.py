@@ -1,4 +1,4 @@
-"""What each stage of the search adds: a suite in full, beside the same suite with the stage left out."""
+"""What each stage of the search adds: a full run of a suite, compared with a run without the stage."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Contribution:
     log_ratio
         Sum over instances of ln(value without the stage / value with it): positive where it helps.
     better, worse, tighter
-        Instances with a better plan, a worse plan, and a better bound thanks to the stage. Worse happens
-        where its time was missing elsewhere.
+        Instances with a better plan, a worse plan, and a better bound with the stage. A plan can be worse
+        because the stage takes time from others.
     proved
         Instances proved optimal only with the stage, less those proved only without.
     seconds
-        By which the suite took longer with the stage; negative where it ended searches early.
+        Additional time of the suite with the stage; negative if it ended searches early.
     """
 
     stage: str
@@ -38,7 +38,7 @@ class Contribution:
 
 
 def contribution(stage: str, full: Sequence[Outcome], without: Sequence[Outcome]) -> Contribution:
-    """Compare two runs of the same instances, in the same order; infeasible ones say nothing."""
+    """Compare two runs of the same instances, in the same order; infeasible instances are ignored."""
     pairs = [(a, b) for a, b in zip(full, without, strict=True) if a.curve and b.curve]
     verdicts = [verdict(a.value, b.value) for a, b in pairs]
     ratios = [b.value / a.value for a, b in pairs if a.value > 0 and b.value > 0]

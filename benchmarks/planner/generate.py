@@ -1,7 +1,7 @@
 """Regenerate the benchmark files: ``python -m benchmarks.planner.generate``.
 
-All costs are whole numbers drawn from plain seeds, so the files are the same everywhere, and a change of
-one instance is a change of one line. ``public.json`` is not generated: its peers were measured.
+All costs are whole numbers drawn from plain seeds, so the files are the same on every machine, and a change
+of one instance changes one line. ``public.json`` is not generated, because its peers were measured.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Document = dict[str, Any]
 
 FOLDER = Path(__file__).parents[1]
 BASE = {"forward": 20, "backward_input": 21, "backward_weight": 14}
-"""Mean costs of a transformer stage, relative to each other about as measured ones are."""
+"""Mean costs of a transformer stage; their proportions are about those of measured stages."""
 HEAD = 1.35
-"""The last stage carries the LM head."""
+"""Factor of the last stage, which has the LM head."""
 
 
 def heterogeneous(p: int, m: int, share: float, seed: int, objective: str) -> Document:
-    """Costs that differ by up to 20 % per stage, a heavier last stage; ``share`` of 1F1B's memory."""
+    """Costs that differ by up to 20 % per stage, with a heavier last stage, in ``share`` of 1F1B's memory."""
     random = Random(seed)
     stages = 2 * p
     costs: Document = {
@@ -36,7 +36,7 @@ def heterogeneous(p: int, m: int, share: float, seed: int, objective: str) -> Do
 
 
 def problem(p: int, m: int, costs: Document, limit: float, objective: str = "span") -> Document:
-    """A V problem whose forwards hold 2, half of which each backward gives back: 1F1B's peak is 4p."""
+    """A V problem: F allocates 2, I and W release 1 each, and the peak of 1F1B is 4p."""
     memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": _number(limit)}
     return {
         "pp_degree": p,
@@ -48,7 +48,7 @@ def problem(p: int, m: int, costs: Document, limit: float, objective: str = "spa
 
 
 def gaps() -> Iterator[Document]:
-    """Large heterogeneous problems, and the gap to be proven on them in a given time."""
+    """Large heterogeneous problems, with the gap to prove in a given time."""
     for objective, factor in (("makespan", 1), ("span", 2)):
         for p, m, share, gap, seconds, seeds in (
             (8, 64, 1.0, 0.001, 10, 3),
@@ -66,7 +66,7 @@ def gaps() -> Iterator[Document]:
 
 
 def uniform() -> Iterator[Document]:
-    """Stages that all cost the same, in the memory of 1F1B: what constructions from the literature solve."""
+    """Equal stages in the memory of 1F1B; constructions from the literature solve these."""
     costs_of = {
         "unit": {"forward": 1, "backward_input": 1, "backward_weight": 1, "p2p": 0},
         "19-18-9": {"forward": 19, "backward_input": 18, "backward_weight": 9, "p2p": 1},
@@ -78,7 +78,7 @@ def uniform() -> Iterator[Document]:
 
 
 def proofs() -> Iterator[Document]:
-    """Small problems that are to be proved optimal."""
+    """Small problems that the search must prove optimal."""
     for share, seconds in ((1.0, 1), (0.7, 60)):
         for objective in ("makespan", "span"):
             for seed in range(3):
@@ -99,14 +99,14 @@ def proofs() -> Iterator[Document]:
 
 
 def mixed_costs(p: int, seed: int) -> Document:
-    """Costs with no pattern at all, transfers of different length included."""
+    """Irregular costs and transfer times."""
     random = Random(seed)
     costs: Document = {letter: [random.randint(1, 20) for _ in range(2 * p)] for letter in BASE}
     return costs | {"p2p": [random.randint(0, 4) for _ in range(2 * p - 1)]}
 
 
 def growth() -> Iterator[Document]:
-    """The same kind of problem, larger and larger."""
+    """Problems of the same kind and of growing size."""
     for p in (4, 8, 16, 32, 64):
         for m in (64, 256, 1024, 4096):
             yield {
@@ -117,7 +117,7 @@ def growth() -> Iterator[Document]:
 
 
 def targeted(name: str, document: Document, *, gap: float, seconds: int) -> Document:
-    """An instance searched thoroughly for as long as its target allows."""
+    """An instance with effort thorough, limited to the time of its target."""
     return {
         "name": name,
         "problem": document,
@@ -135,13 +135,13 @@ FILES: dict[str, Callable[[], Iterator[Document]]] = {
 
 
 def text_of(name: str) -> str:
-    """The content of a generated file."""
+    """Return the content of a generated file."""
     instances = FILES[name]
     return written({"about": (instances.__doc__ or "").strip(), "instances": list(instances())})
 
 
 def written(document: Document) -> str:
-    """A benchmark file as text: one line per instance, or per peer where it has any."""
+    """A benchmark file as text: one line per instance, or per peer if the instance has peers."""
     head = [f" {_line(key)}: {_line(value)},\n" for key, value in document.items() if key != "instances"]
     instances = ",\n".join(f"  {_instance(entry)}" for entry in document["instances"])
     return "{\n" + "".join(head) + ' "instances": [\n' + instances + "\n ]\n}\n"

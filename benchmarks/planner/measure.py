@@ -1,4 +1,4 @@
-"""One search with a clock beside it: what was found, when, and by which method."""
+"""Search one instance, and record what was found, when, and by which method."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from benchmarks.planner.suite import Instance
 
 @dataclass(frozen=True)
 class Point:
-    """What a search held at one moment.
+    """The best plan and bound of a search at one moment.
 
     Attributes
     ----------
     seconds
-        Since the search was called.
+        Time since the start of the search.
     objective, lower_bound
-        In the problem's time unit; the plan of this value was verified by then.
+        In the problem's time unit; the plan was verified.
     """
 
     seconds: float
@@ -35,20 +35,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search of one instance came to.
+    """The result of a search of one instance.
 
     Attributes
     ----------
     options
-        As searched with: the instance's own where it has them.
+        The options of this search, including those of the instance.
     seconds
-        Of the whole search, final verification and baselines included.
+        Duration of the whole search, with final verification and baselines.
     curve
-        Every report in order; the last point is the plan's. Empty where no plan fits the memory.
+        Every report in order; the last one is that of the plan. Empty if no plan fits the memory.
     infeasible
         Why no plan fits the memory, or None.
     cut
-        What ended the search early, or None.
+        The reason why the search ended early, or None.
     """
 
     instance: Instance
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def lower_bound(self) -> float:
-        """What no plan of the problem's placement is below; inf when there can be none."""
+        """The lower bound; inf if there can be no plan."""
         return self.curve[-1].lower_bound if self.curve else math.inf
 
     @property
@@ -75,12 +75,12 @@ class Outcome:
 
     @property
     def method(self) -> str | None:
-        """What found the plan."""
+        """The method that found the plan."""
         return self.curve[-1].method if self.curve else None
 
     @property
     def first_plan_seconds(self) -> float | None:
-        """When the first verified plan was there."""
+        """Seconds until the first verified plan."""
         return self.curve[0].seconds if self.curve else None
 
 
@@ -90,7 +90,7 @@ def measure(
     watch: Callable[[Progress], None] | None = None,
     cancelled: Cancelled | None = None,
 ) -> Outcome:
-    """Search an instance; ``watch`` hears of every report, ``cancelled`` is polled as in a search."""
+    """Search an instance. ``watch`` receives every report; ``cancelled`` is polled as in a search."""
     own = instance.options(options)
     curve: list[Point] = []
     began = time.perf_counter()
@@ -106,9 +106,9 @@ def measure(
     except InfeasibleMemory as error:
         return Outcome(instance, own, time.perf_counter() - began, infeasible=_why(error))
     except InvalidPlan as error:
-        # Of the user's input nothing is wrong, so this must not end as if it were.
+        # The user's input is right, so this must not look like wrong input.
         raise RuntimeError(
-            f"{instance.name}: the search made an invalid plan; this is a fault of ours, please report it."
+            f"{instance.name}: the search made an invalid plan. This is a bug in zbv; please report it."
         ) from error
     seconds = time.perf_counter() - began
     curve.append(_last_point(plan, seconds))

@@ -1,4 +1,4 @@
-"""How much the cut is worth: GPT-like models with a large vocabulary, cut by hand, by GPipe's rule and by us.
+"""Compare cuts of GPT-like models with a large vocabulary: an even cut, GPipe's cut, and zbv's.
 
 A head of V tokens on blocks of width h costs 2 h V floating-point operations a token against 24 h^2 + 4 h s
 of a block (Narayanan et al. 2021, appendix), so V / (12 h + 2 s) blocks: 2.3 of them at V = 128 k, h = 4096.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import Bounds, CutSpace
@@ -19,7 +20,6 @@ from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import SearchOptions, search
 
@@ -33,7 +33,7 @@ MODELS = (
     (32, 96, 4096, 2),
     (32, 128, 4096, 1),
 )
-"""Ranks, blocks, width, and layers per block: 2 are attention and MLP apart."""
+"""Ranks, blocks, width, and layers per block; with 2, attention and MLP are separate layers."""
 HELD_BY_ATTENTION = 11 / 30
 """Of a block's activations without the scores (FlashAttention): Korthikanti et al. 2022, section 4.1."""
 KEPT = 2 / 34
@@ -42,14 +42,14 @@ ROOMS = (0.15, 0.3, 0.5, 0.8)
 RECOMPUTED_CASE = (8, 32, 4096)
 MICROBATCHES_PER_RANK = 4
 ROOM = 1.0
-"""Memory limit, as a share of what 1F1B holds with evenly cut blocks."""
+"""Memory limit, as a share of the memory of 1F1B with evenly cut blocks."""
 PARTITION_CASE = (32, 198, 4096)
 REPEATS = 5
 
 
 @dataclass(frozen=True)
 class CutRow:
-    """One model: the objective of the same search on three cuts, and the bound on any cut."""
+    """One model: the objective of the same search on three cuts, and the bound of all cuts."""
 
     pp_degree: int
     blocks: int
@@ -61,7 +61,7 @@ class CutRow:
 
     @property
     def lower_bound(self) -> float:
-        """No contiguous cut has a plan below."""
+        """Lower bound of all contiguous cuts."""
         return self.plan.cut.lower_bound if self.plan.cut is not None else 0.0
 
 
@@ -74,9 +74,9 @@ def gpt_layers(
     room: float = ROOM,
     can_recompute: bool = False,
 ) -> LayeredProblem:
-    """A GPT with a vocabulary of 128 k; a block's F takes 1 and holds 2, of which I releases half.
+    """A GPT with a vocabulary of 128 k. F of a block takes 1 and allocates 2, of which I releases half.
 
-    The memory limit is ``room`` times what 1F1B holds with evenly cut blocks.
+    The memory limit is ``room`` times the memory of 1F1B with evenly cut blocks.
     """
     block = 24 * width**2 + 4 * width * SEQUENCE
     head = 2 * width * VOCABULARY / block
@@ -98,14 +98,14 @@ def gpt_layers(
     }
     layered = parse_any_problem(document)
     if not isinstance(layered, LayeredProblem):
-        raise TypeError("layers without a partition are a layered problem; this is a fault of ours.")
+        raise TypeError("layers without a partition are a layered problem; this is a bug in the benchmark.")
     return layered
 
 
 def _blocks(blocks: int, scores: float, mlp: float, layers_per_block: int) -> list[dict[str, Any]]:
-    """Blocks whole, or as attention and MLP; ``scores`` and ``mlp`` are shares of a block's F.
+    """Whole blocks, or attention and MLP apart; ``scores`` and ``mlp`` are shares of a block's F.
 
-    Attention scores have no weights: their backward is I's.
+    Attention scores have no weights, so their backward belongs to I.
     """
     if layers_per_block == 1:
         return [{"name": "block", "repeat": blocks, **_part(1.0, scores, 1.0)}]
@@ -126,7 +126,7 @@ def _part(forward: float, scores: float, held: float) -> dict[str, Any]:
 
 
 def _again(part: dict[str, Any]) -> dict[str, Any]:
-    """The part recomputed: its F once more before I, and of its activations only its input is kept."""
+    """Costs with recomputation: F runs again before I, and only the input is kept."""
     kept, held = KEPT * part["memory"]["forward"], -part["memory"]["backward_weight"]
     return {
         "backward_input": part["backward_input"] + part["forward"],
@@ -140,9 +140,9 @@ def _again(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: SearchOptions) -> CutRow:
-    """The same search on the even cut, on the histogram cut, and with the cut free.
+    """Run the same search on the even cut, on the histogram cut, and with a free cut.
 
-    Of blocks in parts the even cut is the better one of parts and of whole blocks.
+    For blocks in parts, the even cut is the better of an even cut of parts and one of whole blocks.
     """
     layered = gpt_layers(p, blocks, width, layers_per_block)
     evenly = {layers_per_block: layered, 1: gpt_layers(p, blocks, width)}
@@ -152,7 +152,7 @@ def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: Sea
         bounds = rule(space)
         recompute = space.fitting(bounds)
         problem = layered.cut_into(space.placement, space.cut(bounds, recompute or (False,) * space.n_stages))
-        return search(problem if recompute else _without_limit(problem), options)
+        return search(problem if recompute else without_limit(problem), options)
 
     head = layered.model.layers[-1].costs.forward
     return CutRow(
@@ -166,12 +166,8 @@ def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: Sea
     )
 
 
-def _without_limit(problem: Problem) -> Problem:
-    return replace(problem, memory=replace(problem.memory, limit=None))
-
-
 def partition_seconds() -> float:
-    """Median time of the balanced cut of 200 layers on 32 ranks, from the layers on."""
+    """Median time of computing the balanced cut of 200 layers on 32 ranks."""
     layered = gpt_layers(*PARTITION_CASE)
     seconds = []
     for _ in range(REPEATS + 1):  # the first loads the kernels
@@ -183,7 +179,7 @@ def partition_seconds() -> float:
 
 
 def cut_table(options: SearchOptions, write: Callable[[str], object]) -> None:
-    """Write the table, a row as soon as it is there."""
+    """Write the table, row by row."""
     write(f"objective of one search (effort {options.effort}) on three cuts; head in blocks\n")
     write(
         f"{'p':>3} {'blocks':>6} {'parts':>5} {'head':>5} {'m':>4} {'even':>9} {'histogram':>9} {'zbv':>9} "
@@ -205,7 +201,7 @@ def cut_table(options: SearchOptions, write: Callable[[str], object]) -> None:
 
 
 def recompute_table(options: SearchOptions, write: Callable[[str], object]) -> None:
-    """Write what deciding per stage is worth: one search with no stage recomputed, with all, and free."""
+    """Write a table of searches with no stage recomputed, with all stages, and with a free choice."""
     p, blocks, _ = RECOMPUTED_CASE
     write(f"\nrecomputation: {p} ranks, {blocks} blocks, one search within a share of 1F1B's memory\n")
     write(f"{'share':>5} {'none':>9} {'all':>9} {'zbv':>9} {'stages':>6} {'bound':>9} {'seconds':>7}\n")
@@ -222,12 +218,12 @@ def recompute_table(options: SearchOptions, write: Callable[[str], object]) -> N
 
 
 def _recomputed(layered: LayeredProblem, again: bool, options: SearchOptions) -> str:
-    """What the search reaches on the most even cut with all stages recomputed, or none of them."""
+    """Objective of the search on the most even cut with all stages recomputed, or with none."""
     tables = CutTables.of(replace(layered, limit=None))
     space = CutSpace(layered, layered.placements[0], tables)
     balanced = balanced_cut(space, level_cut(space))
     if balanced is None:
-        raise RuntimeError("without a limit there is always a cut; this is a fault of ours.")
+        raise RuntimeError("without a limit there is always a cut; this is a bug in zbv.")
     cut = replace(balanced.cut, recompute=(again,) * space.n_stages)
     try:
         return f"{search(layered.cut_into(space.placement, cut), options).objective:.2f}"

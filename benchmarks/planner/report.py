@@ -1,4 +1,4 @@
-"""All that was measured, and the JSON document of it; benchmarks/README.md says what each key means."""
+"""The results, and their JSON document; docs/benchmarks.md explains every key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.planner.verdicts import Standing, judge, reached, reached_after
 
 @dataclass(frozen=True)
 class Run:
-    """A suite run once, with the stages ``without`` left out; shorter than the suite when interrupted."""
+    """One run of a suite without the stages ``without``; incomplete if it was interrupted."""
 
     without: tuple[str, ...]
     outcomes: tuple[Outcome, ...]
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """The runs of one command, all with ``options`` but for the stages that an ablation leaves out."""
+    """The runs of one command; they only differ in the stages that an ablation leaves out."""
 
     options: SearchOptions
     runs: tuple[Run, ...]
@@ -61,7 +61,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """What a search of one instance came to, with its whole course."""
+    """The result of a search of one instance, with its progress."""
     instance, judgement = outcome.instance, judge(outcome)
     return {
         "suite": instance.suite,
@@ -115,7 +115,7 @@ def _point_json(point: Point) -> dict[str, Any]:
 
 
 def _options_json(options: SearchOptions) -> dict[str, Any]:
-    """How hard was searched."""
+    """The options of the search."""
     return {
         "effort": options.effort,
         "time_limit": options.time_limit,
@@ -126,7 +126,7 @@ def _options_json(options: SearchOptions) -> dict[str, Any]:
 
 
 def _machine_json() -> dict[str, Any]:
-    """What seconds depend on."""
+    """The machine, on which seconds depend."""
     return {
         "python": platform.python_version(),
         "architecture": platform.machine(),
@@ -139,10 +139,10 @@ def _fields_json(entry: Tally | Contribution) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | int | None:
-    """JSON has no infinity."""
+    """Return null for infinity, which JSON does not have."""
     return number(value) if math.isfinite(value) else None
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to a millionth: clocks tell no more."""
+    """Round to a millionth, the resolution of the clocks."""
     return round(value, 6) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""Suites run from the first instance to the last line: the order of things in ``zbv bench``."""
+"""Run suites, and write their tables and summaries."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from benchmarks.planner.tables import Table, ablation_table, summary
 from benchmarks.planner.tally import tally
 
 Spinner = Callable[[str], AbstractContextManager[Callable[[str], None]]]
-"""Shows a text while something runs; what it yields changes the text."""
+"""Shows a text while something runs, and yields a function that changes the text."""
 
 WARM_UP_SECONDS = 2.0
-"""What loading code may take at most per objective and effort; compiled kernels need a fraction of it."""
+"""Time limit of a warm-up search; with compiled kernels it takes a fraction of that."""
 
 
 def bench(
     instances: Sequence[Instance], options: SearchOptions, *, ablate: bool, out: TextIO, spinner: Spinner
 ) -> Report:
-    """Search every instance, writing a row to ``out`` as each finishes and the sum at the end.
+    """Search every instance; write a row to ``out`` for each, and the summary at the end.
 
-    With ``ablate``, the suite runs once more for every stage of the search, without it. Ctrl-C ends the
-    measurement and keeps what it has.
+    With ``ablate``, run the suite again without each stage of the search. Ctrl-C ends the measurement and
+    keeps its results so far.
     """
     with spinner("loading"):
         interruptible(partial(_warm_up, instances, options))
@@ -49,12 +49,12 @@ def bench(
         contribution(stage, full.outcomes, run.outcomes) for stage, run in zip(stages, others, strict=True)
     )
     if ablate:
-        out.write("\nwhat each stage adds (with it, beside without it):\n" + ablation_table(contributions))
+        out.write("\nwhat each stage adds:\n" + ablation_table(contributions))
     return Report(options, tuple(runs), contributions)
 
 
 def _run(instances: Sequence[Instance], options: SearchOptions, out: TextIO, spinner: Spinner) -> Run:
-    """One pass over the instances: a table per suite, and the sum of all."""
+    """Run all instances once: a table per suite, then the summary."""
     outcomes: list[Outcome] = []
     interrupted = False
     out.write(f"\n{_title(instances, options)}\n")
@@ -96,7 +96,7 @@ def _teller(label: str, say: Callable[[str], None]) -> Callable[[Progress], None
 
 
 def _title(instances: Sequence[Instance], options: SearchOptions) -> str:
-    """What the rows have in common."""
+    """The options that all rows share."""
     objectives = sorted({instance.problem.objective for instance in instances})
     limit = "none" if options.time_limit is None else f"{options.time_limit:g} s"
     facts = [
@@ -112,7 +112,7 @@ def _title(instances: Sequence[Instance], options: SearchOptions) -> str:
 
 
 def _warm_up(instances: Sequence[Instance], options: SearchOptions, cancelled: Cancelled) -> None:
-    """Search a tiny problem at every effort that comes, so that no instance's clock counts loading code."""
+    """Search a tiny problem with every effort in use, so that no measurement includes loading code."""
     costs = {"forward": [3, 5, 4, 6, 5, 4], "backward_input": 5, "backward_weight": 3, "p2p": 1}
     memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 7}
     for objective in sorted({instance.problem.objective for instance in instances}):

@@ -1,4 +1,4 @@
-"""How fast the search makes and evaluates orders: the kernels in which it spends its time."""
+"""Speed of the kernels in which the search spends its time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Speed:
     Attributes
     ----------
     constructed
-        Whole orders that list scheduling constructs and times.
+        Complete orders that list scheduling constructs and times.
     judged
-        Moves that annealing judges by ends and tails, while also
+        Moves that annealing evaluates by heads and tails.
     applied
-        applying so many of them, each with ends, tails, memory and the critical path repaired.
+        Moves that it applies at the same time, including the update of times, memory and critical path.
     """
 
     pp_degree: int
@@ -37,7 +37,7 @@ class Speed:
 
 
 def measure_speed(p: int, m: int, seconds: float = 1.0) -> Speed:
-    """Speed at p ranks and m microbatches, the best of a few repetitions of about ``seconds`` in all."""
+    """Measure p ranks and m microbatches: the best of a few repetitions, about ``seconds`` in total."""
     problem = _problem(p, m)
     start = next(get_v_schedule(problem)).orders
     anneal(problem, start, moves=10, temperature=1.0, seed=0)  # loads the kernels
@@ -54,7 +54,7 @@ def measure_speed(p: int, m: int, seconds: float = 1.0) -> Speed:
 
 
 def _problem(p: int, m: int) -> Problem:
-    """Uneven stages at 1F1B's memory."""
+    """Uneven stages in the memory of 1F1B."""
     costs = [20 + (7 * stage) % 5 for stage in range(2 * p)]
     return parse_problem(
         {
@@ -77,7 +77,7 @@ def _constructed_per_second(problem: Problem, rounds: int) -> float:
 
 
 def speed_table(sizes: tuple[tuple[int, int], ...] = ((4, 16), (8, 64), (16, 64), (32, 128))) -> str:
-    """Speeds as a table, one row a size."""
+    """Return a table with one row per size."""
     lines = ["ranks × microbatches  actions  orders made/s  moves judged/s  moves applied/s"]
     for p, m in sizes:
         speed = measure_speed(p, m)

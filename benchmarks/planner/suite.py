@@ -1,4 +1,4 @@
-"""Benchmark files in: problems, what other planners reach on them, and targets (see benchmarks/README.md)."""
+"""Reads benchmark files: problems, results of other planners, and targets (docs/benchmarks.md)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Peer:
-    """What another planner reaches on an instance.
+    """The result of another planner on an instance.
 
     Attributes
     ----------
     placement
-        The peer's own, which need not be the problem's.
+        The peer's placement, which may differ from the problem's.
     span, makespan
-        In the problem's time unit; None where the peer fails.
+        In the problem's time unit; None if the peer failed.
     fits
         Whether its peak memory is within the problem's limit.
     """
@@ -48,7 +48,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Reach:
-    """A target: a proven gap, and the seconds it may take (None: any)."""
+    """A target: a proven gap, and its time limit in seconds, or None."""
 
     gap: float
     seconds: float | None
@@ -56,14 +56,14 @@ class Reach:
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem to measure on.
+    """A problem of a benchmark file.
 
     Attributes
     ----------
     suite
-        The file it came from, as the user named it.
+        The name of the file, as the user gave it.
     effort, time_limit
-        The instance's own, or None: the command's.
+        The instance's own; None means those of the command.
     """
 
     suite: str
@@ -75,7 +75,7 @@ class Instance:
     time_limit: float | None = None
 
     def options(self, of_command: SearchOptions) -> SearchOptions:
-        """The command's options with the instance's own in their place."""
+        """The options of the command, overridden by those of the instance."""
         return replace(
             of_command,
             effort=self.effort or of_command.effort,
@@ -88,7 +88,7 @@ class _Document(BaseModel):
 
 
 class PeerDocument(BaseModel):
-    """Metrics of a peer's plan. Whoever measured it may state more; a peer that failed has none."""
+    """Metrics of a peer's plan. Other keys are allowed; a peer that failed has no metrics."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -106,14 +106,14 @@ class ReachDocument(_Document):
 
 
 class OptionsDocument(_Document):
-    """Options of one instance; absent or null ones are the command's."""
+    """Options of one instance; those of the command apply if they are absent or null."""
 
     effort: Effort | None = None
     time_limit: Positive | None = None
 
 
 class InstanceDocument(_Document):
-    """A problem, and what to hold against the plan found for it."""
+    """A problem, with peers and targets for its plan."""
 
     name: Name
     problem: ProblemDocument
@@ -131,12 +131,12 @@ class SuiteDocument(_Document):
 
 
 def parse_suite(document: Any, name: str) -> tuple[Instance, ...]:
-    """The instances of a decoded benchmark file that the user calls ``name``.
+    """Return the instances of a decoded benchmark file; ``name`` is the user's name for the file.
 
     Raises
     ------
     InvalidInput
-        With one issue per broken rule; pointers are ``name#/…``.
+        With one issue per broken rule; pointers start with ``name#/``.
     """
     try:
         parsed = SuiteDocument.model_validate(document)
@@ -157,7 +157,7 @@ def parse_suite(document: Any, name: str) -> tuple[Instance, ...]:
 
 
 def select(suites: Iterable[tuple[Instance, ...]], only: str | None = None) -> tuple[Instance, ...]:
-    """All instances whose name matches the glob ``only``, in the order of their files.
+    """Return all instances with a name that matches the glob ``only``, in the order of their files.
 
     Raises
     ------
@@ -196,7 +196,7 @@ def _instance(entry: InstanceDocument, suite: str) -> Instance:
 
 
 def _peer_issues(entry: InstanceDocument, pointer: str) -> list[Issue]:
-    """A peer with a plan that does not say whether it fits would silently never count."""
+    """A peer without ``fits`` would never count, so it is refused."""
     return [
         Issue(
             f"{pointer}/peers/{name.replace('~', '~0').replace('/', '~1')}/fits",

@@ -1,7 +1,6 @@
-"""Results as text: aligned rows within 120 columns, written one by one as instances finish.
+"""Results as text: aligned rows of at most 120 columns, written as instances finish.
 
-Columns that would say nothing for a suite (peers, targets, an objective that is the same everywhere) are
-left out, so that a row stays readable.
+Columns without information for a suite (peers, targets, an objective that all instances share) are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Cell = Callable[[Outcome, Judgement], str]
 
 @dataclass(frozen=True)
 class Column:
-    """A column: ``cell`` says what a row has in it."""
+    """A column; ``cell`` returns the text of a row."""
 
     title: str
     width: int
@@ -35,14 +34,14 @@ class Column:
     left: bool = False
 
     def fit(self, text: str) -> str:
-        """The text at the column's width; cut where the column holds words, never where it holds figures."""
+        """The text padded to the column's width. Words may be truncated, numbers never."""
         if self.left:
             return (text if len(text) <= self.width else text[: self.width - 1] + "…").ljust(self.width)
         return text.rjust(self.width)
 
 
 class Table:
-    """The columns that suit some instances, and their rows."""
+    """The columns for a list of instances, and their rows."""
 
     def __init__(self, instances: Sequence[Instance]):
         columns = _columns(instances)
@@ -50,12 +49,12 @@ class Table:
         self.columns = (*columns, Column("method", max(METHOD_WIDTH, left), _method, left=True))
 
     def header(self) -> str:
-        """Titles over a rule, two lines."""
+        """Two lines: titles, and a rule below them."""
         titles = self._line([column.title for column in self.columns])
         return titles + " ".join("─" * column.width for column in self.columns) + "\n"
 
     def row(self, outcome: Outcome) -> str:
-        """The row of an instance, and below it what needs a sentence."""
+        """The row of an instance, with remarks below it."""
         judgement = judge(outcome)
         row = self._line([column.cell(outcome, judgement) for column in self.columns])
         return row + "".join(f"  · {note}\n" for note in notes(outcome, judgement))
@@ -66,7 +65,7 @@ class Table:
 
 
 def notes(outcome: Outcome, judgement: Judgement) -> list[str]:
-    """What a row of figures cannot say."""
+    """Remarks that do not fit into a row."""
     found = [outcome.infeasible] if outcome.infeasible else []
     if judgement.below_bound:
         peers = ", ".join(f"{entry.peer.name} {figure(entry.value)}" for entry in judgement.below_bound)
@@ -80,7 +79,7 @@ def notes(outcome: Outcome, judgement: Judgement) -> list[str]:
 
 
 def summary(total: Tally) -> str:
-    """The sum of a run, one line per subject."""
+    """The summary of a run, one line per subject."""
     gap = ""
     if total.mean_gap is not None and total.worst_gap is not None:
         gap = f"; gap mean {total.mean_gap:.3%}, worst {total.worst_gap:.3%} ({total.worst_name})"
@@ -105,7 +104,7 @@ def summary(total: Tally) -> str:
 
 
 def ablation_table(contributions: Sequence[Contribution]) -> str:
-    """What each stage adds, one row per stage."""
+    """The contribution of each stage, one row per stage."""
     columns = ("stage", "plans better", "worse", "Σ ln ratio", "mean", "bounds better", "proved", "seconds")
     rows = [
         (
@@ -130,7 +129,7 @@ def ablation_table(contributions: Sequence[Contribution]) -> str:
 
 
 def figure(value: float) -> str:
-    """A value with as many digits as its column holds; the JSON document has them all."""
+    """A value with the digits that fit its column; the JSON document has all of them."""
     if math.isinf(value):
         return "–"
     texts = (f"{value:.{digits}g}" for digits in range(FIGURE_WIDTH, 0, -1))
@@ -138,7 +137,7 @@ def figure(value: float) -> str:
 
 
 def _columns(instances: Sequence[Instance]) -> list[Column]:
-    """All columns but the last, which takes what is left of the width."""
+    """All columns except the last, which takes the rest of the width."""
     names = max(len(instance.name) for instance in instances)
     columns = [Column("instance", min(max(names, 8), NAME_WIDTH), lambda o, _: o.instance.name, left=True)]
     if len({instance.problem.objective for instance in instances}) > 1:
@@ -194,5 +193,5 @@ def _target(outcome: Outcome) -> str:
 
 
 def _method(outcome: Outcome, _: Judgement) -> str:
-    """The method without its parameters, which the JSON document has."""
+    """The method without its parameters; the JSON document has them."""
     return "infeasible" if outcome.method is None else outcome.method.partition("(")[0]

@@ -1,4 +1,4 @@
-"""A run in sum."""
+"""Counts and means over a run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Tally:
     optimal
         Plans proved optimal.
     mean_gap, worst_gap, worst_name
-        Over the plans whose gap is finite; None where there is none.
+        Over the plans with a finite gap; None without any.
     ratio
-        Geometric mean of our value / the best contender's, over the instances that have one.
+        Geometric mean of value / the best contender's value, over the instances with a contender.
     below_bound
-        Instances where a fitting peer of another placement is below our bound.
+        Instances with a fitting peer with another placement below our bound.
     contradicted
-        Instances where a peer of the same placement is below our bound.
+        Instances with a peer with the same placement below our bound.
     reached, targets
-        Targets reached in time, and all of them.
+        Number of targets reached in time, and of all targets.
     """
 
     instances: int

@@ -1,7 +1,7 @@
-"""What a measurement is worth: against the best peer it can be held to, and against its target.
+"""Compare a measurement with the best peer, and with its target.
 
-A peer of another placement is measured by our own proven bound: where it is below, no plan of the problem's
-placement reaches it, however good the search, so it is named and not counted.
+If a peer with another placement is below our proven bound, no plan with the problem's placement can reach it.
+It is named but does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Verdict = Literal["win", "tie", "loss", "no peer"]
 
 @dataclass(frozen=True)
 class Standing:
-    """A peer, and its value of the problem's objective."""
+    """A peer, and its objective."""
 
     peer: Peer
     value: float
@@ -27,18 +27,18 @@ class Standing:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A measurement beside the peers that fit the memory.
+    """A measurement, compared with the peers that fit the memory.
 
     Attributes
     ----------
     best
         The best contender, or None.
     ratio
-        Our value / the peer's; None without a contender, or where the peer's is 0.
+        Our value / the peer's; None without a contender, or if the peer's value is 0.
     below_bound
-        Peers of other placements below our bound, best first: not counted.
+        Peers with other placements below our bound, best first. They do not count.
     contradicting
-        Peers of the problem's own placement below our bound: theirs or ours is wrong.
+        Peers with the problem's placement below our bound: one of the two is wrong.
     """
 
     verdict: Verdict
@@ -76,14 +76,14 @@ def judge(outcome: Outcome) -> Judgement:
 
 
 def verdict(ours: float, theirs: float) -> Verdict:
-    """Smaller wins; values within a millionth of each other tie."""
+    """The smaller value wins; values within a millionth of each other tie."""
     if abs(ours - theirs) <= SAME_FIGURE * theirs:
         return "tie"
     return "win" if ours < theirs else "loss"
 
 
 def reached_after(outcome: Outcome) -> float | None:
-    """Seconds until the instance's target gap was proven, or None if it never was, or has none."""
+    """Seconds until the target gap was proven; None if it was not, or if there is no target."""
     reach = outcome.instance.reach
     if reach is None:
         return None
@@ -91,7 +91,7 @@ def reached_after(outcome: Outcome) -> float | None:
 
 
 def reached(outcome: Outcome) -> bool:
-    """Whether the target was reached, in time; False also where there is none."""
+    """Whether the target was reached in time; False without a target."""
     reach, seconds = outcome.instance.reach, reached_after(outcome)
     if reach is None or seconds is None:
         return False

@@ -1,1 +1,1 @@
-"""Load on a real service, over loopback, from another process: what ``zbv-service bench`` runs."""
+"""Load a real service over the loopback interface, from another process."""

@@ -1,4 +1,4 @@
-"""Ten thousand malformed bodies: each gets an answer that says what is wrong, and none a 5xx."""
+"""Malformed bodies: every response must name the error, and none may be a 5xx."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TIMEOUT = 60.0
 SHOWN = 5
 NO_ANSWER = 599
 CLOSED = 0
-"""For a status: the connection was closed while a body that is not wanted was still being sent."""
+"""Stands for the status if the service closed the connection while a refused body was still being sent."""
 WORK_SECONDS = 30.0
 
 
 def measure(count: int, seed: int) -> list[Finding]:
-    """Send so many to a service of its own."""
+    """Send this number of bodies to a new service."""
     with serving("--searches", "1", ZBV_AGENT_TIMEOUT_SECONDS="3600") as served:
         answers = asyncio.run(_send(served.address, requests(count, seed)))
         log = (served.folder / "log").read_text()
@@ -36,7 +36,7 @@ def measure(count: int, seed: int) -> list[Finding]:
         Finding("malformed bodies answered", len(answers), "", at_least(count)),
         Finding("  with 5xx", len(crashes), "", at_most(0)),
         Finding(
-            "  with an error that is no problem document",
+            "  errors that are not problem documents",
             sum(is_unshaped(answer) for answer in answers),
             "",
             at_most(0),
@@ -50,13 +50,13 @@ def measure(count: int, seed: int) -> list[Finding]:
 
 
 def requests(count: int, seed: int) -> Iterator[Malformed]:
-    """The requests of a seed."""
+    """Return the requests of a seed."""
     random = Random(seed)
     return (malformed(random) for _ in range(count))
 
 
 async def prepare(http: httpx.AsyncClient) -> str:
-    """The id of a run with a plan and an agent, so that bodies about them are read, not refused."""
+    """Create a run with a plan and an agent, so that bodies about them are read; returns its id."""
     plan_id = (await http.post("/v1/plans", json=PLAN)).raise_for_status().json()["plan_id"]
     (await http.post("/v1/agents", json=AGENT)).raise_for_status()
     run = (await http.post("/v1/runs", json={**RUN, "plan_id": plan_id})).raise_for_status().json()
@@ -67,7 +67,7 @@ async def prepare(http: httpx.AsyncClient) -> str:
 
 
 async def send(http: httpx.AsyncClient, request: Malformed, run_id: str) -> tuple[int, str]:
-    """The status and the text of an answer about a run; :data:`NO_ANSWER` when there was none."""
+    """Send a request; returns status and text of the response, or :data:`NO_ANSWER`."""
     target = request.target
     path, content = (
         target.path.replace(RUN_ID, run_id),
@@ -76,7 +76,7 @@ async def send(http: httpx.AsyncClient, request: Malformed, run_id: str) -> tupl
     try:
         answer = await http.request(target.method, path, content=content, headers=request.headers)
     except httpx.TransportError as error:
-        # The service may close a connection whose body it does not want to read to its end.
+        # The service may close a connection instead of reading a refused body to its end.
         return (CLOSED, f"{error!r}") if len(request.content) > 2**20 else (NO_ANSWER, f"{target}: {error!r}")
     return answer.status_code, answer.text
 
@@ -97,7 +97,7 @@ async def _send(address: str, made: Iterable[Malformed]) -> list[tuple[int, str]
 
 
 def is_unshaped(answer: tuple[int, str]) -> bool:
-    """Whether an error is no problem document."""
+    """Whether a response is an error but not a problem document."""
     status, text = answer
     if not 400 <= status < NO_ANSWER:
         return False

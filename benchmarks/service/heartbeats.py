@@ -1,4 +1,4 @@
-"""Heartbeats: the agents of one large run, each every two seconds, on PostgreSQL."""
+"""Heartbeats of the agents of one large run on PostgreSQL, each every two seconds."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from benchmarks.service.workload import plan_to_serve
 
 HEARTBEAT_SECONDS = 2.0
 MOST_CPU = 50.0
-"""Percent of one core that the service may take for the largest run."""
+"""Target for the CPU time of the service in the largest run, in percent of one core."""
 _SIZES = 4
-"""The largest number of agents, and so many minus one halves of it."""
+"""Number of runs; each has twice the agents of the one before."""
 _RANKS = 8
 _CONNECTIONS, _RATE = 16, 1000.0
-"""Of registering: as fast as the service answers."""
+"""Rate of registration: as fast as the service responds."""
 _START_SECONDS = 120.0
 _SETTLE_SECONDS = 2.0
-"""PostgreSQL's counters follow within a second."""
+"""PostgreSQL updates its counters within a second."""
 
 
 def measure(agents: int, seconds: float, database: str | None = None) -> list[Finding]:
-    """Beat for runs of growing size, so that a cost per heartbeat that grows with the run is seen.
+    """Measure runs of growing size, to show whether the cost per heartbeat grows with the run.
 
     Parameters
     ----------
     agents
-        Of the largest run; each is one node.
+        Number of agents of the largest run; each is one node.
     database
-        The URL of an empty database; a PostgreSQL server is started when there is none.
+        URL of an empty database; without it, start a PostgreSQL server.
     """
     replicas = max(1, agents // _RANKS)
     sizes = sorted({_RANKS * max(1, replicas >> power) for power in range(_SIZES)})
@@ -63,7 +63,7 @@ def _database(url: str | None) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Counters:
-    """What a PostgreSQL database has done so far."""
+    """Counters of a PostgreSQL database."""
 
     transactions: int
     rows: int
@@ -86,7 +86,8 @@ async def _measure(served: Served, url: str, size: int, seconds: float, *, is_la
     with AgentClient(served.address, timeout=_START_SECONDS) as client:
         rate, names = size / HEARTBEAT_SECONDS, await _register(served, size)
         begun = asyncio.create_task(asyncio.to_thread(_begin, client, size))
-        while not begun.done():  # agents beat from the beginning, or they are lost before the run begins
+        # send heartbeats from the beginning, so that no agent is lost before the run begins
+        while not begun.done():
             await offer(served.address, _idle_beats(served, names), size, HEARTBEAT_SECONDS, rate)
         run_id, agent_ids = await begun
         beats = _beats(served, run_id, agent_ids)
@@ -104,7 +105,7 @@ async def _measure(served: Served, url: str, size: int, seconds: float, *, is_la
     transactions, rows = after.transactions - before.transactions, after.rows - before.rows
     return [
         Finding(f"{size} agents: heartbeats", count, ""),
-        Finding("  answered otherwise than 200", _refused(load), "", at_most(0)),
+        Finding("  responses other than 200", _refused(load), "", at_most(0)),
         Finding("  CPU of the service", 100 * cpu / took, "%", at_most(MOST_CPU if is_largest else None)),
         Finding("  CPU for one heartbeat", 1e3 * cpu / count, "ms"),
         Finding("  median", 1e3 * quantile(load.latencies, 0.5), "ms"),
@@ -112,12 +113,12 @@ async def _measure(served: Served, url: str, size: int, seconds: float, *, is_la
         Finding("  transactions for one", transactions / count, ""),
         Finding("  rows read for one", rows / count, ""),
         Finding("  agents lost", lost, "", at_most(0)),
-        Finding("  the run went on undisturbed", float(is_undisturbed), "", at_least(1)),
+        Finding("  the run continued undisturbed", float(is_undisturbed), "", at_least(1)),
     ]
 
 
 async def _register(served: Served, size: int) -> list[str]:
-    """Register so many agents; their ids."""
+    """Register this number of agents; returns their ids."""
     names = [uuid.uuid4().hex for _ in range(size)]
     common = {"name": "agent", "address": "127.0.0.1", "port": 1024, "slots": 1, "allowed_models": ["*"]}
     requests = [
@@ -135,7 +136,7 @@ def _idle_beats(served: Served, names: list[str]) -> list[bytes]:
 
 
 def _begin(client: AgentClient, size: int) -> tuple[str, list[str]]:
-    """Start a run of all agents; its id, and theirs by node rank."""
+    """Start a run of all agents; returns its id, and the agents' ids by node rank."""
     plan_id = client.import_plan(plan_to_serve(_RANKS, 2 * _RANKS))
     model = {"factory": "bench.model:build"}
     options = {"data_parallel": size // _RANKS, "retries": 0}
@@ -149,7 +150,7 @@ def _begin(client: AgentClient, size: int) -> tuple[str, list[str]]:
 
 
 def _beats(served: Served, run_id: str, agent_ids: list[str], steps: int = 16) -> list[bytes]:
-    """One heartbeat of every agent, by node rank, then the same for the next step, and so on."""
+    """Yield one heartbeat of every agent by node rank, then those of the next step, and so on."""
     return [
         post(
             served.address,
@@ -169,7 +170,7 @@ def _refused(load: Load) -> int:
 
 
 def _end(client: AgentClient, run_id: str, agent_ids: list[str]) -> tuple[str, int, int]:
-    """How the run is and how many of its agents are missing; both are gone afterwards."""
+    """Cancel the run and remove its agents; returns its state, its generation, and the lost agents."""
     run = client.run(run_id)
     present = {str(agent["id"]) for agent in client.agents()}
     client.cancel_run(run_id)

@@ -1,8 +1,8 @@
-"""Sixteen clients that each repeat the worst request that one can construct, and what others notice of it.
+"""Sixteen clients each repeat the most expensive request that we know; measure the response times of others.
 
-The clients are a process of their own, as they would be elsewhere; meanwhile this one asks for signs of life
-and fetches ranks at a steady rate, as agents and balancers do. It asks a third party the same: a server that
-does nothing else. What that one is late by, the machine's other work explains.
+The clients are a separate process. Meanwhile, this process requests health checks and ranks at a steady rate,
+as balancers and agents do. It sends the same requests to an idle server: delays of that server are caused by
+other work of the machine.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from benchmarks.service.worst_bodies import COUNTER, WEIGHTS, Worst, worst
 
 CLIENTS = 16
 TARGET = 50.0
-"""Milliseconds that 99 of 100 answers take at most."""
+"""Target for the 99th percentile of response times, in milliseconds."""
 MEMORY_TARGET = 1000.0
-"""Megabytes of the service's own process."""
+"""Target for the memory of the service's process, in megabytes."""
 RATE = 50.0
-"""Signs of life, and fetches of ranks, a second."""
+"""Health checks and rank fetches per second."""
 ANSWER_SECONDS = 90.0
 LOOK_SECONDS = 0.1
 LISTED = 200
 STORED = (64, 1024)
-"""Ranks and microbatches of the large plan that is asked for."""
+"""Ranks and microbatches of the large stored plan."""
 NICENESS = 5
-"""Of the clients: they stand for other machines, and should not take this one's cores."""
+"""Niceness of the clients. They stand for other machines and should not take this machine's cores."""
 
 
 @dataclass
 class Memory:
-    """The most that the service's process had, and that with its children, in bytes."""
+    """Peak memory of the service's process, and of it with all children, in bytes."""
 
     own: int = 0
     all: int = 0
 
 
 def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
-    """Start a service, and let every request be repeated for a while.
+    """Start a service, and repeat every request for a while.
 
     Parameters
     ----------
     seconds
-        How long each.
+        Duration for each request.
     only
-        Parts of names or paths of the requests; without any it is all of them.
+        Parts of the names or paths of requests; if empty, all requests.
     """
     found: list[Finding] = []
     with serving("--searches", "1", "--agent-timeout-seconds", "86400") as served, _bystander() as control:
@@ -92,22 +92,22 @@ def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
                 f"{where} ({', '.join(counts) or 'no answer yet'}; {share:.0%} of a core)", loads
             )
             answers += statuses
-            for each in found[-3:]:  # all of them take many minutes
+            for each in found[-3:]:  # show progress, because all requests take many minutes
                 Console(stderr=True).print(f"{each.value:9.1f} ms  {each.what}", soft_wrap=True)
     late = [each.value for each in found[len(alone) :]] or [0.0] * 3
     return [
         *found,
-        Finding("signs of life, the worst 99 of 100", max(late[::3]), "ms", at_most(TARGET)),
-        Finding("fetches of ranks, the worst 99 of 100", max(late[1::3]), "ms", at_most(TARGET)),
-        Finding("  a server that does nothing else, at the worst", max(late[2::3]), "ms"),
-        Finding("most memory of the service's process", memory.own / 1e6, "MB", at_most(MEMORY_TARGET)),
-        Finding("  with all of its children", memory.all / 1e6, "MB"),
+        Finding("health checks, worst 99th percentile", max(late[::3]), "ms", at_most(TARGET)),
+        Finding("rank fetches, worst 99th percentile", max(late[1::3]), "ms", at_most(TARGET)),
+        Finding("  idle server, worst", max(late[2::3]), "ms"),
+        Finding("peak memory of the service's process", memory.own / 1e6, "MB", at_most(MEMORY_TARGET)),
+        Finding("  including its children", memory.all / 1e6, "MB"),
         Finding("answers 500", float(answers[500]), "", at_most(0)),
     ]
 
 
 def _begin_run(served: Served, plan_id: str) -> str:
-    """The address for the trace of a rank of a run that goes on."""
+    """Start a run; returns the address for the trace of one of its ranks."""
     headers = {"Authorization": f"Bearer {served.token}"} if served.token else {}
     with httpx.Client(base_url=served.address, headers=headers, timeout=ANSWER_SECONDS) as http:
         http.post("/v1/agents", json={**AGENT, "slots": 256, "devices": []}).raise_for_status()
@@ -118,9 +118,9 @@ def _begin_run(served: Served, plan_id: str) -> str:
 
 
 def _findings(name: str, loads: Sequence[Load]) -> list[Finding]:
-    """How long 99 of 100 took; infinitely long where there was another answer than 200."""
+    """99th percentiles of response times; infinite if there was a response other than 200."""
     found = []
-    names = (f"{name}; signs of life", "  fetches of ranks", "  a server that does nothing else")
+    names = (f"{name}; health checks", "  rank fetches", "  idle server")
     for what, load, target in zip(names, loads, (TARGET, TARGET, None), strict=True):
         median, longest = 1e3 * quantile(load.latencies, 0.5), 1e3 * max(load.latencies)
         is_right = set(load.statuses) == {200}
@@ -132,12 +132,12 @@ def _findings(name: str, loads: Sequence[Load]) -> list[Finding]:
 
 
 def _short(path: str) -> str:
-    """An address without ids."""
+    """Return an address with its ids shortened."""
     return re.sub(r"[0-9a-f]{32,}", "…", path)
 
 
 async def _quiet(served: Served, control: str, asking: Sequence[bytes], seconds: float) -> Sequence[Load]:
-    """Signs of life, fetches of ranks, and signs of life of the server that does nothing else."""
+    """Load the service with health checks and rank fetches, and the idle server with health checks."""
     return await asyncio.gather(
         offer(served.address, asking[:1], 4, seconds, RATE),
         offer(served.address, asking[1:], 4, seconds, RATE),
@@ -148,7 +148,7 @@ async def _quiet(served: Served, control: str, asking: Sequence[bytes], seconds:
 async def _attacked(
     served: Served, control: str, request: Worst, asking: Sequence[bytes], seconds: float, memory: Memory
 ) -> tuple[Sequence[Load], Counter[int]]:
-    """The same while clients repeat a request, and what they were answered."""
+    """Do the same while clients repeat a request; also returns the statuses of their responses."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     attack = context.Process(target=_attack, args=(served.address, served.token, request, there), daemon=True)
@@ -157,7 +157,7 @@ async def _attacked(
     loop = asyncio.get_running_loop()
     watching = asyncio.create_task(_watch(served, memory))
     try:
-        await loop.run_in_executor(None, here.recv)  # they are ready: bodies are made
+        await loop.run_in_executor(None, here.recv)  # wait until they have made their bodies
         loads = await _quiet(served, control, asking, seconds)
         here.send("stop")
         statuses: Counter[int] = await loop.run_in_executor(None, here.recv)
@@ -170,7 +170,7 @@ async def _attacked(
 
 @contextmanager
 def _bystander() -> Iterator[str]:
-    """The address of a server in a process of its own that answers everything with nothing."""
+    """Run an idle server in a separate process, which sends empty responses; yields its address."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_answer, args=(there,), daemon=True)
@@ -205,7 +205,7 @@ async def _watch(served: Served, memory: Memory) -> None:
 
 
 def _descendants(process_id: int) -> list[int]:
-    """Processes that a process started, and those that they started."""
+    """All descendants of a process."""
     found = []
     for listed in Path(f"/proc/{process_id}/task").glob("*/children"):
         with suppress(OSError):
@@ -215,7 +215,7 @@ def _descendants(process_id: int) -> list[int]:
 
 
 def _resident(process_id: int) -> int:
-    """Bytes that are a process's own; what it shares with the one it was forked from is counted there."""
+    """Private bytes of a process; memory shared with its parent counts there."""
     with suppress(OSError, IndexError, ValueError):
         fields = Path(f"/proc/{process_id}/statm").read_text().split()
         return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
@@ -223,7 +223,7 @@ def _resident(process_id: int) -> int:
 
 
 def _attack(address: str, token: str | None, request: Worst, line: Connection) -> None:
-    """In a process of its own: the clients, until they are told to stop."""
+    """Run the clients, in a separate process, until the parent stops them."""
     os.nice(NICENESS)
     body = None if request.make is None else request.make()
     line.send("ready")
@@ -248,7 +248,7 @@ async def _clients(
 async def _repeat(
     address: str, token: str | None, request: Worst, body: bytes | None, number: int, statuses: Counter[int]
 ) -> None:
-    """One client: again and again, whatever happens to it."""
+    """Run one client, which repeats the request and ignores all errors."""
     while True:
         number += 1
         content = None if body is None else body.replace(COUNTER, str(number).encode(), 1)
@@ -256,18 +256,18 @@ async def _repeat(
             async with asyncio.timeout(ANSWER_SECONDS):
                 statuses[await _send(address, token, request, content)] += 1
         except (OSError, EOFError, TimeoutError, asyncio.IncompleteReadError):
-            statuses[0] += 1  # it was hung up on
+            statuses[0] += 1  # the service closed the connection
             await asyncio.sleep(0.01)
 
 
 async def _send(address: str, token: str | None, request: Worst, body: bytes | None) -> int:
-    """Send a request on a connection of its own; the status of the answer."""
+    """Send a request on a new connection; returns the status of the response."""
     parts = urlsplit(address)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:
         writer.write(head_of(address, token, request, body))
         writer.write(body or b"")
-        with suppress(ConnectionError):  # an answer may come before the body is sent
+        with suppress(ConnectionError):  # the response may arrive before the whole body is sent
             await writer.drain()
         status = int((await reader.readline()).split()[1])
         if request.reads:
@@ -283,7 +283,7 @@ async def _send(address: str, token: str | None, request: Worst, body: bytes | N
 
 
 def head_of(address: str, token: str | None, request: Worst, body: bytes | None) -> bytes:
-    """The head of a request, which asks to be hung up on after the answer."""
+    """The head of a request with ``Connection: close``."""
     lines = [
         f"{request.method} {request.path} HTTP/1.1",
         f"Host: {urlsplit(address).netloc}",

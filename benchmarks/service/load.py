@@ -1,7 +1,7 @@
-"""A generator of HTTP load that costs less than what it measures: keep-alive sockets and prepared bytes.
+"""A generator of HTTP load that is cheaper than the measured service: keep-alive sockets and prepared bytes.
 
-It understands only what our service answers: HTTP/1.1 with Content-Length. The test of it is that it is
-as fast as it must be; use a client for everything else.
+It only understands the responses of our service, HTTP/1.1 with Content-Length. Use a client for everything
+else.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from urllib.parse import urlsplit
 DEADLINE = 60.0
 
 Turns = Callable[[int, float], Iterator[tuple[int, float]]]
-"""From a connection's first request and the beginning: the numbers of its requests, each with its moment."""
+"""Yields, for a connection, the number of each request and the time when it is due."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What came of a load.
+    """The result of a load.
 
     Attributes
     ----------
     seconds
-        From the first request to the last answer.
+        Time from the first request to the last response.
     latencies
-        Seconds per request; where requests were due at moments, from that moment on, so that a service that
-        stops for a while does not hide it by holding the generator up.
+        Seconds per request. At a fixed rate, they count from the time when the request was due, so that a
+        pause of the service is not hidden by the pause that it causes in the generator.
     """
 
     seconds: float
@@ -43,7 +43,7 @@ class Load:
 
 
 class _Connection(asyncio.Protocol):
-    """One keep-alive connection: a request, its answer, the next request."""
+    """A keep-alive connection: a request, its response, the next request."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -61,7 +61,7 @@ class _Connection(asyncio.Protocol):
             self._answer.set_exception(error or ConnectionError("the service closed the connection."))
 
     def ask(self, request: bytes) -> asyncio.Future[int]:
-        """Send a request; its future is the status of the answer."""
+        """Send a request; the future is the status of the response."""
         if self._transport is None:
             raise ConnectionError("not connected.")
         self._answer = asyncio.get_running_loop().create_future()
@@ -96,13 +96,13 @@ def _length(head: bytes) -> int:
 
 
 def get(address: str, path: str, token: str | None = None) -> bytes:
-    """The bytes of a GET request."""
+    """Return the bytes of a GET request."""
     authorization = f"Authorization: Bearer {token}\r\n" if token else ""
     return f"GET {path} HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\n{authorization}\r\n".encode()
 
 
 def post(address: str, path: str, body: bytes, token: str | None = None) -> bytes:
-    """The bytes of a POST request with a JSON body."""
+    """Return the bytes of a POST request with a JSON body."""
     authorization = f"Authorization: Bearer {token}\r\n" if token else ""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\n{authorization}"
@@ -112,7 +112,7 @@ def post(address: str, path: str, body: bytes, token: str | None = None) -> byte
 
 
 async def saturate(address: str, requests: Sequence[bytes], connections: int, seconds: float) -> Load:
-    """As many requests as there are answers, over so many connections, for a while."""
+    """Send requests over the connections, each as soon as the previous response has arrived."""
 
     def turns(first: int, began: float) -> Iterator[tuple[int, float]]:
         number = first
@@ -126,7 +126,7 @@ async def saturate(address: str, requests: Sequence[bytes], connections: int, se
 async def offer(
     address: str, requests: Sequence[bytes], connections: int, seconds: float, rate: float
 ) -> Load:
-    """Requests at a fixed rate, whatever the answers do."""
+    """Send requests at a fixed rate, independent of the responses."""
 
     def turns(first: int, began: float) -> Iterator[tuple[int, float]]:
         return ((number, began + number / rate) for number in range(first, int(rate * seconds), connections))
@@ -135,7 +135,7 @@ async def offer(
 
 
 async def _load(address: str, requests: Sequence[bytes], connections: int, turns: Turns) -> Load:
-    """Each connection takes its turns: the number of a request, and when it is due."""
+    """Assign requests to connections in turns; yields the number of each and the time when it is due."""
     made = await _connect(address, connections)
     latencies: list[float] = []
     statuses: Counter[int] = Counter()

@@ -1,6 +1,6 @@
-"""Malformed bodies: valid ones, broken in many ways, for every address that takes a body.
+"""Malformed bodies: valid bodies that are broken in many ways, for every address that takes a body.
 
-Pure functions of a random generator, so that a seed names a run.
+The functions only depend on a random generator, so a seed reproduces a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 ID = "0" * 32
 RUN_ID = "d" * 32
-"""Stands for the run that requests are about, whose id the service chooses."""
+"""Placeholder for the id of the run, which the service chooses."""
 PLAN_ID = "0" * 64
 HUGE = ("1e400", "-1e400", "9" * 400, "9" * 5000, "1e-400", "NaN", "Infinity", "-Infinity", "-0", "01")
 SURROGATES = ("\\ud800", "\\udfff\\ud800", "\\u0000", "\ufeff")
@@ -48,7 +48,7 @@ VALUES: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class Target:
-    """An address that takes a body, and a body that it takes; ``is_packed`` ones may be gzip."""
+    """An address that takes a body, and a valid body; if ``is_packed``, the body may be gzip."""
 
     method: str
     path: str
@@ -59,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Malformed:
-    """A request to be sent."""
+    """A request to send."""
 
     target: Target
     content: bytes
@@ -84,7 +84,7 @@ _RANKS = [
     for stages in ("03", "12")
 ]
 PLAN = {"problem": _PROBLEM, "ranks": _RANKS}
-"""A valid plan: one microbatch after the other."""
+"""A valid plan: one microbatch after another."""
 RUN: dict[str, Any] = {
     "plan_id": PLAN_ID,
     "model": {"factory": "a.b:c", "arguments": {"layers": 1}, "seed": 0},
@@ -145,7 +145,7 @@ TARGETS: tuple[Target, ...] = (
 
 
 def malformed(random: Random) -> Malformed:
-    """A request whose body is most probably wrong."""
+    """Return a request with a body that is almost certainly wrong."""
     target = random.choice(TARGETS)
     text = json.dumps(target.body)
     for _ in range(random.choice((1, 1, 1, 2, 4))):
@@ -167,7 +167,7 @@ def malformed(random: Random) -> Malformed:
 
 
 def _of_value(random: Random, text: str) -> str:
-    """Replace, remove or repeat something inside of the document, where it still is one."""
+    """Replace, remove or repeat a part of the document."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):

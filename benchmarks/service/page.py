@@ -1,4 +1,4 @@
-"""How soon a plan's page shows its chart and redraws it, and what it takes of a browser's memory."""
+"""Time until a plan's page shows and redraws its chart, and the memory of the browser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 OPENINGS = 3
 ZOOMS = 12
 WARM_SECONDS = 8.0
-"""In which a service that was just started loads what draws pages."""
+"""Time for a new service to load the code that draws pages."""
 TIMEOUT_SECONDS = 60.0
 MEGABYTE = 1e6
 
@@ -73,12 +73,12 @@ _CHOOSE = """() => {
 
 
 class NotSeen(BenchmarkError):
-    """There is no browser, or it could not show a page; the message says why."""
+    """There is no browser, or it could not show a page."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A plan to look at, and what is asked of its page; seconds and megabytes."""
+    """The size of a plan, and the targets for its page in seconds and megabytes."""
 
     pp_degree: int
     microbatches: int
@@ -92,7 +92,7 @@ SIZES = (Size(8, 64, first=0.7), Size(64, 1024, first=2.0, redraw=0.5, memory=50
 
 @dataclass
 class Seen:
-    """What openings of a page took: seconds, bytes."""
+    """Measurements of openings of a page, in seconds and bytes."""
 
     firsts: list[float] = field(default_factory=list)
     answers: list[float] = field(default_factory=list)
@@ -108,11 +108,11 @@ def measure() -> list[Finding]:
     Raises
     ------
     NotSeen
-        When there is no browser, nothing to drive it with, or a page does not draw its chart.
+        If there is no browser or no playwright, or a page does not draw its chart.
     """
     with _browser() as browser, serving("--auth", "none", "--searches", "1") as served:
         stored = [(size, _store(served, size)) for size in SIZES]
-        # What an import leaves in memory is not there when somebody opens a plan of last week.
+        # Restart the service: an old plan is usually not in its memory when somebody opens it.
         served.stop()
         served.start()
         time.sleep(WARM_SECONDS)
@@ -124,7 +124,7 @@ def _browser() -> Iterator[Browser]:
     try:
         from playwright.sync_api import Error, sync_playwright
     except ModuleNotFoundError:
-        raise NotSeen("found no playwright, which drives a browser. Run: pip install 'zbv[dev]'") from None
+        raise NotSeen("playwright is not installed. Run: pip install 'zbv[dev]'") from None
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         raise NotSeen(f"found no browser; must be one of {', '.join(BROWSERS)}. Install chromium.")
@@ -133,7 +133,7 @@ def _browser() -> Iterator[Browser]:
         try:
             yield browser
         except Error as error:
-            raise NotSeen(f"the browser gave up: {error.message}") from None
+            raise NotSeen(f"the browser failed: {error.message}") from None
         finally:
             browser.close()
 
@@ -160,22 +160,22 @@ def _look(browser: Browser, served: Served, size: Size, plan_id: str) -> list[Fi
         Finding(
             "  it answers to the pointer, the plan not in memory", seen.answers[0], "s", at_most(size.first)
         ),
-        Finding("  it answers to the pointer, worst", max(seen.answers[1:]), "s", at_most(size.first)),
+        Finding("  response to the pointer, worst", max(seen.answers[1:]), "s", at_most(size.first)),
         Finding("  the chart zooms, the plan not in memory", seen.drawn[0], "s", at_most(size.first)),
         Finding("  the chart zooms, worst", max(seen.drawn[1:]), "s", at_most(size.first)),
         Finding("  zoom or pan redrawn, median", quantile(seen.redraws, 0.5), "s", at_most(size.redraw)),
         Finding("  worst", max(seen.redraws), "s", at_most(size.redraw)),
         Finding("  memory of the page's process", seen.resident / MEGABYTE, "MB", at_most(size.memory)),
-        Finding("  of that scripts' heap", seen.heap / MEGABYTE, "MB"),
-        Finding("  the page's text", page_bytes / MEGABYTE, "MB"),
-        Finding("  and its actions", data_bytes / MEGABYTE, "MB"),
-        Finding("  the service's time for the page", page_seconds, "s"),
-        Finding("  and for the actions", data_seconds, "s"),
+        Finding("  of it the heap of scripts", seen.heap / MEGABYTE, "MB"),
+        Finding("  size of the page", page_bytes / MEGABYTE, "MB"),
+        Finding("  size of its actions", data_bytes / MEGABYTE, "MB"),
+        Finding("  time to fetch the page", page_seconds, "s"),
+        Finding("  time to fetch the actions", data_seconds, "s"),
     ]
 
 
 def _open(browser: Browser, address: str, seen: Seen) -> None:
-    """In a fresh profile, so that nothing is cached: first picture, zooms and pans, memory."""
+    """Open the page in a new profile without a cache: first picture, zooms and pans, memory."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     try:
         page = context.new_page()
@@ -203,13 +203,13 @@ def _open(browser: Browser, address: str, seen: Seen) -> None:
 
 
 def _redrawn(page: Page, how: str) -> list[float]:
-    """Seconds that a redraw took; nothing where there was none to do."""
+    """Seconds of a redraw; empty if there was nothing to redraw."""
     took: float | None = page.evaluate(_REDRAW, how)
     return [] if took is None else [took / 1e3]
 
 
 def _resident_of_pages(browser: Browser) -> float:
-    """Resident bytes of the largest process that runs a page: there is one page."""
+    """Resident bytes of the largest renderer process; there is only one page."""
     session = browser.new_browser_cdp_session()
     processes: list[dict[str, Any]] = session.send("SystemInfo.getProcessInfo")["processInfo"]
     session.detach()
@@ -225,7 +225,7 @@ def _resident(process: int) -> float:
 
 
 def _fetch(address: str) -> tuple[int, float]:
-    """Bytes of an answer, and seconds until it was there."""
+    """Size of a response in bytes, and seconds until it arrived."""
     began = time.perf_counter()
     request = urllib.request.Request(address, headers={"Accept": "text/html"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:

@@ -17,7 +17,7 @@ SETTINGS = {
     "listen_addresses": "''",
     "fsync": "off",
     "full_page_writes": "off",
-    "synchronous_commit": "on",  # tests stop it without a warning, and what it accepted must be there
+    "synchronous_commit": "on",  # tests stop it abruptly, and committed data must survive
     "max_connections": "200",
     "shared_buffers": "32MB",
     "autovacuum": "off",
@@ -27,18 +27,18 @@ SETTINGS = {
 
 
 class Server:
-    """A PostgreSQL server in a folder: made by :meth:`create`, then started and stopped at will."""
+    """A PostgreSQL server in a folder. :meth:`create` makes it; it can be started and stopped repeatedly."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     @property
     def url(self) -> str:
-        """Of its first database, as a user that may create others."""
+        """URL of its first database, for a user that may create others."""
         return f"postgresql://{SERVER_USER}@/postgres?host={self.folder}"
 
     def create(self) -> None:
-        """Make the server's files."""
+        """Create the server's files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if os.geteuid() == 0:
             shutil.chown(self.folder, SERVER_USER, SERVER_USER)
@@ -46,19 +46,19 @@ class Server:
         self._run("initdb", *options, "--pgdata", str(self.folder / "data"))
 
     def start(self) -> None:
-        """Start, and wait until it answers."""
+        """Start, and wait until it accepts connections."""
         options = " ".join(f"-c {name}={value}" for name, value in SETTINGS.items())
         options += f" -c unix_socket_directories={self.folder}"
         log, wait = str(self.folder / "log"), ["-w", "-t", str(START_SECONDS)]
         self._run("pg_ctl", "start", "-D", str(self.folder / "data"), "-l", log, "-o", options, *wait)
 
     def stop(self) -> None:
-        """End every connection and the server."""
+        """Close all connections and stop the server."""
         self._run("pg_ctl", "stop", "-D", str(self.folder / "data"), "-m", "immediate", "-w")
 
     def _run(self, program: str, *arguments: str) -> None:
         as_whom = {"user": SERVER_USER, "group": SERVER_USER, "extra_groups": []} if os.geteuid() == 0 else {}
-        # Into a file: a server that inherits a pipe would hold it open for ever.
+        # Into a file: a server that inherits a pipe would hold it open forever.
         with tempfile.TemporaryFile() as output:
             ran = subprocess.run(  # type: ignore[call-overload]
                 [_binaries() / program, *arguments],
@@ -87,8 +87,9 @@ def _binaries() -> Path:
 
 @contextmanager
 def a_server() -> Iterator[Server]:
-    """A new server for the length of the block, which may stop it."""
-    folder = Path(tempfile.mkdtemp(prefix="zbv-pg-"))  # a short path: sockets allow no long one
+    """Run a new server during the block, which may stop it."""
+    # a short path, because socket paths have a length limit
+    folder = Path(tempfile.mkdtemp(prefix="zbv-pg-"))
     server = Server(folder)
     try:
         server.create()

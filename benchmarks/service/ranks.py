@@ -1,5 +1,4 @@
-"""Rank plans, which thousands of ranks fetch at once: how many per second, and how soon; also while a search
-has the machine's cores."""
+"""Rate and latency of fetching rank plans, alone and while a search uses the cores."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from benchmarks.service.workload import LONG, plan_to_serve
 
 RATE_TARGET = 2000.0
 ALONE_TARGET, BESIDE_TARGET = 20.0, 50.0
-"""Milliseconds that 99 of 100 fetches take at most: alone, and while a search runs."""
+"""Targets for the 99th percentile in milliseconds: alone, and while a search runs."""
 SEARCH_DEADLINE = 60.0
 
 
@@ -25,7 +24,7 @@ def measure(seconds: float, connections: int, offered: float) -> list[Finding]:
     Parameters
     ----------
     seconds
-        How long each measurement lasts.
+        Duration of each measurement.
     offered
         Fetches per second while a search runs.
     """
@@ -44,14 +43,14 @@ def measure(seconds: float, connections: int, offered: float) -> list[Finding]:
         client.cancel(search_id)
     return [
         Finding(f"rank plans, {connections} connections", alone.rate, "/s", at_least(RATE_TARGET)),
-        Finding("  CPU of the service for one", 1e6 * cpu / len(alone.latencies), "µs"),
+        Finding("  CPU time of the service per fetch", 1e6 * cpu / len(alone.latencies), "µs"),
         Finding("  median", 1e3 * quantile(alone.latencies, 0.5), "ms"),
-        Finding("  99 of 100 within", 1e3 * quantile(alone.latencies, 0.99), "ms", at_most(ALONE_TARGET)),
+        Finding("  99th percentile", 1e3 * quantile(alone.latencies, 0.99), "ms", at_most(ALONE_TARGET)),
         Finding(f"while a search runs, {offered:g}/s offered", beside.rate, "/s", at_least(0.98 * offered)),
         Finding("  median", 1e3 * quantile(beside.latencies, 0.5), "ms"),
-        Finding("  99 of 100 within", 1e3 * quantile(beside.latencies, 0.99), "ms", at_most(BESIDE_TARGET)),
+        Finding("  99th percentile", 1e3 * quantile(beside.latencies, 0.99), "ms", at_most(BESIDE_TARGET)),
         Finding("  the search was still running", float(is_running), "", at_least(1)),
-        Finding("answers other than 200", _others(alone) + _others(beside), "", at_most(0)),
+        Finding("responses other than 200", _others(alone) + _others(beside), "", at_most(0)),
     ]
 
 
@@ -60,7 +59,7 @@ def _begin_search(client: Client) -> str:
     until = time.monotonic() + SEARCH_DEADLINE
     while client.search(search_id).objective is None:
         if time.monotonic() > until:
-            raise TimeoutError("the search found nothing; the benchmark needs one that runs.")
+            raise TimeoutError("the search did not start; the benchmark needs a running search.")
         time.sleep(0.1)
     return search_id
 

@@ -1,4 +1,4 @@
-"""A service of its own for a benchmark: a real process on a free port, in a folder that goes with it."""
+"""A service for a benchmark: a real process on a free port, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Served:
     Attributes
     ----------
     token
-        What it asks for; None when it asks for nothing.
+        Its local token; None if it needs no token.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class Served:
     address: str = field(init=False)
 
     def start(self) -> None:
-        """Start it, also again; raises :class:`NotStarted`."""
+        """Start or restart it; raises :class:`NotStarted`."""
         with (self.folder / "log").open("a") as log:
             self.process = subprocess.Popen(
                 [*COMMAND, "serve", "--port", "0", *self.options],
@@ -63,11 +63,11 @@ class Served:
 
     @property
     def token(self) -> str | None:
-        """The token for it, as commands find it."""
+        """The local token, as commands find it."""
         return tokens.find(self.address)
 
     def kill(self) -> None:
-        """SIGKILL, as a machine that loses power."""
+        """Kill it with SIGKILL."""
         self.process.kill()
         self.process.wait(STOP_SECONDS)
 
@@ -84,20 +84,20 @@ class Served:
 
     @property
     def memory(self) -> int:
-        """Resident bytes of the service's own process."""
+        """Resident bytes of the service's process, without children."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the service's own process so far."""
+        """CPU time of the service's process so far, without children."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def _without_our_variables() -> Iterator[None]:
-    """The caller's settings and token are for another service: its database must not be loaded and killed."""
+    """Hide the caller's settings and token: they belong to another service, which must not be loaded."""
     kept = {name: value for name, value in os.environ.items() if name.startswith("ZBV_")}
     for name in kept:
         del os.environ[name]
@@ -109,7 +109,7 @@ def _without_our_variables() -> Iterator[None]:
 
 @contextmanager
 def serving(*options: str, **variables: str) -> Iterator[Served]:
-    """A service that runs as long as the block.
+    """Run a service during the block.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Event streams: many held open at once while nothing happens, and each told of the end."""
+"""Event streams: many are open at once while nothing happens, and each receives the end of the search."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MEBIBYTE = 1024 * 1024
 
 
 def measure(count: int, seconds: float) -> list[Finding]:
-    """Open so many streams of a search that waits its turn, hold them, then end the search."""
+    """Open this number of streams of a queued search, wait, then end the search."""
     with serving("--searches", "1") as served, Client(served.address) as client:
-        # One place, taken: the search that is followed waits in the queue, and nothing happens to it.
+        # Another search runs, so the followed search stays in the queue.
         blocking = client.submit(LONG, {"effort": "thorough", "time_limit": 3600}).id
         followed = client.submit(SMALL).id
         found = asyncio.run(_hold(served, client, followed, count, seconds))
@@ -47,12 +47,12 @@ async def _hold(served: Served, client: Client, search_id: str, count: int, seco
         writer.close()
     return [
         Finding("event streams opened", len(streams), "", at_least(count)),
-        Finding(f"  broken off within {seconds:g} s", dropped, "", at_most(0)),
-        Finding("  memory of the service for one", memory / max(1, len(streams)) / 1024, "KiB"),
-        Finding("  memory for all of them", memory / MEBIBYTE, "MiB"),
+        Finding(f"  broken within {seconds:g} s", dropped, "", at_most(0)),
+        Finding("  memory of the service per stream", memory / max(1, len(streams)) / 1024, "KiB"),
+        Finding("  memory for all streams", memory / MEBIBYTE, "MiB"),
         Finding("  CPU of the service meanwhile", 100 * cpu / seconds, "%"),
-        Finding("told of the end", len(delays), "", at_least(count)),
-        Finding("  the last one after", 1e3 * max(delays, default=0.0), "ms"),
+        Finding("received the end", len(delays), "", at_least(count)),
+        Finding("  latest after", 1e3 * max(delays, default=0.0), "ms"),
         Finding("  median", 1e3 * quantile(delays or [0.0], 0.5), "ms"),
     ]
 
@@ -74,7 +74,7 @@ async def _open(
 
 
 async def _until_end(reader: asyncio.StreamReader) -> float | None:
-    """When the event ``end`` came; None when the stream ended without it."""
+    """Time when the event ``end`` arrived; None if the stream ended without it."""
     try:
         while line := await asyncio.wait_for(reader.readline(), END_SECONDS * 10):
             if line.strip() == b"event: end":

@@ -1,4 +1,4 @@
-"""The problems that benchmarks of the service submit."""
+"""Problems and plans for the benchmarks of the service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL: dict[str, Any] = {
     "microbatches": 4,
     "costs": {"forward": 1000, "backward_input": 1000, "backward_weight": 1000},
 }
-"""Planned in less time than it takes to start its process."""
+"""A problem that is planned faster than a process starts."""
 
 LONG: dict[str, Any] = {
     "pp_degree": 8,
@@ -25,11 +25,11 @@ LONG: dict[str, Any] = {
     },
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 20},
 }
-"""Searched for as long as it is let."""
+"""A problem with an endless search."""
 
 
 def plan_to_serve(pp_degree: int = 32, microbatches: int = 64) -> dict[str, Any]:
-    """The document of a plan of many ranks: what a large run fetches at its start."""
+    """A plan of many ranks, as a large run fetches it at its start."""
     from zbv_solver.search.search import baseline_plan
 
     costs = {"forward": 1000, "backward_input": 1000, "backward_weight": 1000}
@@ -39,7 +39,7 @@ def plan_to_serve(pp_degree: int = 32, microbatches: int = 64) -> dict[str, Any]
 
 
 def plan_to_see(pp_degree: int, microbatches: int) -> dict[str, Any]:
-    """The document of a plan as a search finds it, with stages that differ: what people look at."""
+    """A plan of uneven stages, as a search finds it."""
     from zbv_solver.search.search import SearchOptions, search
 
     stages = range(2 * pp_degree)

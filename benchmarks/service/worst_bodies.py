@@ -1,7 +1,7 @@
-"""The worst requests that we could construct for every address: all of them within every limit of size.
+"""The most expensive requests that we know for every address, within all limits of size.
 
-Add yours to :func:`worst`. ``bench hostile`` lets 16 clients repeat each, and a test sends each once and asks
-for an orderly answer.
+Add new ones to :func:`worst`. The benchmark ``hostile`` lets 16 clients repeat each; a test sends each once
+and expects an orderly response.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.service.malformed import AGENT, ID, RUN
 
 MIB = 1024**2
 COUNTER = b"10203040"
-"""Eight digits of a body or an address that every repetition replaces, so that no answer is known already."""
+"""Eight digits of a body or an address. Every repetition replaces them, so that no response is cached."""
 COSTS: dict[str, Any] = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 VARIED: dict[str, Any] = {**COSTS, "forward": 10203040}
 WEIGHTS = {"forward": 1, "backward_input": -0.5, "backward_weight": -0.5}
@@ -30,7 +30,7 @@ _REPORTS = ("heartbeat", "ended")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large bodies may be, in bytes: those of the default settings, or less where time is short."""
+    """Sizes of bodies in bytes: the limits of the default settings, or less in tests."""
 
     body: int = 8 * MIB
     plan: int = 64 * MIB
@@ -44,9 +44,9 @@ class Worst:
     Attributes
     ----------
     make
-        Its body, made when it is needed; None for none.
+        Makes the body; None if there is none.
     reads
-        Whether the client reads the answer; otherwise it holds the connection.
+        Whether the client reads the response; otherwise it only keeps the connection open.
     """
 
     name: str
@@ -59,13 +59,13 @@ class Worst:
 
 
 def filled(head: str, part: str, tail: str, size: int) -> bytes:
-    """A text of about ``size`` bytes: as many parts as fit."""
+    """Return a text of about ``size`` bytes, with as many parts as fit."""
     count = max(1, (size - len(head) - len(tail)) // len(part))
     return (head + part * (count - 1) + part.removesuffix(",") + tail).encode()
 
 
 def _problem_bodies(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Bodies for every address that takes a problem."""
+    """Yield bodies for every address that takes a problem."""
     layered = '{"problem":{"pp_degree":2,"microbatches":4,"layers":['
     staged = '{"problem":{"pp_degree":2,"microbatches":4,"costs":{"forward":['
     yield "empty layers", partial(filled, layered, "{},", "]}}", size)
@@ -97,7 +97,7 @@ def _problem_bodies(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 
 def worst(plan_id: str, trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Worst]:
-    """Every request. ``plan_id`` names a large stored plan, ``trace_path`` the address for a rank's trace."""
+    """Yield all requests. ``plan_id`` is a large stored plan, ``trace_path`` the address of a trace."""
     for path in ("/v1/searches", "/v1/problems/check", "/v1/problems/estimate", "/v1/compare"):
         for name, make in _problem_bodies(sizes.body):
             yield Worst(name, "POST", path, make)
@@ -227,7 +227,7 @@ def _run_of(make: Callable[[], bytes], size: int) -> bytes:
 
 
 def _right_plan(size: int) -> bytes:
-    """A plan of ranks that work one after the other: every check of it passes."""
+    """Return a serial plan, which passes all checks."""
     most = size // 60
     p = 16
     m = max(1, min(4000, most // p))

@@ -1,4 +1,4 @@
-"""What the library says of one problem, held against the independent model."""
+"""Compare the library's results for one problem with the independent model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from zbv_solver import bounds
-from zbv_solver.bounds.sides import may_fuse
+from zbv_solver.bounds.fusing import may_fuse
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.exact import refine
@@ -34,16 +34,17 @@ from zbv_solver.verify.verifier import verify
 from benchmarks.soak.cuts import every_cut
 from benchmarks.soak.optimum import Optimum, optimum
 from benchmarks.soak.pipeline import LETTERS, B, F, I, Order, Pipeline, Schedule, W, read
+from benchmarks.soak.windows import all_heads_and_tails
 
 TOLERANCE = Fraction(1, 10**9)
-"""Share by which two figures of the same thing may differ: float rounding."""
+"""Relative difference that float rounding may cause."""
 SHORT_EFFORT = 0.02
-"""CP-SAT's deterministic time when a bound of its own is asked for."""
+"""CP-SAT's deterministic time for proving a bound from scratch."""
 Document = dict[str, Any]
 
 
 class Contradiction(Exception):
-    """Two statements about a problem that cannot both be true."""
+    """Two results for a problem contradict each other."""
 
     def __init__(self, check: str, detail: str):
         super().__init__(f"{check}: {detail}")
@@ -52,16 +53,16 @@ class Contradiction(Exception):
 
 @dataclass
 class Tally:
-    """What has been checked, and how close bounds came.
+    """Counts of checks, and the largest gaps of bounds.
 
     Attributes
     ----------
     problems, exact
-        Problems by kind, and those among them whose optimum is known exactly.
+        Number of problems by kind, and of those with a known exact optimum.
     gaps
-        Largest gap optimum / bound - 1 by kind and bound, of problems whose optimum is known exactly.
+        Largest gap optimum / bound - 1 by kind and bound, over problems with a known exact optimum.
     checks
-        How often each check was made.
+        Number of times that each check was made.
     """
 
     problems: Counter[str] = field(default_factory=Counter)
@@ -72,18 +73,18 @@ class Tally:
 
 @dataclass(frozen=True)
 class Extras:
-    """Checks that are made on demand: powers of two as factors of all costs."""
+    """Optional checks: multiply all costs by powers of two."""
 
     scaling: bool = False
 
 
 def check(kind: str, document: Document, seed: str, tally: Tally, extras: Extras) -> None:
-    """All checks of one problem; ``seed`` decides which searches are made.
+    """Make all checks of one problem; ``seed`` selects the searches.
 
     Raises
     ------
     Contradiction
-        At the first statement that cannot be true.
+        At the first contradiction.
     """
     tally.problems[kind] += 1
     chance = Random(seed)
@@ -118,7 +119,7 @@ class _Examination:
             self.tally.gaps[at] = max(self.tally.gaps.get(at, 0.0), gap)
 
     def plan(self, name: str, plan: Plan, pipeline: Pipeline) -> None:
-        """A plan is valid, states what it achieves, and claims no more than is true."""
+        """A plan is valid, and its metrics and bound are true."""
         verify(plan)
         order = _order_of(plan.orders)
         value = pipeline.value(order)
@@ -154,7 +155,7 @@ class _Examination:
         )
 
     def options(self) -> SearchOptions:
-        """A short standard search: stages are left out by chance, and CP-SAT's proof mostly is not."""
+        """A short standard search that leaves out random stages, and seldom CP-SAT's proof."""
         without = tuple(stage for stage in STAGES[:3] if self.chance.random() < 0.85)
         return SearchOptions(effort="standard", without=without, seed=self.chance.randint(0, 99))
 
@@ -200,7 +201,7 @@ class _Stages(_Examination):
             raise Contradiction("infeasible", "a plan was found where one microbatch does not fit.")
 
     def _windows(self, problem: Problem, pipeline: Pipeline) -> None:
-        """In the best order every action starts after its head and leaves time for its tail."""
+        """In the best order, no action starts before its head, and its tail fits after its end."""
         if self.best is None:
             return
         order, pays = ascending(self.best.order), may_fuse(problem)
@@ -208,7 +209,7 @@ class _Stages(_Examination):
         schedule = Schedule.of(pipeline, ascending(order))
         if schedule is None:
             raise Contradiction("windows", f"deadlocks once split and in ascending order: {text(order)}")
-        windows = bounds.windows(problem)
+        head, tail = all_heads_and_tails(problem)
         firsts, lasts = [a[0] for a in schedule.order], [a[-1] for a in schedule.order]
         is_span = problem.objective == "span"
         for rank, actions in enumerate(schedule.order):
@@ -218,8 +219,8 @@ class _Stages(_Examination):
             for letter, stage, j in actions:
                 cell = I if letter == B else letter, stage, j
                 for side, least, paths in (
-                    ("head", windows.head[cell], earliest),
-                    ("tail", windows.tail[cell], latest),
+                    ("head", head[cell], earliest),
+                    ("tail", tail[cell], latest),
                 ):
                     self.require(
                         Fraction(float(least)) / pipeline.time_unit <= paths[letter, stage, j] + slack,
@@ -228,7 +229,7 @@ class _Stages(_Examination):
                     )
 
     def _proof(self, problem: Problem) -> None:
-        """The bound that CP-SAT proves from nothing, starting at the worst order there is."""
+        """The bound that CP-SAT proves from scratch, starting with the worst order."""
         start = serial(problem)
         result = refine(problem, start.orders, lower_bound=0.0, effort=SHORT_EFFORT)
         self.bound("cp-sat", result.lower_bound)
@@ -247,9 +248,9 @@ class _Stages(_Examination):
         self.plan("resumed search", search(problem, options, incumbent=start.orders), pipeline)
 
     def _scale(self, problem: Problem, plan: Plan) -> None:
-        """Costs times a power of two: the same orders, and all figures exactly as many times as large."""
+        """Costs times a power of two give the same orders, and all numbers grow by exactly that factor."""
         largest = max(map(float, problem.arrays.duration.ravel()), default=1.0)
-        # Costs are at most 1e15, also those of a rank's stages together.
+        # The sum of the costs of a rank's stages must also be at most 1e15.
         exponents = [it for it in (-40, -20, -3, 1, 7, 20) if largest * 2.0**it < 1e14]
         factor = 2.0 ** self.chance.choice(exponents)
         document = scaled(self.document, factor)
@@ -288,7 +289,7 @@ class _Layers(_Examination):
         self._of_its_cut(plan)
 
     def _balanced(self, problem: LayeredProblem, cuts: list[Pipeline]) -> None:
-        """The exact cut has the least largest load of all cuts; the floor of all cuts is no higher."""
+        """The balanced cut has the least largest load of all cuts; the bound of all cuts is not above it."""
         least = min(map(_load, cuts)) / problem.microbatches
         tables = CutTables.of(problem)
         self.require(
@@ -306,7 +307,7 @@ class _Layers(_Examination):
             )
 
     def _best(self, cuts: list[Pipeline]) -> Optimum | None:
-        """The best order of all cuts; one whose load is no less than the best value is passed over."""
+        """The best order over all cuts. Cuts with a load of at least the best value are skipped."""
         best: Optimum | None = None
         is_exact = True
         for pipeline in sorted(cuts, key=_load):
@@ -319,7 +320,7 @@ class _Layers(_Examination):
         return best and replace(best, is_exact=is_exact)
 
     def _of_its_cut(self, plan: Plan) -> None:
-        """The plan against the stages that it states, and its bound against their own optimum."""
+        """Check the plan for its own stages, and its bound with the optimum of these stages."""
         document = plan_json(plan)["problem"]
         stages = {key: document[key] for key in ("pp_degree", "microbatches", "placement", "objective")}
         stages |= {"chunks": plan.problem.placement.chunks, "costs": document["costs"]}
@@ -350,7 +351,7 @@ def _order_of(orders: Orders) -> Order:
 def ascending(order: Order) -> Order:
     """The same order with the microbatches of every stage and letter renumbered to ascend.
 
-    I and B count as one letter; the W of a microbatch that was split keeps its place in line.
+    I and B count as one letter; the W's of split microbatches keep their order.
     """
     renumbered = []
     for actions in order:
@@ -372,7 +373,7 @@ def ascending(order: Order) -> Order:
 
 
 def _split(actions: tuple[tuple[int, int, int], ...], pays: list[bool]) -> Iterator[tuple[int, int, int]]:
-    """I and W in place of a B that never pays."""
+    """Replace each B that never pays by I and W."""
     for letter, stage, j in actions:
         if letter == B and not pays[stage]:
             yield I, stage, j
@@ -382,7 +383,7 @@ def _split(actions: tuple[tuple[int, int, int], ...], pays: list[bool]) -> Itera
 
 
 def _is_borderline(pipeline: Pipeline, order: Order) -> bool:
-    """Whether twice the tolerance would do: where the library's rounding may admit what ours does not."""
+    """Whether the order fits within twice the tolerance: the library may round differently."""
     if pipeline.limit is None:
         return True
     wider = tuple(limit + limit * 2 // 10**9 for limit in pipeline.limit)
@@ -391,23 +392,24 @@ def _is_borderline(pipeline: Pipeline, order: Order) -> bool:
 
 
 def text(order: Order) -> str:
-    """An order as plans spell it."""
+    """An order in the notation of plans."""
     return " | ".join(
         " ".join(f"{stage}{LETTERS[letter]}{j}" for letter, stage, j in actions) for actions in order
     )
 
 
 def _counts_on_tolerance(problem: Problem) -> bool:
-    """Whether one microbatch exceeds a limit, by so little that the verifier would accept it.
+    """Whether one microbatch exceeds a limit by so little that the verifier would accept it.
 
-    Bounds must hold there, but the search may refuse: it leaves a part of the verifier's tolerance unused.
+    Bounds must hold for this problem, but the search may refuse it, because it leaves a part of the
+    tolerance unused.
     """
     limits = problem.memory.limit or ()
     return any(need > limit for need, limit in zip(problem.smallest_limit, limits, strict=False))
 
 
 def scaled(document: Document, factor: float) -> Document:
-    """The document with all costs multiplied."""
+    """Return the document with all costs multiplied."""
     costs = {
         key: None if values is None else list(np.multiply(values, factor))
         for key, values in document["costs"].items()

@@ -1,4 +1,4 @@
-"""All cuts of a layered problem, each as a document of stages: written from docs/formats.md alone."""
+"""All cuts of a layered problem, each as a document of stages; written only from docs/formats.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMORY = ("forward", "backward_input", "backward_weight", "static", "workspace")
 
 
 def every_cut(document: Document) -> Iterator[Pipeline]:
-    """Every contiguous cut on every placement asked for, with every choice of recomputed stages."""
+    """Yield every contiguous cut on every requested placement, with every choice of recomputed stages."""
     for kind, chunks in _placements(document):
         p = document["pp_degree"]
         for bounds in _bounds(document, p * chunks):
@@ -52,7 +52,7 @@ def _bounds(document: Document, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def _costs_of(layer: Document, again: bool) -> Document:
-    """A layer's costs; what ``recompute`` leaves out is as without."""
+    """Return a layer's costs; keys that ``recompute`` lacks keep their values."""
     split = layer["backward_input"] + layer["backward_weight"]
     whole = split if layer["backward"] is None else layer["backward"]
     costs = {key: layer[key] for key in ("forward", "backward_input", "backward_weight")}

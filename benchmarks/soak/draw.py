@@ -1,6 +1,6 @@
-"""Random problem documents, at the corners more often than in the middle.
+"""Random problem documents, with more corner cases than typical ones.
 
-A problem is drawn from a seed and its number alone, so every one of a run can be drawn again.
+A problem only depends on a seed and its number, so every problem of a run can be drawn again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Number = Callable[[], float]
 
 NUMBERS = ("small integers", "ties", "decimals", "floats", "twelve decades", "mixed")
 MOST_ACTIONS = 36
-"""Actions of a problem, every backward split, so that CP-SAT mostly finds the optimum."""
+"""Most actions of a problem with split backwards; small enough for CP-SAT to find most optima."""
 LAYERED_SHARE = 0.12
 
 
 def draw(chance: Random) -> tuple[str, Document]:
-    """A problem document and its kind, for the table at the end."""
+    """Return a problem document, and its kind for the summary."""
     numbers = chance.choice(NUMBERS)
     draw_one = _layered if chance.random() < LAYERED_SHARE else _stages
     document = draw_one(chance, number_source(chance, numbers))
@@ -28,7 +28,7 @@ def draw(chance: Random) -> tuple[str, Document]:
 
 
 def number_source(chance: Random, kind: str) -> Number:
-    """What draws positive numbers of a kind."""
+    """Return a function that draws positive numbers of one kind."""
     sources: dict[str, Number] = {
         "small integers": lambda: float(chance.randint(1, 20)),
         "ties": lambda: float(chance.choice((1, 1, 1, 2))),
@@ -42,7 +42,7 @@ def number_source(chance: Random, kind: str) -> Number:
 
 
 def _shape(chance: Random) -> tuple[int, int, str, int]:
-    """Ranks, microbatches, placement and chunks."""
+    """Draw ranks, microbatches, placement and chunks."""
     while True:
         kind = chance.choice(("v", "v", "loop", "loop", "single"))
         chunks = {"v": 2, "single": 1}.get(kind) or chance.randint(1, 4)
@@ -58,7 +58,7 @@ def _some_zeros(chance: Random, number: Number) -> Number:
 
 
 def _values(chance: Random, number: Number, count: int) -> list[float]:
-    """Often all equal, as in a model of equal blocks."""
+    """Draw durations; they are often equal, as in a model of equal blocks."""
     if chance.random() < 0.4:
         return [number()] * count
     return [number() for _ in range(count)]
@@ -89,7 +89,7 @@ def _stages(chance: Random, number: Number) -> Document:
 
 
 def fused(chance: Random, inputs: list[float], weights: list[float]) -> list[float] | None:
-    """Durations of B: absent, cheaper than I and W, or sometimes dearer."""
+    """Draw durations of B: absent, cheaper than I and W, or sometimes more expensive."""
     if chance.random() < 0.55:
         return None
     shares = [chance.choice((0.0, 0.5, 0.8, 0.95, 1.0, 1.0, 1.2, 1e7)) for _ in inputs]
@@ -99,7 +99,7 @@ def fused(chance: Random, inputs: list[float], weights: list[float]) -> list[flo
 
 
 def deltas(chance: Random, number: Number) -> tuple[float, float, float]:
-    """What F takes, what I gives back or takes on top, and W, which gives back the rest."""
+    """Draw the memory that F allocates, that I releases or allocates, and W, which releases the rest."""
     forward = chance.choice((0.0, number(), number(), number()))
     share = chance.choice((0.0, 0.0, 0.5, 0.5, 1.0, chance.random()))
     inputs = -share * forward
@@ -115,7 +115,7 @@ def _memory(chance: Random, number: Number, document: Document, n: int) -> Docum
         [deltas(chance, number)] * n if chance.random() < 0.4 else [deltas(chance, number) for _ in range(n)]
     )
     if chance.random() < 0.15:
-        # One stage holds far more than the others, in the same unit.
+        # One stage holds far more than the others.
         large = chance.randrange(n)
         held, freed = (round(1e7 * amount, 1) for amount in each[large][:2])
         each = [*each[:large], (held, freed, -(held + freed)), *each[large + 1 :]]
@@ -133,7 +133,7 @@ def _memory(chance: Random, number: Number, document: Document, n: int) -> Docum
 
 
 def _headroom(chance: Random, held: list[float]) -> float:
-    """Memory beyond the least: none, whole activations, a part of one, or what rounding may explain."""
+    """Draw memory above the minimum: none, whole activations, a part of one, or an amount within rounding."""
     choice = chance.choice(("none", "none", "whole", "whole", "part", "any", "rounding"))
     if choice == "whole":
         return sum(value * chance.randint(0, 2) for value in held)
@@ -147,7 +147,7 @@ def _headroom(chance: Random, held: list[float]) -> float:
 
 
 def _layered(chance: Random, number: Number) -> Document:
-    """Few layers on few ranks: every cut is to be enumerated and solved."""
+    """Draw few layers on few ranks, because every cut is enumerated and solved."""
     p, m = chance.choice((1, 2, 2, 3)), chance.choice((1, 1, 2, 3))
     kind = chance.choice(("v", "loop", "single", "auto")) if m * p < 4 else "single"
     chunks = chance.choice((1, 2, 3)) if p < 3 else 2

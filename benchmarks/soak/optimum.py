@@ -1,8 +1,8 @@
-"""The best order of a small problem: by enumerating all orders, or by a CP-SAT model of its own.
+"""The best order of a small problem, by enumerating all orders or with an independent CP-SAT model.
 
-The model has nothing in common with that of :mod:`zbv_solver.improve.exact_model` but the solver behind it:
-one pair of literals for every two actions of a rank, B as an action of its own that may be absent, positions
-that keep actions without duration acyclic, and memory as a sum over what comes before.
+Only the solver is the same as in :mod:`zbv_solver.improve.exact_model`. This model has a pair of literals for
+every two actions of a rank, B as a separate optional action, positions that keep actions without duration
+acyclic, and memory as a sum over preceding actions.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ortools.sat.python import cp_model
 from benchmarks.soak.pipeline import Action, B, F, I, Order, Pipeline, Schedule, W
 
 MOST_ENUMERATED = 4_000
-"""Orders that are enumerated; where there are more, CP-SAT is asked."""
+"""Most orders to enumerate; with more orders, CP-SAT solves the problem."""
 GRID_BITS = 46
-"""Sum of all durations in CP-SAT's grid, where they have to be rounded."""
+"""Sum of all durations in CP-SAT's grid if they must be rounded."""
 EFFORT = 0.5
 """CP-SAT's deterministic time."""
 NEARLY = Fraction(1, 10**10)
-"""Share of an optimum that the rounding of durations may leave open."""
+"""Relative error that the rounding of durations may cause."""
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best order found, exactly timed.
+    """The best order found, with its exact objective.
 
     Attributes
     ----------
     value
         Its objective in the problem's unit of time.
     is_exact
-        Whether no order is better by more than a share of ``NEARLY``.
+        Whether no order is better by more than the share ``NEARLY``.
     """
 
     value: Fraction
@@ -46,12 +46,12 @@ class Optimum:
 
 
 def optimum(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum:
-    """The best order that is found within the effort, of a problem that has any."""
+    """Return the best order that the effort finds, for a feasible problem."""
     return enumerated(pipeline) or solved(pipeline, effort=effort, with_presolve=with_presolve)
 
 
 def enumerated(pipeline: Pipeline) -> Optimum | None:
-    """The best of all orders, microbatches in any order; None where there are too many to try."""
+    """Return the best of all orders, with microbatches in any order; None if there are too many."""
     ranks = []
     for rank in range(pipeline.pp_degree):
         orders = []
@@ -71,7 +71,7 @@ def enumerated(pipeline: Pipeline) -> Optimum | None:
 
 
 def _orders_of_rank(pipeline: Pipeline, rank: int) -> Iterator[tuple[Action, ...]]:
-    """Every order of a rank that fits its memory; rank 0 takes stage 0's microbatches in ascending order."""
+    """Yield every order of a rank that fits its memory; rank 0 runs stage 0 in ascending order."""
     m, stages = pipeline.microbatches, pipeline.stages_of[rank]
     limit = None if pipeline.limit is None else pipeline.limit[rank]
     order: list[Action] = []
@@ -98,9 +98,9 @@ def _orders_of_rank(pipeline: Pipeline, rank: int) -> Iterator[tuple[Action, ...
 
 
 def one_at_a_time(pipeline: Pipeline) -> Order:
-    """Every microbatch forwards through all stages and back, before the next one begins.
+    """One microbatch at a time: forward through all stages, then backward.
 
-    B is taken where it may pay: then I might not fit.
+    Uses B where it may pay, because I might not fit there.
     """
     ranks: list[list[Action]] = [[] for _ in pipeline.stages_of]
     for j in range(pipeline.microbatches):
@@ -113,7 +113,7 @@ def one_at_a_time(pipeline: Pipeline) -> Order:
 
 
 def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum:
-    """The best order that CP-SAT finds, microbatches of a stage in ascending order."""
+    """Return the best order that CP-SAT finds, with the microbatches of a stage in ascending order."""
     simple = one_at_a_time(pipeline)
     model = _Model(pipeline)
     model.hint(simple)
@@ -156,7 +156,7 @@ class _Model:
         ]
         everything = [action for mine in self.actions for action in mine]
         self.start = {action: self.model.new_int_var(0, self.horizon, "") for action in everything}
-        # Actions without duration may share an instant: positions keep everything acyclic, across ranks too.
+        # Actions without duration may start at the same time; positions keep the order acyclic.
         self.position = {action: self.model.new_int_var(0, len(everything), "") for action in everything}
         self.one = self.model.new_constant(1)
         self.present = dict.fromkeys(everything, self.one)
@@ -169,7 +169,7 @@ class _Model:
         self._minimise()
 
     def _round_durations(self) -> None:
-        """Durations in a grid: a span is a cycle's mean, so every step is divided by all cycle lengths."""
+        """Durations in a grid. A span is the mean of a cycle, so the step is divided by all cycle lengths."""
         pipeline = self.pipeline
         rows = (*pipeline.duration, pipeline.lag)
         total = pipeline.microbatches * sum(map(sum, rows)) or 1
@@ -180,7 +180,7 @@ class _Model:
         self.unit = divisor * pipeline.time_unit / cycles
         self.duration = [[value // divisor * cycles for value in row] for row in pipeline.duration]
         self.lag = [value // divisor * cycles for value in pipeline.lag]
-        # One action after the other takes as long as all of them and every transfer twice.
+        # A serial order takes the sum of all actions plus every transfer twice.
         self.longest = (total // divisor + 1) * 2 * cycles
         self.horizon = 3 * self.longest
         self.admits_all = True
@@ -198,7 +198,7 @@ class _Model:
                 self.present[I, *action[1:]] = self.present[W, *action[1:]] = split
 
     def _after(self, second: Action, first: Action, lag: int = 0) -> None:
-        """The second starts after the first has ended, where both are there."""
+        """If both actions are present, the second starts after the end of the first."""
         both = [self.present[first], self.present[second]]
         self.model.add(self.start[second] >= self._end(first) + lag).only_enforce_if(both)
         self.model.add(self.position[second] >= self.position[first] + 1).only_enforce_if(both)
@@ -219,7 +219,7 @@ class _Model:
                             self._after(backward, above, self.lag[stage])
 
     def _order(self, rank: int) -> None:
-        """Of two present actions one comes before the other."""
+        """If two actions are present, one comes before the other."""
         model, actions, position = self.model, self.actions[rank], self.position
         for at, one in enumerate(actions):
             for two in actions[at + 1 :]:
@@ -235,7 +235,7 @@ class _Model:
                 self._known(one, two)
 
     def _known(self, one: Action, two: Action) -> None:
-        """Microbatches ascend; F before I or B before W of a cell."""
+        """Microbatches ascend; within a cell, F comes before I or B, and I before W."""
         (letter, stage, j), (other, stage_too, k) = one, two
         if stage == stage_too and letter == other:
             self.model.add(self.before[max((j, one), (k, two))[1], min((j, one), (k, two))[1]] == 0)
@@ -254,7 +254,7 @@ class _Model:
         mine = self.actions[rank]
         most = sum(abs(pipeline.delta[letter][stage]) for letter, stage, _ in mine)
         if most.bit_length() > 55:
-            # Amounts are rounded up and the room down: every order found still fits.
+            # Round amounts up and the limit down, so that every order found fits.
             divisor = 1 << (most.bit_length() - 55)
             self.admits_all = False
         for action in mine:
@@ -281,13 +281,13 @@ class _Model:
         model.minimize(objective)
 
     def hint(self, order: Order) -> None:
-        """Hint which actions there are, their starts, and which comes before which."""
+        """Hint the present actions, their starts, and their order."""
         schedule = Schedule.of(self.pipeline, order)
         if schedule is None:
             return
         starts = schedule.starts_after([actions[0] for actions in order])
         for action, present in self.present.items():
-            if present is not self.one and action[0] != W:  # I and W share theirs
+            if present is not self.one and action[0] != W:  # I and W share one literal
                 self.model.add_hint(present, action in starts)
             if action in starts:
                 step = starts[action] * self.pipeline.time_unit / self.unit
@@ -298,7 +298,7 @@ class _Model:
             self.model.add_hint(literal, is_before)
 
     def order(self, solver: cp_model.CpSolver) -> Order:
-        """The order that the literals say."""
+        """Read the order from the literals."""
         ranks = []
         for mine in self.actions:
             there = [action for action in mine if solver.boolean_value(self.present[action])]

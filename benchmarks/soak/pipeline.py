@@ -1,8 +1,8 @@
-"""A problem document read into exact integers, and what an order of it achieves.
+"""A problem document in exact integers, and the metrics of its orders.
 
-This is written from docs/formats.md alone and shares no code with the solver. Every float is a multiple of
-some power of two, so all durations of a problem are integers in one common unit, and so are all amounts of
-memory: nothing here is ever rounded.
+This module is written only from docs/formats.md and shares no code with the solver. Every float is a multiple
+of a power of two, so all durations of a problem are integers in one common unit, and so are all amounts of
+memory. Nothing is rounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import lcm
 from typing import Any
 
-F, I, W, B = range(4)  # noqa: E741 - the field's own letter
+F, I, W, B = range(4)  # noqa: E741 - the field's letter
 LETTERS = "FIWB"
 COSTS = ("forward", "backward_input", "backward_weight", "backward", "p2p")
 
@@ -24,7 +24,7 @@ Order = tuple[tuple[Action, ...], ...]
 """The actions of every rank in execution order."""
 
 MEMORY_TOLERANCE = Fraction(999, 10**12)
-"""Share of an amount by which it may exceed a limit: just below what the solver admits (1e-9)."""
+"""Relative tolerance of a limit, slightly below the solver's (1e-9)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Pipeline:
     lag
         Transfer latency of every stage boundary; 0 inside a rank.
     limit
-        Most that a rank may hold, tolerance included; None where unlimited.
+        Largest memory of a rank, including the tolerance; None means unlimited.
     time_unit
         Length of one integer step in the problem's unit of time.
     """
@@ -65,13 +65,13 @@ class Pipeline:
         return len(self.rank_of)
 
     def load(self, rank: int) -> int:
-        """Least work of a rank."""
+        """Least total duration of a rank's actions."""
         d = self.duration
         each = (d[F][s] + min(d[B][s], d[I][s] + d[W][s]) for s in self.stages_of[rank])
         return self.microbatches * sum(each)
 
     def may_fuse(self, stage: int) -> bool:
-        """Whether B can gain anything: it is cheaper than I and W, or I allocates."""
+        """Whether B can pay: it is cheaper than I and W, or I allocates."""
         d = self.duration
         return d[B][stage] < d[I][stage] + d[W][stage] or self.delta[I][stage] > 0
 
@@ -97,7 +97,7 @@ class Pipeline:
         return True
 
     def value(self, order: Order) -> Fraction | None:
-        """The objective in the problem's unit of time, or None where the order deadlocks."""
+        """The objective in the problem's time unit, or None if the order deadlocks."""
         schedule = Schedule.of(self, order)
         if schedule is None:
             return None
@@ -106,7 +106,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Schedule:
-    """An order that does not deadlock: its actions in an executable sequence, and what each waits for."""
+    """An order that does not deadlock: its actions in an executable sequence, with their predecessors."""
 
     pipeline: Pipeline
     order: Order
@@ -115,7 +115,7 @@ class Schedule:
 
     @classmethod
     def of(cls, pipeline: Pipeline, order: Order) -> Schedule | None:
-        """The schedule of an order, None where it deadlocks or an action's input is missing."""
+        """The schedule of an order; None if it deadlocks or the input of an action is missing."""
         there = {action for actions in order for action in actions}
         inputs = {action: list(_inputs(pipeline, there, action)) for action in there}
         for actions in order:
@@ -144,7 +144,7 @@ class Schedule:
         return self.pipeline.duration[action[0]][action[1]]
 
     def starts_after(self, sources: Sequence[Action]) -> dict[Action, int]:
-        """Longest path from the start of any source to the start of every action that one leads to."""
+        """Longest path from the start of any source to the start of every reachable action."""
         first = set(sources)
         starts: dict[Action, int] = {}
         for action in self.sequence:
@@ -160,7 +160,7 @@ class Schedule:
         return starts
 
     def ends_before(self, targets: Sequence[Action]) -> dict[Action, int]:
-        """Longest path from the end of every action that leads to a target to the end of the target."""
+        """Longest path from the end of every action to the end of a target."""
         tails = dict.fromkeys(targets, 0)
         for action in reversed(self.sequence):
             if action in tails:
@@ -170,15 +170,15 @@ class Schedule:
         return tails
 
     def makespan(self) -> Fraction:
-        """Time from the first start to the last end, all ranks starting as early as they can.
+        """Time from the first start to the last end if every action starts as early as possible.
 
-        Rank 0 starts first of all: every other action waits for its stage 0.
+        Rank 0 starts first, because every other action depends on stage 0.
         """
         starts = self.starts_after([actions[0] for actions in self.order])
         return Fraction(max(start + self.length(action) for action, start in starts.items()))
 
     def span(self) -> Fraction:
-        """The largest mean weight of a cycle of D, by enumerating cycles' lengths as Karp (1978) does."""
+        """The largest mean weight of a cycle of D, computed as in Karp (1978)."""
         p = len(self.order)
         weight: list[list[int | None]] = []
         for source in self.order:
@@ -215,7 +215,7 @@ def _inputs(pipeline: Pipeline, there: set[Action], action: Action) -> Iterator[
 
 
 def read(document: dict[str, Any]) -> Pipeline:
-    """A problem document with one value per stage, boundary and rank, as :mod:`.draw` makes them."""
+    """Read a problem document with one value per stage, boundary and rank, as :mod:`.draw` makes them."""
     p, m = document["pp_degree"], document["microbatches"]
     kind = document["placement"]
     chunks = {"v": 2, "single": 1}.get(kind) or document.get("chunks", 2)
@@ -250,7 +250,7 @@ def _read_memory(memory: dict[str, Any] | None, n: int, p: int) -> dict[str, Any
     amounts = [*forward, *inputs, *static, *(limits or [])]
     unit = lcm(*(value.denominator for value in amounts))
     taken, grown = ([int(value * unit) for value in row] for row in (forward, inputs))
-    # W gives back exactly what F and I took, and a B what F took.
+    # W releases exactly what F and I left, and B what F allocated.
     delta = (taken, grown, [-a - b for a, b in zip(taken, grown, strict=True)], [-a for a in taken])
     return {
         "delta": tuple(map(tuple, delta)),

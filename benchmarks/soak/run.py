@@ -1,4 +1,4 @@
-"""The endless run: draw, check, count; stop at the first contradiction with a file that reproduces it."""
+"""Draw, check and count problems; stop at the first contradiction and write a file that reproduces it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: what was checked, and the file of the contradiction that stopped it."""
+    """The end of a run: the counts, and the file of the contradiction that stopped it, or None."""
 
     tally: Tally
     seconds: float
@@ -36,7 +36,7 @@ def soak(
     extras: Extras | None = None,
     say: Say = print,
 ) -> Ended:
-    """Check random problems until the time or their number is up, or something is contradicted."""
+    """Check random problems until the time is up, the number is reached, or there is a contradiction."""
     extras = extras or Extras()
     tally, began, number = Tally(), time.monotonic(), 0
     told = began
@@ -46,7 +46,7 @@ def soak(
         if found is not None:
             path = _write(directory, found)
             say(f"problem {number} of seed {seed}: {found['found']}")
-            say(f"reproduce it: python -m benchmarks soak --replay {path}")
+            say(f"to reproduce it: python -m benchmarks soak --replay {path}")
             return Ended(tally, time.monotonic() - began, path)
         number += 1
         if time.monotonic() - told >= PROGRESS_SECONDS:
@@ -58,9 +58,9 @@ def soak(
 def examine(
     kind: str, document: dict[str, Any], seed: str, tally: Tally, extras: Extras
 ) -> dict[str, Any] | None:
-    """What is contradicted about a problem, as the document of a file; None where nothing is.
+    """Return the contradiction about a problem as a document, or None.
 
-    Any exception of the library counts: there is none that a valid problem may raise.
+    Any exception counts, because a valid problem must not raise one.
     """
     try:
         check(kind, document, seed, tally, extras)
@@ -81,12 +81,12 @@ def examine(
 
 
 def replay(path: Path, say: Say = print) -> bool:
-    """Check the problem of a file again; whether nothing is contradicted any more."""
+    """Check the problem of a file again; returns whether there is no contradiction any more."""
     case = json.loads(path.read_text())
     extras = Extras(case["scaling"])
     found = examine(case["kind"], case["problem"], case["seed"], Tally(), extras)
     if found is None:
-        say(f"no contradiction any more; the file says: {case['found']}")
+        say(f"there is no contradiction any more; the file says: {case['found']}")
         return True
     say(found["traceback"] or found["found"])
     return False
@@ -101,7 +101,7 @@ def _write(directory: Path, case: dict[str, Any]) -> Path:
 
 
 def summary(ended: Ended) -> str:
-    """Tables of what was checked."""
+    """Return the counts as tables."""
     tally, lines = ended.tally, []
     lines.append(f"{sum(tally.problems.values())} problems in {ended.seconds:.0f} s")
     lines.append(f"\n{'problems of kind':32}{'drawn':>8}{'exact optimum':>15}")

@@ -1,5 +1,5 @@
-"""What the worker costs and reaches on this machine, held against targets: ``zbv-worker bench``.
+"""Benchmarks of the worker, one module per comparison.
 
-One file per comparison. Every number is a ratio of two things that took turns in the same processes, or a
-quantity that no other load on the machine changes; each says how far it scatters.
+Every number is a ratio of two measurements that took turns in the same processes, or a quantity that does not
+depend on the load of the machine. Each has a confidence interval.
 """

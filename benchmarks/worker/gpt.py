@@ -1,8 +1,7 @@
-"""A GPT trained by our plan and runtime, and by PyTorch's schedule classes, in turns on the same ranks.
+"""A GPT trained with our plan and runtime, and with PyTorch's schedule classes, in turns on the same ranks.
 
-All start from the same parameters and read the same data, so their losses must agree. A turn is one lone
-iteration between two barriers; its time is from the first rank's start to the last one's end, optimizer
-excluded, so our plan is made for the makespan.
+All start from the same parameters and read the same data, so their losses must agree. A turn is one iteration
+between two barriers. Its time is the makespan without the optimizer, so our plan minimizes the makespan.
 """
 
 from __future__ import annotations
@@ -38,24 +37,26 @@ if TYPE_CHECKING:
 OURS = "zbv"
 
 FIRST_LOSS_TOLERANCE = 1e-5
-"""Of the first step, whose parameters are equal."""
+"""Relative tolerance for losses of the first step, which has equal parameters."""
 
 LOSS_TOLERANCE = 1e-2
-"""Of later ones: schedules sum gradients in different orders, and training amplifies rounding."""
+"""Relative tolerance for later steps: schedules sum gradients in different orders, and training amplifies
+rounding."""
 
 
 @dataclass(frozen=True)
 class GptWorkload:
-    """What is trained.
+    """The model, and how it is trained.
 
     Attributes
     ----------
     model
         Arguments of :func:`zbv_worker.models.gpt.gpt`.
     memory_limit_fraction
-        The plan's limit, as in ``zbv-worker profile``: what 1F1B holds on its fullest rank.
+        The plan's memory limit as a share of the memory of 1F1B on its fullest rank, as in ``zbv-worker
+        profile``.
     rounds
-        Turns that are measured, after one that is not.
+        Measured turns, after one warm-up turn.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -77,12 +78,12 @@ class GptWorkload:
 
 @dataclass(frozen=True)
 class Turns:
-    """What the ranks measured.
+    """The measurements of the ranks.
 
     Attributes
     ----------
     seconds, losses
-        By schedule: one number per round.
+        By schedule, one number per round.
     """
 
     seconds: Mapping[str, Sequence[float]]
@@ -90,7 +91,7 @@ class Turns:
 
     @classmethod
     def of_ranks(cls, answers: Sequence[Mapping[str, Any]]) -> Turns:
-        """Bring the ranks' clocks and losses together; on one host they share a clock."""
+        """Combine the times and losses of the ranks; on one host they share a clock."""
         seconds: dict[str, list[float]] = {}
         losses: dict[str, list[float]] = {}
         for name in answers[0]:
@@ -102,7 +103,7 @@ class Turns:
         return cls(seconds, losses)
 
     def check_losses(self) -> None:
-        """Raises :class:`WorkerError` when the schedules did not train the same model."""
+        """Raise :class:`WorkerError` if the schedules did not train the same model."""
         for name, losses in self.losses.items():
             for step, (mine, right) in enumerate(zip(losses, self.losses[OURS], strict=True)):
                 tolerance = LOSS_TOLERANCE if step else FIRST_LOSS_TOLERANCE
@@ -114,7 +115,7 @@ class Turns:
 
 
 def measure(workload: GptWorkload) -> list[Finding]:
-    """Profile, plan, and let all schedules take turns, for every number of microbatches."""
+    """Profile, plan, and run all schedules in turns, for every number of microbatches."""
     measured = profile(
         ProfileOptions(
             workload.spec,
@@ -131,7 +132,7 @@ def measure(workload: GptWorkload) -> list[Finding]:
 
 
 def plan_of(measured: Problem, microbatches: int) -> Plan:
-    """A plan for lone iterations of a measured model."""
+    """Plan single iterations of a measured model."""
     from zbv_solver.search.search import search
 
     return search(replace(measured, microbatches=microbatches, objective="makespan"))
@@ -147,7 +148,7 @@ def _measure(workload: GptWorkload, plan: Plan) -> list[Finding]:
 
 
 def findings(turns: Turns, p: int, microbatches: int, planned: float) -> list[Finding]:
-    """Ratios of our times to everyone's, and to the planned time (seconds)."""
+    """Ratios of our times to those of the other schedules, and to the planned time in seconds."""
     targets = {
         "ScheduleZBVZeroBubble": Target(1.0, "at most within noise"),
         "ScheduleInterleaved1F1B": Target(1.0, "below beyond noise"),
@@ -169,7 +170,7 @@ class _Pipeline(Protocol):
     modules: list[nn.Module]
 
     def step(self, step: int) -> float | None:
-        """Run one iteration; the mean loss where the last stage is."""
+        """Run one iteration; returns the mean loss on the rank with the last stage."""
 
 
 class ZbvPipeline:
@@ -203,7 +204,7 @@ def zbv_pipeline(
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, list[dict[str, Any]]]:
-    """Let the schedules take turns; when each began and ended on this rank, in ns, and its loss."""
+    """Run the schedules in turns; returns when each began and ended on this rank in ns, and its loss."""
     from zbv_worker.execution.whole_plan import WholePlan
 
     from benchmarks.worker.torch_schedules import SCHEDULES, StepData, torch_schedule
@@ -229,13 +230,15 @@ def _turns(
         for name, pipeline in pipelines.items()
     }
     data.load(0)
-    for name in names:  # the first time, shapes are exchanged, by PyTorch's by running the stages once
+    # in the first turn, ranks exchange shapes; PyTorch's schedules run the stages for that
+    for name in names:
         pipelines[name].step(0)
         optimizers[name].zero_grad()
     for turn in range(rounds):
         data.load(turn)
         at = turn % len(names)
-        for name in (*names[at:], *names[:at]):  # nobody is always the one after the slowest
+        # vary the order, so that no schedule always follows the slowest
+        for name in (*names[at:], *names[:at]):
             transport.barrier(MEETING_SECONDS)
             start = time.perf_counter_ns()
             loss = pipelines[name].step(turn)

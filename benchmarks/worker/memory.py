@@ -1,8 +1,8 @@
-"""Peak memory of real training steps against what the plan says, rank by rank.
+"""Peak memory of real training steps, compared with the plan, rank by rank.
 
-A model is profiled and planned under several memory limits, and every plan is trained. Within the steps the
-most bytes that are alive on a rank at once (parameters, gradients, optimizer state and receive buffers among
-them) are held against the plan's ``peak_memory``.
+A model is profiled and planned with several memory limits, and trained with every plan. The peak of the bytes
+alive on a rank during the steps, including parameters, gradients, optimizer state and receive buffers, is
+compared with the plan's ``peak_memory``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MOST_PERCENT = 5.0
 
 @dataclass(frozen=True)
 class MemoryWorkload:
-    """What is trained.
+    """The model, and how it is trained.
 
     Attributes
     ----------
     model
         Arguments of :func:`zbv_worker.models.gpt.gpt`.
     limits
-        Fractions of what 1F1B holds on its fullest rank; None for no limit.
+        Fractions of the memory of 1F1B on its fullest rank; None means no limit.
     steps
-        Of each plan; the first brings gradients and optimizer state into being and does not count.
+        Steps per plan. The first allocates gradients and optimizer state and does not count.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -59,7 +59,7 @@ class MemoryWorkload:
 
 
 def measure(workload: MemoryWorkload) -> list[Finding]:
-    """Profile once per number of ranks, then train under every limit."""
+    """Profile once per number of ranks, then train with every limit."""
     found = []
     for p in workload.pp_degrees:
         options = ProfileOptions(workload.spec, p, workload.microbatches, repeats=workload.profile_repeats)
@@ -71,7 +71,7 @@ def measure(workload: MemoryWorkload) -> list[Finding]:
 
 
 def plan_of(options: ProfileOptions, ranks: list[RankProfile], limit: float | None) -> Plan:
-    """A plan within a fraction of 1F1B's memory; raises :class:`InfeasibleMemory`."""
+    """Plan within a fraction of the memory of 1F1B; raises :class:`InfeasibleMemory`."""
     from zbv_solver.search.search import SearchOptions, search
 
     problem = to_problem(replace(options, memory_limit_fraction=limit), ranks)
@@ -79,7 +79,7 @@ def plan_of(options: ProfileOptions, ranks: list[RankProfile], limit: float | No
 
 
 def peaks_of(workload: MemoryWorkload, plan: Plan) -> list[int]:
-    """Train; the peak bytes of every rank."""
+    """Train; returns the peak bytes of every rank."""
     from zbv_solver.plans.plan import plan_json
 
     request = {"workload": workload_json(workload), "plan": plan_json(plan)}
@@ -87,7 +87,7 @@ def peaks_of(workload: MemoryWorkload, plan: Plan) -> list[int]:
 
 
 def compare(plan: Plan, limit: float | None, peaks: list[int]) -> list[Finding]:
-    """How far every rank's peak is from the plan's, in percent of the plan's."""
+    """Difference of every rank's peak from the plan, in percent of the plan."""
     found = []
     limited = "no limit" if limit is None else f"{limit:g} of 1F1B"
     for rank, (planned, peak) in enumerate(zip(plan.metrics.peak_memory, peaks, strict=True)):
@@ -104,10 +104,10 @@ def compare(plan: Plan, limit: float | None, peaks: list[int]) -> list[Finding]:
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> int:
-    """The peak of the bytes alive in the steps after the first.
+    """Measure the peak of the bytes alive in the steps after the first.
 
-    Gradients are kept from step to step, as replicas of a pipeline keep them: they are part of the plan's
-    account. Where they are dropped, a peak before a step's first W's is lower by theirs.
+    Gradients are kept from step to step, as with several replicas, because the plan counts them. If they were
+    dropped, a peak before the first W's of a step would be lower.
     """
     import torch
     from zbv_worker.execution.whole_plan import WholePlan

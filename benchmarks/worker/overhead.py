@@ -1,14 +1,15 @@
-"""CPU time that running a plan costs beside the stages' own compute, per action: ours and PyTorch's.
+"""CPU time per action that a runtime adds to the compute of the stages: ours, compared with PyTorch's.
 
-The same plan of tiny stages runs in turns on our executor, on PyTorch's runtime as ``--runtime torch`` uses
-it, and on PyTorch's runtime as it is shipped; and the same actions in two plain loops in the same processes:
+The same plan of tiny stages runs in turns on our executor, on PyTorch's runtime with our split (as with
+``--runtime torch``), and on PyTorch's runtime with its own split. The same actions also run in two plain
+loops in the same processes:
 
-- the modules' F, I, W and B alone: what compute costs. It is subtracted from all three runtimes, which are
-  then compared: what runs a plan includes its transfers.
-- the same with bare sends and receives on the plan's channels: what gloo costs any program, too, with the
-  caches as cold as waiting leaves them. What our executor costs beyond this is its own overhead.
+- only F, I, W and B of the modules. This is the cost of compute. It is subtracted from all three runtimes;
+  the rest includes their transfers.
+- the same with plain sends and receives on the plan's channels. Any program that uses gloo has this cost,
+  with caches as cold as waiting leaves them. The difference to it is the overhead of our executor.
 
-What is counted is CPU time, so waiting for peers, and other processes, count nothing.
+Only CPU time counts, so waiting for peers and other processes does not.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ MOST_US = 50.0
 MOST_RATIO = 0.4
 
 Sample = tuple[int, int]
-"""CPU nanoseconds of a turn: of the thread that runs the plan, and of the whole process."""
+"""CPU time of a turn in nanoseconds: of the thread that runs the plan, and of the whole process."""
 
 
 @dataclass(frozen=True)
 class OverheadWorkload:
-    """What is run.
+    """The plan, and how often it runs.
 
     Attributes
     ----------
     pp_degrees
-        One measurement each.
+        Numbers of ranks; one measurement each.
     in_a_row
-        Steps that a runtime takes at its turn, as in training; they are one sample.
+        Steps per turn, as in training; together they are one sample.
     rounds
-        Turns that are measured, of every runtime, after ``warm_up``.
+        Measured turns of every runtime, after ``warm_up`` turns.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -72,7 +73,7 @@ class OverheadWorkload:
 
 
 def measure(workload: OverheadWorkload) -> list[Finding]:
-    """Every number of ranks in turn."""
+    """Measure every number of ranks."""
     from zbv_solver.plans.plan import plan_json
 
     found: list[Finding] = []
@@ -98,7 +99,7 @@ def plan_of(p: int, microbatches: int) -> Plan:
 
 
 def findings(p: int, answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """What the ranks' samples say: medians over the rounds of the mean over the ranks."""
+    """Findings from the samples: medians over the rounds of the mean over the ranks."""
     of = {name: _microseconds(answers, name) for name in (OURS, *RIVALS)}
     own = _microseconds(answers, OURS, beyond=BARE)
     found = []
@@ -121,7 +122,7 @@ def findings(p: int, answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
 def _microseconds(
     answers: Sequence[Mapping[str, Any]], name: str, beyond: str = PLAIN
 ) -> NDArray[np.float64]:
-    """Per round: CPU per action beyond a plain loop's, (rounds, 2), the mean over the ranks."""
+    """CPU time per action beyond a plain loop, as the mean over the ranks; shape (rounds, 2)."""
     per_rank = [
         (np.asarray(answer[name]) - np.median(np.asarray(answer[beyond]), axis=0)) / answer["actions"] / 1e3
         for answer in answers
@@ -134,7 +135,7 @@ def _microseconds(
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """CPU time of every round, by what ran the plan."""
+    """CPU time of every round, by runtime."""
     import gc
 
     import torch
@@ -151,7 +152,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     model, mine, device = workload.spec.build(), plan.of_rank(world.rank), torch.device("cpu")
     data = StepData(model, mine.microbatches)
     data.load(0)
-    crossing, _ = data.microbatch(0, 0)  # stages keep the width, so this is what crosses every boundary
+    crossing, _ = data.microbatch(0, 0)  # stages keep the width, so every transfer has this shape
     with meeting(world) as transport:
         built = {index: build_stage(model, index, plan.problem.n_stages, device) for index in mine.stages}
         steps: dict[str, Callable[[int], object]] = {
@@ -164,7 +165,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
             BARE: BareLoop(model, mine, data, transport, crossing).step,
         }
         samples: dict[str, list[Sample]] = {name: [] for name in steps}
-        gc.freeze()  # what is there stays: looking through it all would be charged to whoever is at work
+        gc.freeze()  # garbage collection would be charged to the runtime that happens to run
         for turn in range(workload.warm_up + workload.rounds):
             for name, step in steps.items():
                 transport.barrier(MEETING_SECONDS)

@@ -1,4 +1,4 @@
-"""Ratios of measurements that were made in turns."""
+"""Ratios of measurements that took turns."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _SEED = 0
 
 
 def paired_ratio(mine: Sequence[float], other: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """The median of the rounds' ratios, and its bootstrap interval (percentiles; Efron 1979).
+    """Return the median of the rounds' ratios, and its bootstrap interval (percentiles; Efron 1979).
 
-    What disturbs a round disturbs both of its measurements, and falls out of their ratio.
+    A disturbance of a round affects both of its measurements and cancels in their ratio.
 
     Raises
     ------
     ValueError
-        When the two are not of one length, or empty.
+        If the two have different lengths, or are empty.
     """
     if len(mine) != len(other) or not mine:
-        raise ValueError(f"found {len(mine)} and {len(other)} measurements; must be as many, at least one.")
+        raise ValueError(f"found {len(mine)} and {len(other)} measurements; both need the same number.")
     return median_interval(np.asarray(mine, dtype=float) / np.asarray(other, dtype=float))
 
 
 def median_interval(values: NDArray[np.float64]) -> tuple[float, tuple[float, float]]:
-    """The median of some values and its bootstrap interval."""
+    """Return the median of some values, and its bootstrap interval."""
     chosen = np.random.default_rng(_SEED).integers(len(values), size=(_RESAMPLES, len(values)))
     medians = np.median(values[chosen], axis=1)
     tail = (1 - _CONFIDENCE) / 2

@@ -1,4 +1,4 @@
-"""A rank's actions with nothing around them: the stages' own compute, alone or with the bare transfers."""
+"""A rank's actions in a plain loop: only compute, or compute and plain transfers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _PATIENCE = timedelta(seconds=120)
 
 
 class PlainLoop:
-    """Runs every F, I, W and B of a rank's list on tensors that are there already.
+    """Runs every F, I, W and B of a rank's list on existing tensors.
 
-    Inputs are the first stage's data at every stage, and gradients are ones: as much work, no transfers.
+    Every stage gets the first stage's data as input and ones as gradients: the same work without transfers.
     """
 
     def __init__(self, model: PipelineModel, plan: RankPlan, data: StepData):
@@ -64,10 +64,10 @@ class PlainLoop:
             self._after(action)
 
     def _before(self, action: Action) -> None:
-        """Nothing comes in."""
+        """Receive nothing."""
 
     def _after(self, action: Action) -> None:
-        """Nothing goes out."""
+        """Send nothing."""
 
     def _forward(self, stage: int, microbatch: int) -> Tensor:
         x, target = self._data.microbatch(0, microbatch)
@@ -78,17 +78,18 @@ class PlainLoop:
 
 
 class BareLoop(PlainLoop):
-    """The same, and as many tensors as the plan sends and receives, on the plan's channels and in its order.
+    """The same with the plan's transfers, on its channels and in its order.
 
-    What any program that runs this list over gloo must do: post each receive some time before it is needed,
-    start each send, and wait for both. What was received is not used, what is sent is always the same.
+    Any program that runs this list over gloo must do this: post each receive some time before it is needed,
+    start each send, and wait for both. The received tensors are not used, and the sent tensor is always the
+    same.
 
     Parameters
     ----------
     transport
-        With the plan's channels open.
+        A transport with the plan's open channels.
     tensor
-        What crosses every boundary.
+        The tensor of every transfer.
     """
 
     def __init__(

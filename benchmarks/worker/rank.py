@@ -15,7 +15,7 @@ from benchmarks.worker.ranks import answer_path
 
 
 def main(name: str, request: Path) -> None:
-    """Measure, and write the answer beside the request."""
+    """Measure, and write the answer next to the request."""
     world = World.from_environment()
     torch.set_num_threads(1)
     pin_to_core(world.local_rank)

@@ -1,7 +1,7 @@
-"""Starts the ranks of a comparison on this machine and brings their answers together.
+"""Starts the ranks of a comparison on this machine and collects their answers.
 
 A rank is ``python -m benchmarks.worker.rank NAME REQUEST`` with torchrun's environment: one core and one
-compute thread. What it measures is the function ``on_rank`` of the comparison's own module.
+compute thread. It calls the function ``on_rank`` of the comparison's module.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from zbv_worker.transport.world import World
 
 MEETING_SECONDS = 120.0
-"""For ranks to meet, and for one tensor."""
+"""Timeout for the rendezvous, and for one tensor."""
 
 _LONGEST_SECONDS = 3600.0
 
 
 def on_ranks(name: str, request: Mapping[str, Any], ranks: int) -> list[Any]:
-    """What every rank's ``on_rank`` returned, by rank.
+    """Run ``on_rank`` on every rank; returns their results by rank.
 
     Parameters
     ----------
     name
-        The module of :mod:`benchmarks.worker` that the ranks run.
+        A module of :mod:`benchmarks.worker`.
     request
-        What JSON can say.
+        Arguments of ``on_rank``, as JSON values.
 
     Raises
     ------
     LaunchError
-        When a rank fails, with the end of its log.
+        If a rank fails, with the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="zbv-bench-") as folder_name:
         folder = Path(folder_name)
@@ -51,13 +51,13 @@ def on_ranks(name: str, request: Mapping[str, Any], ranks: int) -> list[Any]:
 
 
 def answer_path(request: Path, rank: int) -> Path:
-    """Where a rank writes what it found."""
+    """The file for a rank's answer."""
     return request.with_name(f"answer-{rank}.json")
 
 
 @contextmanager
 def meeting(world: World) -> Iterator[DistributedTransport]:
-    """A gloo transport between the ranks; in the end nobody hangs up while a peer still listens."""
+    """A gloo transport between the ranks. It closes only after all ranks have received everything."""
     import torch
     from zbv_worker.transport.distributed import DistributedTransport
 

@@ -1,7 +1,7 @@
-"""How close rehearsals come to what was planned: real ranks and transfers, sleeps in place of compute.
+"""Rehearsals, compared with their plans: real ranks and transfers, with sleeps instead of compute.
 
-:func:`measure` holds one plan against its rehearsal. :func:`measure_schedules` rehearses our plan and others
-of the same problem, at more ranks than this machine has cores.
+:func:`measure` compares one plan with its rehearsal. :func:`measure_schedules` rehearses our plan and
+others for the same problem, with more ranks than this machine has cores.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _LONGEST_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class RehearseWorkload:
-    """A problem of stages with costs that differ, in milliseconds.
+    """A problem with uneven stages, in milliseconds.
 
     Attributes
     ----------
     forward, backward_input, backward_weight
-        By chunk: of stages 0 to p-1, and of the others.
+        One value for stages 0 to p-1, and one for the others.
     memory
-        Every rank's limit, in units of what 1F1B holds on its fullest rank.
+        Memory limit of every rank, as a multiple of the memory of 1F1B on its fullest rank.
     steps
-        That are measured, after one that is not.
+        Measured steps, after one warm-up step.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -61,7 +61,7 @@ class RehearseWorkload:
     steps: int = 5
 
     def problem(self, pp_degree: int, microbatches: int) -> Problem:
-        """The planning problem, of any number of ranks."""
+        """Return the problem for any number of ranks."""
         from zbv_solver.problem.placement import Placement
         from zbv_solver.problem.problem import Costs, Memory, Problem, Units
 
@@ -95,7 +95,7 @@ def measure(workload: RehearseWorkload) -> list[Finding]:
 
 
 def findings(workload: RehearseWorkload, outcome: dict[str, Any]) -> list[Finding]:
-    """How much longer than planned, and the three parts that it consists of, averaged over the ranks."""
+    """Excess over the planned time, and its three parts, averaged over the ranks."""
     import numpy as np
 
     planned = outcome["planned"]
@@ -105,7 +105,7 @@ def findings(workload: RehearseWorkload, outcome: dict[str, Any]) -> list[Findin
     parts = {
         "actions that took longer": [r["busy"] - r["planned_busy"] for r in ranks],
         "between actions": [r["between"] for r in ranks],
-        "waiting that was not planned": [r["waiting"] - r["planned_waiting"] for r in ranks],
+        "unplanned waiting": [r["waiting"] - r["planned_waiting"] for r in ranks],
     }
     return [
         Finding(title, over, "%", Target(MOST_PERCENT), interval),
@@ -117,9 +117,9 @@ def findings(workload: RehearseWorkload, outcome: dict[str, Any]) -> list[Findin
 
 
 def measure_schedules(workload: RehearseWorkload, pp_degree: int, microbatches: int) -> list[Finding]:
-    """Rehearse our plan, PyTorch's ZBV and the classical schedules of one problem; ratios of their steps.
+    """Rehearse our plan, PyTorch's ZBV and the classical schedules; returns ratios of step times.
 
-    They are rehearsed one after another, so the intervals hold what each scatters by.
+    They are rehearsed one after another, so the intervals include the noise of each.
     """
     outcomes = {
         name: rehearsed(plan, workload)
@@ -137,7 +137,7 @@ def measure_schedules(workload: RehearseWorkload, pp_degree: int, microbatches: 
 
 
 def schedules(problem: Problem) -> dict[str, Plan]:
-    """Our plan of a problem, and others of the same model."""
+    """Our plan of a problem, and the other schedules of the same model."""
     from zbv_solver.search.search import baseline_plan, make_plan, search
 
     return {
@@ -151,7 +151,7 @@ def schedules(problem: Problem) -> dict[str, Plan]:
 
 
 def torch_zbv(problem: Problem) -> Orders:
-    """The order of PyTorch's ZBV schedule, as its class computes it."""
+    """Return the order of PyTorch's ZBV schedule, as its class computes it."""
     from torch.distributed.pipelining import ScheduleZBVZeroBubble
     from zbv_solver.plans.orders import Orders
 
@@ -173,7 +173,7 @@ def _unlimited(problem: Problem) -> Problem:
 
 
 def rehearsed(plan: Plan, workload: RehearseWorkload) -> dict[str, Any]:
-    """The numbers of ``zbv-worker rehearse --json``, of all ranks of a plan on this machine."""
+    """Return the document of ``zbv-worker rehearse --json``, with all ranks of a plan on this machine."""
     from zbv_solver.plans.plan import plan_json
 
     with tempfile.TemporaryDirectory(prefix="zbv-bench-") as name:

@@ -1,4 +1,4 @@
-"""I and W, with our store of weight gradients, against the fused backward, on a block of a transformer."""
+"""I and W with our store of weight gradients, compared with the fused backward, on a transformer block."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MOST = 1.03
 
 @dataclass(frozen=True)
 class SplitWorkload:
-    """The block, and how often it is measured.
+    """The block, and the number of measurements.
 
     Attributes
     ----------
     tokens
-        Sequences times their length.
+        Number of sequences times their length.
     in_flight
-        Microbatches that take turns, so that none finds its tensors in the cache.
+        Microbatches that take turns, so that their tensors are not in the cache.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -57,7 +57,7 @@ def measure(workload: SplitWorkload) -> list[Finding]:
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, dict[str, list[float]]]:
-    """Seconds of I + W and of B, by width."""
+    """Return seconds of I + W and of B, by width."""
     workload = parse_workload(SplitWorkload, request["workload"])
     return {str(width): _times(workload, width) for width in workload.widths}
 
@@ -71,7 +71,8 @@ def _times(workload: SplitWorkload, width: int) -> dict[str, list[float]]:
 
     torch.manual_seed(0)
     shape = (workload.sequences, workload.tokens // workload.sequences, width)
-    stage = Stage(1, 3, Block(width, workload.heads), 1)  # an inner one: it returns its input's gradient
+    # an inner stage, which returns the gradient of its input
+    stage = Stage(1, 3, Block(width, workload.heads), 1)
     x, gradient = torch.randn(shape), torch.randn(shape)
     gc.freeze()
     found: dict[str, list[float]] = {"split": [], "fused": []}
@@ -85,7 +86,7 @@ def _times(workload: SplitWorkload, width: int) -> dict[str, list[float]]:
 
 
 def _backward_seconds(stage: Stage, x: Any, gradient: Any, in_flight: int, *, split: bool) -> float:
-    """Of the backwards of some microbatches, after their forwards."""
+    """Time the backwards of some microbatches after their forwards."""
     for microbatch in range(in_flight):
         stage.forward(microbatch, x, split=split)
     start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""PyTorch's own pipelines as they are shipped: its schedule classes, and its runtime with a plan of ours.
+"""PyTorch's pipelines: its schedule classes, and its runtime with one of our plans.
 
-Their stages are plain ``PipelineStage`` objects, so the backward is split as PyTorch splits it.
+Their stages are plain ``PipelineStage`` objects, so PyTorch splits the backward.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SCHEDULES: tuple[ScheduleName, ...] = ("ScheduleZBVZeroBubble", "ScheduleInterle
 
 
 class StepData:
-    """The microbatches of one step, made before it begins: reading data is nobody's overhead.
+    """The microbatches of one step, made before it begins, so that no runtime is charged for reading data.
 
-    It stands in for the model where the executor asks for data.
+    It replaces the model where the executor reads data.
     """
 
     def __init__(self, model: PipelineModel, microbatches: int):
@@ -65,12 +65,12 @@ class StepData:
 
 
 class TorchPipeline:
-    """One rank of a pipeline of PyTorch's.
+    """One rank of a PyTorch pipeline.
 
     Parameters
     ----------
     modules
-        By index: the rank's stages.
+        The rank's stages by index.
     last
         Index of the model's last stage.
     """
@@ -82,7 +82,7 @@ class TorchPipeline:
         self.modules = list(modules.values())
 
     def step(self, step: int) -> float | None:
-        """Run the schedule once; the mean loss on the rank with the last stage, else None."""
+        """Run the schedule once; returns the mean loss on the rank with the last stage, otherwise None."""
         losses: list[Tensor] = []
         inputs = (self._data.inputs,) if self._has_first else ()
         target = self._data.targets if self._has_last else None
@@ -93,7 +93,7 @@ class TorchPipeline:
 def torch_schedule(
     name: ScheduleName, model: PipelineModel, rank: int, p: int, microbatches: int, data: StepData
 ) -> TorchPipeline:
-    """One of PyTorch's schedule classes; collective."""
+    """Return a rank of one of PyTorch's schedule classes; collective."""
     placement = Placement.of(_PLACEMENT[name], p)
     modules = _modules(model, placement.stages_of[rank], placement.n_stages)
     stages = _stages(modules, placement.n_stages)
@@ -108,11 +108,11 @@ def torch_schedule(
 
 
 def torch_plan(model: PipelineModel, plan: WholePlan, rank: int, data: StepData) -> TorchPipeline:
-    """A plan of ours on PyTorch's runtime, with nothing of ours in it; collective."""
+    """Return a rank of our plan on PyTorch's unchanged runtime; collective."""
     placement = plan.problem.placement
     modules = _modules(model, placement.stages_of[rank], placement.n_stages)
     stages = _stages(modules, placement.n_stages)
-    runtime: Any = _PipelineScheduleRuntime  # torch does not type its constructor
+    runtime: Any = _PipelineScheduleRuntime  # torch has no types for its constructor
     schedule = runtime(stages, plan.problem.microbatches, loss_fn=model.loss)
     load(schedule, lowered(plan.problem, relabelled(plan.orders, placement.n_stages)))
     return TorchPipeline(schedule, modules, placement.n_stages - 1, data)

@@ -1,4 +1,4 @@
-"""What a comparison measures: a dataclass with defaults, some of whose fields a JSON file may replace."""
+"""Workloads of comparisons: dataclasses with defaults, which a JSON file may override."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Workload = TypeVar("Workload")
 
 
 def read_workload(kind: type[Workload], path: Path | None) -> Workload:
-    """A workload with the fields of a file; all defaults without one.
+    """Return a workload with the fields of a file, or with the defaults.
 
     Raises
     ------
     InvalidRun
-        When the file cannot be read or does not fit.
+        If the file cannot be read or does not fit.
     """
     if path is None:
         return kind()
@@ -38,10 +38,10 @@ def read_workload(kind: type[Workload], path: Path | None) -> Workload:
 
 
 def parse_workload(kind: type[Workload], document: dict[str, Any]) -> Workload:
-    """A workload from a decoded document; unknown fields are errors."""
+    """Return the workload of a decoded document; unknown fields are errors."""
     return TypeAdapter(kind).validate_python(document)
 
 
 def workload_json(workload: Any) -> dict[str, Any]:
-    """The document of a workload."""
+    """Return the document of a workload."""
     return asdict(workload)

@@ -1,4 +1,4 @@
-"""What an operator can set: command line flags first, then ``ZBV_…`` environment variables, then defaults."""
+"""The settings of the service: flags take precedence over ``ZBV_…`` variables, and these over defaults."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from zbv_service.database.url import async_url
 MEBIBYTE = 1024 * 1024
 DAY = 86_400.0
 MOST_DAYS = 36_500
-"""Keeping something for a century is keeping it for ever."""
+"""The longest retention: a century counts as forever."""
 YEAR = 366 * DAY
-"""Longer times than these are mistakes, and moments after them may be none."""
+"""The longest time that settings accept. Longer ones are mistakes and could overflow dates."""
+
+
+_Days = Annotated[float, Field(gt=0, le=MOST_DAYS)]
+_Seconds = Annotated[float, Field(gt=0, le=DAY)]
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -34,24 +38,27 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ZBV_", extra="ignore", frozen=True)
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     auth: Literal["tokens", "none"] = Field(
         "tokens",
-        description="Who may use the service: whoever has a token, or, on this machine alone, everybody.",
+        description="Who may use the service: users with a token, or every user of this machine (only on "
+        "127.0.0.1).",
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="Names under which the service is reached, separated by commas; * is any. By default "
-        "this machine's own on the loopback interface, and any elsewhere.",
+        description="Host names that requests may use, separated by commas; * allows any. By default this "
+        "machine's names on the loopback interface, and any name elsewhere.",
     )
     trusted_proxies: str = Field(
         "127.0.0.1",
-        description="Addresses of proxies, separated by commas, whose X-Forwarded-… fields are believed.",
+        description="Addresses of proxies, separated by commas. The service uses their X-Forwarded-… fields.",
     )
-    tls_cert: Path | None = Field(None, description="Certificate chain (PEM): the service speaks TLS.")
-    tls_key: Path | None = Field(None, description="Its private key (PEM).")
+    tls_cert: Path | None = Field(None, description="Certificate chain (PEM). Enables TLS.")
+    tls_key: Path | None = Field(None, description="Private key of the certificate (PEM).")
     tls_ca: Path | None = Field(
-        None, description="Certificate authorities (PEM): every client must show a certificate of theirs."
+        None,
+        description="Certificate authorities (PEM). Every client must present a certificate signed by one "
+        "of them.",
     )
     session_hours: float = Field(168.0, gt=0, le=400 * 24, description="How long a browser stays signed in.")
     database: str = Field("sqlite:///zbv.db", description="URL of the database that holds all state.")
@@ -60,142 +67,115 @@ class Settings(BaseSettings):
         json_schema_extra={"shown_default": "one per core"},
         ge=1,
         le=1024,
-        description="Searches of this service that run at the same time; on a Dask cluster, unless it is "
-        "set, as many as its workers have threads.",
+        description="Searches that this service runs at the same time. On a Dask cluster the default is the "
+        "number of its workers' threads.",
     )
     search_workers: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Threads of each search; more than 2 are not used. By default 2 while cores are idle, "
+        description="Threads per search; more than 2 are not used. By default 2 while cores are idle, "
         "otherwise 1; on a Dask cluster 1. The plan does not depend on it.",
     )
     executor: str = Field(
         "processes",
-        description="Where searches are computed: processes, processes:N, dask://HOST:PORT or tls://HOST:PORT.",
+        description="Where searches run: processes, processes:N, dask://HOST:PORT or tls://HOST:PORT.",
     )
     preload: Literal["at-start", "at-first-search"] = Field(
         "at-start",
-        description="When the planner is loaded for search processes of this machine, and what draws for the "
-        "pages: at the start, or by the first search or page, which then takes a second or two longer.",
+        description="When to load the planner and the code that draws: at the start, or for the first search "
+        "or page, which then takes a second or two longer.",
     )
-    max_body_bytes: int = Field(8 * MEBIBYTE, ge=1, description="Largest request body, plans aside.")
-    max_plan_bytes: int = Field(64 * MEBIBYTE, ge=1, description="Largest body of a plan to import.")
+    max_body_bytes: int = Field(8 * MEBIBYTE, ge=1, description="Largest request body, except for plans.")
+    max_plan_bytes: int = Field(64 * MEBIBYTE, ge=1, description="Largest request body of a plan.")
     max_trace_bytes: int = Field(
-        32 * MEBIBYTE, ge=1, description="Largest trace of a rank, once it is decompressed."
+        32 * MEBIBYTE, ge=1, description="Largest trace of a rank after decompression."
     )
     max_cells: int = Field(
-        2 * 262_144,
-        ge=1,
-        description="Largest pp_degree times microbatches accepted, for searches and imports.",
+        2 * 262_144, ge=1, description="Largest pp_degree times microbatches of a search or an import."
     )
     max_time_limit: float = Field(
         DAY,
         gt=0,
         le=YEAR,
-        description="Largest time_limit of a search, in seconds. A search without a time_limit is stopped "
-        "after this time, too, and keeps the best plan that it found.",
+        description="Largest time_limit of a search, in seconds. A search without a time_limit also stops "
+        "after this time and keeps its best plan.",
     )
-    max_effort: Effort = Field("thorough", description="Highest effort of a search accepted.")
+    max_effort: Effort = Field("thorough", description="Highest effort of a search.")
     max_searches_per_token: int = Field(
-        2000, ge=1, description="Unfinished searches that a token may have, unless it says otherwise itself."
+        2000, ge=1, description="Unfinished searches per token, for tokens without a limit of their own."
     )
     max_running_per_token: int = Field(
         default_factory=lambda: max(1, cores() // 2),
         json_schema_extra={"shown_default": "half of the cores"},
         ge=1,
-        description="A token with so many running searches, in all services of the database, waits while "
+        description="A token with this many running searches, in all services of the database, waits while "
         "other tokens have searches queued.",
     )
     max_connections: int = Field(
-        4096, ge=1, description="Connections at the same time; more are answered 503."
+        4096, ge=1, description="Connections at the same time; the service answers 503 to more."
     )
-    keep_alive_seconds: int = Field(5, ge=1, le=86_400, description="How long an idle connection is kept.")
-    request_seconds: float = Field(
-        20.0,
-        gt=0,
-        le=DAY,
-        description="How long the head of a request may take to arrive, and a pause in its body.",
+    keep_alive_seconds: int = Field(
+        5, ge=1, le=86_400, description="Seconds for which an idle connection stays open."
     )
-    lease_seconds: float = Field(
-        10.0,
-        gt=0,
-        le=DAY,
-        description="How long a running search belongs to a service that gives no sign of life.",
+    request_seconds: _Seconds = Field(
+        20.0, description="Longest time for the head of a request to arrive, and longest pause in its body."
     )
-    heartbeat_seconds: float = Field(2.0, gt=0, le=DAY, description="How often a service renews its leases.")
+    lease_seconds: _Seconds = Field(
+        10.0, description="How long a running search belongs to a service that does not renew its lease."
+    )
+    heartbeat_seconds: _Seconds = Field(2.0, description="How often a service renews its leases.")
     max_crashes: int = Field(
-        3, ge=1, description="A search whose process dies this often is failed instead of started again."
+        3,
+        ge=1,
+        description="A search fails when its process has died this often; before, it is started again.",
     )
     stop_seconds: float = Field(
         300.0,
         gt=0,
-        description="A search that does not stop for so long after it should, be it cancelled or past its "
-        "time limit, is ended with its process.",
+        description="When a search has not stopped this long after it was cancelled or reached its time "
+        "limit, its process is killed.",
     )
     idempotency_seconds: float = Field(
-        DAY,
-        gt=0,
-        le=YEAR,
-        description="How long the Idempotency-Key of a request is remembered.",
+        DAY, gt=0, le=YEAR, description="How long the service remembers the Idempotency-Key of a request."
     )
-    keep_days: float = Field(
+    keep_days: _Days = Field(
         90.0,
-        gt=0,
-        le=MOST_DAYS,
-        description="Days for which searches are kept after their end, with their events, and traces and "
-        "logs of runs after the run.",
+        description="Days to keep searches and their events after their end, and traces and logs of runs "
+        "after the run.",
     )
-    keep_failed_days: float = Field(
+    keep_failed_days: _Days = Field(365.0, description="Days to keep failed searches and their problems.")
+    keep_plan_days: _Days = Field(
         365.0,
-        gt=0,
-        le=MOST_DAYS,
-        description="Days for which failed searches are kept, with their problems.",
+        description="Days to keep a plan after it was last fetched or found, unless a search, a run or a "
+        "trace refers to it.",
     )
-    keep_plan_days: float = Field(
-        365.0,
-        gt=0,
-        le=MOST_DAYS,
-        description="Days for which a plan is kept after it was last fetched or found, unless a search, a "
-        "run or a trace refers to it.",
+    keep_run_days: _Days = Field(
+        365.0, description="Days to keep runs, their generations and events after their end."
     )
-    keep_run_days: float = Field(
-        365.0,
-        gt=0,
-        le=MOST_DAYS,
-        description="Days for which runs are kept after their end, with their generations and events.",
+    keep_agent_days: _Days = Field(
+        30.0, description="Days to keep agents that have left or are lost, unless they belong to a run."
     )
-    keep_agent_days: float = Field(
-        30.0,
-        gt=0,
-        le=MOST_DAYS,
-        description="Days for which agents that have left or are lost are kept, unless a run had them.",
+    keep_token_days: _Days = Field(
+        90.0, description="Days to keep tokens, sessions and links after they expired or were revoked."
     )
-    keep_token_days: float = Field(
-        90.0,
-        gt=0,
-        le=MOST_DAYS,
-        description="Days for which tokens, sessions and links are kept after they expired or were revoked.",
+    shutdown_seconds: _Seconds = Field(
+        5.0, description="Time for running searches and requests to stop after SIGTERM."
     )
-    shutdown_seconds: float = Field(
-        5.0, gt=0, le=DAY, description="How long running searches and requests get to stop on SIGTERM."
-    )
-    agent_heartbeat_seconds: float = Field(
-        2.0, gt=0, le=DAY, description="How often agents should give a sign of life."
-    )
-    agent_timeout_seconds: float = Field(
-        15.0, gt=0, le=DAY, description="An agent that is silent for this long is lost, and its run fails."
+    agent_heartbeat_seconds: _Seconds = Field(2.0, description="Seconds between two heartbeats of an agent.")
+    agent_timeout_seconds: _Seconds = Field(
+        15.0, description="An agent without a heartbeat for this long is lost, and its run fails."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe log lines shown."
+        "info", description="Lowest severity of log lines."
     )
     log_format: Literal["auto", "text", "json"] = Field(
-        "auto", description="How log lines look; auto is text on a terminal and json elsewhere."
+        "auto", description="Format of log lines; auto means text on a terminal and json elsewhere."
     )
 
     @property
     def is_local(self) -> bool:
-        """Whether it listens on the loopback interface, where only this machine reaches it."""
+        """Whether the service listens on the loopback interface, which only this machine can reach."""
         return is_loopback(self.host)
 
     @field_validator("allowed_hosts", mode="before")
@@ -219,36 +199,34 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Settings:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("found one of tls_cert and tls_key; TLS needs both.")
+            raise ValueError("found only one of --tls-cert and --tls-key; TLS needs both.")
         if self.tls_ca is not None and self.tls_cert is None:
-            raise ValueError("found tls_ca without tls_cert and tls_key; only with TLS do clients show one.")
+            raise ValueError(
+                "found --tls-ca without --tls-cert and --tls-key; clients present certificates only with TLS."
+            )
         return self
 
     @model_validator(mode="after")
     def _only_the_machine_itself_needs_no_token(self) -> Settings:
         if self.auth == "none" and not self.is_local:
             raise ValueError(
-                f"found auth none and host {self.host}; without tokens everybody who reaches it could run "
-                f"code on its agents, so it must be 127.0.0.1. Use tokens: zbv-service token create."
+                f"found --auth none and --host {self.host}; without tokens anyone who can reach the service "
+                f"could run code on its agents, so the host must be 127.0.0.1. Create a token instead: "
+                f"zbv-service token create."
             )
         return self
 
     @model_validator(mode="after")
-    def _leases_outlive_heartbeats(self) -> Settings:
-        if self.heartbeat_seconds > self.lease_seconds / 2:
-            raise ValueError(
-                f"found heartbeat_seconds {self.heartbeat_seconds:g} and lease_seconds "
-                f"{self.lease_seconds:g}; "
-                f"a lease must last at least two heartbeats, or healthy searches are taken away."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _agents_outlive_heartbeats(self) -> Settings:
-        if self.agent_heartbeat_seconds > self.agent_timeout_seconds / 3:
-            raise ValueError(
-                f"found agent_heartbeat_seconds {self.agent_heartbeat_seconds:g} and agent_timeout_seconds "
-                f"{self.agent_timeout_seconds:g}; the timeout must last at least three heartbeats, or "
-                f"healthy agents are lost."
-            )
+    def _several_heartbeats_fit(self) -> Settings:
+        lengths = (
+            ("heartbeat_seconds", "lease_seconds", 2, "other services take over healthy searches"),
+            ("agent_heartbeat_seconds", "agent_timeout_seconds", 3, "healthy agents are lost"),
+        )
+        for beat, limit, count, otherwise in lengths:
+            found, longest = getattr(self, beat), getattr(self, limit)
+            if found > longest / count:
+                raise ValueError(
+                    f"found {beat} {found:g} and {limit} {longest:g}; {limit} must be at least {count} times "
+                    f"{beat}, or {otherwise}."
+                )
         return self

@@ -1,3 +1,264 @@
-"""Plans zero-bubble V schedules: a library, and the ``zbv`` command."""
+"""Plans zero-bubble V schedules for pipeline-parallel training.
 
-from zbv_solver._version import __version__ as __version__
+The library in five lines::
+
+    import zbv_solver as zbv
+
+    plan = zbv.plan(zbv.load_problem("problem.json"), effort="standard")
+    print(plan.metrics.span, plan.metrics.lower_bound, plan.rank(0))
+    plan.save("plan.json")
+
+A problem gives the costs of its stages (:class:`Problem`), or of a model's layers that zbv cuts into stages
+(:class:`LayeredProblem`). Every function except :func:`compare` takes both. docs/formats.md describes the
+documents. Importing the package is fast: functions import their dependencies when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zbv_solver._version import __version__
+from zbv_solver.errors import (
+    ContradictedBound,
+    InfeasibleMemory,
+    InvalidInput,
+    InvalidPlan,
+    Issue,
+    MissingDependency,
+    ZbvError,
+)
+
+if TYPE_CHECKING:
+    from zbv_solver.frontiers.frontier import FrontierPoint
+    from zbv_solver.plans.orders import Orders
+    from zbv_solver.plans.plan import Baseline, Metrics, Plan
+    from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
+    from zbv_solver.problem.problem import Problem
+    from zbv_solver.search.claims import CheckedPlan
+    from zbv_solver.search.options import Effort
+    from zbv_solver.search.pipeline import Progress
+
+__all__ = [
+    "Baseline",
+    "CheckedPlan",
+    "ContradictedBound",
+    "FrontierPoint",
+    "InfeasibleMemory",
+    "InvalidInput",
+    "InvalidPlan",
+    "Issue",
+    "LayeredProblem",
+    "Metrics",
+    "MissingDependency",
+    "Orders",
+    "Plan",
+    "Problem",
+    "Progress",
+    "ZbvError",
+    "__version__",
+    "check",
+    "compare",
+    "frontier",
+    "load_plan",
+    "load_problem",
+    "parse",
+    "plan",
+]
+
+_HOMES = {
+    "Baseline": "plans.plan",
+    "CheckedPlan": "search.claims",
+    "FrontierPoint": "frontiers.frontier",
+    "LayeredProblem": "problem.layered_problem",
+    "Metrics": "plans.plan",
+    "Orders": "plans.orders",
+    "Plan": "plans.plan",
+    "Problem": "problem.problem",
+    "Progress": "search.pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def parse(document: Any) -> AnyProblem:
+    """A problem from a decoded JSON document.
+
+    Raises
+    ------
+    InvalidInput
+        With one issue per broken rule.
+    """
+    from zbv_solver.problem.reading import parse_any_problem
+
+    return parse_any_problem(document)
+
+
+def load_problem(path: str | Path) -> AnyProblem:
+    """Read a problem file.
+
+    Raises
+    ------
+    InvalidInput
+        When the file is not JSON or breaks a rule.
+    OSError
+        When the file cannot be read.
+    """
+    from zbv_solver.problem.reading import load_problem
+
+    return load_problem(path)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read and verify a plan file.
+
+    Raises
+    ------
+    InvalidInput
+        When the file is not JSON or not a plan.
+    InvalidPlan
+        When the orders cannot be executed, or a stated metric is wrong.
+    OSError
+        When the file cannot be read.
+    """
+    from zbv_solver.search.assemble import load_plan
+
+    _show_plans_in_notebooks()
+    return load_plan(path)
+
+
+def plan(
+    problem: AnyProblem,
+    effort: Effort = "standard",
+    *,
+    time_limit: float | None = None,
+    seed: int = 0,
+    workers: int = 1,
+    on_progress: Callable[[Progress], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    start_from: Plan | None = None,
+) -> Plan:
+    """Search a plan, prove a lower bound, and verify the plan.
+
+    The same problem, effort and seed give the same plan on every machine, unless ``time_limit`` or
+    ``cancelled`` ends the search early.
+
+    Parameters
+    ----------
+    effort
+        ``"quick"``, ``"standard"`` or ``"thorough"``; ``zbv plan --help`` says how long they take.
+    time_limit
+        Seconds; None is no limit.
+    workers
+        Threads. Their number does not change the plan.
+    on_progress
+        Called with every better plan or bound.
+    cancelled
+        Polled twenty times a second from another thread. When it returns True, the best plan so far is
+        returned.
+    start_from
+        A plan of the same problem to improve.
+
+    Raises
+    ------
+    InvalidInput
+        When an option is out of range.
+    InfeasibleMemory
+        When no plan fits the memory limit.
+    InvalidPlan
+        When ``start_from`` is a plan of another problem.
+    ContradictedBound
+        When the plan undercuts the lower bound, which is a bug in zbv.
+    """
+    from zbv_solver.search.options import SearchOptions
+    from zbv_solver.search.search import search
+
+    _show_plans_in_notebooks()
+    options = SearchOptions(effort, time_limit, seed, workers)
+    return search(problem, options, on_progress, cancelled, start_from)
+
+
+def check(document: Any, problem: AnyProblem | None = None, *, prove: bool = False) -> CheckedPlan:
+    """Verify a decoded plan document, and list which of its claims are verified.
+
+    Parameters
+    ----------
+    problem
+        The problem that the plan must be for; None accepts the plan's own problem.
+    prove
+        Prove the stated lower bounds again, which may take as long as a thorough search. Otherwise lower
+        bounds are listed as not verified.
+
+    Raises
+    ------
+    InvalidInput
+        When the document is not a plan, or is a plan for another problem.
+    InvalidPlan
+        When a claim is false, or a lower bound cannot be proved.
+    """
+    from zbv_solver.search.claims import check_plan
+
+    return check_plan(document, problem, prove=prove)
+
+
+def compare(problem: Problem) -> tuple[Baseline, ...]:
+    """What the classical schedules achieve on a problem: GPipe, 1F1B, eager and interleaved 1F1B, and ZB-H1.
+
+    They ignore the memory limit; :attr:`Baseline.fits` says which of them keep it. Every plan has them as
+    ``plan.baselines``.
+    """
+    from zbv_solver.search.assemble import compare
+
+    return compare(problem)
+
+
+def frontier(
+    problem: AnyProblem,
+    effort: Effort = "quick",
+    *,
+    time_limit: float | None = None,
+    seed: int = 0,
+    workers: int = 1,
+) -> tuple[FrontierPoint, ...]:
+    """The best plan within every memory limit, from the smallest feasible one to twice the memory of 1F1B.
+
+    Parameters
+    ----------
+    effort, time_limit, seed, workers
+        As in :func:`plan`, for the search at every limit.
+
+    Raises
+    ------
+    InvalidInput
+        When an option is out of range, or when the problem's stages or layers hold no memory.
+    ContradictedBound
+        When a plan undercuts a lower bound, which is a bug in zbv.
+    """
+    from zbv_solver.frontiers.frontier import frontier_points
+    from zbv_solver.search.options import SearchOptions
+    from zbv_solver.search.search import search
+
+    _show_plans_in_notebooks()
+    options = SearchOptions(effort, time_limit, seed, workers)
+    return frontier_points(problem, lambda limited: search(limited, options))
+
+
+def _show_plans_in_notebooks() -> None:
+    """Let plans draw themselves. A plan cannot import what draws it: `export` is built on `plans`."""
+    from zbv_solver.plans import plan as plans
+
+    if plans.notebook_html is None:
+        from zbv_solver.export import notebook
+
+        plans.notebook_html = notebook.plan_html

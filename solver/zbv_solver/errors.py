@@ -1,29 +1,29 @@
-"""The planner's errors, drawn at one place.
+"""All errors that the planner raises on purpose.
 
 ::
 
     ZbvError
     ├── InvalidInput         a document breaks a rule (exit status 2, HTTP 422)
     ├── InfeasibleMemory     no plan can fit the memory limit (exit status 3)
-    ├── InvalidPlan          an order that is incomplete, deadlocks, or overflows memory
+    ├── InvalidPlan          an order is incomplete, deadlocks or exceeds memory, or a claim is false
     ├── ContradictedBound    a verified plan undercuts a lower bound: a bug in zbv (exit status 70)
-    └── MissingDependency    a part that is not installed here
+    └── MissingDependency    an optional package is not installed
 
-Every message says what was found, what the rule is, and what to do.
+Messages state what was found, the rule, and what to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MOST_ISSUES = 100
-"""Broken rules of a document that an error lists one by one."""
+"""Most broken rules that one error lists."""
 
 
 class ZbvError(Exception):
-    """Root of every error the planner raises on purpose."""
+    """Base class of all errors that the planner raises on purpose."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,20 @@ class Issue:
     Attributes
     ----------
     pointer
-        RFC 6901 JSON pointer into the document, ``""`` for the whole of it.
+        RFC 6901 JSON pointer into the document, ``""`` for the whole document.
     detail
         What was found, the rule, and the remedy, in one or two sentences.
+    source
+        The file or the command-line flag that the document comes from; empty if unknown.
     """
 
     pointer: str
     detail: str
+    source: str = ""
 
     def __str__(self) -> str:
-        return f"{self.pointer or '(document)'}: {self.detail}"
+        place = ": ".join(filter(None, (self.source, self.pointer)))
+        return f"{place or '(document)'}: {self.detail}"
 
 
 class InvalidInput(ZbvError):
@@ -51,12 +55,12 @@ class InvalidInput(ZbvError):
     Attributes
     ----------
     issues
-        The first broken rules, at most ``MOST_ISSUES``: a document that breaks thousands of them repeats one
-        mistake, and it must not cost a gigabyte to say so.
+        The first broken rules, at most ``MOST_ISSUES``, so that the report of a document with millions of
+        mistakes stays small.
     more
-        How many others there are.
+        Number of broken rules that are not listed.
     is_partial
-        Whether checking stopped before the end, so that there may be even more.
+        Whether validation stopped early, so that there may be even more.
     """
 
     def __init__(self, issues: Sequence[Issue], more: int = 0, is_partial: bool = False):
@@ -66,24 +70,29 @@ class InvalidInput(ZbvError):
         super().__init__(" ".join([*map(str, self.issues), *([self.rest] if self.rest else [])]))
 
     def __reduce__(self) -> tuple[type[InvalidInput], tuple[tuple[Issue, ...], int, bool]]:
-        # Exceptions with their own constructor do not cross process pools without this.
+        # Needed to pickle an exception whose constructor takes other arguments.
         return type(self), (self.issues, self.more, self.is_partial)
 
     @property
     def rest(self) -> str:
-        """How many broken rules ``issues`` leaves out, as a sentence; empty where it has all of them."""
+        """A sentence with the number of broken rules that are not listed; empty when all are listed."""
         if not self.more:
             return ""
         return f"And at least {self.more} more." if self.is_partial else f"And {self.more} more."
 
     @classmethod
     def at(cls, pointer: str, detail: str) -> InvalidInput:
-        """The error for a single broken rule."""
+        """An error with a single broken rule."""
         return cls([Issue(pointer, detail)])
 
     def below(self, prefix: str) -> InvalidInput:
-        """The same error for a document that was nested at ``prefix`` in a larger one."""
-        issues = [Issue(prefix + issue.pointer, issue.detail) for issue in self.issues]
+        """The same error for a document that is nested at the pointer ``prefix`` of a larger one."""
+        issues = [replace(issue, pointer=prefix + issue.pointer) for issue in self.issues]
+        return InvalidInput(issues, self.more, self.is_partial)
+
+    def found_in(self, source: str) -> InvalidInput:
+        """The same error, naming the file or flag that holds the mistake."""
+        issues = [replace(issue, source=source) for issue in self.issues]
         return InvalidInput(issues, self.more, self.is_partial)
 
 
@@ -95,11 +104,13 @@ class InfeasibleMemory(ZbvError):
     smallest
         The smallest feasible limit of every rank, in the problem's memory unit.
     ranks
-        The ranks whose limit is below it.
+        The ranks whose limit is below ``smallest``.
     of_cut
-        Whether layers were to be cut: ``smallest`` is then of the cut whose worst rank lacks least.
+        Whether the problem was given by layers: ``smallest`` then belongs to the cut that comes closest to
+        fitting.
     is_proved
-        Whether no plan exists; otherwise none was found, which only cuts for the loop placement leave open.
+        Whether it is proved that no plan exists. False only for layers on the loop placement, where the
+        search for a fitting cut is not exhaustive.
     """
 
     def __init__(
@@ -117,10 +128,10 @@ class InfeasibleMemory(ZbvError):
         more = f" and {len(self.ranks) - 4} more ranks" if len(self.ranks) > 4 else ""
         what = "the smallest feasible limit per rank is"
         if of_cut:
-            what = "the cut that lacks least needs, per rank,"
+            what = "the closest cut would need, per rank,"
         begin, end = "no plan fits", ""
         if not is_proved:
-            begin, end = "no plan was found that fits", " That no other cut fits is not proved."
+            begin, end = "found no plan that fits", " It is not proved that no other cut fits."
         super().__init__(
             f"{begin} memory.limit ({shown}{more}). A rank must hold its static memory and the forwards of "
             f"one microbatch on all of its stages; {what} {[_plain(value) for value in smallest]}.{end}"
@@ -133,14 +144,14 @@ class InfeasibleMemory(ZbvError):
 
 
 class InvalidPlan(ZbvError):
-    """The order of a plan cannot be executed as the problem demands, or states wrong metrics."""
+    """The orders of a plan cannot be executed within the problem's rules, or the plan makes a false claim."""
 
 
 class ContradictedBound(ZbvError):
     """A verified plan undercuts a lower bound by more than rounding, so one of the two is wrong.
 
-    The caller did nothing wrong: this is a bug in zbv. No plan is returned, because its
-    certificate could be false.
+    This is a bug in zbv, not a mistake of the caller. No plan is returned, because its certificate could be
+    false.
 
     Attributes
     ----------
@@ -167,7 +178,7 @@ class ContradictedBound(ZbvError):
 
 
 class MissingDependency(ZbvError):
-    """A command needs a package that this installation was made without."""
+    """A command needs a package that is not installed."""
 
 
 def _plain(value: float) -> float | int:

@@ -25,7 +25,7 @@ def finding(value: float, interval: tuple[float, float] | None, rule: Rule, limi
         ("below beyond noise", 0.9, (0.8, 1.02), "missed by 0.02"),
     ],
 )
-def test_the_rule_says_which_end_of_the_interval_is_judged(
+def test_the_rule_selects_the_end_of_the_interval(
     rule: Rule, value: float, interval: tuple[float, float], verdict: str
 ) -> None:
     found = finding(value, interval, rule)
@@ -47,7 +47,7 @@ def test_a_missed_target_is_reported_with_the_target_and_the_excess() -> None:
     assert document["target"] == {"limit": 5.0, "rule": "at most"}
 
 
-def test_quantiles_are_values_that_were_measured() -> None:
+def test_quantiles_are_measured_values() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [quantile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
     assert quantile([7.0], 0.99) == 7.0

@@ -1,4 +1,4 @@
-"""The soak: its independent model, what it checks, and that it notices a wrong bound."""
+"""The soak test: its independent model and its checks; it notices a wrong bound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def quiet(line: str) -> None:
     """Says nothing."""
 
 
-def test_a_short_run_finds_nothing_and_says_what_it_did(tmp_path: Path) -> None:
+def test_a_short_run_finds_no_contradiction_and_prints_its_counts(tmp_path: Path) -> None:
     ended = soak(SEED, tmp_path, problems=6, say=quiet)
     assert ended.found is None
     assert ended.tally.problems.total() == 6
@@ -34,7 +34,7 @@ def test_a_short_run_finds_nothing_and_says_what_it_did(tmp_path: Path) -> None:
     assert "6 problems" in summary(ended)
 
 
-def test_a_wrong_bound_stops_it_with_a_file_whose_replay_fails(
+def test_a_wrong_bound_stops_the_run_and_the_replay_of_its_file_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true = bounds.lower_bound
@@ -81,7 +81,7 @@ def test_enumeration_and_cp_sat_agree_on_the_optimum() -> None:
     assert agreed > 5
 
 
-def test_an_order_is_timed_as_the_formats_say() -> None:
+def test_an_order_is_timed_as_documented() -> None:
     """Two ranks, one microbatch, a transfer of 1/2 each way; the span of rank 0 alone is its window."""
     document: dict[str, Any] = {
         "pp_degree": 2,

@@ -34,7 +34,7 @@ def blocks(page: Path) -> Iterator[str]:
 
 
 def calls(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Program and arguments of every call of ours, also inside pipes, substitutions and launchers."""
+    """Program and arguments of every call of our commands, also inside pipes, substitutions and launchers."""
     for line in blocks(page):
         for program, arguments in CALL.findall(re.sub(r"\s#.*", "", line)):
             words = shlex.split(arguments)

@@ -6,6 +6,7 @@ import html
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,15 @@ def test_the_reference_contains_every_command_operation_and_public_name(site: Pa
     for name in ("zbv plan", "zbv refit", "zbv-service token create", "zbv-worker agent"):
         assert f"usage: {name} " in shown("commands.html")
     assert "PUT /v1/agents/{agent_id}/runs" in shown("http.html")
-    assert "zbv_service.client.AsyncClient" in shown("python.html")
+    python = shown("python.html")
+    for package in ("zbv_solver", "zbv_service.client", "zbv_worker.model"):
+        names = [name for name in import_module(package).__all__ if not name.startswith("_")]
+        assert [name for name in names if f"{package}.{name}" not in python] == []
+
+
+def test_no_page_replaces_one_that_sphinx_makes(site: Path) -> None:
+    assert not {"search", "genindex", "py-modindex"} & {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert "Search and bounds" in (site / "index.html").read_text(encoding="utf-8")
 
 
 def test_every_export_format_is_documented() -> None:

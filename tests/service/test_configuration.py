@@ -66,13 +66,16 @@ def test_every_setting_is_a_flag_and_a_variable_and_the_flag_wins(
     ("flags", "complaint"),
     [
         (["--tls-cert", "x.pem"], "TLS needs both"),
-        (["--tls-ca", "x.pem"], "only with TLS"),
-        (["--host", "0.0.0.0", "--auth", "none"], "found auth none and host 0.0.0.0"),
+        (["--tls-ca", "x.pem"], "clients present certificates only with TLS"),
+        (["--host", "0.0.0.0", "--auth", "none"], "found --auth none and --host 0.0.0.0"),
         (["--database", "zbv.db"], "must be a database URL"),
-        (["--max-connections", "0"], "max_connections: found 0; "),
+        (
+            ["--max-connections", "0"],
+            "--max-connections (ZBV_MAX_CONNECTIONS): found 0; must be greater than or equal to 1.",
+        ),
     ],
 )
-def test_wrong_settings_are_said_at_once(
+def test_a_wrong_setting_is_an_error_that_names_the_flag(
     flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *flags]) == 2

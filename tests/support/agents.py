@@ -61,7 +61,7 @@ class AgentProcess:
 
     def step(self, run_id: str) -> int:
         """Where its one rank is by its own account, which needs no service."""
-        (path,) = (self.folder / "state" / run_id / "0").glob("place-*.json")
+        (path,) = (self.folder / "state" / run_id / "0").glob("progress-*.json")
         return int(json.loads(path.read_text())["step"] or 0)
 
     def descendants(self) -> dict[int, str]:

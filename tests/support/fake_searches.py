@@ -1,7 +1,7 @@
-"""Searches under a test's control; search processes import this module.
+"""Searches that a test controls; search processes import this module.
 
-Each is a :class:`zbv_service.searches.executors.task.SearchFunction`. The test talks to it by files in the directory
-that ``ZBV_TEST_DIRECTORY`` names.
+Each is a :class:`zbv_service.searches.executors.task.SearchFunction`. The test controls it
+with files in the directory that ``ZBV_TEST_DIRECTORY`` names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def directory() -> Path:
 
 
 def stages_of(question: Question) -> Problem:
-    """What was asked; layers are cut evenly."""
+    """The problem; layers are divided evenly into stages."""
     if isinstance(question, Problem):
         return question
     placement = question.placements[0]
@@ -41,7 +42,7 @@ def stages_of(question: Question) -> Problem:
 
 
 def orders_of(problem: Problem) -> Orders:
-    """One microbatch after the other: always valid."""
+    """One microbatch after the other, which is always valid."""
     ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
     rank_of, stages = problem.placement.rank_of, range(problem.n_stages)
     for j in range(problem.microbatches):
@@ -53,7 +54,7 @@ def orders_of(problem: Problem) -> Orders:
 
 
 def plan_of(problem: Problem, method: str = "fake") -> Plan:
-    """A plan whose stated metrics are made up: only for what the service does around plans."""
+    """A plan with invented metrics, for tests that do not depend on them."""
     peak = problem.smallest_limit
     metrics = Metrics(8.0, 8.0, 0.5, peak, 4.0, 1.0, "feasible")
     return Plan(problem, orders_of(problem), metrics, provenance=Provenance(method))
@@ -69,150 +70,129 @@ class FakeProgress:
     problem: Problem
 
 
-def immediate(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
-    """Ends at once."""
-    return plan_of(stages_of(problem))
-
-
-def honest(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
-    """Ends at once, and states what its plan really achieves."""
-    return make_plan(stages_of(problem), orders_of(stages_of(problem)), method="honest")
-
-
-def held(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
-    """Reports one incumbent, then waits for the file ``release`` or for cancellation."""
-    here = directory()
-    (here / f"started-{os.getpid()}").write_text(f"workers {options['workers']}")
-    if incumbent is not None:
-        orders = incumbent.orders if isinstance(incumbent, Plan) else incumbent
-        (here / "resumed").write_text("\n".join(orders.text(0)))
-    stages = stages_of(problem)
-    on_progress(FakeProgress(9.0, 4.0, 1.25, "held", orders_of(stages), stages))
-    until = time.monotonic() + DEADLINE
-    while not (here / "release").exists() and not cancelled():
-        if time.monotonic() > until:
-            raise TimeoutError("the test neither released nor cancelled its search.")
-        time.sleep(0.01)
-    return plan_of(stages_of(problem), "cancelled" if cancelled() else "released")
-
-
-def deaf(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
-    """Never asks whether it is cancelled."""
-    return held(problem, options, on_progress, lambda: False, incumbent)
-
-
-def dying(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
-    """Dies by SIGKILL while there is a file ``die-N`` left, each of which it uses up; then ends."""
-    here = directory()
-    fatal = sorted(here.glob(f"die-{problem.microbatches}-*"))
-    if fatal:
-        fatal[0].unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return plan_of(stages_of(problem))
-
-
-def broken(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
-    """Fails with an error that is nobody's input."""
-    raise ZeroDivisionError("secret detail")
-
-
-def tight(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
-    """Finds that nothing fits."""
-    raise InfeasibleMemory((9.0,) * problem.pp_degree, (8.0,) * problem.pp_degree)
-
-
-def contradicted(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
-    """Fails as the library does when a plan undercuts a bound; notes every start."""
-    (directory() / f"started-{time.monotonic_ns()}").touch()
-    raise ContradictedBound(problem_json(stages_of(problem)), 7.0, 8.0, "cp-sat")
-
-
-def undercutting(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
-    """Reports a bound, and after the file ``release`` a plan that undercuts it; states the bound no more."""
-    stages = stages_of(problem)
-    on_progress(FakeProgress(9.0, 8.5, 0.5 / 8.5, "first", orders_of(stages), stages))
-    until = time.monotonic() + DEADLINE
-    while not (directory() / "release").exists():
-        if time.monotonic() > until:
-            raise TimeoutError("the test did not release its search.")
-        time.sleep(0.01)
-    on_progress(FakeProgress(8.0, 8.0, 0.0, "second", orders_of(stages), stages))
-    while not cancelled() and time.monotonic() < until:
-        time.sleep(0.01)
-    return plan_of(stages)
-
-
 @dataclass(frozen=True)
-class InDirectory:
-    """A fake whose directory is told to it, not inherited: for processes that were there before the test."""
+class Arguments:
+    """The arguments of a search; layers are already divided into stages."""
 
-    search: SearchFunction
-    directory: Path
+    problem: Problem
+    options: dict[str, Any]
+    on_progress: Callable[[ProgressLike], None]
+    cancelled: Callable[[], bool]
+    incumbent: Orders | Plan | None
 
-    def __call__(
-        self,
+
+def fake(search: Callable[[Arguments], Plan]) -> SearchFunction:
+    """A search function that calls ``search`` with its arguments as one object."""
+
+    @wraps(search)
+    def call(
         problem: Question,
         options: dict[str, Any],
         on_progress: Callable[[ProgressLike], None],
         cancelled: Callable[[], bool],
         incumbent: Orders | Plan | None,
     ) -> Plan:
+        return search(Arguments(stages_of(problem), options, on_progress, cancelled, incumbent))
+
+    return call
+
+
+@fake
+def immediate(given: Arguments) -> Plan:
+    """Ends at once."""
+    return plan_of(given.problem)
+
+
+@fake
+def honest(given: Arguments) -> Plan:
+    """Ends at once; its plan has its true metrics."""
+    return make_plan(given.problem, orders_of(given.problem), method="honest")
+
+
+@fake
+def held(given: Arguments) -> Plan:
+    """Reports one plan, then waits for the file ``release`` or for cancellation."""
+    return hold(given)
+
+
+def hold(given: Arguments) -> Plan:
+    """Does what :func:`held` describes."""
+    here = directory()
+    (here / f"started-{os.getpid()}").write_text(f"workers {given.options['workers']}")
+    if given.incumbent is not None:
+        orders = given.incumbent.orders if isinstance(given.incumbent, Plan) else given.incumbent
+        (here / "resumed").write_text("\n".join(orders.text(0)))
+    given.on_progress(FakeProgress(9.0, 4.0, 1.25, "held", orders_of(given.problem), given.problem))
+    until = time.monotonic() + DEADLINE
+    while not (here / "release").exists() and not given.cancelled():
+        if time.monotonic() > until:
+            raise TimeoutError("the test neither released nor cancelled its search.")
+        time.sleep(0.01)
+    return plan_of(given.problem, "cancelled" if given.cancelled() else "released")
+
+
+@fake
+def deaf(given: Arguments) -> Plan:
+    """Ignores cancellation."""
+    return hold(replace(given, cancelled=lambda: False))
+
+
+@fake
+def dying(given: Arguments) -> Plan:
+    """Removes one file ``die-M-*`` and kills its process; ends normally when there is no such file."""
+    here = directory()
+    fatal = sorted(here.glob(f"die-{given.problem.microbatches}-*"))
+    if fatal:
+        fatal[0].unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plan_of(given.problem)
+
+
+@fake
+def broken(given: Arguments) -> Plan:
+    """Fails with an error that the input did not cause."""
+    raise ZeroDivisionError("secret detail")
+
+
+@fake
+def tight(given: Arguments) -> Plan:
+    """Finds that no plan fits the memory limit."""
+    raise InfeasibleMemory((9.0,) * given.problem.pp_degree, (8.0,) * given.problem.pp_degree)
+
+
+@fake
+def contradicted(given: Arguments) -> Plan:
+    """Fails as the library does when a plan is better than a bound; records every start."""
+    (directory() / f"started-{time.monotonic_ns()}").touch()
+    raise ContradictedBound(problem_json(given.problem), 7.0, 8.0, "cp-sat")
+
+
+@fake
+def undercutting(given: Arguments) -> Plan:
+    """Reports a bound, and after the file ``release`` a plan that is better, with another bound."""
+    stages = given.problem
+    given.on_progress(FakeProgress(9.0, 8.5, 0.5 / 8.5, "first", orders_of(stages), stages))
+    until = time.monotonic() + DEADLINE
+    while not (directory() / "release").exists():
+        if time.monotonic() > until:
+            raise TimeoutError("the test did not release its search.")
+        time.sleep(0.01)
+    given.on_progress(FakeProgress(8.0, 8.0, 0.0, "second", orders_of(stages), stages))
+    while not given.cancelled() and time.monotonic() < until:
+        time.sleep(0.01)
+    return plan_of(stages)
+
+
+@dataclass(frozen=True)
+class InDirectory:
+    """A fake that sets its directory itself, for processes that started before the test."""
+
+    search: SearchFunction
+    directory: Path
+
+    def __call__(self, *arguments: Any) -> Plan:
         os.environ["ZBV_TEST_DIRECTORY"] = str(self.directory)
-        return self.search(problem, options, on_progress, cancelled, incumbent)
+        return self.search(*arguments)
 
 
 BY_NAME: dict[str, SearchFunction] = {
@@ -227,4 +207,4 @@ BY_NAME: dict[str, SearchFunction] = {
     "undercutting": undercutting,
     "solver": solver_search,
 }
-"""The last is no fake: for what only the solver's answers show."""
+"""The last one is the solver's search, for tests that need real plans."""

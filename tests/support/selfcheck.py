@@ -15,7 +15,7 @@ import json
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -232,19 +232,6 @@ def run_in_threads(
     if failures:
         raise failures[0]
     return found, sum(losses.values()) / problem.microbatches
-
-
-def relative_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Largest over the parameters of |found - reference| / |reference| (norms); inf when one is missing."""
-    if found.keys() != reference.keys():
-        return float("inf")
-    return max(
-        (
-            float((found[name] - right).norm() / right.norm().clamp_min(1e-12))
-            for name, right in reference.items()
-        ),
-        default=0.0,
-    )
 
 
 def _gradients(modules: Iterable[nn.Module]) -> Gradients:

@@ -1,17 +1,17 @@
-"""The worker's errors, drawn at one place.
+"""All errors of the worker.
 
 ::
 
     WorkerError
-    ├── InvalidRun          what was asked for cannot be run (exit status 2)
-    ├── Disagreement        the ranks were started with different plans or models
+    ├── InvalidRun          the run is impossible with this input (exit status 2)
+    ├── Disagreement        the ranks were started with different plans or models (exit status 2)
     ├── Superseded          a newer generation has taken over the checkpoint directory
     ├── ChannelTimeout      a peer did not deliver within the timeout
     ├── PeerLost            the connection to a peer broke
-    ├── NotFinite           a loss or a gradient is infinite or not a number
-    └── ModelError          a model broke the protocol of zbv_worker.model
+    ├── NotFinite           a loss or a gradient is infinite or NaN
+    └── ModelError          a model violated the protocol of zbv_worker.model
 
-A message names the rank it comes from, the action that could not go on, and the peer it waited for.
+A message names the rank, the action that could not continue, and the peer that the rank waited for.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_NOT_THEIRS = re.compile(r"[/\\](torch|zbv_worker)[/\\](?!models[/\\])")
-"""Files in which an error of a model's code may come up, and which are not the model's."""
+_NOT_USER_CODE = re.compile(r"[/\\](torch|zbv_worker)[/\\](?!models[/\\])")
+"""Files that appear in tracebacks of errors in a model's code, but are not the model's."""
 
 
 class WorkerError(Exception):
-    """Root of every error the worker raises on purpose. The ranks' process group is unusable afterwards."""
+    """Base of the worker's own errors. The ranks' process group is unusable afterwards."""
 
 
 class InvalidRun(WorkerError):
-    """What was asked for cannot be run: found, rule, remedy."""
+    """The run is impossible with this input; the message has the finding, the rule and the remedy."""
 
 
 class Disagreement(WorkerError):
@@ -44,7 +44,7 @@ class Superseded(WorkerError):
 
 
 class ChannelTimeout(WorkerError):
-    """A peer did not deliver, or did not take delivery, within the timeout."""
+    """A peer did not send, or did not receive, within the timeout."""
 
 
 class PeerLost(WorkerError):
@@ -52,23 +52,23 @@ class PeerLost(WorkerError):
 
 
 class NotFinite(WorkerError):
-    """A loss or a gradient is infinite or not a number, and the run is to fail then."""
+    """A loss or a gradient is infinite or NaN, and the run must fail then."""
 
 
 class ModelError(WorkerError):
-    """A model's stage returned something that the protocol of :mod:`zbv_worker.model` does not allow."""
+    """A model violated the protocol of :mod:`zbv_worker.model`."""
 
 
-def said(error: WorkerError) -> int:
-    """Print an error as commands do; returns the exit status: 2 where trying again would give the same."""
-    print(f"zbv-worker: {error}", file=sys.stderr, flush=True)  # noqa: T201 - what a command says
+def print_error(error: WorkerError) -> int:
+    """Print an error; returns the exit status: 2 if a retry with the same input is pointless, else 1."""
+    print(f"zbv-worker: {error}", file=sys.stderr, flush=True)  # noqa: T201 - output of a command
     return 2 if isinstance(error, InvalidRun | Disagreement) else 1
 
 
-def raised(error: BaseException) -> str:
-    """An error of somebody else's code in one line: what it is, what it says, and where it comes from."""
+def describe_error(error: BaseException) -> str:
+    """Summarise an error of a model's code in one line: class, message and location."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _NOT_THEIRS.search(frame.filename)]
+    theirs = [frame for frame in frames if not _NOT_USER_CODE.search(frame.filename)]
     where = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
     (first, *_) = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first.rstrip('. ')}{where}"
@@ -76,7 +76,7 @@ def raised(error: BaseException) -> str:
 
 @contextmanager
 def naming_errors(rank: int, what: str) -> Iterator[None]:
-    """Gives a transport's errors the worker's names where no action is under way."""
+    """Convert a transport's errors to the worker's, outside of actions."""
     try:
         yield
     except TimeoutError as error:

@@ -11,11 +11,12 @@ from zbv_solver.measure.rank_trace import RankTraceDocument
 
 from zbv_service.api.openapi_extras import enrich
 from zbv_service.api.openapi_security import describe
-from zbv_service.documents.shared import CompareRequest, PlanDocument, RankDocument, SearchRequest
 from zbv_service.errors import ProblemDetails
-from zbv_service.problems.documents import CheckRequest, EstimateRequest
+from zbv_service.plans.documents import PlanDocument, RankDocument
+from zbv_service.problems.documents import CheckRequest, CompareRequest, EstimateRequest
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, NodeEnd, RankEvents
 from zbv_service.runs.documents import PlanChange, RunRequest
+from zbv_service.searches.documents import SearchRequest
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (

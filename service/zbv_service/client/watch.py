@@ -1,4 +1,4 @@
-"""State of waiting for a search: what is known so far, and how long to wait for more. This module sends
+"""State of waiting for a search: its last known state, and how long to wait for the next. This module sends
 nothing."""
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from zbv_solver import __version__
 
 from zbv_service.client.flags import apply_credentials
 from zbv_service.client.tokens import CredentialsUnusable
-from zbv_service.commands.ending import EPILOG, FAILED, WRONG_INPUT, Stop
+from zbv_service.commands.ending import EPILOG, FAILED, INTERRUPTED, WRONG_INPUT, Stop
 from zbv_service.commands.openapi import add_openapi
 from zbv_service.commands.run import add_run
 from zbv_service.commands.serve import add_serve
@@ -34,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"zbv-service: {error}", file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away; Python must not complain about it at exit either.
+        # The reader of the output is gone. Without this, Python would report the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return status
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zbv-service",
-        description="Plans zero-bubble V schedules as a service.",
+        description="Plan zero-bubble V schedules as a service, and run them on agents.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

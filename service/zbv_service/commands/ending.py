@@ -1,13 +1,16 @@
-"""How a command ends."""
+"""How a command ends: its exit status and its error message."""
 
 from __future__ import annotations
 
+import signal
+
 DONE, FAILED, WRONG_INPUT, INFEASIBLE = 0, 1, 2, 3
-"""Exit statuses; 0, 2 and 3 are those of ``zbv``."""
+"""Exit statuses. ``zbv`` has the same, except for FAILED."""
+INTERRUPTED = 128 + signal.SIGINT
 
 EPILOG = """\
 exit status: 0 done; 1 the service cannot be reached or failed; 2 the input is wrong;
-3 no plan fits the memory limit."""
+3 no plan fits the memory limit; 130 interrupted."""
 
 
 class Stop(Exception):
@@ -19,7 +22,7 @@ class Stop(Exception):
 
 
 class WrongInput(Stop):
-    """The command's input is wrong; the message says what to do."""
+    """Ends a command because its input is wrong. The message names the flag or file and says what to do."""
 
     def __init__(self, message: str):
         super().__init__(WRONG_INPUT, message)

@@ -1,4 +1,4 @@
-"""``zbv-service openapi``: the API's OpenAPI document."""
+"""``zbv-service openapi``: print the API's OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from zbv_service.commands.ending import DONE
 def add_openapi(commands: Any) -> None:
     """Add the command."""
     openapi = commands.add_parser(
-        "openapi", help="print the API's OpenAPI document", description="Print the API's OpenAPI document."
+        "openapi",
+        help="print the API's OpenAPI document",
+        description="Print the API's OpenAPI document (JSON).",
+        epilog="example: zbv-service openapi > openapi.json",
     )
     openapi.set_defaults(run=_openapi)
 

@@ -1,13 +1,12 @@
-"""``zbv-service run``: have a service run a plan or a problem, and follow it to its end.
+"""``zbv-service run``: start a run of a plan or a problem in a service, and follow it to its end.
 
-It needs what the thin client needs: neither the web framework nor torch. The run belongs to the service, so
-it goes on when this command ends.
+The command needs neither the web framework nor torch. The run belongs to the service, so it continues when
+the command ends.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -15,18 +14,19 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.ending import FAILED, Stop, WrongInput
-from zbv_service.commands.files import read_json, require_finite
-from zbv_service.commands.refusals import stop_of
+from zbv_service.commands.arguments import finite, json_object
+from zbv_service.commands.connection import connected, refused
+from zbv_service.commands.ending import DONE, FAILED, INTERRUPTED, Stop, WrongInput
+from zbv_service.commands.files import read_json
+from zbv_service.commands.submit import add_effort
 
 if TYPE_CHECKING:
     from zbv_service.client import Client, Run
 
-SUCCEEDED = 0
 POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 5.0
 AWAY_SECONDS = 300.0
-"""How long a service that does not answer is waited for; the run itself does not need it meanwhile."""
+"""How long to wait for a service that does not answer. Meanwhile the run continues without it."""
 
 _EXAMPLES = """\
 examples:
@@ -36,12 +36,12 @@ examples:
   zbv-service run --plan 5f3c… --model mypackage.models:gpt --model-args '{"layers": 8}' --nodes 2 --steps 10
 
 exit status: 0 the run succeeded; 1 it failed or was cancelled, or the service cannot be reached;
-2 the input is wrong."""
+2 the input is wrong; 130 interrupted, and the run continues."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A flag that is an option of the run of the same name."""
+    """A flag for the run option of the same name."""
 
     flag: str
     help: str
@@ -49,64 +49,91 @@ class Option:
 
     @property
     def name(self) -> str:
-        """As the API calls it."""
+        """The option's name in the API."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
 _OPTIONS = (
-    Option("--backend", "gloo for CPUs, nccl for GPUs (default gloo)", {"choices": ("gloo", "nccl")}),
-    Option("--timeout", "longest wait for a tensor (default 120)", {"type": float, "metavar": "SECONDS"}),
-    Option("--threads", "compute threads per rank on CPU", {"type": int, "metavar": "N"}),
-    Option("--data-parallel", "replicas of the pipeline (default 1)", {"type": int, "metavar": "N"}),
+    Option("--backend", "gloo for CPUs, nccl for GPUs (default: gloo)", {"choices": ("gloo", "nccl")}),
+    Option(
+        "--timeout",
+        "how long a rank waits for a tensor (default: 120)",
+        {"type": finite, "metavar": "SECONDS"},
+    ),
+    Option("--threads", "compute threads per rank on CPUs", {"type": int, "metavar": "N"}),
+    Option("--data-parallel", "replicas of the pipeline (default: 1)", {"type": int, "metavar": "N"}),
     Option(
         "--shard",
-        "shard parameters and optimizer over the replicas",
+        "shard parameters and optimizer state over the replicas",
         {"action": "store_const", "const": True},
     ),
     Option(
         "--precision",
-        "of the computation (default float32)",
+        "precision of the computation (default: float32)",
         {"choices": ("float32", "bfloat16", "float16")},
     ),
-    Option("--clip-norm", "largest norm of the whole gradient", {"type": float, "metavar": "NORM"}),
+    Option("--clip-norm", "clip the norm of the whole gradient to this", {"type": finite, "metavar": "NORM"}),
     Option(
         "--non-finite",
-        "what to do with a step whose loss or gradients are not finite (default fail)",
+        "what to do with a step whose loss or gradients are not finite (default: fail)",
         {"choices": ("fail", "skip", "continue")},
     ),
     Option("--evaluate-every", "steps between evaluations", {"type": int, "metavar": "N"}),
-    Option("--retries", "how often a failure is tried again (default 3)", {"type": int, "metavar": "N"}),
+    Option(
+        "--retries",
+        "how often to restart the run after a failure (default: 3)",
+        {"type": int, "metavar": "N"},
+    ),
     Option(
         "--replan",
-        "what to do when measured costs call for another plan (default off)",
+        "when measured costs favour another plan: switch to it, suggest it, or do nothing (default: off)",
         {"choices": ("auto", "ask", "off")},
     ),
     Option(
         "--replan-threshold",
-        "by which share costs must differ (default 0.05)",
-        {"type": float, "metavar": "SHARE"},
+        "relative difference between measured and planned costs that starts replanning (default: 0.05)",
+        {"type": finite, "metavar": "SHARE"},
     ),
 )
-_SUCH_AS = "give a JSON object such as '{\"layers\": 8}'."
+_SEARCH = ("effort", "time_limit", "seed")
+_SOURCES = {
+    "/plan_id": "--plan",
+    "/model/factory": "--model",
+    "/model/arguments": "--model-args",
+    "/model/seed": "--model-seed",
+    "/nodes": "--nodes",
+    "/steps": "--steps",
+    **{f"/options/{option.name}": option.flag for option in _OPTIONS},
+    "/options/checkpoint/directory": "--checkpoint-dir",
+    "/options/checkpoint/every": "--checkpoint-every",
+    **{f"/search_options/{name}": f"--{name.replace('_', '-')}" for name in _SEARCH},
+}
+"""The flags from which the parts of the request come."""
 
 
 def add_run(commands: Any) -> None:
     """Add the command."""
     run = commands.add_parser(
         "run",
-        help="have a service run a plan on its agents",
-        description="Submit a run to a service and follow it. A problem is planned first; a plan made\n"
-        "elsewhere is imported first. Ctrl-C stops following, not the run.",
+        help="let a service run a plan on its agents",
+        description="Start a training run in a service and follow it. The service first plans a problem, "
+        "and\nfirst imports a plan file. Ctrl-C stops following; the run continues.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("file", nargs="?", help="plan or problem file (JSON); - is standard input")
-    run.add_argument("--plan", metavar="ID", help="a plan that the service has, instead of a file")
-    run.add_argument("--model", required=True, metavar="PACKAGE.MODULE:FACTORY", help="what to train")
-    run.add_argument("--model-args", default="{}", metavar="JSON", help="keyword arguments of the factory")
-    run.add_argument("--model-seed", type=int, default=0, metavar="N", help="of the model (default 0)")
-    run.add_argument("--nodes", type=int, required=True, metavar="N", help="agents to run on")
-    run.add_argument("--steps", type=int, required=True, metavar="N", help="steps to train")
+    run.add_argument("--plan", metavar="ID", help="id of a plan in the service, instead of a file")
+    run.add_argument(
+        "--model", required=True, metavar="PACKAGE.MODULE:FACTORY", help="callable that makes the model"
+    )
+    run.add_argument(
+        "--model-args", type=json_object, default={}, metavar="JSON", help="keyword arguments of the factory"
+    )
+    run.add_argument(
+        "--model-seed", type=int, default=0, metavar="N", help="random seed of the model (default: 0)"
+    )
+    run.add_argument("--nodes", type=int, required=True, metavar="N", help="number of agents to run on")
+    run.add_argument("--steps", type=int, required=True, metavar="N", help="number of training steps")
     add_server(run)
     run.add_argument(
         "--cancel-on-interrupt", action="store_true", help="Ctrl-C cancels the run instead of leaving it"
@@ -117,43 +144,48 @@ def add_run(commands: Any) -> None:
     options.add_argument(
         "--checkpoint-dir",
         metavar="DIR",
-        help="absolute path, shared by all nodes and allowed by their agents",
+        help="where to write checkpoints: an absolute path that all nodes share and their agents allow",
     )
     options.add_argument(
-        "--checkpoint-every", type=int, metavar="N", help="steps between two checkpoints (default 100)"
+        "--checkpoint-every", type=int, metavar="N", help="steps between two checkpoints (default: 100)"
     )
     search = run.add_argument_group("options of the search, for a problem and for replanning")
-    search.add_argument("--effort", choices=("quick", "standard", "thorough"))
-    search.add_argument("--time-limit", type=float, metavar="SECONDS")
-    search.add_argument("--seed", type=int)
+    add_effort(search, default=None)
+    search.add_argument("--time-limit", type=finite, metavar="SECONDS", help="end the search after this time")
+    search.add_argument("--seed", type=int, metavar="N", help="random seed of the search (default: 0)")
     run.set_defaults(run=execute)
 
 
 def execute(parsed: argparse.Namespace) -> int:
-    """Submit the run and follow it; returns the exit status.
+    """Start the run and follow it; returns the exit status.
 
     Raises
     ------
     Stop
-        When the service refuses it or cannot be reached, or flags contradict each other.
+        When the service refuses the run or cannot be reached, or flags contradict each other.
     """
-    from zbv_service.client import Client, ClientError, InvalidRequest
+    from zbv_service.client import ClientError, InvalidRequest
 
     body = request_of(parsed)
     if (parsed.file is None) == (parsed.plan is None):
         found = "neither" if parsed.plan is None else "both"
         raise WrongInput(f"found {found} of a file and --plan; give exactly one.")
     document = None if parsed.file is None else read_json(parsed.file)
-    require_finite(body, document)
-    with Client(parsed.server) as client:
+    with connected(parsed.server) as client:
+        plan_id, is_plan = parsed.plan, isinstance(document, dict) and "ranks" in document
+        if document is not None and is_plan:
+            try:
+                plan_id = client.import_plan(document)
+            except InvalidRequest as error:
+                raise refused(error, {"": parsed.file}) from None
         try:
-            run = _submit(client, body, parsed.plan, document)
+            run = client.submit_run(plan_id, **body, problem=None if is_plan else document)
         except InvalidRequest as error:
-            raise stop_of(error, "the run") from None
+            raise refused(error, {**_SOURCES, "/problem": parsed.file}) from None
         except ClientError as error:
             raise Stop(
                 FAILED,
-                f"{error} The service may have accepted the run all the same: look at {client.base_url}/runs "
+                f"{error} The service may nevertheless have started the run: check {client.base_url}/runs "
                 f"before you submit it again.",
             ) from None
         print(run.id, flush=True)  # the result, for scripts
@@ -161,16 +193,14 @@ def execute(parsed: argparse.Namespace) -> int:
 
 
 def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say, as the API's request without plan and problem; raises :class:`WrongInput`."""
+    """The API's request for the flags, without plan and problem; raises :class:`WrongInput`."""
     options = {
         option.name: getattr(parsed, option.name)
         for option in _OPTIONS
         if getattr(parsed, option.name) is not None
     }
     if parsed.checkpoint_dir is None and parsed.checkpoint_every is not None:
-        raise WrongInput(
-            "found --checkpoint-every without --checkpoint-dir; say where checkpoints are to be."
-        )
+        raise WrongInput("found --checkpoint-every without --checkpoint-dir; give both.")
     if parsed.checkpoint_dir is not None:
         if not parsed.checkpoint_dir.startswith("/"):
             raise WrongInput(
@@ -179,31 +209,14 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
             )
         every = 100 if parsed.checkpoint_every is None else parsed.checkpoint_every
         options["checkpoint"] = {"directory": parsed.checkpoint_dir, "every": every}
-    search = {
-        name: getattr(parsed, name)
-        for name in ("effort", "time_limit", "seed")
-        if getattr(parsed, name) is not None
-    }
-    try:
-        arguments = json.loads(parsed.model_args)
-    except ValueError as error:
-        raise WrongInput(f"--model-args: not JSON ({error}); {_SUCH_AS}") from None
-    if not isinstance(arguments, dict):
-        raise WrongInput(f"--model-args: found {parsed.model_args}; {_SUCH_AS}")
+    search = {name: getattr(parsed, name) for name in _SEARCH if getattr(parsed, name) is not None}
     return {
-        "model": {"factory": parsed.model, "arguments": arguments, "seed": parsed.model_seed},
+        "model": {"factory": parsed.model, "arguments": parsed.model_args, "seed": parsed.model_seed},
         "nodes": parsed.nodes,
         "steps": parsed.steps,
         "options": options,
         "search_options": search or None,
     }
-
-
-def _submit(client: Client, body: dict[str, Any], plan_id: str | None, document: Any) -> Run:
-    is_plan = isinstance(document, dict) and "ranks" in document
-    if is_plan:
-        plan_id = client.import_plan(document)
-    return client.submit_run(plan_id, **body, problem=None if is_plan else document)
 
 
 def _follow_or_leave(client: Client, run: Run, *, cancels: bool) -> int:
@@ -216,13 +229,13 @@ def _follow_or_leave(client: Client, run: Run, *, cancels: bool) -> int:
     except KeyboardInterrupt:
         token = f"$(zbv-service token show-local --server {client.base_url})"
         _say(
-            f"run {run.id} goes on; to cancel it:\n"
+            f"run {run.id} continues. To cancel it:\n"
             f'  curl -X POST -H "Authorization: Bearer {token}" {address}/cancel'
         )
-        return FAILED
+        return INTERRUPTED
     except ClientError as error:
-        raise Stop(FAILED, f"{error} The run itself needs no service; see {address} later.") from None
-    return SUCCEEDED if ended.state == "succeeded" else FAILED
+        raise Stop(FAILED, f"{error} The run continues without the service; see {address} later.") from None
+    return DONE if ended.state == "succeeded" else FAILED
 
 
 def _follow_or_cancel(client: Client, run_id: str, cancels: bool) -> Run:
@@ -231,27 +244,27 @@ def _follow_or_cancel(client: Client, run_id: str, cancels: bool) -> Run:
     except KeyboardInterrupt:
         if not cancels:
             raise
-    _say(f"cancelling run {run_id}; Ctrl-C again leaves it")
+    _say(f"cancelling run {run_id}; press Ctrl-C again to leave it")
     client.cancel_run(run_id)
     return follow(client, run_id)
 
 
 def follow(client: Client, run_id: str) -> Run:
-    """Say what happens to a run until it has ended.
+    """Print the events of a run until it ends, and return the ended run.
 
-    A service that does not answer is waited for :data:`AWAY_SECONDS`; then its error is raised.
+    Waits up to :data:`AWAY_SECONDS` for a service that does not answer, and then raises its error.
     """
     from zbv_service.client import ServiceUnreachable
 
-    last, answered, said_at, lack = 0, time.monotonic(), time.monotonic(), ""
+    last, answered, progress_at, missing = 0, time.monotonic(), time.monotonic(), ""
     while True:
         try:
-            run = client.run(run_id)  # before its events: of a run that has ended these are all
+            run = client.run(run_id)  # before the events, so that an ended run has no later ones
             events = client.run_events(run_id, last)
         except ServiceUnreachable as error:
             if time.monotonic() - answered > AWAY_SECONDS:
                 raise
-            _say(f"{error} Waiting for it; the run does not need it meanwhile.")
+            _say(f"{error} Waiting for it; the run continues meanwhile.")
             time.sleep(POLL_SECONDS)
             continue
         answered = time.monotonic()
@@ -261,18 +274,18 @@ def follow(client: Client, run_id: str) -> Run:
             last = event["id"]
         if run.is_finished:
             return run
-        if (found := run.document.get("waits_for") or "") != lack:
-            lack = found
-            if lack:
-                _say(f"waits for {lack}")
-        if answered - said_at >= PROGRESS_SECONDS and (text := progress(run)):
-            said_at = answered
+        if (found := run.document.get("waits_for") or "") != missing:
+            missing = found
+            if missing:
+                _say(f"waits for {missing}")
+        if answered - progress_at >= PROGRESS_SECONDS and (text := progress(run)):
+            progress_at = answered
             _say(text)
         time.sleep(POLL_SECONDS)
 
 
 def progress(run: Run) -> str:
-    """The last reported step of a run's slowest rank; nothing before there is one."""
+    """The last step that the slowest rank reported; empty before the first report."""
     steps = [rank["step"] for node in run.document["members"] for rank in node["ranks"]]
     known = [step for step in steps if step is not None]
     return f"last reported step {min(known)} of {run.document['steps']}" if known else ""

@@ -1,4 +1,4 @@
-"""How far a search is, on standard error: a line that changes on a terminal, plain lines elsewhere."""
+"""The progress of a search on standard error: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from zbv_service.client import Search
 
 LINE_SECONDS = 2.0
-"""Least time between two plain lines, but for a change of state and the first plan."""
+"""The shortest time between two plain lines, except for a change of state and the first plan."""
 
 
 class SearchProgress:
-    """Shows what a search has found. The bar is how near the bound is to the best plan: full is optimal."""
+    """Shows the state of a search. The bar fills as the lower bound approaches the best plan's objective."""
 
     def __init__(self, search: Search, *, is_quiet: bool = False):
         console = Console(stderr=True)
@@ -33,7 +33,7 @@ class SearchProgress:
         self._bar = Progress(*columns, console=console, transient=True, disable=not self._has_bar)
         self._task = self._bar.add_task(f"search {search.id[:8]}: {search.state}", total=1.0)
         self._stage = ("", True)
-        self._said_at = -LINE_SECONDS
+        self._printed_at = -LINE_SECONDS
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -46,29 +46,29 @@ class SearchProgress:
         self._bar.stop()
 
     def show(self, search: Search) -> None:
-        """What is known of it now."""
+        """Show the search's present state."""
         text = f"search {search.id[:8]}: {search.state}"
         if search.objective is not None:
-            text += f", {found_text(search)}"
+            text += f", {summary(search)}"
         if self._has_bar:
-            near = 0.0 if search.gap is None else 1.0 / (1.0 + search.gap)
-            self._bar.update(self._task, description=text, completed=near)
+            share = 0.0 if search.gap is None else 1.0 / (1.0 + search.gap)
+            self._bar.update(self._task, description=text, completed=share)
         elif not self._is_quiet:
             now, stage = time.monotonic(), (search.state, search.objective is None)
-            if stage != self._stage or now - self._said_at >= LINE_SECONDS:
-                self._said_at, self._stage = now, stage
+            if stage != self._stage or now - self._printed_at >= LINE_SECONDS:
+                self._printed_at, self._stage = now, stage
                 print(f"{now - self._began:7.1f} s  {text}", file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """Say something about the command itself, quiet or not: it answers a key that was pressed."""
+        """Print a message, even when quiet: it answers a key that the user pressed."""
         if self._has_bar:
             self._bar.console.print(f"zbv-service: {text}", markup=False, highlight=False)
         else:
             print(f"zbv-service: {text}", file=sys.stderr, flush=True)
 
 
-def found_text(search: Search) -> str:
-    """The best plan, the bound on every plan, the gap between them, and what found it."""
+def summary(search: Search) -> str:
+    """The best objective, the lower bound, the gap between them, and the method that found the plan."""
     parts = [] if search.objective is None else [f"objective {search.objective:.9g}"]
     if search.lower_bound is not None:
         parts.append(f"bound {search.lower_bound:.9g}")

@@ -8,11 +8,20 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zbv_service.commands.ending import DONE, FAILED, WRONG_INPUT, Stop
+from zbv_service.commands.ending import DONE, FAILED, WrongInput
 from zbv_service.commands.settings import add_flags, settings_of
 
 if TYPE_CHECKING:
     from zbv_service.settings import Settings
+
+
+_EPILOG = """\
+examples:
+  zbv-service serve
+  zbv-service serve --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem \\
+      --database postgresql://zbv@db/zbv --searches 4
+
+Every setting is also an environment variable, such as ZBV_PORT for --port. Flags take precedence."""
 
 
 def add_serve(commands: Any) -> None:
@@ -20,9 +29,10 @@ def add_serve(commands: Any) -> None:
     serve = commands.add_parser(
         "serve",
         help="run the service",
-        description="Run the service until SIGTERM or Ctrl-C. Searches that run then are finished after the "
-        "next start.",
-        epilog="Every setting is also an environment variable, such as ZBV_PORT. A flag wins.",
+        description="Run the service until SIGTERM or Ctrl-C. Searches that are interrupted then continue "
+        "after the next start.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     serve.on_use = add_flags
     serve.set_defaults(run=_serve)
@@ -30,7 +40,7 @@ def add_serve(commands: Any) -> None:
 
 def _serve(parsed: argparse.Namespace) -> int:
     settings = settings_of(parsed)
-    # Before the server takes signals over, and when it hands them back after its graceful end.
+    # These handlers apply before the server installs its own, and again after it has shut down.
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGINT, _exit)
 
@@ -40,18 +50,19 @@ def _serve(parsed: argparse.Namespace) -> int:
     logs.configure(settings.log_level, settings.log_format)
     has_token = asyncio.run(_prepare(settings))
     if not has_token and not settings.is_local:
-        raise Stop(WRONG_INPUT, _needs_token(settings))
+        raise WrongInput(_needs_token(settings))
     try:
-        # What went wrong at the start is in the log.
+        # The log explains a failed start.
         return DONE if serve(settings) else FAILED
     except CannotServe as error:
-        raise Stop(WRONG_INPUT, str(error)) from None
+        raise WrongInput(str(error)) from None
 
 
 async def _prepare(settings: Settings) -> bool:
-    """Open the database once before the server starts: its own way to fail is a traceback.
+    """Migrate the database and return whether it contains a token.
 
-    Whether somebody has a token.
+    This happens before the server starts, because the server would report an unusable database with a
+    traceback.
     """
     from zbv_service.database import Database, DatabaseUnusable, TokenTable
 
@@ -60,7 +71,7 @@ async def _prepare(settings: Settings) -> bool:
         await database.migrate()
         return await TokenTable(database).has_any()
     except DatabaseUnusable as error:
-        raise Stop(WRONG_INPUT, str(error)) from None
+        raise WrongInput(str(error)) from None
     finally:
         await database.close()
 
@@ -70,11 +81,11 @@ def _needs_token(settings: Settings) -> str:
 
     database = shown_url(settings.database)
     return (
-        f"found host {settings.host}, which others can reach, and no token in {database}. The service does "
-        f"not start there before somebody has one:\n"
+        f"--host: found {settings.host}, which other machines can reach, but there is no token in "
+        f"{database}. Create one before you start the service there:\n"
         f"  zbv-service token create --name admin --scope admin --database {database}\n"
         f"  zbv-service serve --host {settings.host} --port {settings.port} --database {database}\n"
-        f"Or let it listen on 127.0.0.1, where commands of your own need no token."
+        f"Or use --host 127.0.0.1, where your own commands need no token."
     )
 
 

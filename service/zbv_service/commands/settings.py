@@ -1,7 +1,7 @@
-"""Settings as flags, as a table, and ``zbv-service settings``: all from their one declaration.
+"""``zbv-service settings``, the flags of ``serve``, and the table of settings in the documentation.
 
-The declaration needs packages that a machine without a service does not have, so nothing is imported from it
-before a command asks.
+All come from the declaration in :mod:`zbv_service.settings`. Functions import it when they are called,
+because it needs packages that a machine with only the client does not have.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from zbv_service.commands.ending import DONE, WRONG_INPUT, Stop
+from zbv_service.commands.ending import DONE, WrongInput
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -23,12 +23,12 @@ _KINDS = {"host": "ADDRESS", "database": "URL", "cert": "FILE", "key": "FILE", "
 
 
 class Command(argparse.ArgumentParser):
-    """A command whose flags are added when it is chosen."""
+    """A command whose flags are added when it is used."""
 
     on_use: Callable[[Command], None] | None = None
 
     def parse_known_args(self, *arguments: Any, **more: Any) -> Any:
-        """Add what is still to be added, and parse."""
+        """Add the missing flags and parse."""
         if self.on_use is not None:
             add, self.on_use = self.on_use, None
             add(self)
@@ -42,7 +42,7 @@ class Declared:
     Attributes
     ----------
     default
-        As people read it.
+        As text for people.
     """
 
     name: str
@@ -53,17 +53,17 @@ class Declared:
 
     @property
     def flag(self) -> str:
-        """On the command line of ``zbv-service serve``."""
+        """The flag of ``zbv-service serve``."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """In the environment."""
+        """The environment variable."""
         return "ZBV_" + self.name.upper()
 
 
 def declared() -> Iterator[Declared]:
-    """Every setting, in the order of its declaration."""
+    """All settings, in the order of declaration."""
     from zbv_service.settings import Settings
 
     for name, field in Settings.model_fields.items():
@@ -74,7 +74,7 @@ def declared() -> Iterator[Declared]:
 
 
 def add_flags(command: argparse.ArgumentParser, *only: str) -> None:
-    """Add the flags of all settings, or of some."""
+    """Add the flags of all settings, or of those in ``only``."""
     for setting in declared():
         if only and setting.name not in only:
             continue
@@ -88,7 +88,7 @@ def add_flags(command: argparse.ArgumentParser, *only: str) -> None:
 
 
 def settings_of(parsed: argparse.Namespace) -> Settings:
-    """The settings that flags, variables and defaults give; raises :class:`Stop`."""
+    """The settings from flags, variables and defaults; raises :class:`WrongInput`."""
     from pydantic import ValidationError
 
     from zbv_service.settings import Settings
@@ -97,12 +97,12 @@ def settings_of(parsed: argparse.Namespace) -> Settings:
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        lines = [f"  {_place(entry)}{entry['msg'].removeprefix('Value error, ')}" for entry in error.errors()]
-        raise Stop(WRONG_INPUT, "\n".join(["a setting is wrong (flag or ZBV_ variable):", *lines])) from None
+        lines = [f"{_place(entry)}{_rule(entry)}" for entry in error.errors()]
+        raise WrongInput("\n  ".join(lines)) from None
 
 
 def markdown() -> str:
-    """The table of all settings in ``docs/configuration.md``."""
+    """The table in ``docs/configuration.md``."""
     lines = [
         "| setting | flag of `serve` | variable | default | meaning |",
         "| --- | --- | --- | --- | --- |",
@@ -122,9 +122,10 @@ def add_settings(commands: Any) -> None:
     command = commands.add_parser(
         "settings",
         help="show every setting of the service",
-        description="Show every setting, with the value that variables and defaults give it here.",
+        description="Show every setting with its value from the environment, or else its default.",
+        epilog="example: ZBV_SEARCHES=8 zbv-service settings",
     )
-    command.add_argument("--markdown", action="store_true", help="as the table in docs/configuration.md")
+    command.add_argument("--markdown", action="store_true", help="print the table of docs/configuration.md")
     command.set_defaults(run=_show)
 
 
@@ -165,5 +166,12 @@ def _metavar(setting: Declared) -> str:
 
 
 def _place(entry: Any) -> str:
-    where = ".".join(map(str, entry["loc"]))
-    return f"{where}: found {entry['input']!r}; " if where else ""
+    if not entry["loc"]:  # a rule about several settings, whose message names them
+        return ""
+    name = str(entry["loc"][0])
+    return f"--{name.replace('_', '-')} (ZBV_{name.upper()}): found {entry['input']!r}; "
+
+
+def _rule(entry: Any) -> str:
+    text = str(entry["msg"]).removeprefix("Value error, ").replace("Input should", "must", 1)
+    return f"{text.rstrip('.')}."

@@ -1,81 +1,98 @@
-"""``zbv-service submit``: have a service plan a problem, follow the search, and write the plan."""
+"""``zbv-service submit``: let a service plan a problem, follow the search, and write the plan."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, Stop
-from zbv_service.commands.files import output, read_json, require_finite
-from zbv_service.commands.refusals import stop_of
-from zbv_service.commands.search_progress import SearchProgress, found_text
+from zbv_service.commands.arguments import finite
+from zbv_service.commands.connection import connected, refused
+from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, INTERRUPTED, Stop
+from zbv_service.commands.files import output, read_json
+from zbv_service.commands.search_progress import SearchProgress, summary
 
 if TYPE_CHECKING:
     from zbv_service.client import Client, Search
+
+_EXAMPLES = """\
+examples:
+  zbv-service submit problem.json -o plan.json
+  zbv-service submit problem.json --effort thorough --time-limit 600 -o plan.json
+  zbv-service submit problem.json --detach --server http://planner:8000
+
+"""
 
 
 def add_submit(commands: Any) -> None:
     """Add the command."""
     submit = commands.add_parser(
         "submit",
-        help="have a service plan a problem",
-        description="Submit a problem to a running service, follow the search, and write the plan. Ctrl-C\n"
-        "ends the search and keeps the best plan found; pressed again, it leaves at once, and\n"
-        "the service ends the search by itself.",
-        epilog=EPILOG,
+        help="let a service plan a problem",
+        description="Submit a problem to a running service, follow the search, and write the plan.\n"
+        "Ctrl-C ends the search and writes the best plan found. A second Ctrl-C leaves at once;\n"
+        "the service then ends the search on its own.",
+        epilog=_EXAMPLES + EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     submit.add_argument("problem", help="problem file (JSON); - is standard input")
     add_server(submit)
     submit.add_argument(
-        "-o", "--output", default="-", metavar="FILE", help="where to write the plan (default: -)"
+        "-o",
+        "--output",
+        default="-",
+        metavar="FILE",
+        help="where to write the plan (default: standard output)",
     )
+    add_effort(submit, default="standard")
+    submit.add_argument("--time-limit", type=finite, metavar="SECONDS", help="end the search after this time")
     submit.add_argument(
-        "--effort",
-        choices=("quick", "standard", "thorough"),
-        default="standard",
-        help="how hard to search (default: standard)",
+        "--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)"
     )
-    submit.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop the search after this long")
-    submit.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)")
-    submit.add_argument(
-        "--detach", action="store_true", help="print the search's id and leave it to the service"
-    )
-    submit.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors")
+    submit.add_argument("--detach", action="store_true", help="print the search's id and exit")
+    submit.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     submit.set_defaults(run=_submit)
 
 
+def add_effort(command: Any, default: str | None) -> None:
+    """Add ``--effort``."""
+    command.add_argument(
+        "--effort",
+        choices=("quick", "standard", "thorough"),
+        default=default,
+        help="how hard to search: quick mostly constructs schedules, standard also improves them, and "
+        "thorough does about ten times the work of standard (default: standard)",
+    )
+
+
 def _submit(parsed: argparse.Namespace) -> int:
-    from zbv_service.client import Client, ClientError, InvalidRequest, SearchEnded
+    from zbv_service.client import InvalidRequest, SearchEnded
 
     problem = read_json(parsed.problem)
     options = {"effort": parsed.effort, "time_limit": parsed.time_limit, "seed": parsed.seed}
-    require_finite(problem, options)
-    try:
-        with output(parsed.output) as write, Client(parsed.server) as client:
+    sources = {f"/options/{name}": f"--{name.replace('_', '-')}" for name in options}
+    with output(parsed.output) as write, connected(parsed.server) as client:
+        try:
             search = client.submit(problem, options)
-            if parsed.detach:
-                print(search.id)
-                return DONE
+        except InvalidRequest as error:
+            raise refused(error, {"/problem": parsed.problem, **sources}) from None
+        if parsed.detach:
+            print(search.id)
+            return DONE
+        try:
             found = _follow(client, search, is_quiet=parsed.quiet)
-            document = client.plan_document(str(found.plan_id))
-            write(json.dumps(document, ensure_ascii=False) + "\n")
-    except InvalidRequest as error:
-        raise stop_of(error, parsed.problem) from None
-    except SearchEnded as ended:
-        status = INFEASIBLE if ended.search.state == "infeasible" else FAILED
-        raise Stop(status, str(ended)) from None
-    except ClientError as error:
-        raise Stop(FAILED, str(error)) from None
+        except SearchEnded as ended:
+            status = INFEASIBLE if ended.search.state == "infeasible" else FAILED
+            raise Stop(status, str(ended)) from None
+        document = client.plan_document(str(found.plan_id))
+        write(json.dumps(document, ensure_ascii=False) + "\n")
     return DONE
 
 
 def _follow(client: Client, search: Search, *, is_quiet: bool) -> Search:
-    """Show a search until it has ended, and cancel it on Ctrl-C; raises what waiting raises."""
+    """Show a search until it ends, and cancel it on Ctrl-C; raises as :meth:`Client.wait` does."""
     with SearchProgress(search, is_quiet=is_quiet) as progress:
         try:
             found = client.wait(search.id, progress.show)
@@ -83,18 +100,18 @@ def _follow(client: Client, search: Search, *, is_quiet: bool) -> Search:
             found = _cancel(client, search.id, progress)
     if not is_quiet:
         address = f"{client.base_url}/plans/{found.plan_id}"
-        print(f"plan {found.plan_id}: {found_text(found)}; {address}", file=sys.stderr)
+        print(f"plan {found.plan_id}: {summary(found)}; {address}", file=sys.stderr)
     return found
 
 
 def _cancel(client: Client, search_id: str, progress: SearchProgress) -> Search:
-    progress.say("ending the search; the best plan found so far is kept. Ctrl-C again leaves at once.")
+    progress.say("ending the search and keeping the best plan found; press Ctrl-C again to leave at once.")
     try:
         client.cancel(search_id)
         return client.wait(search_id, progress.show)
     except KeyboardInterrupt:
         raise Stop(
-            128 + signal.SIGINT,
-            f"left search {search_id}, which ends by itself; its plan: GET {client.base_url}/v1/searches/"
-            f"{search_id}",
+            INTERRUPTED,
+            f"left search {search_id}, which ends on its own. For its plan: GET "
+            f"{client.base_url}/v1/searches/{search_id}",
         ) from None

@@ -1,6 +1,6 @@
-"""``zbv-service token``: make, list and revoke tokens, and get links that sign a browser in.
+"""``zbv-service token``: create, list and revoke tokens, and create links that sign a browser in.
 
-What makes and revokes works on the database itself, also while services run on it.
+``create``, ``list`` and ``revoke`` use the database directly, even while services use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.ending import DONE, FAILED, WrongInput
+from zbv_service.commands.arguments import at_least_one
+from zbv_service.commands.connection import connected
+from zbv_service.commands.ending import DONE, WrongInput
 from zbv_service.commands.files import output
 from zbv_service.commands.settings import add_flags, settings_of
 
@@ -23,13 +25,13 @@ if TYPE_CHECKING:
     from zbv_service.records.tokens import TokenRecord
 
 T = TypeVar("T")
-_SPAN = re.compile(r"([1-9]\d{0,4})([dhm])", re.ASCII)
+_DURATION = re.compile(r"([1-9]\d{0,4})([dhm])", re.ASCII)
 _UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "m": timedelta(minutes=1)}
 _SCOPES = """\
 scopes:
-  read    see searches, plans, runs, agents, traces, logs and metrics
+  read    read searches, plans, runs, agents, traces, logs and metrics
   search  start, cancel and delete searches; store plans
-  agent   be an agent: offer a node, take its work, send what its ranks measured; fetch plans
+  agent   act as an agent: offer a node, take its work, send its measurements; fetch plans
   launch  start, change and cancel runs, which execute code on agents; store plans
   admin   everything
 
@@ -38,52 +40,64 @@ examples:
   zbv-service token create --name agents --scope agent -o agents.token"""
 
 
+_SHOW_LOCAL_EXAMPLE = """\
+example:
+  curl -H "Authorization: Bearer $(zbv-service token show-local)" http://127.0.0.1:8000/v1/searches"""
+
+
 def add_token(commands: Any) -> None:
     """Add the command."""
     token = commands.add_parser(
         "token",
-        help="make, list and revoke tokens; sign a browser in",
-        description="Make, list and revoke tokens, and get links that sign a browser in.",
+        help="create, list and revoke tokens; sign a browser in",
+        description="Create, list and revoke tokens, and create links that sign a browser in.",
     )
-    of_token = token.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_create(of_token)
-    _add_list(of_token)
-    _add_revoke(of_token)
-    _add_link(of_token)
-    _add_show_local(of_token)
+    actions = token.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_create(actions)
+    _add_list(actions)
+    _add_revoke(actions)
+    _add_link(actions)
+    _add_show_local(actions)
 
 
 def _add_create(commands: Any) -> None:
     create = commands.add_parser(
         "create",
-        help="make a token",
-        description="Make a token. It is printed once, and only a hash of it is stored.",
+        help="create a token",
+        description="Create a token and print it once. The service stores only a hash of it.",
         epilog=_SCOPES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    create.add_argument("--name", required=True, help="under which its searches and runs are noted")
+    create.add_argument(
+        "--name", required=True, help="name of the token, recorded with its searches and runs"
+    )
     create.add_argument(
         "--scope",
         action="append",
         required=True,
         choices=("read", "search", "agent", "launch", "admin"),
-        help="what it may do; may be repeated",
+        help="permission; may be repeated",
     )
-    create.add_argument("--expires", metavar="TIME", help="such as 90d, 12h or 30m (default: never)")
+    create.add_argument(
+        "--expires",
+        metavar="TIME",
+        type=_duration,
+        help="lifetime such as 90d, 12h or 30m (default: unlimited)",
+    )
     create.add_argument(
         "--max-searches",
-        type=int,
+        type=at_least_one,
         metavar="N",
-        help="queued and running searches it may have (default: as the service says)",
+        help="queued and running searches it may have at a time (default: the service's limit)",
     )
     create.add_argument(
         "-o",
         "--output",
         metavar="FILE",
-        help="write it to a file that only you can read, and do not print it",
+        help="write the token to a file that only you can read instead of printing it",
     )
     create.add_argument(
-        "--if-missing", action="store_true", help="do nothing when a token that works has the name"
+        "--if-missing", action="store_true", help="do nothing when a valid token has this name"
     )
     create.on_use = _add_database
     create.set_defaults(run=_create)
@@ -91,7 +105,7 @@ def _add_create(commands: Any) -> None:
 
 def _add_list(commands: Any) -> None:
     listing = commands.add_parser(
-        "list", help="show all tokens", description="Show all tokens; never what they are."
+        "list", help="show all tokens", description="Show all tokens, without their secrets."
     )
     listing.on_use = _add_database
     listing.set_defaults(run=_list)
@@ -100,11 +114,11 @@ def _add_list(commands: Any) -> None:
 def _add_revoke(commands: Any) -> None:
     revoke = commands.add_parser(
         "revoke",
-        help="end a token",
-        description="End a token, and the browsers' sessions that were begun with it. It stops working "
-        "within about a second, in services that run, too.",
+        help="revoke a token",
+        description="Revoke a token and the browser sessions that began with it. It stops working within "
+        "about a second, even in running services.",
     )
-    revoke.add_argument("token", metavar="NAME|ID", help="as `zbv-service token list` shows them")
+    revoke.add_argument("token", metavar="NAME|ID", help="name or id from `zbv-service token list`")
     revoke.on_use = _add_database
     revoke.set_defaults(run=_revoke)
 
@@ -112,9 +126,9 @@ def _add_revoke(commands: Any) -> None:
 def _add_link(commands: Any) -> None:
     link = commands.add_parser(
         "link",
-        help="get a link that signs a browser in",
-        description="Get a link that signs one browser in, once; it may do there what the token may that "
-        "this command uses.",
+        help="create a link that signs a browser in",
+        description="Print a link that signs one browser in, once, with the permissions of this command's "
+        "token.",
     )
     add_server(link)
     link.set_defaults(run=_link)
@@ -124,7 +138,9 @@ def _add_show_local(commands: Any) -> None:
     local = commands.add_parser(
         "show-local",
         help="print the token that commands use",
-        description="Print the token that commands of yours send to a service, for others such as curl.",
+        description="Print the token that your commands send to a service, for programs such as curl.",
+        epilog=_SHOW_LOCAL_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_server(local)
     local.set_defaults(run=_show_local)
@@ -135,13 +151,11 @@ def _add_database(command: argparse.ArgumentParser) -> None:
 
 
 def _create(parsed: argparse.Namespace) -> int:
-    from zbv_service.database.tokens import NameTaken
+    from zbv_service.database.tokens import TokenNameTaken
     from zbv_service.records.tokens import NewToken
     from zbv_service.security.token_text import TokenText
 
     name, now = _name(parsed.name), datetime.now(UTC)
-    if parsed.max_searches is not None and parsed.max_searches < 1:
-        raise WrongInput(f"--max-searches: found {parsed.max_searches}; must be at least 1.")
     text = TokenText.new()
     new = NewToken(
         id=text.id,
@@ -151,22 +165,22 @@ def _create(parsed: argparse.Namespace) -> int:
         scopes=tuple(dict.fromkeys(parsed.scope)),
         created_at=now,
         max_searches=parsed.max_searches,
-        expires_at=None if parsed.expires is None else now + _span(parsed.expires),
+        expires_at=None if parsed.expires is None else now + parsed.expires,
     )
     with output("-" if parsed.output is None else parsed.output, private=True) as write:
         try:
-            _with_table(parsed, lambda table: table.add(new), makes_one=True)
-        except NameTaken:
+            _with_table(parsed, lambda table: table.add(new), creates=True)
+        except TokenNameTaken:
             if parsed.if_missing:
-                print(f"zbv-service: there is a token {name}; nothing to do", file=sys.stderr)
+                print(f"zbv-service: token {name} exists; nothing to do", file=sys.stderr)
                 return DONE
             raise WrongInput(
-                f"a token that works has the name {name}. Choose another one, or: zbv-service token revoke "
-                f"{name}"
+                f"--name: a valid token is already called {name}. Choose another name, or revoke it: "
+                f"zbv-service token revoke {name}"
             ) from None
         write(f"{text}\n")
     until = "" if new.expires_at is None else f", until {_moment(new.expires_at)}"
-    where = "shown this once" if parsed.output is None else f"in {parsed.output}"
+    where = "shown only once" if parsed.output is None else f"in {parsed.output}"
     print(
         f"zbv-service: token {name} ({text.id}) for {', '.join(new.scopes)}{until}; {where}", file=sys.stderr
     )
@@ -193,21 +207,15 @@ def _list(parsed: argparse.Namespace) -> int:
 def _revoke(parsed: argparse.Namespace) -> int:
     revoked = _with_table(parsed, lambda table: table.revoke(parsed.token))
     if not revoked:
-        raise WrongInput(f"found no token {parsed.token} that works. zbv-service token list shows them.")
+        raise WrongInput(f"found no valid token {parsed.token}. To list all tokens: zbv-service token list")
     for record in revoked:
         print(f"zbv-service: revoked token {record.name} ({record.id})", file=sys.stderr)
     return DONE
 
 
 def _link(parsed: argparse.Namespace) -> int:
-    from zbv_service.client import Client, ClientError
-
-    try:
-        with Client(parsed.server) as client:
-            print(client.sign_in_link())
-    except ClientError as error:
-        print(f"zbv-service: {error}", file=sys.stderr)
-        return FAILED
+    with connected(parsed.server) as client:
+        print(client.sign_in_link())
     return DONE
 
 
@@ -217,24 +225,24 @@ def _show_local(parsed: argparse.Namespace) -> int:
     found = tokens.find(parsed.server)
     if found is None:
         raise WrongInput(
-            f"found no token for {parsed.server}: neither ZBV_TOKEN nor ZBV_TOKEN_FILE, and no service of "
-            f"yours that listens there on this machine has left one."
+            f"found no token for {parsed.server}: neither ZBV_TOKEN nor --token-file (ZBV_TOKEN_FILE) is "
+            f"set, and no service of this user runs there on this machine."
         )
     print(found)
     return DONE
 
 
 def _with_table(
-    parsed: argparse.Namespace, act: Callable[[TokenTable], Awaitable[T]], *, makes_one: bool = False
+    parsed: argparse.Namespace, act: Callable[[TokenTable], Awaitable[T]], *, creates: bool = False
 ) -> T:
-    """Act on the tokens of the database that is meant."""
+    """Call a function with the database's tokens. Only ``creates`` may create a new SQLite file."""
     from zbv_service.database import Database, DatabaseUnusable, TokenTable
     from zbv_service.database.url import shown_url, sqlite_file
 
     url = settings_of(parsed).database
     file = sqlite_file(url)
-    if file is not None and not makes_one and not file.exists():
-        raise WrongInput(f"there is no database {shown_url(url)}. Say which with --database or ZBV_DATABASE.")
+    if file is not None and not creates and not file.exists():
+        raise WrongInput(f"--database (ZBV_DATABASE): there is no database {shown_url(url)}.")
 
     async def run() -> T:
         database = Database(url)
@@ -254,21 +262,21 @@ def _name(text: str) -> str:
     if not 1 <= len(text) <= 100 or not text.isprintable() or text != text.strip():
         raise WrongInput(f"--name: found {text!r}; must be 1 to 100 printable characters.")
     if text == "local":
-        raise WrongInput("--name: found local; that is the name of a service's own commands on its machine.")
+        raise WrongInput("--name: found local, which is reserved for commands on the service's own machine.")
     return text
 
 
-def _span(text: str) -> timedelta:
-    found = _SPAN.fullmatch(text)
+def _duration(text: str) -> timedelta:
+    found = _DURATION.fullmatch(text)
     if found is None:
-        raise WrongInput(f"--expires: found {text!r}; must be a time such as 90d, 12h or 30m.")
+        raise argparse.ArgumentTypeError(f"found {text!r}; must be a time such as 90d, 12h or 30m.")
     return int(found[1]) * _UNITS[found[2]]
 
 
 def _state(record: TokenRecord, now: datetime) -> str:
     if record.revoked_at is not None:
         return "revoked"
-    return "works" if record.is_live(now) else "expired"
+    return "valid" if record.is_live(now) else "expired"
 
 
 def _moment(at: datetime | None) -> str:

@@ -10,7 +10,7 @@ from zbv_service.database.agents import AgentTable
 from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
 from zbv_service.database.heartbeats import HeartbeatTable
 from zbv_service.database.listeners import ListenerTable
-from zbv_service.database.named_requests import NameTaken
+from zbv_service.database.named_requests import KeyReused
 from zbv_service.database.plans import PlanTable
 from zbv_service.database.retention import Keep, Retention
 from zbv_service.database.run_parts import PartTable
@@ -33,8 +33,8 @@ __all__ = [
     "DatabaseUnusable",
     "HeartbeatTable",
     "Keep",
+    "KeyReused",
     "ListenerTable",
-    "NameTaken",
     "PartTable",
     "PlanTable",
     "Retention",

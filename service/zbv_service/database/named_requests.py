@@ -11,7 +11,7 @@ from zbv_service.database.models import IdempotencyRow
 from zbv_service.records.searches import NamedRequest
 
 
-class NameTaken(Exception):
+class KeyReused(Exception):
     """The caller used the same key for a request with another address or another body."""
 
 
@@ -20,14 +20,14 @@ async def answered_with(session: AsyncSession, named: NamedRequest) -> str | Non
 
     Raises
     ------
-    NameTaken
+    KeyReused
         The earlier request had another address or body.
     """
     known = await session.get(IdempotencyRow, named.key_hash)
     if known is None or known.expires_at <= datetime.now(UTC):
         return None
     if (known.kind, known.fingerprint) != (named.kind, named.fingerprint):
-        raise NameTaken
+        raise KeyReused
     return known.resource_id
 
 

@@ -75,7 +75,7 @@ class RunTable:
         ------
         SearchGone
             The search to wait for has been discarded or cancelled in the meantime.
-        NameTaken, RunRemoved
+        KeyReused, RunRemoved
             As :meth:`of_request`.
         """
         row = RunRow(
@@ -112,7 +112,7 @@ class RunTable:
 
         Raises
         ------
-        NameTaken
+        KeyReused
             The earlier request had another address or body.
         RunRemoved
             The run was removed.

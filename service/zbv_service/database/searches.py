@@ -68,7 +68,7 @@ class SearchTable(SearchLeases):
 
         Raises
         ------
-        NameTaken, SearchDiscarded, TooManySearches
+        KeyReused, SearchDiscarded, TooManySearches
             Nothing was stored.
         """
         for _ in range(3):

@@ -14,7 +14,7 @@ from zbv_service.database.token_models import TokenRow
 from zbv_service.records.tokens import NewToken, TokenRecord
 
 
-class NameTaken(Exception):
+class TokenNameTaken(Exception):
     """A valid token already has this name."""
 
 
@@ -29,7 +29,7 @@ class TokenTable:
 
         Raises
         ------
-        NameTaken
+        TokenNameTaken
             A valid token already has this name.
         """
         values = {field.name: getattr(new, field.name) for field in fields(new)}
@@ -41,7 +41,7 @@ class TokenTable:
             )
             named = select(TokenRow.id).where(TokenRow.kind == "token", TokenRow.name == new.name, _live(now))
             if new.kind == "token" and await session.scalar(named.limit(1)) is not None:
-                raise NameTaken(new.name)
+                raise TokenNameTaken(new.name)
             session.add(row)
             await session.flush()
         return _record(row)

@@ -46,7 +46,7 @@ MAX_STAGES = 4096
 
 
 @dataclass(frozen=True)
-class Asked:
+class SubmittedPoints:
     """What became of a request for points.
 
     Attributes
@@ -125,7 +125,7 @@ class Frontiers:
 
     async def search_missing(
         self, plan: Plan, effort: str, caller: str | None, most: int | None, *, again: bool = False
-    ) -> Asked:
+    ) -> SubmittedPoints:
         """Have the points searched that nobody has, or with ``again`` all that are not proved.
 
         Raises
@@ -143,9 +143,9 @@ class Frontiers:
             except ProblemError as error:
                 if error.kind is not TOO_MANY_SEARCHES:
                     raise
-                return Asked(done - known, len(wanted) - done, known)
+                return SubmittedPoints(done - known, len(wanted) - done, known)
             known += record.state in FINISHED
-        return Asked(len(wanted) - known, 0, known)
+        return SubmittedPoints(len(wanted) - known, 0, known)
 
     async def _known(self, plan: Plan, summaries: Iterable[PlanSummary]) -> list[Known]:
         """The plan itself, and the others."""

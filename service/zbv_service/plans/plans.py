@@ -22,8 +22,8 @@ from zbv_service.database import PlanTable
 from zbv_service.documents.packing import pack_plan, unpack, unpack_text
 from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import require_size
-from zbv_service.documents.shared import ClaimDocument, ImportedPlan
 from zbv_service.errors import NOT_FOUND, ProblemError
+from zbv_service.plans.documents import ClaimDocument, ImportedPlan
 from zbv_service.records.searches import NewPlan, Page, PlanFilter, PlanSummary, Position
 from zbv_service.settings import Settings
 

@@ -13,7 +13,8 @@ from zbv_solver.problem.problem import Problem
 
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import Question, require_size, summary_of
-from zbv_service.documents.shared import ClaimDocument, ProblemSummary
+from zbv_service.documents.shared import ProblemSummary
+from zbv_service.plans.documents import ClaimDocument
 from zbv_service.problems.documents import (
     CheckRequest,
     IssueDocument,

@@ -14,7 +14,8 @@ from zbv_service.database import PlanTable
 from zbv_service.documents.packing import PackedQuestion, supported_bound, unpack
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import read_problem, require_stages
-from zbv_service.documents.shared import CompareRequest, Comparison, PlanSummaryDocument
+from zbv_service.plans.documents import PlanSummaryDocument
+from zbv_service.problems.documents import CompareRequest, Comparison
 from zbv_service.settings import Settings
 
 CACHED = 64

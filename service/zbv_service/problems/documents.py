@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from zbv_solver.documents.fields import Number
 from zbv_solver.plans.reading import BaselineDocument
 
 from zbv_service.documents.problems import QuestionDocument
-from zbv_service.documents.shared import ClaimDocument, ProblemSummary
-
-
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+from zbv_service.documents.shared import ProblemSummary, RequestDocument
+from zbv_service.plans.documents import ClaimDocument, PlanSummaryDocument
 
 Fraction = Annotated[Number, Field(gt=0, le=1000, allow_inf_nan=False)]
 
 
-class CheckRequest(_Request):
+class CheckRequest(RequestDocument):
     """A body for ``POST /v1/searches``, valid or not."""
 
     problem: Any = Field(description="A problem document.")
@@ -108,7 +104,7 @@ class ProblemCheck(BaseModel):
     plan: PlanCheck | None = Field(None, description="Null unless a plan was sent and the problem is valid.")
 
 
-class EstimateRequest(_Request):
+class EstimateRequest(RequestDocument):
     """A problem to estimate."""
 
     problem: QuestionDocument
@@ -126,7 +122,7 @@ class EstimatedPlan(BaseModel):
     method: str
 
 
-class Estimate(BaseModel):
+class ProblemEstimate(BaseModel):
     """The result of a very short search. Nothing is stored."""
 
     problem_summary: ProblemSummary
@@ -137,4 +133,21 @@ class Estimate(BaseModel):
     )
     baselines: list[BaselineDocument] = Field(
         description="As in a plan; `fits` says whether the memory limit is met."
+    )
+
+
+class CompareRequest(RequestDocument):
+    """A problem to see the classical schedules of."""
+
+    problem: QuestionDocument
+
+
+class Comparison(BaseModel):
+    """What the classical schedules achieve on a problem's model. Nothing is searched or stored."""
+
+    problem_summary: ProblemSummary
+    lower_bound: float = Field(description="No plan of the problem has a smaller objective.")
+    baselines: list[BaselineDocument] = Field(description="As in a plan; fits judges the memory limit.")
+    best: PlanSummaryDocument | None = Field(
+        description="The best stored plan of this problem, if there is one."
     )

@@ -19,7 +19,7 @@ from zbv_service.documents.packing import PackedQuestion, finite, unpack
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import read_question, require_stages
 from zbv_service.errors import INFEASIBLE_MEMORY, ProblemError, infeasible
-from zbv_service.problems.documents import Estimate, EstimateRequest
+from zbv_service.problems.documents import EstimateRequest, ProblemEstimate
 from zbv_service.problems.layer_facts import estimate_of_layers
 from zbv_service.settings import Settings
 
@@ -38,7 +38,7 @@ class Estimates:
         self._settings = settings
         self._made: Cache[dict[str, Any]] = Cache(CACHED)
 
-    async def estimate(self, body: bytes | bytearray) -> Estimate:
+    async def estimate(self, body: bytes | bytearray) -> ProblemEstimate:
         """The estimate of the problem in a request body.
 
         Raises
@@ -55,7 +55,7 @@ class Estimates:
             made = await self._made.get(asked.key, lambda: self._computations.run(make, asked.packed))
         except InfeasibleMemory as error:  # for layers, only a cut shows it
             raise _refusal(error) from None
-        return Estimate.model_validate({"problem_summary": asked.summary, **made})
+        return ProblemEstimate.model_validate({"problem_summary": asked.summary, **made})
 
 
 Estimating = Callable[[bytes], dict[str, Any]]

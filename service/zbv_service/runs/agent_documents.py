@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from zbv_service.documents.shared import NEXT, PREVIOUS
+from zbv_service.documents.shared import NEXT, PREVIOUS, RequestDocument
 from zbv_service.records.runs import (
     AgentRecord,
     AgentState,
@@ -32,11 +32,7 @@ _MAX_SLOTS = 256
 MAX_RANK_EVENTS = 100
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class AllowsDocument(_Request):
+class AllowsDocument(RequestDocument):
     """Which runs a node takes. Runs of other models or directories wait for other agents."""
 
     models: Annotated[list[Line], Field(max_length=100)] = Field(
@@ -47,7 +43,7 @@ class AllowsDocument(_Request):
     )
 
 
-class AgentRequest(_Request):
+class AgentRequest(RequestDocument):
     """A node that offers to run ranks."""
 
     id: Identifier = Field(description="Chosen at random by the agent: registering again is the same agent.")
@@ -57,8 +53,8 @@ class AgentRequest(_Request):
     slots: Annotated[int, Field(strict=True, ge=1, le=_MAX_SLOTS)] = Field(
         description="Ranks that it runs at the same time."
     )
-    devices: Annotated[list[Line], Field(max_length=_MAX_SLOTS)] = []
-    versions: Annotated[dict[Line, Line], Field(max_length=50)] = {}
+    devices: Annotated[list[Line], Field(max_length=_MAX_SLOTS)] = Field([])
+    versions: Annotated[dict[Line, Line], Field(max_length=50)] = Field({})
     allowed_models: Annotated[list[Line], Field(max_length=100)] = Field(
         [], description="The models of allows, of agents that do not send that."
     )
@@ -148,7 +144,7 @@ class WorkDocument(BaseModel):
         )
 
 
-class RankPlace(_Request):
+class RankPlace(RequestDocument):
     """Where a rank is: the step and the action that it turned to last, null before the first."""
 
     rank: Count
@@ -156,12 +152,12 @@ class RankPlace(_Request):
     action: Annotated[str, Field(max_length=32, pattern=r"^[0-9]+[FIWB][0-9]+$")] | None = None
 
 
-class Heartbeat(_Request):
+class Heartbeat(RequestDocument):
     """A sign of life."""
 
     port: Port | None = Field(None, description="A port that is free now.")
     run_id: Identifier | None = Field(None, description="The run that the agent works on.")
-    ranks: Annotated[list[RankPlace], Field(max_length=_MAX_SLOTS)] = []
+    ranks: Annotated[list[RankPlace], Field(max_length=_MAX_SLOTS)] = Field([])
 
 
 class HeartbeatAnswer(BaseModel):
@@ -177,7 +173,7 @@ class HeartbeatAnswer(BaseModel):
     )
 
 
-class FailureFacts(_Request):
+class FailureFacts(RequestDocument):
     """Where a failure happened, as far as it is known."""
 
     rank: Count | None = None
@@ -187,7 +183,7 @@ class FailureFacts(_Request):
     message: Text | None = None
 
 
-class RankFailure(_Request):
+class RankFailure(RequestDocument):
     """Why a rank ended, or why none was started (``rank`` is null then).
 
     The facts may stand here, or in ``failure``, which counts where both have one.
@@ -212,16 +208,16 @@ class RankFailure(_Request):
         }
 
 
-class NodeEnd(_Request):
+class NodeEnd(RequestDocument):
     """How a node's part of a generation ended."""
 
     run_id: Identifier
     generation: Count
     outcome: NodeOutcome
-    failures: Annotated[list[RankFailure], Field(max_length=_MAX_SLOTS)] = []
+    failures: Annotated[list[RankFailure], Field(max_length=_MAX_SLOTS)] = Field([])
 
 
-class RankEvent(_Request):
+class RankEvent(RequestDocument):
     """Something that happened on a rank and that people should know: a value that is not finite."""
 
     kind: Literal["non_finite"]
@@ -230,7 +226,7 @@ class RankEvent(_Request):
     value: Line = Field(description="nan, inf or -inf.")
 
 
-class RankEvents(_Request):
+class RankEvents(RequestDocument):
     """What happened on a rank of a generation; events that were sent before are known."""
 
     rank: Count

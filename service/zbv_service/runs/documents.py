@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from zbv_service.documents.problems import QuestionDocument
-from zbv_service.documents.shared import NEXT, PREVIOUS, OptionsDocument
+from zbv_service.documents.shared import NEXT, PREVIOUS, OptionsDocument, RequestDocument
 from zbv_service.errors import ProblemDetails
 from zbv_service.records.runs import (
     EventRecord,
@@ -26,11 +26,7 @@ MAX_NODES = 4096
 PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ModelDocument(_Request):
+class ModelDocument(RequestDocument):
     """Which model to train: all nodes must have it, and allow it."""
 
     factory: Annotated[str, Field(max_length=300, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
@@ -40,7 +36,7 @@ class ModelDocument(_Request):
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] = 0
 
 
-class RunRequest(_Request):
+class RunRequest(RequestDocument):
     """A plan to be run, or a problem whose plan is to be searched and run: exactly one of the two."""
 
     plan_id: PlanId | None = None
@@ -56,7 +52,7 @@ class RunRequest(_Request):
     options: RunOptionsDocument = RunOptionsDocument()
 
 
-class PlanChange(_Request):
+class PlanChange(RequestDocument):
     """The plan that a run is to change over to."""
 
     plan_id: PlanId

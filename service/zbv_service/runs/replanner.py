@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCosts:
     """A plan under measured costs.
 
     Attributes
@@ -60,11 +60,11 @@ class Measured:
     change: float
 
 
-def measure(plan: Plan, known: Problem, traces: tuple[RankTrace, ...]) -> Measured:
+def measure(plan: Plan, known: Problem, traces: tuple[RankTrace, ...]) -> MeasuredCosts:
     """A plan under the costs of its traces, held against the costs that are known; takes a while."""
     problem = refit(plan.problem, traces)
     before, now = objective_of(known, plan), objective_of(problem, plan)
-    return Measured(problem, now, max(relative_change(before, now), largest_change(known, problem)))
+    return MeasuredCosts(problem, now, max(relative_change(before, now), largest_change(known, problem)))
 
 
 def _patience(searches: int) -> int:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from zbv_service.database import NameTaken
+from zbv_service.database import KeyReused
 from zbv_service.errors import IDEMPOTENCY_KEY_IN_USE, IDEMPOTENCY_KEY_REUSED, ProblemError
 from zbv_service.records.searches import NamedRequest, RequestKind
 
@@ -65,7 +65,7 @@ class NamedRequests:
         self._in_flight.add(key_hash)
         try:
             yield lambda fingerprint: NamedRequest(key_hash, fingerprint, expires_at, self._kind)
-        except NameTaken:
+        except KeyReused:
             raise ProblemError(
                 IDEMPOTENCY_KEY_REUSED,
                 "This Idempotency-Key came with another body or to another address before; a new request "

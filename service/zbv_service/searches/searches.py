@@ -21,7 +21,7 @@ from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooM
 from zbv_service.documents.packing import pack, unpack, unpack_text
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import Question, parse_question, question_json, read_question, summary_of
-from zbv_service.documents.shared import OptionsDocument, SearchRequest
+from zbv_service.documents.shared import OptionsDocument
 from zbv_service.errors import (
     NOT_FOUND,
     SEARCH_DISCARDED,
@@ -30,6 +30,7 @@ from zbv_service.errors import (
     ProblemError,
 )
 from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position, SearchFilter, SearchRecord
+from zbv_service.searches.documents import SearchRequest
 from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings

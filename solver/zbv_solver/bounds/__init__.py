@@ -12,18 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
+from zbv_solver.bounds.directions import directions
 from zbv_solver.bounds.quick import one_machine_bounds
-from zbv_solver.bounds.ramps import machine_bound, ramp_bound, through_bound
-from zbv_solver.bounds.sides import Side, sides
-from zbv_solver.bounds.windows import Windows, windows
+from zbv_solver.bounds.ramps import Window, machine_bound, other_rank_bound, ramp_bound
 from zbv_solver.problem.problem import Problem
 
-__all__ = ["Bound", "Windows", "lower_bound", "windows"]
+__all__ = ["Bound", "BoundEffort", "lower_bound"]
 
-FloatArray = NDArray[np.float64]
 BoundEffort = Literal["quick", "full"]
 
 HEADS = 50_000
@@ -53,8 +48,8 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full") -> Bound:
     if effort == "quick":
         return best
     by_strength = sorted(range(problem.pp_degree), key=lambda rank: -quick[rank])
-    windows_of = _makespan_bounds if problem.objective == "makespan" else _span_bounds
-    return max([best, *windows_of(problem, by_strength)], key=lambda bound: bound.value)
+    full = _makespan_bounds if problem.objective == "makespan" else _span_bounds
+    return max([best, *full(problem, by_strength)], key=lambda bound: bound.value)
 
 
 def _known(problem: Problem) -> int:
@@ -64,38 +59,27 @@ def _known(problem: Problem) -> int:
 
 
 def _makespan_bounds(problem: Problem, ranks: list[int]) -> list[Bound]:
-    forwards, backwards = sides(problem)
-    n = _known(problem)
-    heads, tails = forwards.heads(0, True, n), backwards.heads(0, True, n)
-    return [
-        bound
-        for rank in ranks
-        for bound in _rank_bounds(forwards, backwards, heads, tails, rank, problem.microbatches)
-    ]
+    window = Window.of(*directions(problem), None, _known(problem), problem.microbatches)
+    return [bound for rank in ranks for bound in _rank_bounds(window, rank)]
 
 
 def _span_bounds(problem: Problem, ranks: list[int]) -> list[Bound]:
-    forwards, backwards = sides(problem)
+    forwards, backwards = directions(problem)
     n = _known(problem)
     bounds = []
     for rank in ranks[: max(1, HEADS // (4 * problem.n_stages * n))]:
-        origin = int(forwards.stages[rank, 0])
-        heads, tails = forwards.heads(origin, False, n), backwards.heads(origin, False, n)
-        bounds += _rank_bounds(forwards, backwards, heads, tails, rank, problem.microbatches)
+        window = Window.of(forwards, backwards, rank, n, problem.microbatches)
+        bounds += _rank_bounds(window, rank)
         for other in range(problem.pp_degree):
             if other != rank:
-                value = through_bound(forwards, backwards, heads, tails, other, problem.microbatches)
+                value = other_rank_bound(window, other)
                 bounds.append(Bound(value, f"ramps of rank {other} in the span of rank {rank}"))
     return bounds
 
 
-def _rank_bounds(
-    forwards: Side, backwards: Side, heads: FloatArray, tails: FloatArray, rank: int, m: int
-) -> list[Bound]:
+def _rank_bounds(window: Window, rank: int) -> list[Bound]:
     """Bounds of one rank's window; Jackson's needs the heads and tails of all microbatches."""
-    ramps = ramp_bound(forwards, backwards, heads, tails, rank, m)
-    bounds = [Bound(ramps, f"load and ramps of rank {rank}")]
-    if heads.shape[2] == m:
-        value = machine_bound(forwards, heads, tails, rank)
-        bounds.append(Bound(value, f"one-machine bound of rank {rank} with memory"))
+    bounds = [Bound(ramp_bound(window, rank), f"load and ramps of rank {rank}")]
+    if window.heads.shape[2] == window.microbatches:
+        bounds.append(Bound(machine_bound(window, rank), f"one-machine bound of rank {rank} with memory"))
     return bounds

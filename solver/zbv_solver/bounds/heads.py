@@ -1,341 +1,369 @@
-"""Heads: how early every action can start, from paths, loads and memory together.
+"""Heads: the earliest start of every operation, from paths, loads and memory together.
 
-The proofs are in PROOFS.md, section 2: Lemmas 10 to 17. A kernel's docstring names its lemma.
+The proofs are in PROOFS.md, section 2: Lemmas 10 to 17. The docstring of a kernel names its lemma.
 
-Kernels sweep a :class:`~zbv_solver.bounds.sides.Side` microbatch by microbatch; a head depends only on
-heads of smaller index and of earlier stages of the same microbatch, so one sweep is the fixed point. Four
-arguments raise a head, each on every rank, so that a wait of one rank reaches the others:
+Kernels sweep a :class:`~zbv_solver.bounds.directions.Direction` microbatch by microbatch. A head depends
+only on heads of a smaller index and of earlier stages of the same microbatch, so one sweep reaches the fixed
+point. Four arguments raise a head, each on every rank, so that a wait on one rank reaches the others:
 
-*Path.* A microbatch's actions follow each other, and so do the actions of a stage.
+*Path.* The operations of a microbatch follow each other, and so do the operations of a stage.
 
-*Room.* The k+1 cells begun on the chunks up to the action's own hold what they have not given back; so
-enough completions must come first, and the earliest of all possible ones say when.
+*Releases.* The k+1 cells that have begun on a chunk and the chunks outside it hold memory. What exceeds the
+capacity must have been released before, and the earliest possible releases say when.
 
-*Safety.* A rank full of firsts of an outer chunk can never run the innermost chunk again, where all
-completions begin. So ``first(c, k)`` comes after ``first(innermost, k - reach)``, and
-``second(innermost, k)`` after ``second(c, k - reach)``.
+*Safety.* A rank that is full of cells of an outer chunk can never run its innermost chunk again, where all
+releases begin. So ``up(c, k)`` comes after ``up(innermost, k - in_flight(c))``, and ``down(innermost, k)``
+after ``down(c, k - in_flight(c))``.
 
-*Load.* Some work must precede an action on its rank. What of it can have been done before a time t, by the
-heads and by the memory (:func:`fill`), leaves a rest to be done from t on: the one-machine bound (Carlier
-1982) with a knapsack of memory in it. The t's are the window's origin and the heads of microbatch 0 on the
-rank: there the ramp has its gaps, and more of them gained nothing in experiments.
+*Load.* Some work must precede an operation on its rank. The heads and the memory bound how much of it can be
+done before a time t (:func:`knapsack`); the rank does the rest from t on. This is the one-machine bound
+(Carlier 1982) with a knapsack of memory in it. The times t are the window's origin and the heads of
+microbatch 0 on the rank: the ramp has its gaps there, and more times gained nothing in experiments.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.bounds.directions import (
+    DOWN,
+    FREED_BY_DOWN,
+    FREED_BY_REST,
+    HELD,
+    HELD_BY_REST,
+    REST_AFTER,
+    REST_BEFORE,
+    UP,
+    Direction,
+)
+from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
 
-FIRST, SECOND, PRE, POST = range(4)
-"""Rows of ``work``; the first three also of required counts. Heads have cell ends in row 2."""
-HOLD, HOLD_PRE, FREE_SECOND, FREE_POST = range(4)
-"""Rows of ``hold``."""
-END = 2
+CELL_END = 2
+"""Row of heads, after UP and DOWN: the earliest end of a cell."""
 
 EVER = -1e300
 """Head of what the window does not bound."""
 
 
+class Sweep(NamedTuple):
+    """What a sweep knows so far; kernels write into it.
+
+    Attributes
+    ----------
+    heads
+        (3, S, m): rows UP, DOWN and CELL_END; inf while unknown.
+    rank, chunk
+        (S,) of a stage.
+    known
+        (p,) number of times t that a rank looks at.
+    times, counts, freed
+        (p, 2c + 1), (p, 2c + 1, 2, c) and (p, 2c + 1): the times, how many operations of every kind and chunk
+        have a head before each, and what is released by then.
+    taken, given
+        (p, c, 2, c) and (p, c, 2): the state of :func:`_releases`, kept from k to k + 1.
+    need
+        (3, c): operations of every kind and chunk that must precede the one looked at.
+    scratch
+        (2, 2c), of :func:`knapsack`.
+    """
+
+    heads: FloatArray
+    rank: IntArray
+    chunk: IntArray
+    known: IntArray
+    times: FloatArray
+    counts: IntArray
+    freed: FloatArray
+    taken: IntArray
+    given: FloatArray
+    need: IntArray
+    scratch: FloatArray
+
+
 @compiled
 def sweep(
-    work: FloatArray,
-    hold: FloatArray,
-    gap: FloatArray,
-    stages: IntArray,
-    room: FloatArray,
-    reach: IntArray,
-    price: FloatArray,
-    own: IntArray,
-    origin: int,
-    everywhere: bool,
-    m: int,
+    direction: Direction, origin: int, everywhere: bool, m: int
 ) -> FloatArray:  # pragma: no cover - compiled
-    """Heads (3, S, m) of the first m firsts and seconds of every stage, and the earliest ends of its cells.
+    """Heads (3, S, m) of the first m up and down operations of every stage, and the ends of its cells.
 
     Lemmas 10, 11, 12, 13, 14, 16 and 17.
 
-    ``origin`` is the stage whose first action opens the window; with ``everywhere`` no rank has an action
-    before that, otherwise only the stage's own rank has none. Read backwards, other ranks' pres (their W's)
-    may so lie beyond the window, as many as their memory lets wait.
+    ``origin`` is the stage whose first operation opens the window. With ``everywhere`` no rank runs anything
+    before that; without, this holds for the stage's own rank only. In reverse, W's of other ranks may then
+    lie beyond the window, as many as their memory lets wait.
     """
-    p, chunks = stages.shape
-    n = p * chunks
-    heads = np.full((3, n, m), np.inf)
-    home, layer = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    p, c = direction.stages.shape
+    n = p * c
+    state = Sweep(
+        np.full((3, n, m), np.inf),
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(p, np.int64),
+        np.zeros((p, 2 * c + 1)),
+        np.zeros((p, 2 * c + 1, 2, c), np.int64),
+        np.zeros((p, 2 * c + 1)),
+        np.zeros((p, c, 2, c), np.int64),
+        np.zeros((p, c, 2)),
+        np.zeros((3, c), np.int64),
+        np.zeros((2, 2 * c)),
+    )
+    _fill_in(direction, state, origin, everywhere)
+    return state.heads
+
+
+@compiled_leaf
+def _fill_in(
+    direction: Direction, state: Sweep, origin: int, everywhere: bool
+) -> None:  # pragma: no cover - compiled
+    """Write the heads, in the order in which operations depend on each other."""
+    p, chunks = direction.stages.shape
+    n, m = state.heads.shape[1], state.heads.shape[2]
     for r in range(p):
         for c in range(chunks):
-            home[stages[r, c]], layer[stages[r, c]] = r, c
-    # Per rank: times t; how many of every kind and chunk have a head before t; what is given back by t.
-    times = np.zeros((p, 2 * chunks + 1))
-    counts = np.zeros((p, 2 * chunks + 1, 2, chunks), np.int64)
-    freed = np.zeros((p, 2 * chunks + 1))
-    known = np.zeros(p, np.int64)
+            state.rank[direction.stages[r, c]], state.chunk[direction.stages[r, c]] = r, c
     for r in range(p):
-        known[r] = 1 if everywhere or r == home[origin] else 0
-    taken = np.zeros((p, chunks, 2, chunks), np.int64)
-    given = np.zeros((p, chunks, 2))
-    given[:, :, 1] = EVER
-    need = np.zeros((3, chunks), np.int64)
-    scratch = np.zeros((4, 2 * chunks))
+        # Where nothing runs before the origin, time 0 is one of the times t.
+        state.known[r] = 1 if everywhere or r == state.rank[origin] else 0
+    state.given[:, :, 1] = EVER
     for k in range(m):
         for position in range(2 * n):
-            kind = FIRST if position < n else SECOND
-            stage = position if kind == FIRST else 2 * n - 1 - position
-            r, c = home[stage], layer[stage]
-            head = _path(heads, work, gap, home, layer, kind, stage, k)
-            if kind == FIRST:
+            kind = UP if position < n else DOWN
+            stage = position if kind == UP else 2 * n - 1 - position
+            r, c = state.rank[stage], state.chunk[stage]
+            head = _path(direction, state, kind, stage, k)
+            if kind == UP:
                 if stage == origin:
                     head = max(head, 0.0)
-                head = max(
-                    head, _room(heads, work[r], hold[r], stages[r], room[r], taken[r, c], given[r, c], c, k)
-                )
-            head = max(head, _safe(heads, work[r], stages[r], reach[r], kind, c, k))
-            _require(hold[r], room[r], reach[r], own[r], kind, c, k, need)
-            head = max(head, _after(heads, work[r], stages[r], need, kind, c))
-            extra = price[r] * _lacking(hold[r], room[r], need, c if kind == FIRST else chunks - 1, k)
-            load = extra + _load(work[r], need)
-            for i in range(known[r]):
-                if times[r, i] + load > head:
-                    left = load - _done(
-                        work[r],
-                        hold[r],
-                        room[r] + freed[r, i] * (1 + AMOUNT_ROUNDING),
-                        times[r, i],
-                        counts[r, i],
-                        need,
-                        extra,
-                        scratch,
-                    )
-                    if left > TINY * load:
-                        head = max(head, times[r, i] + left)
-            heads[kind, stage, k] = head
-            if kind == SECOND:
-                heads[END, stage, k] = _cell_end(heads, work[r], own[r], stage, c, k)
-            _note(heads, work[r], hold[r], kind, stage, c, k, times[r], counts[r], freed[r], known[r])
+                head = max(head, _releases(direction, state, r, c, k))
+            head = max(head, _safety(direction, state, kind, r, c, k))
+            _require(direction, state.need, kind, r, c, k)
+            head = max(head, _after_required(direction, state, kind, r, c))
+            head = _load(direction, state, r, c if kind == UP else chunks - 1, k, head)
+            state.heads[kind, stage, k] = head
+            if kind == DOWN:
+                state.heads[CELL_END, stage, k] = _cell_end(direction, state, stage, k)
+            _count(direction, state, kind, stage, k)
             if k == 0 and head > 0:
-                _open(heads, work[r], hold[r], stages[r], head, known[r], times[r], counts[r], freed[r])
-                known[r] += 1
-    return heads
+                _add_time(direction, state, r, head)
 
 
-@compiled
+@compiled_leaf
 def _path(
-    heads: FloatArray,
-    work: FloatArray,
-    gap: FloatArray,
-    home: IntArray,
-    layer: IntArray,
-    kind: int,
-    stage: int,
-    k: int,
+    direction: Direction, state: Sweep, kind: int, stage: int, k: int
 ) -> float:  # pragma: no cover - compiled
-    """After the previous action of the stage and kind, and the microbatch's previous action: Lemma 10."""
+    """After the stage's previous operation of the kind, and the microbatch's previous operation: Lemma 10."""
+    heads, work, rank, chunk = state.heads, direction.work, state.rank, state.chunk
     head: float = EVER
     if k > 0:
-        head = heads[kind, stage, k - 1] + work[home[stage], kind, layer[stage]]
-    if kind == FIRST and stage > 0:
-        before, lag, of = stage - 1, gap[stage - 1], FIRST
-    elif kind == SECOND and stage < len(home) - 1:
-        before, lag, of = stage + 1, gap[stage], SECOND
-    elif kind == SECOND:
-        before, lag, of = stage, 0.0, FIRST
+        head = heads[kind, stage, k - 1] + work[rank[stage], kind, chunk[stage]]
+    if kind == UP and stage > 0:
+        before, latency, previous = stage - 1, direction.latency[stage - 1], UP
+    elif kind == DOWN and stage < len(rank) - 1:
+        before, latency, previous = stage + 1, direction.latency[stage], DOWN
+    elif kind == DOWN:
+        before, latency, previous = stage, 0.0, UP
     else:
         return head
-    return max(head, float(heads[of, before, k] + work[home[before], of, layer[before]] + lag))
+    end = heads[previous, before, k] + work[rank[before], previous, chunk[before]]
+    return max(head, float(end + latency))
 
 
-@compiled
-def _safe(
-    heads: FloatArray, work: FloatArray, stages: IntArray, reach: IntArray, kind: int, c: int, k: int
+@compiled_leaf
+def _safety(
+    direction: Direction, state: Sweep, kind: int, r: int, c: int, k: int
 ) -> float:  # pragma: no cover - compiled
-    """Safety, see the module's docstring: Lemma 12."""
-    last = len(stages) - 1
+    """See *Safety* in the module's docstring: Lemma 12."""
+    heads, work, stages = state.heads, direction.work[r], direction.stages[r]
+    in_flight = direction.in_flight[r]
+    innermost = len(stages) - 1
     head: float = EVER
-    if kind == FIRST and c < last and k >= reach[c]:
-        head = heads[FIRST, stages[last], k - reach[c]] + work[FIRST, last]
-    if kind == SECOND and c == last:
-        for j in range(last):
-            if k >= reach[j]:
-                head = max(head, heads[SECOND, stages[j], k - reach[j]] + work[SECOND, j])
+    if kind == UP and c < innermost and k >= in_flight[c]:
+        head = heads[UP, stages[innermost], k - in_flight[c]] + work[UP, innermost]
+    if kind == DOWN and c == innermost:
+        for j in range(innermost):
+            if k >= in_flight[j]:
+                head = max(head, heads[DOWN, stages[j], k - in_flight[j]] + work[DOWN, j])
     return head
 
 
-@compiled
-def _room(
-    heads: FloatArray,
-    work: FloatArray,
-    hold: FloatArray,
-    stages: IntArray,
-    room: float,
-    taken: IntArray,
-    given: FloatArray,
-    c: int,
-    k: int,
+@compiled_leaf
+def _releases(
+    direction: Direction, state: Sweep, r: int, c: int, k: int
 ) -> float:  # pragma: no cover - compiled
-    """The earliest time by which completions of the cells before k can have made room for ``first(c, k)``.
+    """The earliest time by which cells before k can have released enough memory for ``up(c, k)``.
 
-    Lemma 11. ``taken`` and ``given`` remember, from k to k, which completions were merged, what they give
-    back, and when the last of them can be.
+    Lemma 11. The releases of all chunks up to c are merged by time, earliest first, until their sum suffices.
+    Which ones were merged, their sum and the time of the last stay for k + 1, whose set contains this one.
     """
+    memory, work, stages = direction.memory[r], direction.work[r], direction.stages[r]
+    heads, taken, given = state.heads, state.taken[r, c], state.given[r, c]
     wanted = 0.0
     for j in range(c + 1):
-        wanted += hold[HOLD, j] * (k + 1)
-    wanted -= room + TINY * wanted
+        wanted += memory[HELD, j] * (k + 1)
+    wanted -= direction.capacity[r] + TINY * wanted
     while given[0] < wanted:
-        when, chosen, after = np.inf, -1, 0
+        when, chosen, by_rest = np.inf, -1, 0
         for j in range(c + 1):
             done = taken[0, j]
-            if done < k and hold[FREE_SECOND, j] > 0:
-                end = heads[SECOND, stages[j], done] + work[SECOND, j]
+            if done < k and memory[FREED_BY_DOWN, j] > 0:
+                end = heads[DOWN, stages[j], done] + work[DOWN, j]
                 if end < when:
-                    when, chosen, after = end, j, 0
+                    when, chosen, by_rest = end, j, 0
             done = taken[1, j]
-            if done < k and hold[FREE_POST, j] > 0 and heads[END, stages[j], done] < when:
-                when, chosen, after = heads[END, stages[j], done], j, 1
+            if done < k and memory[FREED_BY_REST, j] > 0 and heads[CELL_END, stages[j], done] < when:
+                when, chosen, by_rest = heads[CELL_END, stages[j], done], j, 1
         if chosen < 0:
             break
-        taken[after, chosen] += 1
-        given[0] += hold[FREE_POST if after else FREE_SECOND, chosen]
+        taken[by_rest, chosen] += 1
+        given[0] += memory[FREED_BY_REST if by_rest else FREED_BY_DOWN, chosen]
         given[1] = max(given[1], when)
     return float(given[1])
 
 
-@compiled
+@compiled_leaf
 def _require(
-    hold: FloatArray, room: float, reach: IntArray, own: IntArray, kind: int, c: int, k: int, need: IntArray
+    direction: Direction, need: IntArray, kind: int, r: int, c: int, k: int
 ) -> None:  # pragma: no cover - compiled
-    """Count the firsts, seconds and pres of every chunk that must precede the k-th action of chunk c.
+    """Count the operations of every chunk that must precede the k-th of chunk c: Lemma 13.
 
-    Lemma 13. Seconds by room, were all others done as far as can be: cells 0 … k of the chunks 0 … j whose
-    n_j-th second has not come hold all, those of the chunks up to ``top`` at least cell k.
+    The down operations that memory requires of chunk j are counted as if all others had been done as far as
+    possible: chunks 0 … j then hold cells up to k that have not come down, and the chunks up to ``top`` at
+    least cell k.
     """
-    chunks = len(reach)
-    top = c if kind == FIRST else chunks - 1
+    memory, in_flight, is_split = direction.memory[r], direction.in_flight[r], direction.is_split[r]
+    chunks = len(in_flight)
+    top = c if kind == UP else chunks - 1
     upper = 0.0
     for j in range(top + 1):
-        upper += hold[HOLD, j]
+        upper += memory[HELD, j]
     lower = 0.0
     for j in range(chunks):
         if j <= top:
-            lower += hold[HOLD, j]
-        need[SECOND, j] = 0
+            lower += memory[HELD, j]
+        need[DOWN, j] = 0
         if lower > 0:
-            fitting = (room - (upper - lower)) / lower
+            fitting = (direction.capacity[r] - (upper - lower)) / lower
             if fitting < k + 1:
-                need[SECOND, j] = min(k, int(np.ceil(k + 1 - fitting - TINY * (k + 1))))
+                need[DOWN, j] = min(k, int(np.ceil(k + 1 - fitting - TINY * (k + 1))))
     for j in range(chunks):
-        if kind == SECOND:
-            need[FIRST, j] = need[PRE, j] = k + 1
-            need[SECOND, j] = max(need[SECOND, j], k + 1 if j > c else k if j == c else k + 1 - reach[j])
+        if kind == DOWN:
+            need[UP, j] = need[REST_BEFORE, j] = k + 1
+            need[DOWN, j] = max(need[DOWN, j], k + 1 if j > c else k if j == c else k + 1 - in_flight[j])
         elif j < c:
-            need[FIRST, j] = need[PRE, j] = k + 1
+            need[UP, j] = need[REST_BEFORE, j] = k + 1
         elif j == c:
-            need[FIRST, j], need[PRE, j] = k, k + own[j]
+            need[UP, j], need[REST_BEFORE, j] = k, k + is_split[j]
         else:
-            need[FIRST, j] = need[PRE, j] = max(need[SECOND, j], k + 1 - reach[c], 0)
+            need[UP, j] = need[REST_BEFORE, j] = max(need[DOWN, j], k + 1 - in_flight[c], 0)
 
 
-@compiled
-def _after(
-    heads: FloatArray, work: FloatArray, stages: IntArray, need: IntArray, kind: int, c: int
+@compiled_leaf
+def _after_required(
+    direction: Direction, state: Sweep, kind: int, r: int, c: int
 ) -> float:  # pragma: no cover - compiled
-    """After the last of the required seconds of every chunk: Lemma 13."""
+    """After the last of the required down operations of every chunk: Lemma 13."""
+    work, stages, need = direction.work[r], direction.stages[r], state.need
     head = EVER
     for j in range(len(stages)):
-        if need[SECOND, j] > 0 and (kind == FIRST or j != c):
-            head = max(head, heads[SECOND, stages[j], need[SECOND, j] - 1] + work[SECOND, j])
+        if need[DOWN, j] > 0 and (kind == UP or j != c):
+            head = max(head, state.heads[DOWN, stages[j], need[DOWN, j] - 1] + work[DOWN, j])
     return head
 
 
-@compiled
-def _lacking(
-    hold: FloatArray, room: float, need: IntArray, top: int, k: int
+@compiled_leaf
+def _load(
+    direction: Direction, state: Sweep, r: int, top: int, k: int, head: float
 ) -> float:  # pragma: no cover - compiled
-    """Memory that must be given back beyond what the required seconds give: Lemma 14."""
-    lacking = -room
-    for j in range(top + 1):
-        lacking += hold[HOLD, j] * (k + 1) - hold[FREE_SECOND, j] * need[SECOND, j]
-    return max(0.0, lacking) if room < np.inf else 0.0
-
-
-@compiled
-def _load(work: FloatArray, need: IntArray) -> float:  # pragma: no cover - compiled
-    """Work of the required actions."""
-    load = 0.0
+    """The head, raised by what the rank must do before: Lemmas 14 and 16."""
+    work, need = direction.work[r], state.need
+    extra = direction.work_per_memory[r] * _lacking(direction, need, r, top, k)
+    required = 0.0
     for j in range(work.shape[1]):
-        load += need[FIRST, j] * work[FIRST, j]
-        load += need[SECOND, j] * work[SECOND, j]
-        load += need[PRE, j] * work[PRE, j]
-    return load
+        required += need[UP, j] * work[UP, j]
+        required += need[DOWN, j] * work[DOWN, j]
+        required += need[REST_BEFORE, j] * work[REST_BEFORE, j]
+    required = extra + required
+    for i in range(state.known[r]):
+        if state.times[r, i] + required > head:
+            left = required - _done(direction, state, r, i, extra)
+            if left > TINY * required:
+                head = max(head, state.times[r, i] + left)
+    return head
 
 
-@compiled
-def _done(
-    work: FloatArray,
-    hold: FloatArray,
-    room: float,
-    time: float,
-    counts: IntArray,
-    need: IntArray,
-    extra: float,
-    scratch: FloatArray,
+@compiled_leaf
+def _lacking(
+    direction: Direction, need: IntArray, r: int, top: int, k: int
 ) -> float:  # pragma: no cover - compiled
-    """Most of the required work that can have been done before ``time``: Lemma 15."""
-    if time <= 0:
+    """Memory that must be released beyond what the required down operations release: Lemma 14."""
+    memory, capacity = direction.memory[r], direction.capacity[r]
+    lacking = -capacity
+    for j in range(top + 1):
+        lacking += memory[HELD, j] * (k + 1) - memory[FREED_BY_DOWN, j] * need[DOWN, j]
+    return max(0.0, lacking) if capacity < np.inf else 0.0
+
+
+@compiled_leaf
+def _done(
+    direction: Direction, state: Sweep, r: int, i: int, extra: float
+) -> float:  # pragma: no cover - compiled
+    """Most of the required work that can have been done before the rank's i-th time: Lemma 15."""
+    if state.times[r, i] <= 0:
         return 0.0
+    work, need, counts = direction.work[r], state.need, state.counts[r, i]
     done, other = 0.0, 0.0
     for j in range(work.shape[1]):
-        seconds = min(need[SECOND, j], counts[SECOND, j])
-        done += seconds * work[SECOND, j]
-        other += counts[SECOND, j] * work[POST, j] + (counts[SECOND, j] - seconds) * work[SECOND, j]
-    return done + min(extra, other) + fill(work, hold, room, counts[FIRST], need[FIRST], need[PRE], scratch)
+        downs = min(need[DOWN, j], counts[DOWN, j])
+        done += downs * work[DOWN, j]
+        other += counts[DOWN, j] * work[REST_AFTER, j] + (counts[DOWN, j] - downs) * work[DOWN, j]
+    free = direction.capacity[r] + state.freed[r, i] * (1 + AMOUNT_ROUNDING)
+    packed = knapsack(work, direction.memory[r], free, counts[UP], need[UP], need[REST_BEFORE], state.scratch)
+    return float(done + min(extra, other) + packed)
 
 
-@compiled
-def fill(
+@compiled_leaf
+def knapsack(
     work: FloatArray,
-    hold: FloatArray,
-    room: float,
+    memory: FloatArray,
+    free: float,
     ready: IntArray,
-    firsts: IntArray,
-    pres: IntArray,
+    ups: IntArray,
+    rests: IntArray,
     scratch: FloatArray,
 ) -> float:  # pragma: no cover - compiled
-    """Most work of firsts and pres that fits the room: a fractional knapsack, so at least the true most.
+    """Most work of up operations and rests that fits the free memory: Lemma 15 (c).
 
-    Lemma 15 (c).
-
-    Per chunk at most ``pres`` pres and min(``ready``, ``firsts``) firsts, every first with its pre. Where
-    the first does more work per memory, it goes with its pre; otherwise pres go first. Either way a
-    chunk's work is concave in its memory, and taking the densest segment of all is optimal.
+    The knapsack is fractional, so this is at least the true maximum. Per chunk there are at most ``rests``
+    rests and min(``ready``, ``ups``) up operations, each with its rest. Where the up operation does more work
+    per memory, it is packed together with its rest; otherwise rests are packed first. Either way a chunk's
+    work is concave in its memory, so packing the densest piece of all chunks first is optimal.
     """
     chunks = work.shape[1]
     length, size = scratch[0], scratch[1]
     total, wanted = 0.0, 0.0
     for j in range(chunks):
-        n = min(ready[j], firsts[j])
-        every = max(n, pres[j])
-        first, pre = work[FIRST, j], work[PRE, j]
-        small = hold[HOLD_PRE, j]
-        large = hold[HOLD, j] - small
-        if first * small >= pre * large:
-            length[2 * j], size[2 * j] = n * (first + pre), n * (small + large)
-            length[2 * j + 1], size[2 * j + 1] = (every - n) * pre, (every - n) * small
+        n = min(ready[j], ups[j])
+        every = max(n, rests[j])
+        up, rest = work[UP, j], work[REST_BEFORE, j]
+        small = memory[HELD_BY_REST, j]
+        large = memory[HELD, j] - small
+        if up * small >= rest * large:
+            length[2 * j], size[2 * j] = n * (up + rest), n * (small + large)
+            length[2 * j + 1], size[2 * j + 1] = (every - n) * rest, (every - n) * small
         else:
-            length[2 * j], size[2 * j] = every * pre, every * small
-            length[2 * j + 1], size[2 * j + 1] = n * first, n * large
+            length[2 * j], size[2 * j] = every * rest, every * small
+            length[2 * j + 1], size[2 * j + 1] = n * up, n * large
         total += length[2 * j] + length[2 * j + 1]
         wanted += size[2 * j] + size[2 * j + 1]
-    if wanted <= room:
+    if wanted <= free:
         return total
     total = 0.0
     for _ in range(2 * chunks):
@@ -344,67 +372,53 @@ def fill(
             density = length[i] / size[i] if size[i] > 0 else np.inf
             if length[i] > 0 and density > densest:
                 densest, best = density, i
-        if best < 0 or size[best] > room:
-            return total + max(0.0, room) * densest if best >= 0 else total
+        if best < 0 or size[best] > free:
+            return total + max(0.0, free) * densest if best >= 0 else total
         total += length[best]
-        room -= size[best]
+        free -= size[best]
         length[best] = 0.0
     return total
 
 
-@compiled
-def _cell_end(
-    heads: FloatArray, work: FloatArray, own: IntArray, stage: int, c: int, k: int
-) -> float:  # pragma: no cover - compiled
-    """Earliest end of a cell's post, one after the other where no cell can be fused: Lemma 17."""
-    end: float = heads[SECOND, stage, k] + work[SECOND, c] + work[POST, c]
-    return max(end, heads[END, stage, k - 1] + work[POST, c]) if k > 0 and own[c] else end
+@compiled_leaf
+def _cell_end(direction: Direction, state: Sweep, stage: int, k: int) -> float:  # pragma: no cover - compiled
+    """Earliest end of a cell's last operation; W's follow each other where no cell is fused: Lemma 17."""
+    r, c = state.rank[stage], state.chunk[stage]
+    work, heads = direction.work[r], state.heads
+    end: float = heads[DOWN, stage, k] + work[DOWN, c] + work[REST_AFTER, c]
+    if k > 0 and direction.is_split[r, c]:
+        end = max(end, heads[CELL_END, stage, k - 1] + work[REST_AFTER, c])
+    return end
 
 
-@compiled
-def _note(
-    heads: FloatArray,
-    work: FloatArray,
-    hold: FloatArray,
-    kind: int,
-    stage: int,
-    c: int,
-    k: int,
-    times: FloatArray,
-    counts: IntArray,
-    freed: FloatArray,
-    known: int,
+@compiled_leaf
+def _count(
+    direction: Direction, state: Sweep, kind: int, stage: int, k: int
 ) -> None:  # pragma: no cover - compiled
     """Count a new head at every time of its rank."""
-    head = heads[kind, stage, k]
-    for i in range(known):
+    r, c = state.rank[stage], state.chunk[stage]
+    head, times, memory = state.heads[kind, stage, k], state.times[r], direction.memory[r]
+    for i in range(state.known[r]):
         if head < times[i]:
-            counts[i, kind, c] = k + 1
-        if kind == SECOND and head + work[SECOND, c] <= times[i]:
-            freed[i] += hold[FREE_SECOND, c]
-        if kind == SECOND and heads[END, stage, k] <= times[i]:
-            freed[i] += hold[FREE_POST, c]
+            state.counts[r, i, kind, c] = k + 1
+        if kind == DOWN and head + direction.work[r, DOWN, c] <= times[i]:
+            state.freed[r, i] += memory[FREED_BY_DOWN, c]
+        if kind == DOWN and state.heads[CELL_END, stage, k] <= times[i]:
+            state.freed[r, i] += memory[FREED_BY_REST, c]
 
 
-@compiled
-def _open(
-    heads: FloatArray,
-    work: FloatArray,
-    hold: FloatArray,
-    stages: IntArray,
-    head: float,
-    at: int,
-    times: FloatArray,
-    counts: IntArray,
-    freed: FloatArray,
-) -> None:  # pragma: no cover - compiled
-    """A new time, and what of microbatch 0 comes before it (heads not yet known are inf)."""
-    times[at] = head
+@compiled_leaf
+def _add_time(direction: Direction, state: Sweep, r: int, time: float) -> None:  # pragma: no cover - compiled
+    """A new time t of a rank, and what of microbatch 0 comes before it (unknown heads are inf)."""
+    heads, stages, memory = state.heads, direction.stages[r], direction.memory[r]
+    at = state.known[r]
+    state.times[r, at] = time
     for c in range(len(stages)):
-        for kind in (FIRST, SECOND):
-            if heads[kind, stages[c], 0] < head:
-                counts[at, kind, c] = 1
-        if heads[SECOND, stages[c], 0] + work[SECOND, c] <= head:
-            freed[at] += hold[FREE_SECOND, c]
-        if heads[END, stages[c], 0] <= head:
-            freed[at] += hold[FREE_POST, c]
+        for kind in (UP, DOWN):
+            if heads[kind, stages[c], 0] < time:
+                state.counts[r, at, kind, c] = 1
+        if heads[DOWN, stages[c], 0] + direction.work[r, DOWN, c] <= time:
+            state.freed[r, at] += memory[FREED_BY_DOWN, c]
+        if heads[CELL_END, stages[c], 0] <= time:
+            state.freed[r, at] += memory[FREED_BY_REST, c]
+    state.known[r] += 1

@@ -36,9 +36,9 @@ def one_machine_bounds(problem: Problem) -> list[float]:
     rest = np.minimum(fused, inputs + weights) - on_path
     length = np.concatenate([forward, on_path[::-1]])
     transfer = problem.arrays.transfer
-    gaps = np.concatenate([transfer, [0.0], transfer[::-1]])
+    latency = np.concatenate([transfer, [0.0], transfer[::-1]])
     # When every position starts if one microbatch runs alone.
-    start = np.concatenate([[0.0], np.cumsum(length[:-1] + gaps)])
+    start = np.concatenate([[0.0], np.cumsum(length[:-1] + latency)])
     bounds = []
     for stages in problem.placement.stages_of:
         own = np.array(stages, dtype=np.int64)

@@ -1,39 +1,40 @@
-"""The idle time that the two ramps of a rank's window force, and the bound from them.
+"""The idle time that the two ramps of a rank's window force, and the bounds that follow.
 
-Before a time t a rank can have done only what its heads and its memory allow; what that leaves of t is
-idle. Likewise after the time s before the window's end. The window is at least the rank's load and both
-idle times, as long as what can be done in both ramps together is less than the load: a shorter window
-could not hold the load at all.
+Before a time t a rank can have done only what its heads and its memory allow; what this leaves of t is idle.
+The same holds for the time s before the window's end. The window is at least the rank's load plus both idle
+times, as long as what can be done in both ramps together is less than the load: a shorter window could not
+hold the load at all.
 
-A span's window of one rank also bounds what another rank does: all its F's and I's lie in the window, only
-W's may come after its end. What can be left to the last s before the end is then more than s, by the W's that
-memory lets wait; but memory that they wait in cannot hold the microbatches in flight that would keep the
-rank busy from its last F until the last gradients return. How both share the memory decides
-(:func:`through_bound`); for a V the innermost rank decides most, which is farthest from both ends.
+The window of one rank's span also bounds what another rank does. All F's and I's of the other rank lie in the
+window, and only its W's may come after the end. So more than s of work can remain for the last s before the
+end, by the W's that memory lets wait. But memory in which they wait cannot hold the microbatches in flight
+that would keep the rank busy from its last F until the last gradients return.
+:func:`other_rank_bound` decides how the two share the memory. In a V the innermost rank decides most: it is
+farthest from both ends.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.bounds.heads import (
-    END,
-    FIRST,
-    FREE_POST,
-    FREE_SECOND,
-    HOLD,
-    HOLD_PRE,
-    POST,
-    PRE,
-    SECOND,
-    fill,
+from zbv_solver.bounds.directions import (
+    DOWN,
+    FREED_BY_DOWN,
+    FREED_BY_REST,
+    HELD,
+    HELD_BY_REST,
+    REST_AFTER,
+    REST_BEFORE,
+    UP,
+    Direction,
 )
+from zbv_solver.bounds.heads import CELL_END, knapsack, sweep
 from zbv_solver.bounds.quick import preemptive_bound
-from zbv_solver.bounds.sides import Side
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 
@@ -41,117 +42,142 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
 
 
-def ramp_bound(
-    forwards: Side, backwards: Side, heads: FloatArray, tails: FloatArray, rank: int, m: int
-) -> float:
-    """Bound of a window of a rank: heads and tails (3, S, n) of its first and last n <= m microbatches.
+@dataclass(frozen=True, eq=False)
+class Window:
+    """A window of time, with heads from its begin and tails from its end.
 
-    Lemmas 20 and 21.
+    Attributes
+    ----------
+    microbatches
+        m, of the problem.
+    heads, tails
+        (3, S, n) of the first and of the last n <= m microbatches, see :func:`.heads.sweep`: tails are the
+        heads of the reverse direction.
     """
-    stages = forwards.stages[rank]
-    ramps = [
-        _ramp(side.work[rank], side.hold[rank], float(side.room[rank]), own, np.unique(own), m, True)
-        for side, own in ((forwards, heads[:, stages]), (backwards, tails[:, stages]))
-    ]
-    work = forwards.work[rank]
-    forward = m * float(work[FIRST].sum())
-    backward = m * float(work[SECOND].sum() + work[POST].sum())
-    return float(_join(ramps[0], ramps[1], forward, backward, forward + backward))
+
+    forwards: Direction
+    backwards: Direction
+    microbatches: int
+    heads: FloatArray
+    tails: FloatArray
+
+    @classmethod
+    def of(cls, forwards: Direction, backwards: Direction, rank: int | None, n: int, m: int) -> Window:
+        """The window of a rank's span, or with None that of the makespan: Lemmas 10 to 17."""
+        origin = 0 if rank is None else int(forwards.stages[rank, 0])
+        heads, tails = (sweep(each, origin, rank is None, n) for each in (forwards, backwards))
+        return cls(forwards, backwards, m, heads, tails)
+
+    def loads(self, rank: int) -> tuple[float, float]:
+        """The rank's work of F's, and of backwards with their rests: Lemma 5."""
+        work, m = self.forwards.work[rank], self.microbatches
+        return m * float(work[UP].sum()), m * float(work[DOWN].sum() + work[REST_AFTER].sum())
 
 
-def through_bound(
-    forwards: Side, backwards: Side, heads: FloatArray, tails: FloatArray, rank: int, m: int
-) -> float:
-    """Bound of another rank's window from all that ``rank`` must do in it; 0 for more than two chunks.
+def heads_and_tails(window: Window, rank: int) -> tuple[FloatArray, FloatArray]:
+    """Heads and tails of a rank's operations, each (3, c, m) for F, backward and W: Lemma 18.
 
-    ``heads`` and ``tails`` (3, S, n) are those of the other rank's window. Lemma 22.
+    The heads and tails of all microbatches must be known. Where the backward may be fused, the third row is
+    that of its virtual rest, which starts no later than a real W.
     """
-    stages = forwards.stages[rank]
+    stages, work, m = window.forwards.stages[rank], window.forwards.work[rank], window.microbatches
+    heads, tails = window.heads, window.tails
+    rest = work[REST_AFTER][:, None]
+    after = np.arange(m, dtype=np.float64)[::-1]
+    return (
+        np.stack([heads[UP, stages], heads[DOWN, stages], heads[CELL_END, stages] - rest]),
+        np.stack(
+            [
+                tails[DOWN, stages, ::-1],
+                tails[UP, stages, ::-1],
+                after * rest * window.forwards.is_split[rank][:, None],
+            ]
+        ),
+    )
+
+
+def machine_bound(window: Window, rank: int) -> float:
+    """Jackson's bound of a rank's window from all of its heads and tails: Lemma 19."""
+    head, tail = heads_and_tails(window, rank)
+    work = window.forwards.work[rank]
+    length = np.broadcast_to(work[[UP, DOWN, REST_AFTER]][:, :, None], head.shape)
+    return preemptive_bound(head.ravel(), length.ravel(), tail.ravel())
+
+
+def ramp_bound(window: Window, rank: int) -> float:
+    """Bound of a window of a rank from its load and both ramps: Lemmas 20 and 21."""
+    stages, m = window.forwards.stages[rank], window.microbatches
+    early, late = (
+        _ramp(direction, rank, own, np.unique(own), m, True)
+        for direction, own in (
+            (window.forwards, window.heads[:, stages]),
+            (window.backwards, window.tails[:, stages]),
+        )
+    )
+    forward, backward = window.loads(rank)
+    return float(_join(early, late, forward, backward, forward + backward))
+
+
+def other_rank_bound(window: Window, rank: int) -> float:
+    """Bound of another rank's window from all that ``rank`` must do in it: Lemma 22.
+
+    0 for more than two chunks.
+    """
+    stages, m = window.forwards.stages[rank], window.microbatches
     if len(stages) > 2:
         return 0.0
-    own, own_tails = heads[:, stages], tails[:, stages]
-    early = _ramp(
-        forwards.work[rank], forwards.hold[rank], float(forwards.room[rank]), own, np.unique(own), m, False
-    )
-    late = _left(
-        backwards.work[rank],
-        backwards.hold[rank],
-        float(backwards.room[rank]),
-        own_tails,
-        np.unique(own_tails[SECOND, :, 0]),
-        m,
-    )
-    work = forwards.work[rank]
-    forward = m * float(work[FIRST].sum())
-    backward = m * float(work[SECOND].sum() + work[POST].sum())
-    return float(_join(early, late, forward, backward, 0.0))
-
-
-def machine_bound(side: Side, heads: FloatArray, tails: FloatArray, rank: int) -> float:
-    """Jackson's bound of a rank's window from heads and tails (3, S, m) of all its actions: Lemma 19."""
-    stages, work, m = side.stages[rank], side.work[rank], heads.shape[2]
-    after = np.arange(m, dtype=np.float64)[::-1]
-    weights = work[POST][:, None]
-    begin = np.stack([heads[FIRST, stages], heads[SECOND, stages], heads[END, stages] - weights])
-    to_end = np.stack(
-        [
-            tails[SECOND, stages, ::-1],
-            tails[FIRST, stages, ::-1],
-            after * weights * side.own[rank][:, None],
-        ]
-    )
-    length = np.broadcast_to(work[[FIRST, SECOND, POST]][:, :, None], begin.shape)
-    return preemptive_bound(begin.ravel(), length.ravel(), to_end.ravel())
+    heads, tails = window.heads[:, stages], window.tails[:, stages]
+    early = _ramp(window.forwards, rank, heads, np.unique(heads), m, False)
+    late = _late_ramp(window.backwards, rank, tails, np.unique(tails[DOWN, :, 0]), m)
+    return float(_join(early, late, *window.loads(rank), 0.0))
 
 
 @compiled
 def _ramp(
-    work: FloatArray,
-    hold: FloatArray,
-    room: float,
-    heads: FloatArray,
-    times: FloatArray,
-    m: int,
-    opens: bool,
+    direction: Direction, rank: int, heads: FloatArray, times: FloatArray, m: int, opens: bool
 ) -> FloatArray:  # pragma: no cover - compiled
-    """What can have been done before 0 and before times with more idle before them than any earlier.
+    """What a rank can have done before 0, and before times with more idle time before them than any earlier.
 
-    Rows (time, firsts and pres, seconds and posts, both). Nothing comes before 0 on a rank that opens the
-    window.
+    Rows (time, up operations with rests before them, down operations with rests after them, both). Where the
+    rank ``opens`` the window, nothing comes before 0.
     """
+    work, memory, capacity = direction.work[rank], direction.memory[rank], direction.capacity[rank]
     chunks, n = heads.shape[1], heads.shape[2]
     last = _last(heads, m)
     rows = np.zeros((len(times) + 1, 4))
     known, most = 0, -np.inf
+    # Before the time: up and down operations begun, downs ended, cells ended, rests begun.
     count = np.zeros((5, chunks), np.int64)
     every = np.full(chunks, m)
-    scratch = np.zeros((4, 2 * chunks))
+    scratch = np.zeros((2, 2 * chunks))
     for i in range(-1, len(times)):
         time = times[i] if i >= 0 else 0.0
         if i >= 0 and time <= 0.0:
             continue
         if time > last:
             break
-        freed, seconds = 0.0, 0.0
+        freed, downs = 0.0, 0.0
         for c in range(chunks):
-            for kind in (FIRST, SECOND):
+            for kind in (UP, DOWN):
                 while count[kind, c] < n and heads[kind, c, count[kind, c]] < time:
                     count[kind, c] += 1
-            while count[2, c] < n and heads[SECOND, c, count[2, c]] + work[SECOND, c] <= time:
+            while count[2, c] < n and heads[DOWN, c, count[2, c]] + work[DOWN, c] <= time:
                 count[2, c] += 1
-            while count[3, c] < n and heads[END, c, count[3, c]] <= time:
+            while count[3, c] < n and heads[CELL_END, c, count[3, c]] <= time:
                 count[3, c] += 1
-            while count[4, c] < n and heads[END, c, count[4, c]] - work[POST, c] < time:
+            while count[4, c] < n and heads[CELL_END, c, count[4, c]] - work[REST_AFTER, c] < time:
                 count[4, c] += 1
-            freed += count[2, c] * hold[FREE_SECOND, c] + count[3, c] * hold[FREE_POST, c]
-            seconds += count[SECOND, c] * work[SECOND, c] + count[4, c] * work[POST, c]
-        firsts = fill(work, hold, room + freed * (1 + AMOUNT_ROUNDING), count[FIRST], every, every, scratch)
+            freed += count[2, c] * memory[FREED_BY_DOWN, c] + count[3, c] * memory[FREED_BY_REST, c]
+            downs += count[DOWN, c] * work[DOWN, c] + count[4, c] * work[REST_AFTER, c]
+        ups = knapsack(
+            work, memory, capacity + freed * (1 + AMOUNT_ROUNDING), count[UP], every, every, scratch
+        )
         if opens and i < 0:
-            firsts, seconds = 0.0, 0.0
-        if time - firsts - seconds > most:
-            most = time - firsts - seconds
-            rows[known, 0], rows[known, 1], rows[known, 2] = time, firsts, seconds
-            rows[known, 3] = firsts + seconds
+            ups, downs = 0.0, 0.0
+        if time - ups - downs > most:
+            most = time - ups - downs
+            rows[known, 0], rows[known, 1], rows[known, 2] = time, ups, downs
+            rows[known, 3] = ups + downs
             known += 1
     return rows[:known]
 
@@ -160,72 +186,78 @@ def _ramp(
 def _last(heads: FloatArray, m: int) -> float:  # pragma: no cover - compiled
     """The time from which on heads (3, c, n) are not all known: everything might be done by then."""
     n = heads.shape[2]
-    return float(heads[: SECOND + 1, :, n - 1].min()) if n < m else np.inf
+    return float(heads[: DOWN + 1, :, n - 1].min()) if n < m else np.inf
 
 
 @compiled
-def _left(
-    work: FloatArray, hold: FloatArray, room: float, tails: FloatArray, times: FloatArray, m: int
+def _late_ramp(
+    direction: Direction, rank: int, tails: FloatArray, times: FloatArray, m: int
 ) -> FloatArray:  # pragma: no cover - compiled
-    """The most that can be left for the last ``time`` of the window and, of pres, for after it.
+    """The most work that can remain for the last ``time`` of the window and, of W's, for after it.
 
-    Rows (time, firsts and pres, seconds, both). Of every chunk, some cells are left whole and of some only
-    the pre; all counts of whole cells are tried, since the one that is under way holds all its memory.
+    In reverse: rows (time, up operations with rests, down operations, both). Some cells of every chunk remain
+    whole, and of some only the W. All counts of whole cells are tried, since a cell holds all of its memory
+    until its backward has ended.
     """
+    work, memory, capacity = direction.work[rank], direction.memory[rank], direction.capacity[rank]
     chunks = tails.shape[1]
-    last, soonest = _last(tails, m), tails[: SECOND + 1, :, 0].min()
+    last, soonest = _last(tails, m), tails[: DOWN + 1, :, 0].min()
     rows = np.zeros((len(times), 4))
     known = 0
     ready = np.zeros(2, np.int64)
     for time in times:
         if time <= 0.0 or time > last:
             continue
-        seconds, freed = 0.0, 0.0
+        downs, freed = 0.0, 0.0
         for c in range(chunks):
-            ready[c] = np.searchsorted(tails[FIRST, c], time)
-            seconds += np.searchsorted(tails[SECOND, c], time) * work[SECOND, c]
-            ended = np.searchsorted(tails[SECOND, c] + work[SECOND, c], time, side="right")
-            freed += ended * hold[FREE_SECOND, c]
+            ready[c] = np.searchsorted(tails[UP, c], time)
+            downs += np.searchsorted(tails[DOWN, c], time) * work[DOWN, c]
+            ended = np.searchsorted(tails[DOWN, c] + work[DOWN, c], time, side="right")
+            freed += ended * memory[FREED_BY_DOWN, c]
         busy = time - soonest
-        rows[known, 0], rows[known, 2] = time, min(seconds, busy)
+        rows[known, 0], rows[known, 2] = time, min(downs, busy)
         for outer in range(ready[0] + 1):
             for inner in range(ready[1] + 1):
-                space = room + freed * (1 + AMOUNT_ROUNDING) - outer * hold[HOLD, 0]
-                firsts = outer * work[FIRST, 0]
+                space = capacity + freed * (1 + AMOUNT_ROUNDING) - outer * memory[HELD, 0]
+                ups = outer * work[UP, 0]
                 if chunks > 1:
-                    space -= inner * hold[HOLD, 1]
-                    firsts += inner * work[FIRST, 1]
-                if space < -TINY * room:
+                    space -= inner * memory[HELD, 1]
+                    ups += inner * work[UP, 1]
+                if space < -TINY * capacity:
                     break
-                pres = _pres(work, hold, space, outer, inner, m)
-                rows[known, 1] = max(rows[known, 1], min(busy, firsts) + pres)
-                rows[known, 3] = max(rows[known, 3], min(busy, firsts + seconds) + pres)
+                rests = _waiting_rests(direction, rank, space, outer, inner, m)
+                rows[known, 1] = max(rows[known, 1], min(busy, ups) + rests)
+                rows[known, 3] = max(rows[known, 3], min(busy, ups + downs) + rests)
         known += 1
     return rows[:known]
 
 
-@compiled
-def _pres(
-    work: FloatArray, hold: FloatArray, space: float, outer: int, inner: int, m: int
+@compiled_leaf
+def _waiting_rests(
+    direction: Direction, rank: int, space: float, outer: int, inner: int, m: int
 ) -> float:  # pragma: no cover - compiled
-    """Most work of pres: those of cells left whole, and of others as memory allows, the densest first."""
+    """Most work of W's: of cells that remain whole, and of others as memory allows, the densest first."""
+    work, memory = direction.work[rank], direction.memory[rank]
     chunks = work.shape[1]
     first = 0
-    if chunks > 1 and work[PRE, 1] * hold[HOLD_PRE, 0] > work[PRE, 0] * hold[HOLD_PRE, 1]:
+    if (
+        chunks > 1
+        and work[REST_BEFORE, 1] * memory[HELD_BY_REST, 0] > work[REST_BEFORE, 0] * memory[HELD_BY_REST, 1]
+    ):
         first = 1
     total = 0.0
     for turn in range(chunks):
         c = first if turn == 0 else 1 - first
         whole = outer if c == 0 else inner
         others = float(m - whole)
-        if hold[HOLD_PRE, c] > 0.0 and hold[HOLD_PRE, c] * others > space:
-            others = max(0.0, space) / hold[HOLD_PRE, c]
-        space -= others * hold[HOLD_PRE, c]
-        total += (whole + others) * work[PRE, c]
+        if memory[HELD_BY_REST, c] > 0.0 and memory[HELD_BY_REST, c] * others > space:
+            others = max(0.0, space) / memory[HELD_BY_REST, c]
+        space -= others * memory[HELD_BY_REST, c]
+        total += (whole + others) * work[REST_BEFORE, c]
     return total
 
 
-@compiled
+@compiled_leaf
 def _join(
     early: FloatArray, late: FloatArray, forward: float, backward: float, best: float
 ) -> float:  # pragma: no cover - compiled

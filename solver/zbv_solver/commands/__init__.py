@@ -1,1 +1,4 @@
-"""What the commands of ``zbv`` have in common: files, progress and tables. No command is here."""
+"""The ``zbv`` command: `cli` defines its arguments, and the other modules run its subcommands.
+
+Nothing else imports this folder, except for `interrupt` and `searching`, which other commands share.
+"""

@@ -1,27 +1,20 @@
-"""The ``zbv`` command: plan, check, compare, frontier, export, refit, estimate.
+"""The ``zbv`` command: its arguments, exit statuses and error messages.
 
-Exit status: 0 done; 2 the input is wrong; 3 no plan fits the memory limit; 70 a plan contradicts a lower
-bound, which is a bug in zbv; 130 interrupted by Ctrl-C or SIGTERM (``plan`` has then written the best plan so
-far). Results go to standard output or the named file, progress and messages to standard error. Everything
-heavy is imported by the command that needs it.
+Exit status: 0 done; 2 wrong input; 3 no plan fits the memory limit; 70 a plan contradicts a lower bound (a
+bug in zbv); 130 interrupted by Ctrl-C or SIGTERM (``plan`` has then written the best plan so far). Results go
+to standard output or to a file, progress and messages to standard error. Every command imports its heavy
+dependencies when it runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from zbv_solver._version import __version__
-from zbv_solver.commands import contradiction
-from zbv_solver.commands.cut_summary import cut_summary
-from zbv_solver.commands.estimate import add_arguments as add_estimate_arguments
-from zbv_solver.commands.searching import useful_workers, watched_search
-from zbv_solver.commands.tables import print_claims, print_comparison, print_frontier, print_layered_frontier
-from zbv_solver.documents.files import file_label, output, read_json, write
+from zbv_solver.commands import check, contradiction, convert, estimate, searches
+from zbv_solver.commands.searching import useful_workers
 from zbv_solver.errors import (
     ContradictedBound,
     InfeasibleMemory,
@@ -29,18 +22,22 @@ from zbv_solver.errors import (
     InvalidPlan,
     MissingDependency,
 )
-from zbv_solver.problem.reading import load_problem
-
-if TYPE_CHECKING:
-    from zbv_solver.plans.plan import Plan
-    from zbv_solver.problem.layered_problem import LayeredProblem
-    from zbv_solver.problem.problem import Problem
 
 EXIT_WRONG_INPUT = 2
 EXIT_INFEASIBLE = 3
 EXIT_CONTRADICTION = 70
 EXIT_INTERRUPTED = 130
 OPTIONAL_PACKAGES = ("numba", "ortools", "bokeh")
+
+EFFORTS = """\
+efforts, and about how long they take for 4 to 8 ranks on two cores:
+  quick      construct orders and improve the best one briefly     under a second
+  standard   also tune the constructors' parameters, improve       5 seconds
+             for longer, and prove small problems optimal
+  thorough   the same with about ten times the budget              up to a minute
+A search ends early when its plan is proved optimal. Only with --time-limit does the plan depend on the speed
+of the machine; otherwise the same problem, effort and seed give the same plan everywhere.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,226 +84,139 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zbv {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    plan = commands.add_parser("plan", help="search a plan for a problem")
-    plan.add_argument("problem", help="problem file (JSON), or -")
-    plan.add_argument("-o", "--output", default="-", metavar="FILE", help="plan file (default: -)")
-    plan.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
-    plan.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop early (default: no limit)")
-    plan.add_argument("--seed", type=int, default=0)
-    plan.add_argument(
-        "--workers", type=int, default=useful_workers(), metavar="N", help="threads (the plan is the same)"
-    )
-    plan.set_defaults(run=_plan)
+    def add(
+        name: str,
+        run: Callable[[argparse.Namespace], None],
+        summary: str,
+        description: str | None = None,
+        epilog: str | None = None,
+    ) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name,
+            help=summary,
+            description=description or f"{summary[0].upper()}{summary[1:]}.",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
+        )
+        command.set_defaults(run=run)
+        return command
 
-    check = commands.add_parser(
-        "check",
-        help="verify a plan against a problem",
-        description="Verify the orders of a plan and everything that it states about them, and list which of "
-        "its claims are verified and which are not. Without --prove, lower bounds are not verified.",
+    plan = add("plan", searches.plan, "search a plan for a problem", epilog=EFFORTS)
+    _add_problem(plan)
+    plan.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="plan file; without it, a summary is printed to a terminal and the plan to a pipe",
     )
-    check.add_argument("problem", help="problem file (JSON), or -")
-    check.add_argument("plan", help="plan file (JSON), or -")
-    check.add_argument(
+    _add_search(plan)
+
+    checked = add(
+        "check",
+        check.check,
+        "verify a plan against a problem",
+        "Verify the orders of a plan and everything that it states about them, and list which of its claims "
+        "are verified. Lower bounds are verified only with --prove.",
+    )
+    _add_problem(checked)
+    _add_plan(checked)
+    checked.add_argument(
         "--prove",
         action="store_true",
-        help="prove the stated lower bounds again, and refuse those that zbv cannot prove",
+        help="prove the stated lower bounds again, and reject those that zbv cannot prove",
     )
-    check.add_argument("--json", action="store_true", help="print JSON instead of text")
-    check.set_defaults(run=_check)
+    _add_json(checked, "text")
 
-    compare = commands.add_parser("compare", help="print a plan beside the classical schedules")
-    compare.add_argument("problem", help="problem file (JSON), or -")
-    compare.add_argument("--effort", choices=("quick", "standard", "thorough"), default="standard")
-    compare.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    compare.set_defaults(run=_compare)
+    compared = add("compare", searches.compare, "compare a plan with the classical schedules", epilog=EFFORTS)
+    _add_problem(compared)
+    _add_search(compared)
+    _add_json(compared, "a table")
 
-    frontier = commands.add_parser(
+    frontier = add(
         "frontier",
-        help="print the best objective within every memory limit",
-        description="Search the problem at memory limits from the smallest feasible one to twice what 1F1B "
-        "holds, whatever its own limit is. Layers are cut anew for every limit, and recomputed where that "
-        "makes them fit.",
+        searches.frontier,
+        "search the best objective within every memory limit",
+        "Search the problem at memory limits from the smallest feasible one to twice the memory of 1F1B, "
+        "whatever its own limit is.\nLayers are cut again at every limit, and recomputed as needed to fit.",
+        epilog=EFFORTS,
     )
-    frontier.add_argument("problem", help="problem file (JSON), or -")
-    frontier.add_argument("--effort", choices=("quick", "standard", "thorough"), default="quick")
-    frontier.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    frontier.set_defaults(run=_frontier)
+    _add_problem(frontier)
+    frontier.add_argument("-o", "--output", metavar="DIR", help="keep the plans and frontier.json here")
+    _add_search(frontier, "quick", "of every limit")
+    _add_json(frontier, "a table")
 
-    export = commands.add_parser("export", help="convert a plan for another tool")
-    export.add_argument("plan", help="plan file (JSON), or -")
-    export.add_argument("--format", required=True, metavar="FORMAT", help="; ".join(_format_help()))
-    export.add_argument("-o", "--output", default="-", metavar="FILE", help="output file (default: -)")
-    export.set_defaults(run=_export)
+    exported = add("export", convert.export, "convert a plan for another tool")
+    _add_plan(exported)
+    exported.add_argument("--format", required=True, metavar="FORMAT", help="; ".join(_formats()))
+    _add_output(exported, "output file")
 
-    refit = commands.add_parser(
+    refit = add(
         "refit",
-        help="make a problem of what ranks measured",
-        description="Write a plan's problem with its costs as the ranks measured them (trace-R.json, of some "
-        "or all ranks), so that a plan for the costs that are can be searched.",
+        convert.refit,
+        "update a problem with the costs that ranks measured",
+        "Write a plan's problem with the costs that some or all of its ranks measured (trace-R.json). Plan "
+        "it to get a plan for the measured costs.",
     )
-    refit.add_argument("plan", help="plan file (JSON) that the ranks ran, or -")
+    refit.add_argument("plan", help="file of the plan that the ranks ran (JSON), or -")
     refit.add_argument("traces", nargs="+", metavar="trace", help="trace file of a rank (JSON)")
-    refit.add_argument("-o", "--output", default="-", metavar="FILE", help="problem file (default: -)")
-    refit.set_defaults(run=_refit)
+    _add_output(refit, "problem file")
 
-    estimate = commands.add_parser("estimate", help="make a problem of a model's configuration and a device")
-    add_estimate_arguments(estimate)
-    estimate.set_defaults(run=_estimate)
+    estimate.add_arguments(
+        add("estimate", estimate.run, "estimate a problem from a model's configuration and a device")
+    )
     return parser
 
 
-def _format_help() -> list[str]:
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("problem", help="problem file (JSON), or -")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="plan file (JSON), or -")
+
+
+def _add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("-o", "--output", default="-", metavar="FILE", help=f"{what} (default: -)")
+
+
+def _add_json(parser: argparse.ArgumentParser, instead_of: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"print JSON instead of {instead_of}")
+
+
+def _add_search(parser: argparse.ArgumentParser, effort: str = "standard", of: str = "") -> None:
+    """The options of a search."""
+    of = f" {of}" if of else ""
+    parser.add_argument(
+        "--effort",
+        choices=("quick", "standard", "thorough"),
+        default=effort,
+        help=f"how hard to search, see below (default: {effort})",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help=f"end the search{of} after this time with the best plan so far (default: no limit)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the search's random choices; another seed may find another plan (default: 0)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=useful_workers(),
+        metavar="N",
+        help="threads; their number does not change the plan (default: %(default)s)",
+    )
+
+
+def _formats() -> list[str]:
     from zbv_solver.export import FORMATS
 
     return [f"{name}: {form.description}".replace("%", "%%") for name, form in FORMATS.items()]
-
-
-def _plan(arguments: argparse.Namespace) -> None:
-    from zbv_solver.commands.interrupt import terminated_like_interrupted
-    from zbv_solver.plans.plan import plan_json
-
-    problem = load_problem(arguments.problem)
-    with output(arguments.output) as write_plan, terminated_like_interrupted():
-        plan = watched_search(
-            problem,
-            arguments.effort,
-            arguments.time_limit,
-            seed=arguments.seed,
-            workers=arguments.workers,
-            keep=lambda found: write_plan(json.dumps(plan_json(found)) + "\n"),
-        )
-    if arguments.output != "-":
-        _summarise(plan, arguments.output)
-    if plan.provenance.extra.get("cut") == "cancelled":
-        raise KeyboardInterrupt("the search ended early, and the plan written is the best that it had found")
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    from zbv_solver.commands.interrupt import interruptible
-    from zbv_solver.search.claims import check_plan
-
-    asked = load_problem(arguments.problem)
-    document = read_json(arguments.plan)
-    try:
-        checked = interruptible(
-            lambda stop: check_plan(document, asked, prove=arguments.prove, cancelled=stop)
-        )
-    except InvalidInput as error:
-        raise error.below(file_label(arguments.plan)) from None
-    if arguments.json:
-        document = {"is_valid": True, "claims": [asdict(claim) for claim in checked.claims]}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-    else:
-        print_claims(checked)
-
-
-def _compare(arguments: argparse.Namespace) -> None:
-    from zbv_solver.plans.plan import baseline_json, plan_json
-
-    plan = watched_search(load_problem(arguments.problem), arguments.effort, None)
-    if arguments.json:
-        document = {
-            "plan_id": plan.plan_id,
-            "metrics": plan_json(plan)["metrics"],
-            "baselines": [baseline_json(baseline) for baseline in plan.baselines],
-        }
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-    else:
-        print_comparison(plan)
-
-
-def _frontier(arguments: argparse.Namespace) -> None:
-    from zbv_solver.frontiers.by_stages import baseline_points, frontier_points, point_json
-    from zbv_solver.problem.layered_problem import LayeredProblem
-
-    problem = load_problem(arguments.problem)
-    if isinstance(problem, LayeredProblem):
-        _frontier_of_layers(problem, arguments)
-        return
-    plans: list[Plan] = []
-
-    def search(limited: Problem) -> Plan:
-        plans.append(watched_search(limited, arguments.effort, None))
-        return plans[-1]
-
-    points = frontier_points(problem, search)
-    if arguments.json:
-        document = {"objective": problem.objective, "points": [point_json(point) for point in points]}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-        return
-    print_frontier(problem.objective, points, baseline_points(plans[0]))
-
-
-def _frontier_of_layers(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
-    from zbv_solver.frontiers.by_layers import layered_points, point_json
-
-    points = layered_points(problem, lambda limited: watched_search(limited, arguments.effort, None))
-    if arguments.json:
-        document = {"objective": problem.objective, "points": [point_json(point) for point in points]}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-        return
-    print_layered_frontier(problem, points)
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    from zbv_solver.export import export
-    from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
-    from zbv_solver.search.search import make_plan
-    from zbv_solver.verify.verifier import verify
-
-    document = read_json(arguments.plan)
-    parsed = parse_plan_document(document)
-    if parsed.metrics is None:
-        plan = make_plan(*parse_orders(parsed), method=parsed.provenance.method)
-    else:
-        plan = parse_plan(document)
-        verify(plan)
-    write(arguments.output, export(plan, arguments.format))
-
-
-def _refit(arguments: argparse.Namespace) -> None:
-    from zbv_solver.measure.rank_trace import parse_rank_trace
-    from zbv_solver.measure.refit import largest_change, refit
-    from zbv_solver.plans.plan import identity
-    from zbv_solver.plans.reading import parse_orders, parse_plan_document
-    from zbv_solver.problem.writing import problem_json
-
-    problem, orders = parse_orders(parse_plan_document(read_json(arguments.plan)))
-    plan_id = identity(problem_json(problem), orders.all_text())
-    traces = []
-    for path in arguments.traces:
-        try:
-            trace = parse_rank_trace(read_json(path))
-        except InvalidInput as error:
-            raise error.below(file_label(path)) from None
-        if trace.plan_id != plan_id:
-            raise InvalidInput.at(
-                file_label(path), f"was measured with plan {trace.plan_id[:12]}, not with {plan_id[:12]}."
-            )
-        traces.append(trace)
-    measured = refit(problem, traces)
-    write(arguments.output, json.dumps(problem_json(measured)) + "\n")
-    sys.stderr.write(
-        f"measured by {len(traces)} ranks; of the stages' costs, the one furthest from its plan differs by "
-        f"{largest_change(problem, measured):.1%}\n"
-    )
-
-
-def _estimate(arguments: argparse.Namespace) -> None:
-    from zbv_solver.commands.estimate import run
-
-    run(arguments)
-
-
-def _summarise(plan: Plan, path: str) -> None:
-    metrics = plan.metrics
-    proved = "proved optimal" if metrics.status == "optimal" else f"at most {metrics.gap:.2%} above optimal"
-    sys.stderr.write(
-        f"{path}: {plan.problem.objective} {plan.objective:.6g} ({proved}), bubble rate "
-        f"{metrics.bubble_rate:.2%}, {plan.provenance.seconds:.2f} s, plan {plan.plan_id[:12]}\n"
-    )
-    if plan.problem.model is not None:
-        sys.stderr.write(cut_summary(plan))
 
 
 def _complain(message: str) -> None:

@@ -1,11 +1,16 @@
-"""``zbv estimate``: what it takes and what it writes. Imports nothing heavy until it runs."""
+"""``zbv estimate``: a problem from a model's configuration."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import Any
+
+from zbv_solver.commands.flags import flag_of
+from zbv_solver.documents.files import file_label
+from zbv_solver.errors import InvalidInput, Issue
 
 Kind = type[int] | type[float] | type[bool] | str
 
@@ -60,8 +65,8 @@ FLAGS: dict[str, dict[str, Kind]] = {
         "reserved": float,
     },
 }
-"""Every key of a configuration is a flag, too, of a type or of one of some words; ``docs/estimates.md`` says
-what it means."""
+"""Flags per section of a configuration: every key is a flag with a type, or with the words that it accepts.
+``docs/estimates.md`` explains the keys."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="start from a model or device that is known here; may be repeated",
+        help="start from a model or device that zbv knows; may be repeated",
     )
-    parser.add_argument("--list-presets", action="store_true", help="print the presets, and nothing else")
-    parser.add_argument("--table", action="store_true", help="print tables for people, too")
+    parser.add_argument("--list-presets", action="store_true", help="list the presets, then exit")
+    parser.add_argument("--table", action="store_true", help="also print tables of layers and memory")
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="problem file (default: -)")
     for section, keys in FLAGS.items():
-        group = parser.add_argument_group(f"{section}, in place of what the file and the presets say")
+        group = parser.add_argument_group(f"{section}: replaces values of the file and the presets")
         for key, kind in keys.items():
-            name, destination = f"--{key.replace('_', '-')}", f"{section}.{key}"
+            name, destination = flag_of(key), f"{section}.{key}"
             if kind is bool:
                 group.add_argument(name, dest=destination, action=argparse.BooleanOptionalAction)
             elif isinstance(kind, str):
@@ -94,9 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Estimate, and write the problem; tables go where the problem does not."""
+    """Estimate and write the problem; tables go to the stream that the problem does not use."""
     from zbv_solver.documents.files import read_json, write
-    from zbv_solver.errors import InvalidInput
     from zbv_solver.estimate.config import parse_config
     from zbv_solver.estimate.layers import estimate_layers
     from zbv_solver.estimate.presets import with_presets
@@ -106,17 +110,36 @@ def run(arguments: argparse.Namespace) -> None:
         _list_presets()
         return
     if arguments.config is None and not arguments.preset:
-        raise InvalidInput.at(
-            "", "found neither --config nor --preset; give one of them. --list-presets says what there is."
+        raise InvalidInput(
+            [
+                Issue(
+                    "",
+                    "found neither; give one of them. --list-presets lists the presets.",
+                    "--config, --preset",
+                )
+            ]
         )
     document = {} if arguments.config is None else read_json(arguments.config)
-    config = parse_config(with_presets(document, arguments.preset, _overrides(arguments)))
+    overrides = _overrides(arguments)
+    try:
+        config = parse_config(with_presets(document, arguments.preset, overrides))
+    except InvalidInput as error:
+        issues = [_named(issue, overrides, arguments.config) for issue in error.issues]
+        raise InvalidInput(issues, error.more, error.is_partial) from None
     layers = estimate_layers(config)
     write(arguments.output, json.dumps(problem_document(config, layers), indent=1) + "\n")
     if arguments.table:
         from zbv_solver.commands.estimate_tables import write_tables
 
         write_tables(config, layers, sys.stderr if arguments.output == "-" else sys.stdout)
+
+
+def _named(issue: Issue, overrides: dict[str, dict[str, Any]], path: str | None) -> Issue:
+    """An issue that names the flag or the file that holds the mistake."""
+    _, section, key = (*issue.pointer.split("/"), "", "")[:3]
+    if key in overrides.get(section, {}):
+        return Issue("", issue.detail, flag_of(key))
+    return issue if path is None or issue.source else replace(issue, source=file_label(path))
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:

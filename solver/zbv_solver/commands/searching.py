@@ -1,45 +1,57 @@
-"""Searches of commands: a spinner shows the progress, and Ctrl-C ends them."""
+"""Searches of commands: options from flags, a progress display, and Ctrl-C."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from zbv_solver.commands.flags import named_flags
+from zbv_solver.errors import InvalidInput
 
 if TYPE_CHECKING:
     from zbv_solver.plans.plan import Plan
-    from zbv_solver.problem.layered_problem import LayeredProblem
-    from zbv_solver.problem.problem import Problem
+    from zbv_solver.problem.layered_problem import AnyProblem
+    from zbv_solver.search.options import SearchOptions
+    from zbv_solver.search.pipeline import Progress
+
+
+def search_options(arguments: argparse.Namespace) -> SearchOptions:
+    """The options of a search; raises :class:`InvalidInput` naming the wrong flags."""
+    from zbv_solver.search.options import SearchOptions
+
+    try:
+        return SearchOptions(
+            effort=arguments.effort,
+            time_limit=arguments.time_limit,
+            seed=arguments.seed,
+            workers=arguments.workers,
+        )
+    except InvalidInput as error:
+        raise named_flags(error) from None
 
 
 def watched_search(
-    problem: Problem | LayeredProblem,
-    effort: str,
-    time_limit: float | None,
-    *,
-    seed: int = 0,
-    workers: int | None = None,
-    keep: Callable[[Plan], None] | None = None,
+    problem: AnyProblem, options: SearchOptions, keep: Callable[[Plan], None] | None = None
 ) -> Plan:
-    """The best plan of a problem, as :func:`zbv_solver.search.search.search` finds it.
+    """Search with a progress display on standard error.
 
     Parameters
     ----------
     keep
-        Stores the plan. With it the first Ctrl-C ends the search early, and the best plan so far is stored
-        and returned; Ctrl-C while it is being stored changes nothing. Without it Ctrl-C raises
+        Stores the plan. With it, the first Ctrl-C ends the search early, and the best plan so far is stored
+        and returned; Ctrl-C while it is being stored has no effect. Without it, Ctrl-C raises
         KeyboardInterrupt.
     """
     from zbv_solver.commands.interrupt import interruptible
-    from zbv_solver.search.search import SearchOptions, search
+    from zbv_solver.search.search import search
 
-    threads = useful_workers() if workers is None else workers
-    options = SearchOptions(effort=effort, time_limit=time_limit, seed=seed, workers=threads)  # type: ignore[arg-type]  # argparse restricts it to the literals
     with spinner("searching") as say:
 
-        def report(found: Any) -> None:
+        def report(found: Progress) -> None:
             say(f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})")
 
         def work(stop: Callable[[], bool]) -> Plan:
@@ -54,13 +66,13 @@ def watched_search(
 
 @contextmanager
 def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """A text on standard error while something runs, where someone may be looking; yields what changes it."""
+    """Show a text on standard error while something runs, if it is a terminal; yields what changes the text."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    # Results go to standard output untouched, also while the spinner turns.
+    # Do not redirect standard output: results are written to it.
     with Progress(
         *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
     ) as bar:
@@ -69,5 +81,5 @@ def spinner(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def useful_workers() -> int:
-    """How many threads a search makes use of: it runs two chains."""
+    """Number of threads that a search can use on this machine: it runs two chains."""
     return min(2, os.cpu_count() or 1)

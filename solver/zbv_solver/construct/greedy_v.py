@@ -34,6 +34,9 @@ from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
 MAX_RERUNS = 8
+GREEDY_COST = 4
+"""Actions of list scheduling that one action of the greedy counts for in budgets. It decides which plans a
+search finds, so it does not follow the kernels' speed."""
 CHUNKS = 2
 """The V gives every rank two."""
 

@@ -13,25 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from zbv_solver.documents.text import decode_json
-from zbv_solver.errors import InvalidInput
+from zbv_solver.errors import InvalidInput, Issue
 
 Write = Callable[[str], None]
 
 
 def read_json(path: str | Path) -> Any:
     """Read a JSON document; raises :class:`InvalidInput` when the file is not JSON."""
-    name = file_label(path)
     try:
         text = sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
         return decode_json(text)
     except UnicodeDecodeError:
-        raise InvalidInput.at("", f"{name} is not UTF-8 text; it must be a JSON document.") from None
+        found = "the file is not UTF-8 text; it must be a JSON document."
     except json.JSONDecodeError as error:
-        raise InvalidInput.at(
-            "", f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from None
+        found = f"the file is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
     except RecursionError:
-        raise InvalidInput.at("", f"{name} is nested too deeply to be a problem or a plan.") from None
+        found = "the JSON document is nested too deeply."
+    raise InvalidInput([Issue("", found, file_label(path))])
 
 
 def file_label(path: str | Path) -> str:

@@ -1,7 +1,5 @@
-"""From a model's configuration and a device to a problem given by layers.
+"""From the configuration of a transformer and a device to a problem by layers.
 
-``config`` is what a user says, ``presets`` what ships with the package; ``parameters``, ``activations``,
-``flops``, ``traffic`` and ``times`` each hold one kind of formula with its source; ``layers`` puts them
-together, and ``document`` writes the problem that ``zbv plan`` takes. Nothing here measures: for a model that
-exists, ``zbv-worker profile`` does.
+Everything is computed from formulas, and every formula names its source. To measure a model that exists, use
+``zbv-worker profile``.
 """

@@ -52,7 +52,7 @@ def preset(name: str, pointer: str = "") -> Preset:
     """
     if name not in preset_names():
         known = ", ".join(preset_names())
-        raise InvalidInput.at(pointer, f"found {name!r}; there is no such preset. Use one of {known}.")
+        raise InvalidInput.at(pointer, f"found {name!r}; not a preset. Use one of {known}.")
     text = files(__package__).joinpath("presets", f"{name}.json").read_text(encoding="utf-8")
     return Preset.model_validate(json.loads(text))
 

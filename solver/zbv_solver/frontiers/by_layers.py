@@ -7,14 +7,11 @@ where recomputing has nothing left to give and beyond.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from zbv_solver.documents.text import number
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers import memory_fraction
-from zbv_solver.frontiers.limits import Known, at_limit, best_within, tightened
+from zbv_solver.frontiers.limits import at_limit
 from zbv_solver.partition.balance import smallest_cut
 from zbv_solver.partition.cut_space import CutSpace
 from zbv_solver.partition.cut_tables import CutTables
@@ -22,8 +19,6 @@ from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.partition.simple_cuts import level_cut
 from zbv_solver.partition.starts import even_bound
-from zbv_solver.plans.certificate import certify, gap_of
-from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.placement import Placement
@@ -33,57 +28,6 @@ STEPS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 """Limits between the smallest and what 1F1B needs with nothing recomputed, as shares of what is between."""
 BEYOND = (1.25, 1.5, 2.0)
 """Limits above that: 1F1B's static memory, and that many times its activations."""
-
-Search = Callable[[LayeredProblem], Plan]
-
-
-@dataclass(frozen=True)
-class LayeredPoint:
-    """A limit, the best plan that is known to fit, and a bound on the plans of every cut that fits.
-
-    Attributes
-    ----------
-    limit
-        Of every rank, in the problem's unit of memory.
-    """
-
-    limit: float
-    plan: Plan
-    lower_bound: float
-
-    @property
-    def gap(self) -> float:
-        """By which share the plan may be above the optimum."""
-        return gap_of(self.plan.objective, self.lower_bound)
-
-
-def layered_points(problem: LayeredProblem, search: Search) -> tuple[LayeredPoint, ...]:
-    """The best plan within every limit of :func:`limits`, each searched with ``search``.
-
-    Raises
-    ------
-    InvalidInput
-        When the layers say nothing about memory.
-    ContradictedBound
-        When a plan undercuts the bound of its own limit or of a larger one.
-    """
-    at = limits(problem)
-    plans = [search(at_limit(problem, limit)) for limit in at]
-    bounds = tightened([0.0 if plan.cut is None else plan.cut.lower_bound for plan in plans])
-    by_id = {plan.plan_id: plan for plan in plans}
-    known = [Known(plan.plan_id, needs(plan), plan.objective) for plan in plans]
-    points = []
-    for limit, own, bound in zip(at, plans, bounds, strict=True):
-        best = best_within(limit, known)
-        plan = own if best is None else by_id[best.name]
-        proven = certify(at_limit(problem, limit), plan.objective, bound, "a larger limit's bound")
-        points.append(LayeredPoint(limit, plan, proven.lower_bound))
-    return tuple(points)
-
-
-def needs(plan: Plan) -> float:
-    """The smallest limit of a plan: what its fullest rank holds."""
-    return max(plan.metrics.peak_memory)
 
 
 def limits(problem: LayeredProblem) -> tuple[float, ...]:
@@ -163,25 +107,3 @@ def _smallest(problem: LayeredProblem, placement: Placement) -> float:
             raise RuntimeError("there is no cut at all; this is a fault of ours, please report it.")
         cut = found.cut
     return max(tight.cut_into(placement, cut).smallest_limit)
-
-
-def point_json(point: LayeredPoint) -> dict[str, Any]:
-    """A point as JSON takes it."""
-    plan, problem = point.plan, point.plan.problem
-    return {
-        "limit": number(point.limit),
-        "objective": number(plan.objective),
-        "lower_bound": number(point.lower_bound),
-        "gap": point.gap,
-        "plan_id": plan.plan_id,
-        "peak_memory": number(needs(plan)),
-        "placement": problem.placement.kind,
-        "chunks": problem.placement.chunks,
-        "recomputed": recomputed(plan),
-    }
-
-
-def recomputed(plan: Plan) -> int:
-    """How many stages are recomputed."""
-    model = plan.problem.model
-    return 0 if model is None else sum(model.cut.recompute)

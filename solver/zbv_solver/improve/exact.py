@@ -22,7 +22,7 @@ from zbv_solver.improve.exact_states import Implied
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING
 from zbv_solver.problem.problem import Problem
-from zbv_solver.timing.start_times import evaluate
+from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 POLL_SECONDS = 0.02
@@ -96,12 +96,6 @@ def refine(
     except _Stopped:
         pass
     return ExactResult(run.found, run.bound, run.is_proved())
-
-
-def objective_of(problem: Problem, orders: Orders) -> float:
-    """What an order achieves of the problem's objective."""
-    timing = evaluate(problem, orders)
-    return timing.span if problem.objective == "span" else timing.makespan
 
 
 def make_solver(effort: float, time_limit: float | None, seed: int) -> cp_model.CpSolver:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model_helper import Literal
 
+from zbv_solver.bounds.fusing import may_fuse
 from zbv_solver.improve.exact_grid import Grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
 from zbv_solver.improve.exact_states import Implied, implied
@@ -28,18 +29,11 @@ Cell = tuple[int, int]
 """(stage, microbatch)"""
 
 
-def may_fuse(problem: Problem, stage: int) -> bool:
-    """Whether B can pay on a stage: it is cheaper, or I would grow memory under a limit."""
-    costs, delta = problem.costs, problem.arrays.delta
-    cheaper = costs.fused(stage) < costs.backward_input[stage] + costs.backward_weight[stage]
-    return cheaper or (problem.memory.limit is not None and bool(delta[I, stage] > 0))
-
-
 def implications(
     problem: Problem, grid: Grid, poll: Callable[[], None] = lambda: None
 ) -> list[Implied | None]:
     """What memory implies, rank by rank, with work in parts of the grid; ``poll`` may raise to stop."""
-    fusable = [stage for stage in range(problem.n_stages) if may_fuse(problem, stage)]
+    fusable = np.flatnonzero(may_fuse(problem)).tolist()
     facts = []
     for rank in range(problem.pp_degree):
         poll()
@@ -76,6 +70,7 @@ class ExactModel:
         poll: Callable[[], None] = lambda: None,
     ):
         self.problem = problem
+        self.may_fuse = may_fuse(problem).tolist()
         self.grid = grid
         self.model = cp_model.CpModel()
         self.duration = [list(map(int, row)) for row in grid.problem.arrays.duration]
@@ -103,7 +98,7 @@ class ExactModel:
         self.forward = {cell: model.new_int_var(0, horizon, f"F{cell}") for cell in self.cells}
         self.backward = {cell: model.new_int_var(0, horizon, f"I{cell}") for cell in self.cells}
         self.weight = {cell: model.new_int_var(0, horizon, f"W{cell}") for cell in self.cells}
-        fusable = [cell for cell in self.cells if may_fuse(self.problem, cell[0])]
+        fusable = [cell for cell in self.cells if self.may_fuse[cell[0]]]
         self.fused = {cell: model.new_bool_var(f"fused{cell}") for cell in fusable}
         self.fusable_end = {cell: model.new_int_var(0, horizon, f"Iend{cell}") for cell in fusable}
         self.fusable_cell_end = {cell: model.new_int_var(0, horizon, f"end{cell}") for cell in fusable}
@@ -243,7 +238,7 @@ class ExactModel:
         """
         release = self.problem.arrays.delta[W]
         for rank, stages in enumerate(self.problem.placement.stages_of):
-            plain = [s for s in stages if not may_fuse(self.problem, s)]
+            plain = [s for s in stages if not self.may_fuse[s]]
             for y, x in combinations(sorted(plain, key=lambda s: (release[s], s)), 2):
                 if self.duration[W][x] == self.duration[W][y]:
                     self._prefer(self.pairs[rank], y, x)

@@ -17,13 +17,11 @@ import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.fusing import fuse_options
-from zbv_solver.construct.greedy_v import GreedyParameters, GreedyV
+from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
 from zbv_solver.construct.list_scheduling import PHASES, ListScheduler, Rule, in_flight_caps
 from zbv_solver.construct.tables import FloatArray, IntArray
 from zbv_solver.problem.problem import Problem
 
-GREEDY_COST = 4
-"""Times that placing an action takes the greedy longer than list scheduling; that many it counts for."""
 PATIENCE = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
 EXPLORATION = 0.12
 """Share of the budget that draws fresh parameters."""

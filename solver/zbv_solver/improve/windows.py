@@ -1,8 +1,9 @@
-"""Large neighbourhoods: keep an order outside a window of time, reorder what starts inside it with CP-SAT.
+"""Large neighbourhoods: keep an order outside a window of time, and reorder the actions inside with CP-SAT.
 
-What lies before the window gives every action inside a head, what lies after it a tail: the longest path to
-the end of a rank. Inside, the order that minimises the largest end + tail is sought. For a span the ranks'
-first starts stay where they are, and ends are counted from them.
+A window is a set of actions with consecutive start times, over all ranks. What runs before the window gives
+every action inside a head (its earliest start), and what runs after it a tail (the longest path from its end
+to the end of a rank). CP-SAT minimises the largest end + tail (a large neighbourhood in the sense of Shaw
+1998). For a span, ranks keep their first starts, and ends are counted from them.
 """
 
 from __future__ import annotations
@@ -11,66 +12,32 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
+from zbv_solver.construct.attempt import from_orders
+from zbv_solver.construct.tables import make_tables
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.improve.exact import make_solver, objective_of, stopped_when
+from zbv_solver.improve.exact import make_solver, stopped_when
 from zbv_solver.improve.exact_grid import Grid, make_grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
+from zbv_solver.improve.order_state import State, compute_all
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
-from zbv_solver.timing.start_times import earliest_times, span_start_times
+from zbv_solver.timing.start_times import objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
 IntArray = NDArray[np.int64]
-
-
-def refine_window(
-    problem: Problem,
-    orders: Orders,
-    begin: float,
-    end: float,
-    *,
-    effort: float,
-    seed: int = 0,
-    time_limit: float | None = None,
-    cancelled: Callable[[], bool] | None = None,
-) -> Orders | None:
-    """A better order that differs only in what starts from ``begin`` until before ``end``, or None.
-
-    Parameters
-    ----------
-    orders
-        A verified order with microbatches ascending per stage and letter.
-    begin, end
-        In the problem's time unit, on the clock of the order's earliest start (makespan) or of
-        :func:`~zbv_solver.timing.start_times.span_start_times` (span).
-    effort
-        CP-SAT's deterministic time: the same on every machine.
-    time_limit
-        Seconds; a cap on top, which makes the result depend on the machine.
-    """
-    grid = make_grid(problem)
-    frame = _Frame.of(grid, orders, begin, end)
-    value = objective_of(problem, orders)
-    most = grid.strictly_below(value)
-    if frame.floor > most or not frame.free.any():
-        return None
-    window = _Window(problem, grid, orders, frame, most)
-    solver = make_solver(effort, time_limit, seed)
-    with stopped_when(cancelled, solver):
-        status = solver.solve(window.model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    found = window.orders(solver)
-    try:
-        verify_orders(problem, found)
-    except InvalidPlan:  # rounded numbers misled CP-SAT
-        return None
-    return found if objective_of(problem, found) < value else None
+NEVER = np.iinfo(np.int64).min // 2
+BEFORE, INSIDE, AFTER, NOWHERE = range(4)
+"""Where an action lies relative to a window."""
+SIZES = (120, 60)
+"""Actions in a window, on average: large windows find more, small ones are cheap."""
+EFFORT_PER_ACTION = 1.25e-4
+"""CP-SAT's deterministic time for one window, per action."""
 
 
 def sweep_windows(
@@ -78,152 +45,239 @@ def sweep_windows(
     orders: Orders,
     *,
     effort: float,
-    window_effort: float,
-    actions: int = 150,
     seed: int = 0,
     time_limit: float | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> Orders | None:
-    """Windows of about ``actions`` actions over the whole order, overlapping by half, while one helps.
+    """A better order, or None: windows over the whole order, of every size while one helps.
 
-    Starts where pipelines lose most: at the end, going backwards. Returns the best order, or None.
+    Windows overlap by half and go from the end to the beginning, as pipelines lose most at the end.
+
+    Parameters
+    ----------
+    orders
+        A verified order with microbatches ascending per stage and letter.
+    effort
+        CP-SAT's deterministic time for the windows of one size: the same on every machine.
+    time_limit
+        Seconds; a cap on top, which makes the result depend on the machine.
     """
-    until = None if time_limit is None else time.monotonic() + time_limit
-    count = max(1, math.ceil(2 * len(orders) / actions))
-    best, fruitless, at = orders, 0, count - 1
-    for _ in range(math.floor(effort / window_effort)):
-        left = None if until is None else until - time.monotonic()
-        if fruitless >= count or (left is not None and left <= 0) or (cancelled is not None and cancelled()):
-            break
-        length = objective_of(problem, best) / count
-        found = refine_window(
-            problem,
-            best,
-            (at - 0.5) * length,
-            (at + 1.5) * length,
-            effort=window_effort,
-            seed=seed,
-            time_limit=left,
-            cancelled=cancelled,
-        )
-        fruitless = 0 if found is not None else fruitless + 1
-        best = best if found is None else found
-        at = at - 1 if at > 0 else count - 1
-    return None if best is orders else best
+    search = WindowSearch(problem, orders, seed, time_limit, cancelled)
+    for size in SIZES:
+        window_effort = size * EFFORT_PER_ACTION
+        count = max(1, math.ceil(2 * len(orders) / size))
+        fruitless, at = 0, count - 1
+        for _ in range(math.floor(effort / window_effort)):
+            if fruitless >= count or search.is_over():
+                break
+            length = search.value / count
+            helped = search.improve((at - 0.5) * length, (at + 1.5) * length, window_effort)
+            fruitless = 0 if helped else fruitless + 1
+            at = at - 1 if at > 0 else count - 1
+    return None if search.orders is orders else search.orders
 
 
-@dataclass(frozen=True, eq=False)
-class _Frame:
-    """What the fixed part of an order imposes on its window; times in parts of the grid, arrays (n,).
+class WindowSearch:
+    """An order that windows make better.
 
     Attributes
     ----------
-    start
-        Of the order as it is.
+    orders, value
+        The best order, and its objective.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        orders: Orders,
+        seed: int = 0,
+        time_limit: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ):
+        self.problem, self.grid = problem, make_grid(problem)
+        self.seed, self.cancelled = seed, cancelled
+        self.until = None if time_limit is None else time.monotonic() + time_limit
+        self._take(orders)
+
+    def is_over(self) -> bool:
+        """Whether the time is over, or the search was cancelled."""
+        return (self.cancelled is not None and self.cancelled()) or (
+            self.until is not None and time.monotonic() >= self.until
+        )
+
+    def improve(self, begin: float, end: float, effort: float) -> bool:
+        """Reorder what starts from ``begin`` until before ``end``; whether the order is better now.
+
+        Times are in the problem's unit, on the clock of the earliest start (makespan) or of
+        :func:`~zbv_solver.timing.start_times.span_start_times` (span). ``effort`` is CP-SAT's deterministic
+        time.
+        """
+        unit = self.grid.steps * self.grid.parts
+        boundary = Boundary.of(self.paths, self.orders.offset, begin * unit, end * unit)
+        most = self.grid.strictly_below(self.value)
+        if boundary.floor > most or not len(boundary.free):
+            return False
+        window = _WindowModel(self.grid, self.problem, self.orders, self.paths, boundary, most)
+        left = None if self.until is None else self.until - time.monotonic()
+        solver = make_solver(effort, left, self.seed)
+        with stopped_when(self.cancelled, solver):
+            status = solver.solve(window.model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return False
+        found = window.orders(solver)
+        try:
+            verify_orders(self.problem, found)
+        except InvalidPlan:  # rounded numbers misled CP-SAT
+            return False
+        if objective_of(self.problem, found) >= self.value:
+            return False
+        self._take(found)
+        return True
+
+    def _take(self, orders: Orders) -> None:
+        self.orders, self.value = orders, objective_of(self.problem, orders)
+        self.paths = Paths.of(self.grid, orders)
+
+
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """Longest paths through an order, in parts of the grid; arrays (n,) unless stated otherwise.
+
+    Attributes
+    ----------
+    start, end, tail
+        Earliest start and end, and the longest path from the end to the end of a rank.
+    needs, latency
+        (n, 3) actions that must end before this one starts, -1 for none: its rank's previous one first; and
+        the transfer time from them.
+    release
+        First start of the action's rank.
+    """
+
+    start: IntArray
+    end: IntArray
+    tail: IntArray
+    needs: IntArray
+    latency: IntArray
+    release: IntArray
+
+    @classmethod
+    def of(cls, grid: Grid, orders: Orders) -> Paths:
+        """Paths of an order under the grid's costs."""
+        problem = grid.problem
+        release = np.zeros(problem.pp_degree)
+        if problem.objective == "span":
+            release = np.floor(span_start_times(problem, orders)[orders.offset[:-1]])
+        state = State.of(make_tables(problem), *from_orders(orders, problem), release)
+        compute_all(make_tables(problem), state)
+        ranks = orders.rank_index()
+        at = np.arange(len(orders)) - orders.offset[:-1][ranks]
+        end, tail = (row[ranks, at].astype(np.int64) for row in (state.end, state.tail))
+        start = end - problem.arrays.duration.astype(np.int64)[orders.letter, orders.stage]
+        return cls(start, end, tail, *_needs(problem, orders), release=release.astype(np.int64)[ranks])
+
+
+def _needs(problem: Problem, orders: Orders) -> tuple[IntArray, IntArray]:
+    """See :class:`Paths`."""
+    n, stages = len(orders), problem.n_stages
+    index = np.full((3, stages + 2, problem.microbatches), -1)  # a stage without actions at either end
+    kind, stage, j = np.where(orders.letter == B, I, orders.letter), orders.stage + 1, orders.microbatch
+    index[kind, stage, j] = np.arange(n)
+    needs, latency = np.full((n, 3), -1), np.zeros((n, 3), np.int64)
+    transfer = np.concatenate([[0], problem.arrays.transfer, [0]]).astype(np.int64)
+    for letter, above in ((F, -1), (I, 1), (W, 0)):
+        own = np.flatnonzero(kind == letter)
+        needs[own, 1] = index[min(letter, I), stage[own] + above, j[own]]
+        latency[own, 1] = 0 if letter == W else transfer[stage[own] - (letter == F)]
+        if letter == I:
+            needs[own, 2] = index[F, stage[own], j[own]]
+    needs[:, 0] = np.arange(n) - 1
+    needs[orders.offset[:-1], 0] = -1
+    return needs, latency
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """What the fixed part of an order imposes on a window.
+
+    Attributes
+    ----------
     free
-        Whether an action is in the window.
+        (k,) the actions of the window.
     head, tail
-        Earliest start, and time from the end to the latest end of a rank; of free actions.
+        (k,) earliest start by the actions before the window, and longest path through those after it.
     floor
         Largest end + tail of paths outside the window: no order of the window gets below.
     """
 
-    start: IntArray
-    free: NDArray[np.bool_]
+    free: IntArray
     head: IntArray
     tail: IntArray
     floor: int
 
     @classmethod
-    def of(cls, grid: Grid, orders: Orders, begin: float, end: float) -> _Frame:
-        """Longest paths through the fixed actions before and after a window."""
-        problem = grid.problem
-        is_span = problem.objective == "span"
-        timed = span_start_times(problem, orders) if is_span else earliest_times(problem, orders)[0]
-        start = np.floor(timed).astype(np.int64)
-        length = problem.arrays.duration.astype(np.int64)[orders.letter, orders.stage]
-        unit = grid.steps * grid.parts
-        free = (start >= begin * unit) & (start < end * unit)
-        before = start < begin * unit
-        n = len(orders)
-        first, last = orders.offset[:-1], orders.offset[1:] - 1
-        opens = np.where(is_span, start[first], 0)[orders.rank_index()]
-        after, delays = _successors(problem, orders)
-        previous = np.arange(n) - 1
-        previous[first] = -1
-        following = np.arange(n) + 1
-        following[last] = -1
-        head, tail = opens.copy(), np.full(n, np.iinfo(np.int64).min // 2)
-        floor = 0
-        for at in np.argsort(-start, kind="stable").tolist():
-            if following[at] < 0:
-                tail[at] = -opens[at]
-            successors = [(int(following[at]), 0)] if following[at] >= 0 else []
-            successors += list(zip(after[at], delays[at], strict=True))
-            for successor, delay in successors:
-                if not free[successor]:
-                    tail[at] = max(tail[at], delay + length[successor] + tail[successor])
-                elif before[at]:
-                    head[successor] = max(head[successor], start[at] + length[at] + delay)
-            if before[at]:
-                floor = max(floor, int(start[at] + length[at] + tail[at]))
-        for rank in range(problem.pp_degree):
-            inside = np.flatnonzero(free[orders.slice_of(rank)]) + orders.offset[rank]
-            if len(inside):  # any of them may come first or last
-                early, late = previous[inside[0]], following[inside[-1]]
-                since = start[early] + length[early] if early >= 0 else opens[inside[0]]
-                until = length[late] + tail[late] if late >= 0 else -opens[inside[0]]
-                head[inside] = np.maximum(head[inside], since)
+    def of(cls, paths: Paths, offset: IntArray, begin: float, end: float) -> Boundary:
+        """The boundary of what starts from ``begin`` until before ``end``."""
+        n, start = len(paths.start), paths.start
+        place = np.where(start < begin, BEFORE, np.where(start < end, INSIDE, AFTER))
+        place = np.append(place, NOWHERE)  # of action -1
+        free = np.flatnonzero(place == INSIDE)
+        head, tail = paths.release.copy(), np.full(n, NEVER)
+        length = paths.end - start
+        last = offset[1:] - 1
+        ended = last[place[last] == BEFORE]
+        floor = int((paths.end - paths.release)[ended].max(initial=0))
+        for needed, latency in zip(paths.needs.T, paths.latency.T, strict=True):
+            enters = np.flatnonzero((place[needed] == BEFORE) & (place[:-1] == INSIDE))
+            np.maximum.at(head, enters, paths.end[needed[enters]] + latency[enters])
+            leaves = np.flatnonzero((place[needed] <= INSIDE) & (place[:-1] == AFTER))
+            onward = latency[leaves] + length[leaves] + paths.tail[leaves]
+            np.maximum.at(tail, needed[leaves], onward)
+            outside = place[needed[leaves]] == BEFORE
+            floor = max(floor, int((paths.end[needed[leaves]] + onward)[outside].max(initial=0)))
+        for first, stop in pairwise(np.searchsorted(free, offset)):
+            inside = free[first:stop]
+            if len(inside):  # any of them may come first or last on its rank
+                after = inside[-1] + 1
+                is_last = after == n or paths.needs[after, 0] < 0
+                until = -paths.release[inside[0]] if is_last else length[after] + paths.tail[after]
+                previous = paths.needs[inside[0], 0]
+                if previous >= 0:
+                    head[inside] = np.maximum(head[inside], paths.end[previous])
                 tail[inside] = np.maximum(tail[inside], until)
-        return cls(start, free, head, tail, floor)
+        return cls(free, head[free], tail[free], floor)
 
 
-def _successors(problem: Problem, orders: Orders) -> tuple[list[list[int]], list[list[int]]]:
-    """Of every action, the actions of other letters or stages that need it, and the transfer's latency."""
-    index: dict[tuple[int, int, int], int] = {}
-    rows = list(zip(orders.letter.tolist(), orders.stage.tolist(), orders.microbatch.tolist(), strict=True))
-    for at, (letter, stage, j) in enumerate(rows):
-        index[I if letter == B else letter, stage, j] = at
-    transfer = [int(lag) for lag in problem.arrays.transfer]
-    after: list[list[int]] = [[] for _ in rows]
-    delays: list[list[int]] = [[] for _ in rows]
-    for at, (letter, stage, j) in enumerate(rows):
-        needs: list[tuple[tuple[int, int, int], int]] = []
-        if letter == F and stage > 0:
-            needs.append(((F, stage - 1, j), transfer[stage - 1]))
-        if letter in (I, B):
-            needs.append(((F, stage, j), 0))
-            if stage + 1 < problem.n_stages:
-                needs.append(((I, stage + 1, j), transfer[stage]))
-        if letter == W:
-            needs.append(((I, stage, j), 0))
-        for need, lag in needs:
-            after[index[need]].append(at)
-            delays[index[need]].append(lag)
-    return after, delays
+class _WindowModel:
+    """The CP-SAT model of a window: one start per free action."""
 
-
-class _Window:
-    """The model of a window: one start per free action."""
-
-    def __init__(self, problem: Problem, grid: Grid, orders: Orders, frame: _Frame, most: int):
-        self.problem, self.incumbent, self.frame = problem, orders, frame
+    def __init__(
+        self, grid: Grid, problem: Problem, orders: Orders, paths: Paths, boundary: Boundary, most: int
+    ):
+        self.problem, self.incumbent = problem, orders
         self.model = cp_model.CpModel()
         self.duration: list[list[int]] = grid.problem.arrays.duration.astype(np.int64).tolist()
+        rows = zip(
+            orders.letter[boundary.free],
+            orders.stage[boundary.free],
+            orders.microbatch[boundary.free],
+            strict=True,
+        )
         self.action: dict[int, Action] = {
-            int(at): (int(orders.letter[at]), int(orders.stage[at]), int(orders.microbatch[at]))
-            for at in np.flatnonzero(frame.free)
+            at: (int(letter), int(stage), int(j))
+            for at, (letter, stage, j) in zip(boundary.free.tolist(), rows, strict=True)
         }
         self.begin: dict[Action, cp_model.IntVar] = {}
-        objective = self.model.new_int_var(frame.floor, most, "objective")
-        for at, action in self.action.items():
-            latest = most - int(frame.tail[at]) - self.duration[action[0]][action[1]]
-            low = int(frame.head[at])
-            self.begin[action] = self.model.new_int_var(low, max(low, latest), str(action))
-            self.model.add(self.end(action) + int(frame.tail[at]) <= objective)
-            self.model.add_hint(self.begin[action], int(frame.start[at]))
+        objective = self.model.new_int_var(boundary.floor, most, "objective")
+        for (at, action), head, tail in zip(
+            self.action.items(), boundary.head.tolist(), boundary.tail.tolist(), strict=True
+        ):
+            latest = most - tail - self.duration[action[0]][action[1]]
+            self.begin[action] = self.model.new_int_var(head, max(head, latest), str(action))
+            self.model.add(self.end(action) + tail <= objective)
+            self.model.add_hint(self.begin[action], int(paths.start[at]))
         self.model.minimize(objective)
-        self._follow_dependencies(grid.problem)
+        self._follow_dependencies(paths)
         self._order_microbatches()
         for rank in range(problem.pp_degree):
             self._order_rank(rank)
@@ -236,13 +290,18 @@ class _Window:
         """End of a free action."""
         return self.begin[action] + self.duration[action[0]][action[1]]
 
-    def _follow_dependencies(self, problem: Problem) -> None:
-        """An action inside the window waits for those inside that it needs, and their transfers."""
-        after, delays = _successors(problem, self.incumbent)
-        for at, action in self.action.items():
-            for successor, delay in zip(after[at], delays[at], strict=True):
-                if successor in self.action:
-                    self.model.add(self.start(self.action[successor]) >= self.end(action) + delay)
+    def _follow_dependencies(self, paths: Paths) -> None:
+        """An action waits for those inside the window that it needs, and their transfers."""
+        inside = [
+            (needed, at, latency)
+            for at in self.action
+            for needed, latency in zip(
+                paths.needs[at, 1:].tolist(), paths.latency[at, 1:].tolist(), strict=True
+            )
+            if needed in self.action
+        ]
+        for needed, at, latency in sorted(inside):
+            self.model.add(self.start(self.action[at]) >= self.end(self.action[needed]) + latency)
 
     def _order_microbatches(self) -> None:
         """Microbatches of a stage run in ascending order: F's, backwards of both kinds, W's."""
@@ -280,16 +339,13 @@ class _Window:
 
     def orders(self, solver: cp_model.CpSolver) -> Orders:
         """The incumbent with the window's actions in the order found."""
-        incumbent, ranks = self.incumbent, []
-        for rank in range(self.problem.pp_degree):
-            part = incumbent.slice_of(rank)
-            places = [at for at in range(part.start, part.stop) if at in self.action]
-            found = sorted(places, key=lambda at: solver.value(self.begin[self.action[at]]))
-            at_place = dict(zip(places, found, strict=True))
-            moved = [at_place.get(at, at) for at in range(part.start, part.stop)]
-            columns = (incumbent.stage[moved], incumbent.letter[moved], incumbent.microbatch[moved])
-            ranks.append(list(zip(*(column.tolist() for column in columns), strict=True)))
-        return Orders.pack(ranks)
+        source = np.arange(len(self.incumbent))
+        places = np.array(list(self.action))
+        ranks = self.incumbent.rank_index()[places]
+        found = np.array([solver.value(self.begin[action]) for action in self.action.values()])
+        source[places] = places[np.lexsort((found, ranks))]
+        old = self.incumbent
+        return Orders(old.stage[source], old.letter[source], old.microbatch[source], old.offset)
 
 
 def _kind(action: Action) -> int:

@@ -1,1 +1,4 @@
-"""TODO: say what kernels is for."""
+"""How compiled kernels are made: every one of them is compiled and cached in the same way.
+
+Kernels themselves are next to the code that calls them.
+"""

@@ -1,1 +1,4 @@
-"""TODO: say what measure is for."""
+"""From the traces of ranks to the costs that they measured.
+
+Reading a trace and refitting a problem are here. Explaining a measured step is a part of the service.
+"""

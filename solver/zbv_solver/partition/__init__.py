@@ -1,1 +1,5 @@
-"""From layers to stages: where a model is cut, on which placement, and what is recomputed."""
+"""From layers to stages: where to cut a model, on which placement, and what to recompute.
+
+Cuts are compared here by loads and by quickly constructed orders. The full search on the best cuts is in
+`search`.
+"""

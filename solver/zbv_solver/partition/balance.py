@@ -1,60 +1,74 @@
-"""The cut whose most loaded rank has the least to do, exactly, for placements V and single.
+"""The cut with the least load of its most loaded rank, exactly, for placements V and single.
 
-Under V a rank hosts a piece from either end of what is left between its neighbours' pieces, so ranks are
-served from the outside in. A state (i, j) says that the parts before i and from j on are given out; which
-states the first ranks can reach with no load above T is a sweep, and T is found by bisection between loads
-that occur. Of every state that cannot be left for a load above T the sweep notes that load: the least of
-them bounds what is possible from below, which ends the bisection at an exact value. The proof is Lemma 34 of
-bounds/PROOFS.md.
+Under V a rank hosts one piece from either end of the parts that its outer neighbours leave over, so ranks
+are served from the outside in. State (i, j) means that the parts before i and from j on are assigned. For a
+load limit T, a sweep marks the states that the first ranks can reach with no load above T. T is found by
+bisection. For every state that cannot be left without exceeding T, the sweep notes the load that it would
+take; the least of these loads is a lower bound, so the bisection ends at an exact value. The proof is Lemma 34
+of bounds/PROOFS.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.partition.cut_space import Bounds, CutSpace
-from zbv_solver.partition.cut_tables import FloatArray
+from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.numeric import ROUNDING
 
 IntArray = NDArray[Any]
 
-LOAD, EXCESS = 0, 1
-"""What is balanced: a rank's work for a microbatch, or its memory beyond its room."""
-
 FIRST_STEP = 0.01
-"""Share of the mean load by which T first grows, until any cut is found."""
+"""First step by which T grows until a cut is found, as a share of the mean load."""
+
+
+class _Question(NamedTuple):
+    """What the kernels look for: cuts whose worst rank has at most ``most``.
+
+    ``mode`` is LOAD or EXCESS; ``two_sided`` is true for placement V; ``least`` is the fewest parts of a
+    stage; ``fixed`` (2, p) has the prescribed end of every rank's first piece and begin of its second, or -1;
+    of several cuts, one near ``reference`` is taken.
+    """
+
+    mode: int
+    most: float
+    two_sided: bool
+    least: int
+    fixed: IntArray
+    reference: IntArray
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """A cut, and what its worst rank has to do; no cut's worst rank has less."""
+    """A cut, and the load of its worst rank, which is the least of all cuts."""
 
     cut: Cut
     worst: float
 
 
 def balanced_cut(space: CutSpace, reference: Bounds) -> Balanced | None:
-    """The cut with the least load of the most loaded rank, of those that fit the memory limit.
+    """The cut with the least load of its most loaded rank, among those that fit the memory limit; or None.
 
-    Load is a rank's F's and its cheaper backwards for one microbatch, as in
-    :meth:`~zbv_solver.problem.problem.Problem.busy_time`. Stages are recomputed where their rank would not fit
-    without. Of several cuts one near the bounds of the reference. Only placements V and single. None where
-    no cut fits. Lemma 34.
+    The load of a rank is the sum of its forwards and its cheaper backwards for one microbatch, as in
+    :meth:`zbv_solver.problem.problem.Problem.busy_time`. Stages are recomputed if their rank would not fit
+    otherwise. Only for placements V and single. Lemma 34.
+
+    Parameters
+    ----------
+    reference
+        Of several best cuts, one near these boundaries is returned.
     """
     return _Balancer(space, reference, LOAD).solve()
 
 
 def smallest_cut(space: CutSpace, reference: Bounds) -> Balanced | None:
-    """The cut that needs the least memory beyond the limits; ``worst`` is that, negative where it fits.
-
-    Lemma 34.
-    """
+    """The cut with the least memory excess; ``worst`` is the excess, negative if the cut fits. Lemma 34."""
     return _Balancer(space, reference, EXCESS).solve()
 
 
@@ -62,7 +76,7 @@ class _Balancer:
     def __init__(self, space: CutSpace, reference: Bounds, mode: int):
         placement = space.placement
         self.space, self.tables, self.p = space, space.tables, placement.pp_degree
-        self.two_sided, self.least = placement.kind == "v", space.least
+        self.two_sided = placement.kind == "v"
         self.bounds, self.reference = reference, np.array(reference)
         lower, upper = space.ranges
         fixed = np.where(lower == upper, lower, -1)
@@ -97,39 +111,23 @@ class _Balancer:
         return best
 
     def _reference_itself(self) -> Balanced | None:
-        """The reference as a first cut, where it fits: most often it is near, and few sweeps are left."""
+        """The reference as a first cut, if it fits: it is often near the best, which saves sweeps."""
         recompute = self.space.fitting(self.bounds) if self.mode == LOAD else None
         if recompute is None:
             return None
         return Balanced(self.space.cut(self.bounds, recompute), self.space.worst_load(self.bounds, recompute))
 
     def _try(self, most: float) -> tuple[Balanced | None, float]:
-        """A cut whose worst rank has at most that much, or a bound on the worst rank of any cut."""
-        tables = self.tables
-        arrays = (tables.sums, tables.workspace, tables.cheapest, tables.room, tables.variants)
+        """A cut whose worst rank has at most ``most``, or a lower bound for the worst rank of any cut."""
+        tables = self.tables.for_kernels()
+        question = _Question(self.mode, most, self.two_sided, self.space.least, self.fixed, self.reference)
         self.reached[:] = 0
-        end, beyond = _sweep(
-            *arrays, self.mode, most, self.two_sided, self.least, self.fixed, self.reference, self.reached
-        )
+        end, beyond = _sweep(tables, question, self.reached)
         if end[0] < 0:
             return None, beyond
-        bounds, variants = _trace(
-            *arrays[:2],
-            *arrays[3:],
-            self.mode,
-            most,
-            self.two_sided,
-            self.least,
-            self.reference,
-            self.reached,
-            end,
-        )
-        worst = max(
-            _measure(
-                *arrays[:2], *arrays[3:], self.mode, rank, *_pieces(bounds, rank, self.p, self.two_sided)
-            )[0]
-            for rank in range(self.p)
-        )
+        bounds, variants = _trace(tables, question, self.reached, end)
+        pieces = [_pieces(bounds, rank, self.p, self.two_sided) for rank in range(self.p)]
+        worst = max(_measure(tables, self.mode, rank, *piece)[0] for rank, piece in enumerate(pieces))
         return Balanced(Cut.at(self.space.problem.places[bounds], variants), float(worst)), np.inf
 
 
@@ -143,21 +141,14 @@ def _pieces(bounds: IntArray, rank: int, p: int, two_sided: bool) -> tuple[int, 
 
 @compiled
 def _measure(
-    sums: FloatArray,
-    workspace: FloatArray,
-    room: FloatArray,
-    variants: int,
-    mode: int,
-    rank: int,
-    a: int,
-    b: int,
-    c: int,
-    d: int,
+    tables: KernelTables, mode: int, rank: int, a: int, b: int, c: int, d: int
 ) -> tuple[float, int]:  # pragma: no cover - compiled
-    """Least load of a rank that fits (inf: none), or least excess; and which of its two stages recompute.
+    """Least load of a rank that fits (inf if none does), or least excess; and which of its stages recompute.
 
-    The stages are [a, b) and [c, d); bit 0 of the second value is the first stage's, bit 1 the other's.
+    The rank's stages are [a, b) and [c, d). Bit 0 of the second value stands for the first one, bit 1 for the
+    other.
     """
+    sums, workspace, _, room, variants = tables
     best, choice = np.inf, 0
     for upper in range(variants):
         if upper == 1 and c == d:
@@ -184,20 +175,11 @@ def _measure(
 
 @compiled
 def _sweep(
-    sums: FloatArray,
-    workspace: FloatArray,
-    cheapest: FloatArray,
-    room: FloatArray,
-    variants: int,
-    mode: int,
-    most: float,
-    two_sided: bool,
-    least: int,
-    fixed: IntArray,
-    reference: IntArray,
-    reached: IntArray,
+    tables: KernelTables, question: _Question, reached: IntArray
 ) -> tuple[tuple[int, int, int], float]:  # pragma: no cover - compiled
-    """Mark the states that ranks can reach; return where the last one can end (i, k, j), or a lower bound."""
+    """Mark the reachable states; return where the last rank can end (i, k, j), or a lower bound."""
+    sums, _, cheapest, room, _ = tables
+    mode, most, two_sided, least, fixed, reference = question
     p, n = len(room), sums.shape[2] - 1
     beyond = np.inf
     reached[0, 0, n] = 1
@@ -214,14 +196,14 @@ def _sweep(
             if fixed[0, rank] >= 0:
                 begin, end = max(begin, fixed[0, rank]), fixed[0, rank]
             for after in range(begin, end + 1):
-                alone, _ = _measure(sums, workspace, room, variants, mode, rank, i, after, n, n)
+                alone, _ = _measure(tables, mode, rank, i, after, n, n)
                 if alone > most:
                     beyond = min(beyond, alone)
                     break
                 if not two_sided:
                     reached[rank + 1, after, n] = 1
                     continue
-                # Beyond this place more would be left than the ranks after this one can take.
+                # If this piece began beyond here, more would be left than the later ranks can take.
                 farthest = n
                 if mode == LOAD:
                     enough = cheapest[after] + (p - 1 - rank) * most * (1 + ROUNDING)
@@ -232,25 +214,23 @@ def _sweep(
                         continue
                     last = j - least
                     if c < 0:
-                        # the first: by bisection
+                        # The first reachable j: find c by bisection. Later ones move c forward only.
                         c, above = after + reserve, last + 1
                         while c < above:
                             middle = (c + above) // 2
-                            value, _ = _measure(
-                                sums, workspace, room, variants, mode, rank, i, after, middle, j
-                            )
+                            value, _ = _measure(tables, mode, rank, i, after, middle, j)
                             if value <= most:
                                 above = middle
                             else:
                                 c = middle + 1
                     else:
                         while c <= last:
-                            value, _ = _measure(sums, workspace, room, variants, mode, rank, i, after, c, j)
+                            value, _ = _measure(tables, mode, rank, i, after, c, j)
                             if value <= most:
                                 break
                             c += 1
                     if c > after + reserve:
-                        value, _ = _measure(sums, workspace, room, variants, mode, rank, i, after, c - 1, j)
+                        value, _ = _measure(tables, mode, rank, i, after, c - 1, j)
                         beyond = min(beyond, value)
                     if last > farthest:
                         left = cheapest[max(c, farthest + 1)] - cheapest[after]
@@ -264,7 +244,7 @@ def _sweep(
                         reached[rank + 1, after, k] = 1
                     painted = max(painted, last)
                     if c > farthest:
-                        # No later j leaves fewer parts than up to ``farthest`` either, or costs less here.
+                        # No later j leaves fewer parts than those up to `farthest`, or costs this rank less.
                         if farthest < n:
                             left = cheapest[farthest + 1] - cheapest[after]
                             beyond = min(beyond, left / (p - 1 - rank))
@@ -284,7 +264,7 @@ def _sweep(
             elif fixed[0, rank] >= 0:
                 begin, end = max(begin, fixed[0, rank]), min(end, fixed[0, rank])
             for k in range(max(begin, i), end + 1):
-                value, _ = _measure(sums, workspace, room, variants, mode, rank, i, k, k, j)
+                value, _ = _measure(tables, mode, rank, i, k, k, j)
                 if value > most:
                     beyond = min(beyond, value)
                     continue
@@ -298,19 +278,10 @@ def _sweep(
 
 @compiled
 def _trace(
-    sums: FloatArray,
-    workspace: FloatArray,
-    room: FloatArray,
-    variants: int,
-    mode: int,
-    most: float,
-    two_sided: bool,
-    least: int,
-    reference: IntArray,
-    reached: IntArray,
-    end: tuple[int, int, int],
+    tables: KernelTables, question: _Question, reached: IntArray, end: tuple[int, int, int]
 ) -> tuple[IntArray, IntArray]:  # pragma: no cover - compiled
-    """Bounds and recomputed stages of a way to the end; of several, near the reference."""
+    """Boundaries and recomputed stages of a path to the end state, near the reference."""
+    mode, most, two_sided, least, _, reference = question
     p, n = reached.shape[0], reached.shape[1] - 1
     stages = 2 * p if two_sided else p
     bounds, recompute = np.zeros(stages + 1, np.int64), np.zeros(stages, np.int64)
@@ -319,7 +290,7 @@ def _trace(
     bounds[p - 1], bounds[p] = i, k
     if two_sided:
         bounds[p + 1] = j
-    _, choice = _measure(sums, workspace, room, variants, mode, p - 1, i, k, k, j)
+    _, choice = _measure(tables, mode, p - 1, i, k, k, j)
     recompute[p - 1] = choice & 1
     if two_sided:
         recompute[p] = choice >> 1
@@ -329,7 +300,7 @@ def _trace(
             for j0 in range(j + least if two_sided else n, n + 1):
                 if not reached[rank, i0, j0]:
                     continue
-                value, made = _measure(sums, workspace, room, variants, mode, rank, i0, i, j, j0)
+                value, made = _measure(tables, mode, rank, i0, i, j, j0)
                 if value > most:
                     continue
                 difference = abs(i0 - reference[rank])

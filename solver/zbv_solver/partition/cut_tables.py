@@ -1,8 +1,12 @@
-"""A layered problem as arrays over the parts that are never cut: sums of any stage in constant time."""
+"""A layered problem as arrays over its parts, for sums over any stage in constant time.
+
+A *part* is a run of layers that is never cut: one layer, or layers that `cut.together` keeps in one stage.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,28 +16,41 @@ from zbv_solver.problem.numeric import CUT_MEMORY, MEMORY_TOLERANCE
 
 FloatArray = NDArray[np.float64]
 
+LOAD, EXCESS = 0, 1
+"""What kernels minimise: the load of the most loaded rank of cuts that fit, or the largest memory excess."""
+
+
+class KernelTables(NamedTuple):
+    """The fields of :class:`CutTables` that compiled kernels take."""
+
+    sums: FloatArray
+    workspace: FloatArray
+    cheapest: FloatArray
+    room: FloatArray
+    variants: int
+
 
 @dataclass(frozen=True, eq=False)
 class CutTables:
-    """What a stage of the parts from i to before j costs and holds, as it is (0) or recomputed (1).
+    """Costs and memory of a stage with the parts [i, j), plain (variant 0) or recomputed (variant 1).
 
     Attributes
     ----------
     sums
-        (2, 4, n+1) running sums over n parts: F, I + W, B, and memory held by F and statically.
+        (2, 4, n+1) prefix sums over n parts: F, I + W, B, and memory held by F and statically.
     held
-        (2, n+1) running sums of the memory held by F alone.
+        (2, n+1) prefix sums of the memory held by F alone.
     workspace
-        (2, n+1, n+1): [i, j] is the largest workspace of the parts from i to before j.
+        (2, n+1, n+1): [i, j] is the largest workspace of the parts [i, j).
     cheapest
-        (n+1,) running sums of the least that the parts can cost, each by itself.
+        (n+1,) prefix sums of the least cost of every part by itself.
     room
-        (p,) memory of every rank for its layers: limit - static, and what comparisons tolerate; inf
-        where there is no limit.
+        (p,) memory of every rank for its layers: limit - static, plus the tolerance; inf without a limit.
     most_room
-        (p,) the same for bounds, which must hold for whatever the verifier accepts: more than ``room``.
+        (p,) the same with the verifier's larger tolerance: lower bounds must hold for every plan that the
+        verifier accepts.
     variants
-        1, or 2 where something can be recomputed.
+        1, or 2 when a layer can be recomputed.
     """
 
     sums: FloatArray
@@ -48,6 +65,10 @@ class CutTables:
     def n(self) -> int:
         """Number of parts."""
         return int(self.sums.shape[2]) - 1
+
+    def for_kernels(self) -> KernelTables:
+        """The tables as kernels take them."""
+        return KernelTables(self.sums, self.workspace, self.cheapest, self.room, self.variants)
 
     @classmethod
     def of(cls, problem: LayeredProblem) -> CutTables:

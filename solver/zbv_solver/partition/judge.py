@@ -7,8 +7,9 @@ from itertools import islice
 
 import numpy as np
 
-from zbv_solver.construct.greedy_v import get_v_schedule
+from zbv_solver.construct.greedy_v import GREEDY_COST, get_v_schedule
 from zbv_solver.construct.list_scheduling import ListScheduler, simple_rule
+from zbv_solver.improve.parameter_search import GREEDY_COST
 from zbv_solver.partition.cut_space import Bounds, CutSpace
 from zbv_solver.partition.roomy_cuts import with_room
 from zbv_solver.problem.cut import Cut
@@ -23,8 +24,6 @@ from the difference between the two.
 ENOUGH = 0.75
 """Times p: microbatches on all stages of a rank for which there is room where memory is not short."""
 GREEDY_ORDERS = 4
-GREEDY_COST = 4
-"""Times that placing an action takes the greedy longer than list scheduling; that many it counts for."""
 RULES = (
     ("backward-deep", 1.0, 0.5),
     ("backward-deep", 0.75, 0.5),

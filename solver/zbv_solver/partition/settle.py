@@ -1,33 +1,50 @@
-"""Cuts with even loads on any placement, by annealing the bounds: where no exact method is at hand.
+"""Cuts with even loads on any placement, by annealing the boundaries.
 
-Under the loop placement a rank's stages lie all over the model, so ranks cannot be served one after another
-as in :mod:`.balance`.
+For the loop placement there is no exact method: a rank's stages are spread over the model, so ranks cannot be
+served one after another as in :mod:`.balance`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.partition.cut_space import MOST_TRIED, Bounds, CutSpace
-from zbv_solver.partition.cut_tables import FloatArray
+from zbv_solver.partition.cut_tables import EXCESS, LOAD, FloatArray, KernelTables
 from zbv_solver.problem.numeric import ROUNDING
 
 IntArray = NDArray[Any]
 
 MOVES_PER_STAGE, MOST_SHIFTS = 2_000, 200_000_000
-"""Moves for every stage; and how many bounds all moves together may shift, which is what takes the time."""
-LOAD, EXCESS = 0, 1
-"""What is made small: the loads of the ranks, of cuts that fit; or what ranks need beyond their room."""
+"""Moves per stage, and the most boundaries that all moves together may shift, which bounds the time."""
 WARMEST, COLDEST = (0.3, 1.0), 1e-4
 """Temperatures, in units of the energy of a rank with mean load, or of one that needs twice its room."""
 
 
+class _Settling(NamedTuple):
+    """What annealing works with: the mode, the placement, the ranges of boundaries, and units.
+
+    ``unit`` (p,) measures every rank's excess; ``stages`` (p, chunks) and ``rank_of`` (S,) are the placement;
+    ``lower`` and ``upper`` (S+1,) are the ranges of boundaries; ``least`` is the fewest parts of a stage;
+    ``mean`` is the mean load of a rank.
+    """
+
+    mode: int
+    unit: FloatArray
+    stages: IntArray
+    rank_of: IntArray
+    lower: IntArray
+    upper: IntArray
+    least: int
+    mean: float
+    warmest: float
+
+
 def settled_cut(space: CutSpace, start: Bounds, seed: int = 0) -> Bounds:
-    """Bounds with even loads that fit the memory limit, or exceed it by as little as was found."""
+    """Boundaries with even loads that fit the memory limit, or exceed it by as little as was found."""
     if space.fitting(start) is None:
         start = _annealed(space, start, EXCESS, seed)
         if space.fitting(start) is None:
@@ -36,52 +53,40 @@ def settled_cut(space: CutSpace, start: Bounds, seed: int = 0) -> Bounds:
 
 
 def _annealed(space: CutSpace, start: Bounds, mode: int, seed: int) -> Bounds:
-    """In mode LOAD the start has to fit; what does not is never gone to."""
+    """Anneal from a start. In mode LOAD the start must fit, and no cut that does not fit is accepted."""
     tables = space.tables
     lower, upper = space.ranges
     mean = float(tables.cheapest[-1]) / space.placement.pp_degree or 1.0
-    # A rank without any room of its own is measured by what all layers hold.
+    # The excess of a rank with almost no room is measured against the memory of all layers.
     whole = float(tables.sums[0, 3, -1])
     unit = np.maximum(np.abs(tables.room), whole * ROUNDING if whole > 0 else 1.0)
-    bounds = _settle(
-        tables.sums,
-        tables.workspace,
-        tables.room,
-        unit,
-        tables.variants,
+    settling = _Settling(
         mode,
+        unit,
         np.array(space.placement.stages_of),
         np.array(space.placement.rank_of),
         lower,
         upper,
         space.least,
-        np.array(start),
         mean,
         WARMEST[mode],
-        min(MOVES_PER_STAGE * space.n_stages, MOST_SHIFTS // space.n_stages),
-        seed,
     )
+    moves = min(MOVES_PER_STAGE * space.n_stages, MOST_SHIFTS // space.n_stages)
+    bounds = _settle(tables.for_kernels(), settling, np.array(start), moves, seed)
     return tuple(map(int, bounds))
 
 
 @compiled
 def _energy(
-    sums: FloatArray,
-    workspace: FloatArray,
-    room: FloatArray,
-    unit: FloatArray,
-    variants: int,
-    mode: int,
-    stages: IntArray,
-    bounds: IntArray,
-    rank: int,
-    mean: float,
+    tables: KernelTables, settling: _Settling, bounds: IntArray, rank: int
 ) -> float:  # pragma: no cover - compiled
-    """A high power of a rank's load: the sum over ranks is governed by the most loaded ones.
+    """A rank's share of the energy, with the best choice of recomputed stages.
 
-    Or the share of its room that the rank needs beyond it: a sum that is 0 where all ranks fit. Of the
-    choices of recomputed stages that :class:`CutSpace` knows, the best one counts.
+    In mode LOAD it is a high power of the load, so that the most loaded ranks govern the sum. In mode EXCESS
+    it is the memory beyond the rank's room, so that the sum is 0 when all ranks fit.
     """
+    sums, workspace, _, room, variants = tables
+    stages, unit = settling.stages, settling.unit
     chunks = stages.shape[1]
     best, excess = np.inf, np.inf
     tries_all = chunks <= MOST_TRIED
@@ -100,40 +105,28 @@ def _energy(
         if held + largest <= room[rank]:
             best = min(best, load)
         excess = min(excess, held + largest - room[rank])
-    if mode == EXCESS:
+    if settling.mode == EXCESS:
         return max(0.0, excess) / float(unit[rank])
-    return (best / mean) ** 8
+    return (best / settling.mean) ** 8
 
 
 @compiled
 def _settle(
-    sums: FloatArray,
-    workspace: FloatArray,
-    room: FloatArray,
-    unit: FloatArray,
-    variants: int,
-    mode: int,
-    stages: IntArray,
-    rank_of: IntArray,
-    lower: IntArray,
-    upper: IntArray,
-    least: int,
-    start: IntArray,
-    mean: float,
-    warmest: float,
-    moves: int,
-    seed: int,
+    tables: KernelTables, settling: _Settling, start: IntArray, moves: int, seed: int
 ) -> IntArray:  # pragma: no cover - compiled
+    """The best boundaries that annealing found."""
+    rank_of, lower, upper, least = settling.rank_of, settling.lower, settling.upper, settling.least
+    warmest = settling.warmest
     np.random.seed(seed)
     bounds, best = start.copy(), start.copy()
-    p = len(room)
+    p = len(tables.room)
     energy = np.empty(p)
     for rank in range(p):
-        energy[rank] = _energy(sums, workspace, room, unit, variants, mode, stages, bounds, rank, mean)
+        energy[rank] = _energy(tables, settling, bounds, rank)
     total = energy.sum()
     lowest = total
     for move in range(moves):
-        # A part moves from one stage to another: every bound in between shifts by one.
+        # A part moves from one stage to another: every boundary between them shifts by one.
         one, other = np.random.randint(0, len(rank_of)), np.random.randint(0, len(rank_of))
         if one == other:
             continue
@@ -155,7 +148,7 @@ def _settle(
         fresh = energy.copy()
         for stage in range(low, high + 1):
             rank = rank_of[stage]
-            fresh[rank] = _energy(sums, workspace, room, unit, variants, mode, stages, bounds, rank, mean)
+            fresh[rank] = _energy(tables, settling, bounds, rank)
         changed = fresh.sum() - total
         temperature = warmest * (COLDEST / warmest) ** (move / moves)
         if changed <= 0 or np.random.random() < np.exp(-changed / temperature):

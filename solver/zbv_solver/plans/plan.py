@@ -7,16 +7,20 @@ provenance describe it and are not part of it.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from zbv_solver._version import __version__
+from zbv_solver.documents.files import write
 from zbv_solver.documents.text import canonical_json, number, numbers
 from zbv_solver.plans.certificate import Status
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import Objective, Problem
+from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.problem.writing import problem_json
 
 
@@ -41,10 +45,6 @@ class Metrics:
     lower_bound: float
     gap: float
     status: Status
-
-    def value(self, objective: Objective) -> float:
-        """The metric that is being minimised."""
-        return self.span if objective == "span" else self.makespan
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem's answer. Make one with :func:`zbv_solver.search.search.search` or :func:`parse_plan`."""
+    """A problem's answer, made by :func:`zbv_solver.plan` or read by :func:`zbv_solver.load_plan`."""
 
     problem: Problem
     orders: Orders
@@ -109,11 +109,33 @@ class Plan:
     @property
     def objective(self) -> float:
         """Value of the problem's objective."""
-        return self.metrics.value(self.problem.objective)
+        return objective_value(self.problem.objective, self.metrics)
+
+    def rank(self, rank: int) -> list[str]:
+        """The actions of a rank in execution order, such as ``"0F3"``: stage 0, forward, microbatch 3."""
+        return self.orders.text(rank)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a JSON file; the file is replaced atomically.
+
+        Raises
+        ------
+        OSError
+            When the file cannot be written.
+        """
+        write(path, json.dumps(plan_json(self)) + "\n")
 
     def with_baselines(self, baselines: tuple[Baseline, ...]) -> Plan:
-        """The same plan with other baselines beside it."""
+        """The same plan with other baselines."""
         return replace(self, baselines=baselines)
+
+    def _repr_html_(self) -> str | None:
+        """The picture and the metrics, for notebooks."""
+        return None if notebook_html is None else notebook_html(self)
+
+
+notebook_html: Callable[[Plan], str] | None = None
+"""Draws a plan for a notebook. The package's face sets it, because `export` is built on this folder."""
 
 
 def identity(problem: dict[str, Any], ranks: list[list[str]]) -> str:

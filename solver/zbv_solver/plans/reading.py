@@ -5,18 +5,20 @@ A plan file needs only ``problem`` and ``ranks``. Everything else that it states
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from zbv_solver.documents.fields import MAX_NAME, MAX_TEXT, AtMost, Number
+from zbv_solver.documents.files import file_label, read_json
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plans.certificate import Status, gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, CutCertificate, Metrics, Plan, Provenance, identity
 from zbv_solver.problem.limits import MAX_ACTIONS, MAX_LAYERS, MAX_PP_DEGREE, MAX_STAGES
-from zbv_solver.problem.problem import Objective, Problem
+from zbv_solver.problem.problem import Objective, Problem, objective_value
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
 
@@ -90,6 +92,25 @@ class PlanDocument(_Lenient):
     cut: CutDocument | None = None
 
 
+def load_plan_document(path: str | Path) -> PlanDocument:
+    """Read a plan file and check its shape; ``-`` is standard input.
+
+    Raises
+    ------
+    InvalidInput
+        When the file is not JSON or not a plan.
+    OSError
+        When the file cannot be read.
+    """
+    document = read_json(path)
+    try:
+        if isinstance(document, dict) and "ranks" not in document and "pp_degree" in document:
+            raise InvalidInput.at("", "this is a problem, not a plan. `zbv plan` makes a plan of it.")
+        return parse_plan_document(document)
+    except InvalidInput as error:
+        raise error.found_in(file_label(path)) from None
+
+
 def parse_plan_document(document: Any) -> PlanDocument:
     """Check a decoded plan document's shape; raises :class:`InvalidInput`."""
     return validated(PlanDocument, document)
@@ -145,19 +166,23 @@ def _require_layers(document: PlanDocument, problem: Problem) -> None:
 
 
 def parse_plan(document: Any) -> Plan:
-    """Read a plan document with its stated metrics. It is *not* verified: see :mod:`zbv_solver.verify.verifier`.
+    """Parse a decoded plan document. Its stated metrics are not verified (:mod:`zbv_solver.verify`).
 
     Raises
     ------
     InvalidInput
         When the document has the wrong shape or states no metrics.
     """
-    parsed = parse_plan_document(document)
+    return to_plan(parse_plan_document(document))
+
+
+def to_plan(parsed: PlanDocument) -> Plan:
+    """The plan of a validated document, with the metrics that it states; raises :class:`InvalidInput`."""
     problem, orders = parse_orders(parsed)
     stated = parsed.metrics
     if stated is None:
         raise InvalidInput([Issue("/metrics", "this key is required and absent.")])
-    value = stated.span if problem.objective == "span" else stated.makespan
+    value = objective_value(problem.objective, stated)
     metrics = Metrics(
         makespan=stated.makespan,
         span=stated.span,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,23 @@ MAX_CELLS = 1_000_000
 """Largest ``pp_degree * microbatches`` accepted: 6 million actions, about what a machine holds in memory."""
 
 PerStage = tuple[float, ...]
+
+
+class Times(Protocol):
+    """Anything that has both objectives: a timing, the metrics of a plan, a baseline."""
+
+    @property
+    def span(self) -> float:
+        """Longest time of any rank from its first start to its last end."""
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first start to the last end of all ranks."""
+
+
+def objective_value(objective: Objective, times: Times) -> float:
+    """The value that is minimised."""
+    return times.span if objective == "span" else times.makespan
 
 
 @dataclass(frozen=True)

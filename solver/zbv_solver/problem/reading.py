@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zbv_solver.documents.files import read_json
+from zbv_solver.documents.files import file_label, read_json
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
@@ -39,7 +39,15 @@ def load_problem(path: str | Path) -> AnyProblem:
     OSError
         When the file cannot be read.
     """
-    return parse_any_problem(read_json(path))
+    document = read_json(path)
+    try:
+        if isinstance(document, dict) and "ranks" in document:
+            raise InvalidInput.at(
+                "", "this is a plan, not a problem. Its problem is under the key `problem`."
+            )
+        return parse_any_problem(document)
+    except InvalidInput as error:
+        raise error.found_in(file_label(path)) from None
 
 
 def parse_any_problem(document: Any) -> AnyProblem:

@@ -20,7 +20,7 @@ from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.certificate import verdict
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import Plan
-from zbv_solver.plans.reading import PlanDocument, parse_orders, parse_plan, parse_plan_document
+from zbv_solver.plans.reading import PlanDocument, parse_orders, parse_plan_document, to_plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP, SAME_METRIC
 from zbv_solver.problem.problem import Problem
@@ -78,10 +78,12 @@ def check_plan(
     prove: bool = False,
     cancelled: Callable[[], bool] | None = None,
 ) -> CheckedPlan:
-    """Check every claim of a decoded plan file.
+    """Check every claim of a plan.
 
     Parameters
     ----------
+    document
+        A decoded plan file, or one that is parsed already.
     asked
         The problem that the plan must answer; None accepts the plan's own.
     prove
@@ -96,7 +98,7 @@ def check_plan(
     InvalidPlan
         When a claim is false, or ``prove`` finds no proof.
     """
-    parsed = parse_plan_document(document)
+    parsed = document if isinstance(document, PlanDocument) else parse_plan_document(document)
     problem, orders = parse_orders(parsed)
     if asked is not None:
         require_answer(problem, asked)
@@ -104,7 +106,7 @@ def check_plan(
         verify_orders(problem, orders)
         plan = None
     else:
-        plan = parse_plan(document)
+        plan = to_plan(parsed)
         verify(plan)
     claims = [*_order_claims(parsed, problem), *_metric_claims(parsed)]
     claims += _baseline_claims(parsed, problem)
@@ -216,10 +218,9 @@ def _bound_claims(
 
 def _require_met(plan: Plan, bound: float) -> None:
     """Raise :class:`InvalidPlan` where the orders, timed again, miss a bound by more than rounding."""
-    from zbv_solver.timing.start_times import evaluate
+    from zbv_solver.timing.start_times import objective_of
 
-    timing = evaluate(plan.problem, plan.orders)
-    value = timing.span if plan.problem.objective == "span" else timing.makespan
+    value = objective_of(plan.problem, plan.orders)
     if verdict(value, bound) == "feasible":
         raise InvalidPlan(
             f"the stated status is optimal, but the orders reach {value:.15g}, above the stated lower_bound "
@@ -250,7 +251,8 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     if bound >= enough:
         return f"proved again: {bound:.9g}, in closed form"
     if problem.max_actions <= BUDGETS["thorough"].exact_actions:
-        from zbv_solver.improve.exact import objective_of, refine
+        from zbv_solver.improve.exact import refine
+        from zbv_solver.timing.start_times import objective_of
 
         found = refine(
             problem,

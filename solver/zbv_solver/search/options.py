@@ -33,7 +33,7 @@ class Budget:
     window_actions
         Largest problem, in actions, whose order CP-SAT improves window by window.
     window_time
-        CP-SAT's deterministic time for all windows; one of it is some ten seconds.
+        CP-SAT's deterministic time for all windows of one size; one of it is some ten seconds.
     exact_actions
         Largest problem, in actions, that goes to CP-SAT whole.
     exact_time

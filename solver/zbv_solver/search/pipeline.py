@@ -32,12 +32,10 @@ from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.halt import Halt, Turn
 from zbv_solver.search.options import BUDGETS, SearchOptions
 from zbv_solver.search.search_unit import in_search_unit
-from zbv_solver.timing.start_times import evaluate
+from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 CHAINS = 2
-WINDOW_ACTIONS, WINDOW_TIME = 120, 0.015
-"""Size of CP-SAT's windows, and its deterministic time for each."""
 REST_SHARE = 0.5
 """Of what tuning may place: for laying the rest of the best order again."""
 TUNE_SHARE, ANNEAL_SHARE = 0.8, 0.8
@@ -134,7 +132,7 @@ class Pipeline:
         """Start from an order found earlier; raises :class:`InvalidPlan` where the problem forbids it."""
         verify_orders(self.given, incumbent)
         orders = first_in_first_out(incumbent, self.problem.n_stages)
-        self._take(Found(self._exact_value(orders), orders, "resumed"))
+        self._take(Found(objective_of(self.problem, orders), orders, "resumed"))
 
     def run(self) -> None:
         """All stages, until the bound is met or the search is cut."""
@@ -267,14 +265,12 @@ class Pipeline:
             self.problem,
             self.found.orders,
             effort=self.budget.window_time,
-            window_effort=WINDOW_TIME,
-            actions=WINDOW_ACTIONS,
             seed=self.options.seed,
             time_limit=self._seconds_left(),
             cancelled=self.halt.check,
         )
         if orders is not None:
-            value = self._exact_value(orders)
+            value = objective_of(self.problem, orders)
             if self._is_better(value):
                 self._take(Found(value, orders, "cp-sat windows"))
 
@@ -394,10 +390,6 @@ class Pipeline:
 
     def _meets_bound(self, found: Found) -> bool:
         return found.value <= self.bound * (1 + OPTIMAL_GAP)
-
-    def _exact_value(self, orders: Orders) -> float:
-        timing = evaluate(self.problem, orders)
-        return timing.span if self.problem.objective == "span" else timing.makespan
 
 
 def _of(attempt: Attempt) -> Found:

@@ -1,1 +1,4 @@
-"""TODO: say what timing is for."""
+"""When actions start and end, the exact span, and memory over time.
+
+`verify` checks these results and shares no code with this folder.
+"""

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
-from zbv_solver.problem.problem import B, F, I, Problem
+from zbv_solver.problem.problem import B, F, I, Problem, objective_value
 from zbv_solver.timing import sweeps
+from zbv_solver.timing.sweeps import Graph
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
@@ -51,21 +52,11 @@ class Timing:
 
 @dataclass(frozen=True, eq=False)
 class _Executed:
-    """An order as it executes at earliest start; the arrays of :mod:`zbv_solver.timing.sweeps`."""
+    """An order as it executes at earliest start; ``start`` and ``end`` are (n,)."""
 
-    row: IntArray
-    source: IntArray
-    offset: IntArray
-    duration: FloatArray
-    lag: FloatArray
-    runs: IntArray
+    graph: Graph
     start: FloatArray
     end: FloatArray
-
-    @property
-    def graph(self) -> tuple[IntArray, IntArray, IntArray, FloatArray, FloatArray, IntArray]:
-        """What sweeps take, in their order."""
-        return self.row, self.source, self.offset, self.duration, self.lag, self.runs
 
 
 def evaluate(problem: Problem, orders: Orders) -> Timing:
@@ -78,8 +69,8 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
     """
     executed = _execute_orders(problem, orders)
     span = _exact_span(executed, orders)[0]
-    count = np.bincount(executed.row, minlength=len(executed.duration))
-    busy = float(count @ executed.duration)
+    count = np.bincount(executed.graph.row, minlength=len(executed.graph.duration))
+    busy = float(count @ executed.graph.duration)
     arrays = problem.arrays
     return Timing(
         start=executed.start,
@@ -88,9 +79,20 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
         span=span,
         bubble_rate=1 - busy / (problem.pp_degree * span) if span > 0 else 0.0,
         peak_memory=tuple(
-            sweeps.peaks(executed.row, orders.offset, arrays.delta.ravel(), arrays.static).tolist()
+            sweeps.peaks(executed.graph.row, orders.offset, arrays.delta.ravel(), arrays.static).tolist()
         ),
     )
+
+
+def objective_of(problem: Problem, orders: Orders) -> float:
+    """The objective of an order: its exact span, or its makespan.
+
+    Raises
+    ------
+    InvalidPlan
+        When the orders deadlock.
+    """
+    return objective_value(problem.objective, evaluate(problem, orders))
 
 
 def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
@@ -135,8 +137,8 @@ def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
     executed = _execute_orders(problem, orders)
     _, release = _exact_span(executed, orders)
     origin, length = np.empty(len(orders), np.int32), np.empty(len(orders))
-    sweeps.sweep(*executed.graph, release, origin, length)
-    start: FloatArray = release[origin] + length - executed.duration[executed.row]
+    sweeps.sweep(executed.graph, release, origin, length)
+    start: FloatArray = release[origin] + length - executed.graph.duration[executed.graph.row]
     return start - start.min(initial=np.inf) if len(start) else start
 
 
@@ -177,16 +179,17 @@ def _execute_orders(problem: Problem, orders: Orders) -> _Executed:
                 f"found {orders.text_at(at)}; the problem has {n_stages} stages and {m} microbatches."
             )
     arrays = problem.arrays
-    duration, lag = arrays.duration.ravel(), np.full((4, n_stages), -1.0)
-    lag[F, 1:] = lag[I, :-1] = lag[B, :-1] = arrays.transfer
+    duration, latency = arrays.duration.ravel(), np.full((4, n_stages), -1.0)
+    latency[F, 1:] = latency[I, :-1] = latency[B, :-1] = arrays.transfer
     row = orders.letter * np.int32(n_stages) + orders.stage
     cell = orders.stage * np.int32(m) + orders.microbatch
     start, end, source, runs, reached = sweeps.execute(
-        row, cell, orders.offset, duration, lag.ravel(), n_stages, m
+        row, cell, orders.offset, duration, latency.ravel(), n_stages, m
     )
     if (reached < orders.offset[1:]).any():
         raise InvalidPlan(_deadlock_message(orders, reached))
-    return _Executed(row, source, orders.offset, duration, lag.ravel(), runs, start, end)
+    graph = Graph(row, source, orders.offset, duration, latency.ravel(), runs)
+    return _Executed(graph, start, end)
 
 
 def _deadlock_message(orders: Orders, reached: IntArray) -> str:
@@ -205,5 +208,5 @@ def _exact_span(executed: _Executed, orders: Orders) -> tuple[float, FloatArray]
     filled = np.diff(orders.offset) > 0
     # Where nothing can be gained by starting later, earliest starts are the answer already.
     release[filled] = executed.start[orders.offset[:-1][filled]]
-    span = sweeps.policy_iteration(*executed.graph, release, ROUNDING)
+    span = sweeps.policy_iteration(executed.graph, release, ROUNDING)
     return float(span), release

@@ -1,19 +1,8 @@
-"""Kernels of :mod:`zbv_solver.timing.start_times`: executing an order, and longest paths along its runs.
-
-Arrays that several take, for n actions on p ranks of S stages:
-
-row            (n,) letter code * S + stage: the index of an action's costs in ``duration`` and ``lag``
-duration, lag  (4 S,) how long an action takes, and its remote input is underway; lag is -1 where an action
-               has no remote input
-source         (n,) the action that makes the remote input, or -1
-offset         (p + 1,) rank r's actions are ``offset[r]:offset[r + 1]``
-runs           (k, 2) stretches of consecutive actions: a rank, and where they stop. Every input of a run
-               lies in an earlier one, or earlier in it
-"""
+"""Kernels of :mod:`zbv_solver.timing.start_times`: executing an order, and longest paths along its runs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +19,14 @@ def execute(
     cell: IntArray,
     offset: IntArray,
     duration: FloatArray,
-    lag: FloatArray,
+    latency: FloatArray,
     n_stages: int,
     m: int,
 ) -> tuple[FloatArray, FloatArray, IntArray, IntArray, IntArray]:  # pragma: no cover - compiled
-    """Start, end, source and runs of an order, and where every rank came to a halt.
+    """Start, end, source and runs of an order, and the index at which every rank stopped.
 
-    Ranks take turns, each running as far as its inputs are there.
+    Ranks take turns, and each one runs until an input is missing. ``row``, ``offset``, ``duration`` and
+    ``latency`` are those of a :class:`Graph`; ``cell`` (n,) is stage * m + microbatch.
     """
     n, p = len(row), len(offset) - 1
     forward_at = np.full(n_stages * m, -1, np.int32)
@@ -56,12 +46,12 @@ def execute(
                 if kind >= n_stages and (backward_at if is_weight else forward_at)[where] < 0:
                     break
                 begin = free
-                if lag[kind] >= 0:
+                if latency[kind] >= 0:
                     feed = forward_at[where - m] if kind < n_stages else backward_at[where + m]
                     if feed < 0:
                         break
                     source[at] = feed
-                    begin = max(begin, end[feed] + lag[kind])
+                    begin = max(begin, end[feed] + latency[kind])
                 if kind < n_stages:
                     forward_at[where] = at
                 elif not is_weight:
@@ -77,23 +67,43 @@ def execute(
     return start, end, source, runs[:n_runs], reached
 
 
+class Graph(NamedTuple):
+    """An order of n actions on p ranks and S stages as it executes: what longest paths need.
+
+    Attributes
+    ----------
+    row
+        (n,) letter code * S + stage: the index of an action's costs in ``duration`` and ``latency``.
+    source
+        (n,) the action that sends the remote input, or -1.
+    offset
+        (p + 1,) the actions of rank r are ``offset[r]:offset[r + 1]``.
+    duration, latency
+        (4 S,) time that an action takes, and that its remote input is in transfer; -1 without such an input.
+    runs
+        (k, 2) stretches of consecutive actions: a rank, and the index where they stop. Every input of a run
+        is in an earlier run, or earlier in this one.
+    """
+
+    row: IntArray
+    source: IntArray
+    offset: IntArray
+    duration: FloatArray
+    latency: FloatArray
+    runs: IntArray
+
+
 @compiled
 def sweep(
-    row: IntArray,
-    source: IntArray,
-    offset: IntArray,
-    duration: FloatArray,
-    lag: FloatArray,
-    runs: IntArray,
-    release: FloatArray,
-    origin: IntArray,
-    length: FloatArray,
+    graph: Graph, release: FloatArray, origin: IntArray, length: FloatArray
 ) -> None:  # pragma: no cover - compiled
     """Critical paths when rank r may not start before ``release[r]``.
 
-    An action ends at ``release[origin] + length``: ``origin`` is the rank with whose first start its
-    critical path begins, ``length`` the path's own, so sums of whole costs stay whole.
+    An action ends at ``release[origin] + length``: its critical path begins with the first start of rank
+    ``origin`` and has this length. The two are kept apart so that sums of whole costs stay whole.
     """
+    row, source, offset, runs = graph.row, graph.source, graph.offset, graph.runs
+    duration, latency = graph.duration, graph.latency
     reached = offset[:-1].copy()
     for run in range(len(runs)):
         rank, stop = runs[run]
@@ -104,7 +114,7 @@ def sweep(
         while at < stop:
             feed, kind = source[at], row[at]
             if feed >= 0:
-                arrival = length[feed] + lag[kind]
+                arrival = length[feed] + latency[kind]
                 if release[origin[feed]] + arrival > release[begun] + path:
                     begun, path = origin[feed], arrival
             path += duration[kind]
@@ -115,28 +125,23 @@ def sweep(
 
 @compiled
 def policy_iteration(
-    row: IntArray,
-    source: IntArray,
-    offset: IntArray,
-    duration: FloatArray,
-    lag: FloatArray,
-    runs: IntArray,
-    release: FloatArray,
-    tolerance: float,
+    graph: Graph, release: FloatArray, tolerance: float
 ) -> float:  # pragma: no cover - compiled
     """Largest mean weight of a cycle of D (Howard's policy iteration), D known only through sweeps.
 
-    ``release`` is a first guess of first starts and becomes one under which every window fits. Every sweep
-    tells, of each rank, the critical path to its last end: an arc of D. Arcs that break a window of the
-    span so far form cycles, whose largest mean is the next span, or lengthen a forest, whose values are the
-    next releases. Both only grow, and once every window fits, the releases prove the span.
+    ``release`` holds a first guess of the ranks' first starts, and in the end first starts under which every
+    window fits. Every sweep finds the critical path to the last end of each rank: an arc of D. Arcs that do
+    not fit the span so far either form cycles, and their largest mean is the next span, or they lengthen a
+    forest, and its values are the next releases. Both only grow. Once every window fits, the releases prove
+    the span.
     """
-    n, p = len(row), len(offset) - 1
+    offset = graph.offset
+    n, p = len(graph.row), len(offset) - 1
     origin, length = np.empty(n, np.int32), np.empty(n)
     parent, weight = np.full(p, -1, np.int32), np.zeros(p)
     span, is_first = 0.0, True
     for _ in range(4 * p + 64):  # a handful in practice; only rounding could ask for more than this
-        sweep(row, source, offset, duration, lag, runs, release, origin, length)
+        sweep(graph, release, origin, length)
         widest, latest = 0.0, 0.0
         for rank in range(p):
             if offset[rank] < offset[rank + 1]:
@@ -197,7 +202,7 @@ def _settle(
 def peaks(
     row: IntArray, offset: IntArray, delta: FloatArray, static: FloatArray
 ) -> FloatArray:  # pragma: no cover - compiled
-    """Most memory held on every rank, (p,)."""
+    """Peak memory of every rank, (p,)."""
     most = static.copy()
     for rank in range(len(static)):
         grown = 0.0

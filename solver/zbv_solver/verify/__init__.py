@@ -1,1 +1,5 @@
-"""TODO: say what verify is for."""
+"""The independent check of a plan: completeness, deadlocks, memory, and every stated metric.
+
+Nothing here is shared with `timing` or `search`, so a mistake there cannot hide here. Lower bounds are not
+checked here, because that takes a proof (`search.claims`).
+"""

@@ -66,7 +66,7 @@ def no_spinner(_text: str) -> Iterator[Callable[[str], None]]:
 @pytest.mark.parametrize(
     ("ours", "verdict"), [(99, "win"), (99.9999999, "tie"), (100, "tie"), (100.00005, "tie"), (101, "loss")]
 )
-def test_the_smaller_value_wins_and_a_millionth_is_no_difference(ours: float, verdict: str) -> None:
+def test_the_smaller_value_wins_and_values_within_a_millionth_tie(ours: float, verdict: str) -> None:
     found = judge(outcome((1, ours, 90), of=instance(peers={"a": peer(100)})))
     assert found.verdict == verdict
     assert found.ratio == pytest.approx(ours / 100)
@@ -79,13 +79,13 @@ def test_the_best_contender_decides() -> None:
     assert (found.best.peer.name, found.best.value, found.verdict) == ("best", 100, "loss")
 
 
-def test_peers_that_fail_or_do_not_fit_are_no_contenders() -> None:
+def test_peers_that_fail_or_do_not_fit_are_ignored() -> None:
     peers = {"large": peer(50, fits=False), "failed": {"placement": "v", "error": "no"}, "null": peer(None)}
     found = judge(outcome((1, 110, 90), of=instance(peers=peers)))
     assert (found.verdict, found.best, found.ratio) == ("no peer", None, None)
 
 
-def test_a_peer_of_another_placement_counts_unless_no_plan_of_ours_can_reach_it() -> None:
+def test_a_peer_with_another_placement_counts_unless_it_is_below_the_bound() -> None:
     def with_single_at(value: float) -> Outcome:
         return outcome((1, 110, 100), of=instance(peers={"zb": peer(value, placement="single")}))
 
@@ -97,7 +97,7 @@ def test_a_peer_of_another_placement_counts_unless_no_plan_of_ours_can_reach_it(
     assert below.contradicting == ()
 
 
-def test_a_peer_of_the_same_placement_below_the_bound_is_a_loss_and_a_contradiction() -> None:
+def test_a_peer_with_the_same_placement_below_the_bound_is_a_loss_and_a_contradiction() -> None:
     found = judge(outcome((1, 110, 100), of=instance(peers={"v": peer(95)})))
     assert found.verdict == "loss"
     assert [entry.value for entry in found.contradicting] == [95]
@@ -119,13 +119,13 @@ def test_a_target_is_reached_when_the_gap_is_proven_in_time(seconds: float | Non
     assert reached(found) is is_reached
 
 
-def test_a_target_never_proven_is_missed() -> None:
+def test_an_unproven_target_is_missed() -> None:
     found = outcome((1, 110, 100), of=instance(reach={"gap": 0}))
     assert reached_after(found) is None
     assert not reached(found)
 
 
-def test_the_sum_counts_every_instance_once() -> None:
+def test_the_summary_counts_every_instance_once() -> None:
     outcomes = [
         outcome((1, 100, 100), of=instance(peers={"a": peer(125)}, reach={"gap": 0})),
         outcome((2, 110, 100), of=instance(peers={"a": peer(110)}, reach={"gap": 0.05})),
@@ -142,7 +142,7 @@ def test_the_sum_counts_every_instance_once() -> None:
     assert total.ratio == pytest.approx(math.sqrt(100 / 125))
 
 
-def test_a_stage_adds_what_is_missing_without_it() -> None:
+def test_the_contribution_of_a_stage_is_the_difference_without_it() -> None:
     full = [outcome((2, 100, 100)), outcome((2, 100, 90)), outcome((2, 101, 90))]
     without = [outcome((1, 110, 90)), outcome((1, 100, 90)), outcome((1, 100, 90))]
     added = contribution("exact", full, without)
@@ -154,7 +154,7 @@ def test_a_stage_adds_what_is_missing_without_it() -> None:
 # Measuring
 
 
-def test_a_measurement_is_the_search_with_a_clock() -> None:
+def test_a_measurement_records_the_progress_of_the_search() -> None:
     found = measure(instance(), QUICK)
     seconds = [point.seconds for point in found.curve]
     values = [point.objective for point in found.curve]
@@ -165,26 +165,26 @@ def test_a_measurement_is_the_search_with_a_clock() -> None:
     assert found.seconds == seconds[-1]
 
 
-def test_options_of_an_instance_override_the_commands() -> None:
+def test_options_of_an_instance_override_those_of_the_command() -> None:
     own = instance(options={"effort": "quick", "time_limit": 5})
     assert own.options(SearchOptions(effort="thorough", seed=3)) == SearchOptions("quick", 5, seed=3)
     assert instance(options={"effort": None}).options(QUICK) == QUICK
 
 
-def test_an_instance_that_cannot_fit_is_an_outcome() -> None:
+def test_an_infeasible_instance_is_an_outcome() -> None:
     found = measure(instance(problem=uniform_document(2, 4, limit=1.5)), QUICK)
     assert found.infeasible == "no plan fits: limit of rank 0 is 1.5, needs 2"
     assert (found.value, found.curve) == (math.inf, ())
 
 
-def test_a_peer_that_fits_where_we_say_none_can_is_a_contradiction() -> None:
+def test_a_peer_that_fits_an_infeasible_instance_is_a_contradiction() -> None:
     impossible = instance(problem=uniform_document(2, 4, limit=1.5), peers={"v": peer(24)})
     found = judge(measure(impossible, QUICK))
     assert found.verdict == "loss"
     assert [entry.peer.name for entry in found.contradicting] == ["v"]
 
 
-def test_ctrl_c_keeps_what_was_measured() -> None:
+def test_ctrl_c_keeps_the_results_so_far() -> None:
     @contextmanager
     def interrupting(text: str) -> Iterator[Callable[[str], None]]:
         if "second" in text:
@@ -217,7 +217,7 @@ def test_ctrl_c_stops_the_work_before_it_is_passed_on(delay: float) -> None:
     assert stopped.is_set()
 
 
-def test_interruptible_work_answers_and_fails_as_it_would_otherwise() -> None:
+def test_interruptible_work_returns_and_raises_as_usual() -> None:
     assert interruptible(lambda cancelled: cancelled()) is False
     with pytest.raises(ZeroDivisionError):
         interruptible(lambda _: 1 // 0)
@@ -231,7 +231,7 @@ def test_an_ablation_runs_the_suite_without_each_stage() -> None:
     assert all(stage in out.getvalue().rpartition("what each stage adds")[2] for stage in STAGES)
 
 
-def test_an_ablation_of_a_reduced_search_leaves_out_one_stage_more() -> None:
+def test_an_ablation_of_a_reduced_search_skips_one_more_stage() -> None:
     options = SearchOptions(effort="quick", without=STAGES[:1])
     report = bench([instance()], options, ablate=True, out=StringIO(), spinner=no_spinner)
     assert [run.without for run in report.runs] == [STAGES[:1], *((STAGES[0], s) for s in STAGES[1:])]
@@ -267,7 +267,7 @@ def test_rows_fit_120_columns_and_line_up() -> None:
     ],
     ids=str,
 )
-def test_figures_have_the_digits_that_fit(value: float, text: str) -> None:
+def test_numbers_have_the_digits_that_fit(value: float, text: str) -> None:
     assert figure(value) == text
 
 
@@ -278,7 +278,7 @@ def test_a_row_names_peers_below_the_bound() -> None:
     assert "below bound: zb 99;" in note
 
 
-def test_columns_that_would_say_nothing_are_left_out() -> None:
+def test_columns_without_information_are_left_out() -> None:
     plain = Table([instance()]).header()
     full = Table([instance(peers={"a": peer(1)}, reach={"gap": 0})]).header()
     assert "best peer" not in plain
@@ -287,7 +287,7 @@ def test_columns_that_would_say_nothing_are_left_out() -> None:
     assert "target" in full
 
 
-def test_the_command_prints_rows_and_a_sum(tmp_path: Path, capsys: Capture) -> None:
+def test_the_command_prints_rows_and_a_summary(tmp_path: Path, capsys: Capture) -> None:
     path = write(
         tmp_path / "suite.json",
         suite(
@@ -309,7 +309,7 @@ def test_the_command_prints_rows_and_a_sum(tmp_path: Path, capsys: Capture) -> N
     assert err == ""
 
 
-def test_json_on_standard_output_is_nothing_but_the_document(tmp_path: Path, capsys: Capture) -> None:
+def test_json_on_standard_output_is_only_the_document(tmp_path: Path, capsys: Capture) -> None:
     path = write(
         tmp_path / "suite.json", suite(entry(peers={"a": peer(25)}, reach={"gap": 0, "seconds": 60}))
     )
@@ -326,7 +326,7 @@ def test_json_on_standard_output_is_nothing_but_the_document(tmp_path: Path, cap
     assert "win 1" in err
 
 
-def test_the_document_of_an_infeasible_instance_has_no_figures() -> None:
+def test_the_document_of_an_infeasible_instance_has_no_numbers() -> None:
     impossible = instance(problem=uniform_document(2, 4, limit=1.5), peers={"v": peer(24)}, reach={"gap": 0})
     found = measure(impossible, QUICK)
     text = json.dumps(report_json(Report(QUICK, (Run((), (found,)),))), allow_nan=False)
@@ -362,7 +362,7 @@ def test_every_key_of_the_document_is_documented() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_input_is_status_2_before_anything_is_searched(
+def test_wrong_input_has_status_2_before_the_first_search(
     arguments: list[str], says: str, tmp_path: Path, capsys: Capture
 ) -> None:
     path = write(tmp_path / "suite.json", suite(entry()))

@@ -1,4 +1,4 @@
-"""Benchmark files: what they must look like, and those of the repository."""
+"""Benchmark files: their rules, and the files of the repository."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from benchmarks.planner.suite import parse_suite, select
     ],
     ids=range(15),
 )
-def test_a_wrong_suite_is_refused_with_the_place_and_the_rule(document: object, says: str) -> None:
+def test_a_wrong_suite_is_refused_with_a_pointer_and_the_rule(document: object, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         parse_suite(document, "s")
 
@@ -72,6 +72,6 @@ def test_the_suites_of_the_repository_can_be_read(path: Path) -> None:
     assert len(select([parse_suite(document, path.name)])) == len(document["instances"])
 
 
-def test_generated_suites_are_what_their_seeds_give() -> None:
+def test_generated_suites_are_up_to_date() -> None:
     for name in generate.FILES:
         assert (BENCHMARKS / name).read_text(encoding="utf-8") == generate.text_of(name), name

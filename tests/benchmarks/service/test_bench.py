@@ -29,7 +29,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield found
 
 
-def test_a_load_counts_every_answer(live: Live) -> None:
+def test_a_load_counts_every_response(live: Live) -> None:
     requests = [get(live.address, path) for path in ("/healthz", "/v1/searches/x", "/static/zbv.css")]
     load = asyncio.run(saturate(live.address, requests, connections=3, seconds=0.3))
     assert set(load.statuses) == {200, 404}
@@ -37,7 +37,7 @@ def test_a_load_counts_every_answer(live: Live) -> None:
     assert load.rate == len(load.latencies) / load.seconds > 0
 
 
-def test_an_offered_load_has_its_rate_and_counts_from_when_requests_were_due(live: Live) -> None:
+def test_an_offered_load_has_a_fixed_rate_and_latencies_count_from_the_due_time(live: Live) -> None:
     load = asyncio.run(offer(live.address, [get(live.address, "/healthz")], 4, seconds=0.5, rate=40))
     assert load.statuses == {200: 20}
     assert load.seconds >= 19 / 40
@@ -45,7 +45,7 @@ def test_an_offered_load_has_its_rate_and_counts_from_when_requests_were_due(liv
     assert max(slow.latencies) >= slow.seconds / 2  # the last one was due at once
 
 
-def test_the_command_measures_a_service_of_its_own(
+def test_the_command_measures_a_new_service(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZBV_DATABASE", f"sqlite:///{tmp_path}/mine.db")
@@ -63,13 +63,13 @@ def test_the_command_measures_a_service_of_its_own(
 @pytest.mark.parametrize(
     "flags", [["--connections", "0"], ["--seconds", "nan"], ["--searches", "-1"], ["--offered", "x"]]
 )
-def test_wrong_numbers_are_said(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["service", "ranks", *flags])
     assert f"found '{flags[1]}'" in capsys.readouterr().err
 
 
-def test_an_error_without_the_one_shape_is_counted() -> None:
+def test_errors_that_are_not_problem_documents_are_counted() -> None:
     document = {"type": "t", "title": "T", "status": 422, "detail": "D"}
     assert not is_unshaped((422, json.dumps(document)))
     assert not is_unshaped((200, "whatever"))
@@ -77,7 +77,7 @@ def test_an_error_without_the_one_shape_is_counted() -> None:
     assert is_unshaped((400, "Invalid HTTP request received."))
 
 
-def test_a_service_that_does_not_start_is_said_with_its_log(
+def test_the_log_of_a_service_that_does_not_start_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no reason')"))
@@ -85,12 +85,12 @@ def test_a_service_that_does_not_start_is_said_with_its_log(
     assert "the service did not start; its log:\nno reason" in capsys.readouterr().err
 
 
-def test_heartbeats_of_a_run_are_measured_and_nobody_is_lost(tmp_path: Path) -> None:
+def test_heartbeats_of_a_run_are_measured_and_no_agent_is_lost(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     database = f"sqlite:///{tmp_path}/beats.db"
     size = ["--agents", "8", "--seconds", "1"]
     main(["service", "heartbeats", *size, "--database", database, "-o", str(output)])
     found = {row["what"]: row for row in json.loads(output.read_text())["heartbeats"]["findings"]}
     assert found["8 agents: heartbeats"]["value"] == 4
-    for name in ("answered otherwise than 200", "agents lost", "the run went on undisturbed"):
+    for name in ("responses other than 200", "agents lost", "the run continued undisturbed"):
         assert found[name]["verdict"] == "met", name

@@ -48,7 +48,7 @@ def bench(name: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", ["overhead", "gpt", "split", "rehearse"])
-def test_a_comparison_is_measured_judged_and_written(
+def test_a_comparison_prints_verdicts_and_writes_findings(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, findings = bench(name, tmp_path)
@@ -61,7 +61,7 @@ def test_a_comparison_is_measured_judged_and_written(
     assert "verdict" in said.out
 
 
-def test_memory_that_is_really_held_is_the_plans(tmp_path: Path) -> None:
+def test_the_memory_of_real_steps_agrees_with_the_plan(tmp_path: Path) -> None:
     """No time is measured here, so the target itself is asserted."""
     status, findings = bench("memory", tmp_path)
     assert [finding["missed_by"] for finding in findings] == [0, 0]
@@ -69,7 +69,7 @@ def test_memory_that_is_really_held_is_the_plans(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
-def test_the_workloads_of_the_repository_are_read(path: Path) -> None:
+def test_the_workloads_of_the_repository_are_valid(path: Path) -> None:
     kinds: dict[str, type[Any]] = {
         "gpt": GptWorkload,
         "memory": MemoryWorkload,
@@ -89,7 +89,7 @@ def test_the_workloads_of_the_repository_are_read(path: Path) -> None:
         (None, "No such file"),
     ],
 )
-def test_a_workload_that_does_not_fit_is_refused_with_status_2(
+def test_a_wrong_workload_has_status_2(
     text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "workload.json"

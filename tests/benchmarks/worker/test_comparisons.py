@@ -1,4 +1,4 @@
-"""What every comparison makes of the ranks' answers."""
+"""The findings of every comparison from the answers of its ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def turns(zbv_loss: float = 2.0) -> gpt.Turns:
     return gpt.Turns.of_ranks([rank_0, rank_1])
 
 
-def test_a_turn_lasts_from_the_first_ranks_start_to_the_last_ones_end() -> None:
+def test_a_turn_lasts_from_the_first_start_to_the_last_end_of_all_ranks() -> None:
     found = gpt.findings(turns(), 2, 4, planned=0.01)
     ratios = {finding.what.rpartition("/ ")[2]: finding.value for finding in found}
     assert ratios == pytest.approx(
@@ -41,13 +41,13 @@ def test_a_turn_lasts_from_the_first_ranks_start_to_the_last_ones_end() -> None:
     assert [finding.target is None for finding in found] == [False, False, False, True]
 
 
-def test_schedules_that_train_another_model_are_an_error() -> None:
+def test_schedules_with_different_losses_are_an_error() -> None:
     turns(2.0).check_losses()
     with pytest.raises(WorkerError, match=r"step 0: the loss of Schedule\w+ is 2\.0.*that of zbv 2\.001"):
         turns(2.001).check_losses()
 
 
-def test_overhead_is_what_a_runtime_uses_beyond_the_plain_loops_per_action() -> None:
+def test_overhead_is_cpu_time_per_action_beyond_a_plain_loop() -> None:
     def samples(microseconds: int) -> list[tuple[int, int]]:
         return [(10 * 1000 * microseconds, 10 * 1000 * (microseconds + 5))] * 3
 
@@ -67,7 +67,7 @@ def test_overhead_is_what_a_runtime_uses_beyond_the_plain_loops_per_action() -> 
     assert found["p=2: zbv / torch as shipped, whole process"] == pytest.approx(0.25)
 
 
-def test_a_rehearsals_excess_is_held_against_the_plan_with_its_parts() -> None:
+def test_a_rehearsal_is_compared_with_the_plan_in_total_and_by_part() -> None:
     rank = {"busy": 0.98, "planned_busy": 0.9, "between": 0.01, "waiting": 0.05, "planned_waiting": 0.1}
     outcome = {"planned": 1.0, "steps": [1.05, 1.04, 1.03], "ranks": [rank, rank]}
     total, *parts = rehearse.findings(RehearseWorkload(), outcome)
@@ -77,7 +77,7 @@ def test_a_rehearsals_excess_is_held_against_the_plan_with_its_parts() -> None:
     assert sum(part.value for part in parts) == pytest.approx(total.value)
 
 
-def test_memory_is_compared_rank_by_rank_whichever_side_it_is_on() -> None:
+def test_memory_is_compared_rank_by_rank_above_and_below_the_plan() -> None:
     plan = baseline_plan("1f1b", RehearseWorkload().problem(2, 4))
     held = plan.metrics.peak_memory
     peaks = [round(1100 * held[0]), round(970 * held[1])]

@@ -1,4 +1,4 @@
-"""Ratios of what was measured in turns."""
+"""Ratios of measurements that took turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from benchmarks.worker.paired_ratios import median_interval, paired_ratio
 
 
-def test_what_disturbs_a_round_falls_out_of_its_ratio() -> None:
+def test_a_disturbance_of_a_round_cancels_in_its_ratio() -> None:
     disturbed = np.random.default_rng(1).uniform(1, 10, size=40)
     ratio, (low, high) = paired_ratio((0.8 * disturbed).tolist(), disturbed.tolist())
     assert ratio == pytest.approx(0.8)
@@ -28,5 +28,5 @@ def test_the_interval_holds_the_median_and_narrows_with_more_rounds() -> None:
 
 @pytest.mark.parametrize(("mine", "other"), [([1.0], [1.0, 2.0]), ([], [])])
 def test_unpaired_measurements_are_refused(mine: list[float], other: list[float]) -> None:
-    with pytest.raises(ValueError, match="must be as many"):
+    with pytest.raises(ValueError, match="same number"):
         paired_ratio(mine, other)

@@ -1,4 +1,4 @@
-"""``zbv-service run``: what it submits, what it says, and how it ends."""
+"""``zbv-service run``: its requests, its messages, and its exit status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -26,7 +26,7 @@ REFUSAL = {"status": 422, "title": "T", "detail": "D", "errors": [{"pointer": "/
 
 
 class Service:
-    """Answers as a service; a run is running for one look, and then in its last state."""
+    """Answers like a service. The run is running when it is read first, and then in its last state."""
 
     def __init__(self, last: str = "succeeded") -> None:
         self.last = last
@@ -35,6 +35,7 @@ class Service:
         self.looks = 0
         self.refusal: dict[str, Any] | None = None
         self.refused_with = 422
+        self.refuses_plans = False
         self.on_look: Callable[[int], None] = lambda _count: None
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -43,7 +44,7 @@ class Service:
             self.requests.append((path, json.loads(request.content or b"null")))
         if request.method == "POST" and path == "/v1/runs":
             self.keys.add(request.headers["idempotency-key"])
-        if path == "/v1/plans":
+        if path == "/v1/plans" and not self.refuses_plans:
             return httpx.Response(201, json={"plan_id": "f" * 64})
         if self.refusal is not None:
             return httpx.Response(self.refused_with, json=self.refusal)
@@ -95,9 +96,7 @@ def write(folder: Path, document: Any) -> str:
     return str(path)
 
 
-def test_a_stored_plan_is_run_and_followed_to_its_end(
-    service: Service, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stored_plan_is_run_and_followed(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 0
     ((path, body),) = service.requests
     assert path == "/v1/runs"
@@ -133,7 +132,7 @@ def test_a_plan_file_is_imported_and_a_problem_file_is_planned(service: Service,
     assert body["search_options"] == {"effort": "quick", "seed": 4}
 
 
-def test_every_flag_is_the_option_of_its_name(service: Service) -> None:
+def test_every_flag_sets_the_option_of_the_same_name(service: Service) -> None:
     flags = ["--data-parallel", "2", "--shard", "--precision", "bfloat16", "--clip-norm", "1.5"]
     flags += ["--evaluate-every", "7", "--retries", "0", "--replan", "ask", "--replan-threshold", "0.1"]
     flags += ["--checkpoint-dir", "/shared", "--checkpoint-every", "9", "--threads", "3", "--timeout", "4"]
@@ -158,7 +157,7 @@ def test_every_flag_is_the_option_of_its_name(service: Service) -> None:
 
 
 @pytest.mark.parametrize("last", ["failed", "cancelled"])
-def test_a_run_that_does_not_succeed_is_a_status_of_1(service: Service, last: str) -> None:
+def test_a_run_that_does_not_succeed_exits_with_1(service: Service, last: str) -> None:
     service.last = last
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
 
@@ -171,26 +170,68 @@ def test_a_run_that_does_not_succeed_is_a_status_of_1(service: Service, last: st
         (["absent.json"], "cannot read absent.json"),
         (["--plan", "e", "--checkpoint-every", "9"], "--checkpoint-every without --checkpoint-dir"),
         (["--plan", "e", "--checkpoint-dir", "ck"], "found 'ck'; must be an absolute path that all nodes"),
-        (["--plan", "e", "--model-args", "{"], "--model-args: not JSON"),
-        (["--plan", "e", "--model-args", "[]"], "--model-args: found []; give a JSON object"),
-        (["--plan", "e", "--model-args", '{"a": 1e999}'], "found a number that is not finite"),
-        (["--plan", "e", "--timeout", "nan"], "found a number that is not finite"),
+        (["--plan", "e", "--model-args", "{"], "--model-args: found '{', which is not JSON"),
+        (["--plan", "e", "--model-args", "[]"], "--model-args: found '[]'; must be a JSON object"),
+        (["--plan", "e", "--model-args", "[1e999]"], "--model-args: found '[1e999]', which is not JSON"),
+        (["--plan", "e", "--timeout", "nan"], "--timeout: found 'nan'; must be a finite number"),
     ],
 )
-def test_wrong_input_is_a_status_of_2_and_nothing_is_sent(
+def test_wrong_input_exits_with_2_names_the_flag_and_sends_nothing(
     service: Service, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    assert main(["run", *flags, *NEEDED]) == 2
+    assert exit_status("run", *flags, *NEEDED) == 2
     assert message in capsys.readouterr().err
     assert service.requests == []
 
 
-def test_what_the_service_refuses_is_a_status_of_2(
-    service: Service, capsys: pytest.CaptureFixture[str]
+def exit_status(*arguments: str) -> int:
+    """The exit status of the command, whether argparse or the command itself ends it."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return cast("int", ended.code)
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
+def test_a_file_with_a_number_that_is_not_finite_is_refused(
+    service: Service, capsys: pytest.CaptureFixture[str], tmp_path: Path, number: str
 ) -> None:
-    service.refusal = REFUSAL
-    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 2
-    assert "the run was refused:\n  /nodes: wrong" in capsys.readouterr().err
+    path = tmp_path / "problem.json"
+    path.write_text(f'{{"pp_degree": {number}}}')
+    assert main(["run", str(path), *NEEDED]) == 2
+    assert f"{path} contains a number that is not finite" in capsys.readouterr().err
+    assert service.requests == []
+
+
+@pytest.mark.parametrize(
+    ("pointer", "named"),
+    [
+        ("/nodes", "--nodes"),
+        ("/model/arguments/layers", "--model-args: /layers"),
+        ("/options/clip_norm", "--clip-norm"),
+        ("/options/checkpoint/every", "--checkpoint-every"),
+        ("/search_options/time_limit", "--time-limit"),
+        ("/problem/costs/forward", "FILE: /costs/forward"),
+        ("/nodes_and_more", "/nodes_and_more"),
+    ],
+)
+def test_a_refusal_exits_with_2_and_names_the_flag_or_file(
+    service: Service, capsys: pytest.CaptureFixture[str], tmp_path: Path, pointer: str, named: str
+) -> None:
+    service.refusal = {**REFUSAL, "errors": [{"pointer": pointer, "detail": "wrong"}]}
+    file = write(tmp_path, uniform_document(2, 3))
+    assert main(["run", file, *NEEDED]) == 2
+    assert capsys.readouterr().err == f"zbv-service: {named.replace('FILE', file)}: wrong\n"
+
+
+def test_a_refused_plan_file_is_named(
+    service: Service, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    service.refusal = {**REFUSAL, "errors": [{"pointer": "/ranks/0", "detail": "wrong"}]}
+    service.refuses_plans = True
+    file = write(tmp_path, {"ranks": []})
+    assert main(["run", file, *NEEDED]) == 2
+    assert capsys.readouterr().err == f"zbv-service: {file}: /ranks/0: wrong\n"
 
 
 def interrupt(count: int) -> None:
@@ -198,28 +239,26 @@ def interrupt(count: int) -> None:
         raise KeyboardInterrupt
 
 
-def test_an_interrupt_leaves_the_run_and_says_how_to_cancel_it(
+def test_an_interrupt_leaves_the_run_and_prints_how_to_cancel_it(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service.on_look = interrupt
-    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 130
     said = capsys.readouterr().err
-    assert "run r1 goes on; to cancel it:\n  curl -X POST" in said
+    assert "run r1 continues. To cancel it:\n  curl -X POST" in said
     assert 'Bearer $(zbv-service token show-local --server http://127.0.0.1:8000)"' in said
     assert said.endswith("http://127.0.0.1:8000/v1/runs/r1/cancel\n")
     assert [path for path, _ in service.requests] == ["/v1/runs"]
 
 
-def test_an_interrupt_cancels_the_run_where_that_was_asked_for(service: Service) -> None:
+def test_with_cancel_on_interrupt_an_interrupt_cancels_the_run(service: Service) -> None:
     service.on_look, service.last = interrupt, "cancelled"
     assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
     assert [path for path, _ in service.requests] == ["/v1/runs", "/v1/runs/r1/cancel"]
     assert service.looks > 1
 
 
-def test_a_service_that_is_away_when_it_is_told_to_cancel_is_said(
-    service: Service, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_cancellation_is_reported(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt_and_go(count: int) -> None:
         service.refusal = {**REFUSAL, "status": 422, "detail": "no more"}
         interrupt(count)
@@ -228,10 +267,10 @@ def test_a_service_that_is_away_when_it_is_told_to_cancel_is_said(
     assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
     said = capsys.readouterr().err
     assert "no more" in said
-    assert "The run itself needs no service" in said
+    assert "The run continues without the service" in said
 
 
-def test_a_second_interrupt_leaves_a_run_that_is_being_cancelled(
+def test_a_second_interrupt_leaves_the_run_that_is_being_cancelled(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def twice(count: int) -> None:
@@ -239,12 +278,12 @@ def test_a_second_interrupt_leaves_a_run_that_is_being_cancelled(
             raise KeyboardInterrupt
 
     service.on_look = twice
-    assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
-    assert "run r1 goes on" in capsys.readouterr().err
+    assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 130
+    assert "run r1 continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [401, 403, 429])
-def test_a_refusal_of_the_caller_is_not_one_of_the_input(
+def test_a_refusal_that_is_not_about_the_input_exits_with_1(
     service: Service, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
     service.refusal = {"title": "T", "detail": "not you"}
@@ -253,17 +292,19 @@ def test_a_refusal_of_the_caller_is_not_one_of_the_input(
     assert "not you" in capsys.readouterr().err
 
 
-def test_a_service_that_is_away_is_waited_for(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_waits_for_a_service_that_does_not_answer(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
     def away(count: int) -> None:
         if count == 1:
             raise httpx.ConnectError("refused")
 
     service.on_look = away
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 0
-    assert "Waiting for it; the run does not need it meanwhile." in capsys.readouterr().err
+    assert "Waiting for it; the run continues meanwhile." in capsys.readouterr().err
 
 
-def test_and_not_for_ever(
+def test_the_command_gives_up_when_the_service_stays_away(
     service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(_count: int) -> None:
@@ -275,7 +316,7 @@ def test_and_not_for_ever(
     assert "no answer from" in capsys.readouterr().err
 
 
-def test_a_run_whose_answers_were_lost_may_have_been_accepted(
+def test_after_a_lost_answer_the_message_says_that_the_run_may_have_started(
     service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut_off(_request: httpx.Request) -> httpx.Response:
@@ -284,11 +325,11 @@ def test_a_run_whose_answers_were_lost_may_have_been_accepted(
     monkeypatch.setattr(Service, "__call__", lambda _self, request: cut_off(request))
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
     said = capsys.readouterr().err
-    assert "may have accepted the run" in said
+    assert "may nevertheless have started the run" in said
     assert "http://127.0.0.1:8000/runs before" in said
 
 
-def test_progress_is_that_of_the_slowest_rank_that_has_begun() -> None:
+def test_progress_is_the_step_of_the_slowest_rank_that_has_reported() -> None:
     def run(*steps: int | None) -> Run:
         ranks = [{"rank": rank, "step": step} for rank, step in enumerate(steps)]
         return Run("r", "running", None, None, {"members": [{"ranks": ranks}], "steps": 9})

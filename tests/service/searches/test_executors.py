@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
-from zbv_service.compute.executor_choice import Choice, parse_choice
+from zbv_service.compute.executor_choice import ExecutorChoice, parse_choice
 from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.owners import is_dead, new_owner
 from zbv_service.searches.runner import make_executor
@@ -14,14 +14,14 @@ from zbv_service.settings import Settings
 @pytest.mark.parametrize(
     ("text", "choice"),
     [
-        ("processes", Choice()),
-        ("processes:3", Choice(processes=3)),
-        ("dask://scheduler:8786", Choice(scheduler="tcp://scheduler:8786")),
-        ("dask://[::1]:8786/", Choice(scheduler="tcp://[::1]:8786")),
-        ("tls://scheduler.example:8786", Choice(scheduler="tls://scheduler.example:8786")),
+        ("processes", ExecutorChoice()),
+        ("processes:3", ExecutorChoice(processes=3)),
+        ("dask://scheduler:8786", ExecutorChoice(scheduler="tcp://scheduler:8786")),
+        ("dask://[::1]:8786/", ExecutorChoice(scheduler="tcp://[::1]:8786")),
+        ("tls://scheduler.example:8786", ExecutorChoice(scheduler="tls://scheduler.example:8786")),
     ],
 )
-def test_an_executor_is_named(text: str, choice: Choice) -> None:
+def test_an_executor_is_named(text: str, choice: ExecutorChoice) -> None:
     assert parse_choice(text) == choice
     assert Settings(executor=text).executor == text
 

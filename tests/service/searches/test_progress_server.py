@@ -8,7 +8,7 @@ import logging
 import pytest
 from support.serving import until
 from zbv_service.records.searches import Update
-from zbv_service.searches.executors.progress import Line, ProgressServer
+from zbv_service.searches.executors.progress import ProgressServer, TaskConnection
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ async def test_strangers_are_refused_and_latecomers_are_none(caplog: pytest.LogC
         # A search that ends at once has ended before its connection is accepted.
         assert await said_to(server, late.token) == b""
         assert caplog.messages == []
-        assert await said_to(server, Line(updates.append).token) == b""
+        assert await said_to(server, TaskConnection(updates.append).token) == b""
         assert "belongs to no search" in caplog.messages[0]
     assert updates == []
     await server.close()

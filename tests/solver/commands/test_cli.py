@@ -106,7 +106,7 @@ def test_no_plan_for_the_limit_is_status_3(tmp_path: Path, capsys: Capture) -> N
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON|nested too deeply"),
         ("3", "must be a JSON object"),
-        ("{}", "/pp_degree: this key is required"),
+        ("{}", "wrong.json: /pp_degree: this key is required"),
         (json.dumps(uniform_document(2, 4) | {"costs": {"forward": -1}}), "/costs/backward_input"),
         (json.dumps(uniform_document(2, 4)).replace('"forward": 1,', '"forward": NaN,', 1), "finite number"),
         ("\xff", "is not UTF-8"),
@@ -165,7 +165,38 @@ def test_ctrl_c_writes_the_best_plan_so_far(
 
 def test_wrong_options_are_status_2(problem: Path, capsys: Capture) -> None:
     assert main(["plan", str(problem), "--time-limit", "-1"]) == 2
-    assert "/time_limit" in capsys.readouterr().err
+    assert "zbv: --time-limit: found -1.0; must be" in capsys.readouterr().err
+    assert main(["compare", str(problem), "--workers", "0"]) == 2
+    assert "zbv: --workers: found 0; must be" in capsys.readouterr().err
+
+
+def test_a_plan_where_a_problem_is_expected_is_named_and_the_reverse(
+    problem: Path, plan: Path, capsys: Capture
+) -> None:
+    assert main(["plan", str(plan)]) == 2
+    assert f"{plan}: this is a plan, not a problem" in capsys.readouterr().err
+    assert main(["check", str(problem), str(problem)]) == 2
+    assert f"{problem}: this is a problem, not a plan" in capsys.readouterr().err
+
+
+def test_on_a_terminal_a_plan_is_summarised(
+    problem: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main(["plan", str(problem), "--effort", "quick"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("span 24 (proved optimal), bubble rate")
+    assert "eager-1f1b" in out
+    assert "  rank 1: 1F0 2F0 " in out
+    assert "not saved" in out
+
+
+def test_help_says_what_efforts_do_and_how_long_they_take(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    assert "thorough" in shown.partition("about how long they take")[2]
+    assert "another seed may find another plan" in " ".join(shown.split())
 
 
 def test_standard_input_and_output_in_a_real_process(problem: Path) -> None:

@@ -81,17 +81,17 @@ def test_presets_are_listed(capsys: Capture) -> None:
 
 def test_without_a_configuration_it_says_what_to_give(capsys: Capture) -> None:
     assert main(["estimate"]) == 2
-    assert "found neither --config nor --preset; give one" in capsys.readouterr().err
+    assert "--config, --preset: found neither; give one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--preset", "gpt-5"], "--preset: found 'gpt-5'; there is no such preset. Use one of a100-80gb"),
+        (["--preset", "gpt-5"], "--preset: found 'gpt-5'; not a preset. Use one of a100-80gb"),
         (["--config", "no/such.json"], "no/such.json: No such file"),
-        (["--preset", "gpt-1.5b", "--heads", "5"], "/model/heads: found 5; must divide hidden (2304)"),
-        (["--preset", "gpt-1.5b", "--dtype", "int4"], "/model/dtype: found 'int4'"),
-        (["--preset", "gpt-1.5b", "--memory-limit", "nan"], "/device/memory_limit: found nan"),
+        (["--preset", "gpt-1.5b", "--heads", "5"], "--heads: found 5; must divide hidden (2304)"),
+        (["--preset", "gpt-1.5b", "--dtype", "int4"], "--dtype: found 'int4'"),
+        (["--preset", "gpt-1.5b", "--memory-limit", "nan"], "--memory-limit: found nan"),
         (["--preset", "a100-80gb"], "/model: this key is required and absent."),
     ],
 )

@@ -13,11 +13,12 @@ from support.fake_searches import orders_of
 from support.layered import LAYERED, RECOMPUTED
 from zbv_solver.commands.cli import main
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.frontiers.by_layers import floor, layered_points, limits, needs, recomputed, smallest_limit
+from zbv_solver.frontiers.by_layers import floor, limits, smallest_limit
+from zbv_solver.frontiers.frontier import frontier_points, recomputed_stages
 from zbv_solver.frontiers.limits import at_limit
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.cut import Cut
-from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import SearchOptions, make_plan, search
 
@@ -28,7 +29,7 @@ def layered(document: dict[str, Any] = RECOMPUTED, **changes: Any) -> LayeredPro
     return question
 
 
-def quick(problem: LayeredProblem) -> Plan:
+def quick(problem: AnyProblem) -> Plan:
     return search(problem, SearchOptions("quick"))
 
 
@@ -46,20 +47,20 @@ def every_need(problem: LayeredProblem) -> list[float]:
 
 def test_more_memory_never_costs_time_and_recomputes_no_more_than_it_must() -> None:
     problem = layered()
-    points = layered_points(problem, quick)
+    points = frontier_points(problem, quick)
     assert [point.limit for point in points] == list(limits(problem))
     values = [point.plan.objective for point in points]
     assert values == sorted(values, reverse=True)
     assert values[0] > values[-1]
     for point in points:
-        assert needs(point.plan) <= point.limit * (1 + 1e-9)
+        assert point.needs <= point.limit * (1 + 1e-9)
         assert point.lower_bound <= point.plan.objective * (1 + 1e-9)
         assert point.gap == pytest.approx(point.plan.objective / point.lower_bound - 1)
         assert floor(at_limit(problem, point.limit)) <= point.plan.objective * (1 + 1e-9)
     bounds = [point.lower_bound for point in points]
     assert bounds == sorted(bounds, reverse=True)
-    assert recomputed(points[0].plan) > 0
-    assert recomputed(points[-1].plan) == 0
+    assert recomputed_stages(points[0].plan) > 0
+    assert recomputed_stages(points[-1].plan) == 0
     cuts = {point.plan.problem.model.partition for point in points if point.plan.problem.model}
     assert len(cuts) > 1, "every limit has its own"
 
@@ -67,7 +68,7 @@ def test_more_memory_never_costs_time_and_recomputes_no_more_than_it_must() -> N
 def test_a_plan_of_little_memory_counts_where_more_memory_was_searched_in_vain() -> None:
     plans: list[Plan] = []
 
-    def in_vain(limited: LayeredProblem) -> Plan:
+    def in_vain(limited: AnyProblem) -> Plan:
         if not plans:
             plans.append(quick(limited))
         else:
@@ -75,7 +76,7 @@ def test_a_plan_of_little_memory_counts_where_more_memory_was_searched_in_vain()
             plans.append(make_plan(problem, orders_of(problem), method="one microbatch after the other"))
         return plans[-1]
 
-    points = layered_points(layered(), in_vain)
+    points = frontier_points(layered(), in_vain)
     assert plans[1].objective > plans[0].objective
     assert {point.plan.plan_id for point in points} == {plans[0].plan_id}
 
@@ -141,5 +142,5 @@ def test_the_command_prints_it_as_a_table_and_as_json(
     assert points[0]["recomputed"] > points[-1]["recomputed"] == 0
     assert main(["frontier", str(path)]) == 0
     table = capsys.readouterr().out
-    assert "cut anew" in table
+    assert "cut again" in table
     assert "2 of 2" in table

@@ -10,10 +10,9 @@ from support.problems import limited, limited_problems, uniform
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.improve.exact import objective_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_solver.timing.start_times import evaluate
+from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 TIGHT = limited(uniform(4, 12, p2p=1, objective="makespan"), 2.0)

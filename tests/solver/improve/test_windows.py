@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
-from support.problems import limited_problems, uniform
+from support.problems import limited, limited_problems, uniform
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
-from zbv_solver.improve.exact import objective_of, refine
-from zbv_solver.improve.windows import refine_window, sweep_windows
+from zbv_solver.improve import windows
+from zbv_solver.improve.annealing import anneal
+from zbv_solver.improve.exact import refine
+from zbv_solver.improve.windows import WindowSearch, sweep_windows
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, Problem
-from zbv_solver.timing.start_times import earliest_times, span_start_times
+from zbv_solver.timing.start_times import earliest_times, objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
 
@@ -29,8 +31,9 @@ def test_a_window_over_everything_reaches_the_optimum(problem: Problem) -> None:
     assume(not (start.letter == B).any())
     best = refine(problem, start, lower_bound=0.0, effort=5.0)
     assume(best.orders is None or not (best.orders.letter == B).any())
-    found = refine_window(problem, start, 0.0, float("inf"), effort=5.0)
-    assert objective_of(problem, found or start) == pytest.approx(best.lower_bound)
+    search = WindowSearch(problem, start)
+    search.improve(0.0, float("inf"), effort=5.0)
+    assert search.value == objective_of(problem, search.orders) == pytest.approx(best.lower_bound)
 
 
 @given(limited_problems(max_p=3, max_m=5), st.floats(0, 0.8), st.floats(0.2, 1))
@@ -39,8 +42,12 @@ def test_only_the_window_changes_and_only_for_the_better(problem: Problem, at: f
     orders = serial(problem).orders
     value = objective_of(problem, orders)
     begin, end = at * value, (at + share) * value
-    found = refine_window(problem, orders, begin, end, effort=0.2)
-    if found is None:
+    search = WindowSearch(problem, orders)
+    improved = search.improve(begin, end, effort=0.2)
+    event(f"improved: {improved}")
+    found = search.orders
+    if not improved:
+        assert found is orders
         return
     verify_orders(problem, found)
     assert objective_of(problem, found) < value
@@ -58,7 +65,7 @@ def test_only_the_window_changes_and_only_for_the_better(problem: Problem, at: f
 @settings(max_examples=20)
 def test_sweeps_repeat_themselves(problem: Problem) -> None:
     orders = serial(problem).orders
-    found = [sweep_windows(problem, orders, effort=0.5, window_effort=0.1, actions=20) for _ in range(2)]
+    found = [sweep_windows(problem, orders, effort=0.2) for _ in range(2)]
     assert found[0] == found[1]
     if found[0] is not None:
         verify_orders(problem, found[0])
@@ -67,4 +74,17 @@ def test_sweeps_repeat_themselves(problem: Problem) -> None:
 
 def test_nothing_is_free_outside_the_order() -> None:
     problem = uniform(2, 2)
-    assert refine_window(problem, serial(problem).orders, 1e6, 2e6, effort=1.0) is None
+    assert not WindowSearch(problem, serial(problem).orders).improve(1e6, 2e6, effort=1.0)
+
+
+def test_windows_improve_what_annealing_leaves_and_small_ones_what_large_ones_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = limited(uniform(3, 16, p2p=1, objective="makespan"), 1.0)
+    annealed = anneal(problem, serial(problem).orders, moves=3000, temperature=0.1, seed=0)
+    found = sweep_windows(problem, annealed.orders, effort=0.1)
+    monkeypatch.setattr(windows, "SIZES", windows.SIZES[:1])
+    large = sweep_windows(problem, annealed.orders, effort=0.1)
+    assert found is not None
+    assert large is not None
+    assert objective_of(problem, found) < objective_of(problem, large) < 0.9 * annealed.value

@@ -238,7 +238,7 @@ def test_the_command_writes_the_measured_problem(tmp_path: Path, capsys: pytest.
     assert main(["refit", str(tmp_path / "plan.json"), *names, "-o", str(tmp_path / "out.json")]) == 0
     written = parse_problem(json.loads((tmp_path / "out.json").read_text()))
     assert problem_json(written) == problem_json(refit(problem, traces_of(actual, plan.orders)))
-    assert "measured by 3 ranks" in capsys.readouterr().err
+    assert "3 ranks measured" in capsys.readouterr().err
     paths[1].write_text(paths[1].read_text().replace(plan.plan_id, "0" * 64))
     assert main(["refit", str(tmp_path / "plan.json"), *names]) == 2
     assert "was measured with plan 000000000000" in capsys.readouterr().err

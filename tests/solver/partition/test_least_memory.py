@@ -132,7 +132,7 @@ def test_that_nothing_fits_is_proved(placement: str) -> None:
     error = caught.value
     assert error.is_proved
     assert "no plan fits" in str(error)
-    assert "the cut that lacks least needs" in str(error)
+    assert "the closest cut would need" in str(error)
     least = max(error.smallest)
     search(layered(placement=placement, layers=layers, memory={"limit": least}), QUICK)
     with pytest.raises(InfeasibleMemory):
@@ -146,4 +146,4 @@ def test_what_the_effort_does_not_prove_is_not_claimed(monkeypatch: pytest.Monke
     with pytest.raises(InfeasibleMemory) as caught:
         search(layered(placement="loop", layers=layers, memory={"limit": 11.5}), QUICK)
     assert not caught.value.is_proved
-    assert "That no other cut fits is not proved" in str(caught.value)
+    assert "It is not proved that no other cut fits" in str(caught.value)

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 from support.cuts import layered
 from support.problems import uniform, uniform_document
-from support.suites import entry, suite
 from zbv_solver.bounds import Bound
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import ContradictedBound
-from zbv_solver.frontiers import by_layers as frontier_layers
-from zbv_solver.frontiers import by_stages as frontier_search
+from zbv_solver.frontiers.frontier import frontier_points
 from zbv_solver.improve.exact import refine
 from zbv_solver.improve.exact_grid import Grid
 from zbv_solver.plans.certificate import certify, gap_of, verdict
@@ -141,20 +139,19 @@ def answered(wrong_at: int) -> Callable[[Any], Plan]:
 
 def test_a_wrong_bound_of_a_larger_limit_contradicts_the_plans_of_smaller_ones() -> None:
     with pytest.raises(ContradictedBound, match="larger limit"):
-        frontier_search.frontier_points(uniform(2, 3), answered(3))
+        frontier_points(uniform(2, 3), answered(3))
     with pytest.raises(ContradictedBound, match="larger limit"):
-        frontier_layers.layered_points(layered(microbatches=4), answered(2))
+        frontier_points(layered(microbatches=4), answered(2))
 
 
-@pytest.mark.parametrize("command", ["plan", "compare", "frontier", "bench"])
+@pytest.mark.parametrize("command", ["plan", "compare", "frontier"])
 def test_every_command_that_searches_keeps_the_problem_and_ends_with_70(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     too_high(monkeypatch)
     monkeypatch.chdir(tmp_path)
     given = Path("given.json")
-    problem = uniform_document(2, 4)
-    given.write_text(json.dumps(suite(entry()) if command == "bench" else problem))
+    given.write_text(json.dumps(uniform_document(2, 4)))
     assert main([command, str(given), "--effort", "quick"]) == 70
     message = capsys.readouterr().err
     (kept,) = tmp_path.glob("zbv-contradiction-*.json")

@@ -298,4 +298,4 @@ def test_the_command_lists_claims_as_text_and_as_json(
     assert main(["check", str(problem), str(plan), "--prove"]) == 2
     assert "is false" in capsys.readouterr().err
     assert main(["check", str(problem), str(problem)]) == 2
-    assert f"{problem}/" in capsys.readouterr().err
+    assert f"{problem}: this is a problem" in capsys.readouterr().err

@@ -268,5 +268,5 @@ def test_checking_a_plan_against_its_layers(plan: Plan) -> None:
 def test_documents_that_say_too_little_are_told_what_is_missing() -> None:
     from zbv_solver.problem.reading import parse_problem
 
-    with pytest.raises(InvalidInput, match="not cut into stages yet"):
+    with pytest.raises(InvalidInput, match="not cut into stages"):
         parse_problem(document())

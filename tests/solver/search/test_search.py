@@ -16,7 +16,6 @@ from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch, is_monotone
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
-from zbv_solver.improve.exact import objective_of as evaluate_objective
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
@@ -24,6 +23,7 @@ from zbv_solver.search.halt import Turn
 from zbv_solver.search.pipeline import Found, Pipeline
 from zbv_solver.search.search import STAGES, Progress, SearchOptions, make_plan, search
 from zbv_solver.timing.start_times import evaluate
+from zbv_solver.timing.start_times import objective_of as evaluate_objective
 from zbv_solver.verify.verifier import verify
 
 QUICK = SearchOptions(effort="quick")

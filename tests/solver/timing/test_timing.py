@@ -105,12 +105,12 @@ def test_policy_iteration_finds_the_largest_cycle_mean_of_any_matrix(
     """Real orders hardly ever wait in circles of several ranks; matrices do."""
     weight, guess = case
     release = np.array(guess, dtype=np.float64)
-    span = sweeps.policy_iteration(*graph_of(weight), release, ROUNDING)
+    span = sweeps.policy_iteration(graph_of(weight), release, ROUNDING)
     assert span == pytest.approx(largest_cycle_mean(weight), rel=1e-12)
     assert np.all(release[:, None] + np.array(weight) - span <= release[None, :] + 1e-9)
 
 
-def graph_of(weight: Sequence[Sequence[float]]) -> tuple[Any, Any, Any, Any, Any, Any]:
+def graph_of(weight: Sequence[Sequence[float]]) -> sweeps.Graph:
     """A graph whose longest paths are a matrix: rank q gathers one path of each length weight[r][q].
 
     A rank's first action takes no time and feeds the p - 1 others' ranks; its second takes weight[q][q]; the
@@ -119,18 +119,18 @@ def graph_of(weight: Sequence[Sequence[float]]) -> tuple[Any, Any, Any, Any, Any
     p = len(weight)
     firsts = [rank * (p + 1) for rank in range(p)]
     source = np.full(p * (p + 1), -1, dtype=np.int32)
-    duration, lag = np.zeros(p * (p + 1)), np.full(p * (p + 1), -1.0)
+    duration, latency = np.zeros(p * (p + 1)), np.full(p * (p + 1), -1.0)
     for q, at in enumerate(firsts):
         duration[at + 1] = weight[q][q]
         for place, r in enumerate((r for r in range(p) if r != q), start=at + 2):
-            source[place], lag[place] = firsts[r], weight[r][q]
+            source[place], latency[place] = firsts[r], weight[r][q]
     duration.flags.writeable = False  # as a problem's are: else the kernel is compiled once more
     row = np.arange(p * (p + 1), dtype=np.int32)
     runs = np.array(
         [(q, at + 1) for q, at in enumerate(firsts)] + [(q, at + p + 1) for q, at in enumerate(firsts)],
         dtype=np.int32,
     )
-    return row, source, np.array([*firsts, p * (p + 1)]), duration, lag, runs
+    return sweeps.Graph(row, source, np.array([*firsts, p * (p + 1)]), duration, latency, runs)
 
 
 @given(problems(max_p=4, max_m=4), st.integers(0, 2**32))

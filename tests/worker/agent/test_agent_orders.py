@@ -12,14 +12,14 @@ from zbv_worker.agent.daemon import Agent, AgentOptions
 
 
 class Told:
-    """An agent's generation and courier, which note what they are told."""
+    """An agent's generation and sync, which note what they are told."""
 
     def __init__(self, node_rank: int = 0):
         self.work = SimpleNamespace(run_id="r", node_rank=node_rank)
         self.stops: list[bool] = []
         self.plans: list[str | None] = []
 
-    def places(self) -> list[Any]:
+    def progress(self) -> list[Any]:
         return []
 
     def stop(self, *, failed_elsewhere: bool) -> None:

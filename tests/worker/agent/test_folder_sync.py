@@ -1,4 +1,4 @@
-"""The courier: traces and logs reach the service, a plan reaches the ranks; nothing of it is in the way."""
+"""The sync: traces and logs reach the service, a plan reaches the ranks; nothing of it is in the way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.problems import uniform
 from zbv_service.client import AgentClient, NodeWork
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.search.search import make_plan
-from zbv_worker.agent.folder_sync import LOG_BYTES, Courier, log_end
+from zbv_worker.agent.folder_sync import LOG_BYTES, FolderSync, log_end
 from zbv_worker.host.state_files import NEXT_PLAN, write_json
 
 WORK = NodeWork("a" * 32, 1, 1, 2, 2, "h:1", "p" * 64, "a:b", {})
@@ -26,7 +26,7 @@ RANKS = (2, 3)
 
 
 class Service:
-    """What a courier is given to talk to: notes what it sends, and answers as it is told."""
+    """What a sync is given to talk to: notes what it sends, and answers as it is told."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, bytes]] = []
@@ -61,8 +61,8 @@ def service() -> Service:
 
 
 @pytest.fixture
-def courier(service: Service, tmp_path: Path) -> Courier:
-    return Courier("agent", WORK, RANKS, tmp_path, service.connect, pause=0.02)
+def sync(service: Service, tmp_path: Path) -> FolderSync:
+    return FolderSync("agent", WORK, RANKS, tmp_path, service.connect, pause=0.02)
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -91,31 +91,31 @@ def a_plan() -> Plan:
 
 
 def test_a_trace_is_sent_as_it_is_and_only_when_it_changes(
-    courier: Courier, service: Service, tmp_path: Path
+    sync: FolderSync, service: Service, tmp_path: Path
 ) -> None:
     first = measured(tmp_path, 2, 0)
-    courier.start()
+    sync.start()
     until(lambda: service.seen)
     time.sleep(0.2)
     assert service.seen == [("2/trace", first)]
     second, third = measured(tmp_path, 2, 1), measured(tmp_path, 3, 1)
     until(lambda: len(service.seen) == 3)
     assert sorted(service.seen[1:]) == sorted([("2/trace", second), ("3/trace", third)])
-    courier.finish()
-    assert courier.wait(30)
+    sync.finish()
+    assert sync.wait(30)
     assert len(service.seen) == 3
 
 
 def test_events_are_sent_as_the_rank_wrote_them_and_when_they_change(
-    courier: Courier, service: Service, tmp_path: Path
+    sync: FolderSync, service: Service, tmp_path: Path
 ) -> None:
     path = tmp_path / "events-3.json"
     write_json(path, {"rank": 3, "events": [1]})
-    courier.start()
+    sync.start()
     until(lambda: service.seen)
     write_json(path, {"rank": 3, "events": [1, 2]})
-    courier.finish()
-    assert courier.wait(30)
+    sync.finish()
+    assert sync.wait(30)
     assert [(name, json.loads(text)["events"]) for name, text in service.seen] == [
         ("3/events", [1]),
         ("3/events", [1, 2]),
@@ -123,93 +123,93 @@ def test_events_are_sent_as_the_rank_wrote_them_and_when_they_change(
 
 
 def test_what_is_left_and_the_logs_are_sent_at_the_end(
-    courier: Courier, service: Service, tmp_path: Path
+    sync: FolderSync, service: Service, tmp_path: Path
 ) -> None:
-    courier.start()
+    sync.start()
     printed(tmp_path, 0, stderr="why\n", stdout="what\n")
     printed(tmp_path, 1, stdout="")
     last = measured(tmp_path, 3, 9)
-    assert not courier.is_done
-    courier.finish()
-    assert courier.wait(30)
+    assert not sync.is_done
+    sync.finish()
+    assert sync.wait(30)
     assert service.seen == [("3/trace", last), ("2/log", b"what\nwhy\n"), ("3/log", b"")]
 
 
 def test_a_service_that_is_away_gets_the_trace_later(
-    courier: Courier, service: Service, tmp_path: Path
+    sync: FolderSync, service: Service, tmp_path: Path
 ) -> None:
     service.is_away = True
     measured(tmp_path, 2, 0)
-    courier.start()
+    sync.start()
     time.sleep(0.1)
     newest = measured(tmp_path, 2, 1)
     service.is_away = False
     until(lambda: service.seen)
     assert service.seen[-1] == ("2/trace", newest)
-    courier.finish()
-    assert courier.wait(30)
+    sync.finish()
+    assert sync.wait(30)
 
 
 def test_what_the_service_refuses_is_not_sent_again(
-    courier: Courier, service: Service, tmp_path: Path
+    sync: FolderSync, service: Service, tmp_path: Path
 ) -> None:
     service.status = 413
     measured(tmp_path, 2, 0)
-    courier.start()
+    sync.start()
     until(lambda: service.seen)
     time.sleep(0.2)
     assert service.names() == ["2/trace"]
-    courier.finish()
-    assert courier.wait(30)
+    sync.finish()
+    assert sync.wait(30)
 
 
 @pytest.mark.parametrize("status", [404, 410])
 def test_an_agent_that_is_gone_sends_nothing_more(
-    courier: Courier, service: Service, tmp_path: Path, status: int
+    sync: FolderSync, service: Service, tmp_path: Path, status: int
 ) -> None:
     service.status = status
     measured(tmp_path, 2, 0)
     measured(tmp_path, 3, 0)
-    courier.start()
-    assert courier.wait(30)
+    sync.start()
+    assert sync.wait(30)
     assert service.names() == ["2/trace"]
 
 
-def test_a_slow_service_holds_up_nobody_else(courier: Courier, service: Service, tmp_path: Path) -> None:
+def test_a_slow_service_holds_up_nobody_else(sync: FolderSync, service: Service, tmp_path: Path) -> None:
     service.holds.clear()
     measured(tmp_path, 2, 0)
-    courier.start()
+    sync.start()
     time.sleep(0.1)
-    courier.fetch_plan("b" * 64)
-    courier.finish()
-    assert not courier.wait(0.1)
+    sync.fetch_plan("b" * 64)
+    sync.finish()
+    assert not sync.wait(0.1)
     service.is_away = True
     service.holds.set()
-    assert courier.wait(30)
+    assert sync.wait(30)
 
 
-def test_a_plan_is_brought_once_and_whole(courier: Courier, service: Service, tmp_path: Path) -> None:
+def test_a_plan_is_brought_once_and_whole(sync: FolderSync, service: Service, tmp_path: Path) -> None:
     plan = service.plan = a_plan()
     path = tmp_path / NEXT_PLAN
-    courier.start()
-    courier.fetch_plan(None)
-    courier.fetch_plan(WORK.plan_id)  # what its ranks run already
+    sync.start()
+    sync.fetch_plan(None)
+    sync.fetch_plan(WORK.plan_id)  # what its ranks run already
     time.sleep(0.1)
     assert not path.exists()
-    courier.fetch_plan(plan.plan_id)
+    sync.fetch_plan(plan.plan_id)
     until(path.exists)
     assert json.loads(path.read_text()) == plan_json(plan)
     path.unlink()
-    courier.fetch_plan(plan.plan_id)
+    sync.fetch_plan(plan.plan_id)
     time.sleep(0.1)
     assert not path.exists()
-    courier.finish()
-    assert courier.wait(30)
+    sync.finish()
+    assert sync.wait(30)
 
 
 @pytest.mark.parametrize("wrong", ["other", "altered"])
 def test_a_plan_that_is_another_is_not_handed_on(
-    courier: Courier, service: Service, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+    sync: FolderSync, service: Service, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = service.plan = a_plan()
     wanted = plan.plan_id if wrong == "altered" else "b" * 64
@@ -219,10 +219,10 @@ def test_a_plan_that_is_another_is_not_handed_on(
 
     if wrong == "altered":
         monkeypatch.setattr(service, "answer", altered)
-    courier.start()
-    courier.fetch_plan(wanted)
-    courier.finish()
-    assert courier.wait(30)
+    sync.start()
+    sync.fetch_plan(wanted)
+    sync.finish()
+    assert sync.wait(30)
     assert not (tmp_path / NEXT_PLAN).exists()
 
 

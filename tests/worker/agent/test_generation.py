@@ -17,7 +17,7 @@ from zbv_service.client import NodeWork
 from zbv_worker.agent import generation as generation_module
 from zbv_worker.agent.generation import Generation
 from zbv_worker.agent.heartbeat import Pulse
-from zbv_worker.agent.orphans import FORSAKEN
+from zbv_worker.agent.orphans import ABANDONED
 
 WORK = NodeWork("r", 0, 1, 2, 2, "127.0.0.1:1", "p", "a:b", {})
 """Node 1 of two with two ranks each: ranks 2 and 3."""
@@ -56,7 +56,7 @@ def test_success_needs_no_words(launching: Any) -> None:
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_place(launching: Any) -> None:
-    end = ended(launching(outcome_of(**{"3": -9}), place_3={"rank": 3, "step": 5, "action": "2I1"}))
+    end = ended(launching(outcome_of(**{"3": -9}), progress_3={"rank": 3, "step": 5, "action": "2I1"}))
     (failure,) = end.failures
     assert (end.outcome, failure["kind"], failure["rank"]) == ("failed", "killed", 3)
     assert (failure["step"], failure["action"]) == (5, "2I1")
@@ -96,7 +96,7 @@ def test_a_launcher_that_does_not_listen_is_killed(launching: Any, monkeypatch: 
 def test_after_a_failure_elsewhere_a_launcher_that_hangs_is_killed_without_the_grace(
     launching: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation_module, "_STORY_SECONDS", 0.1)
+    monkeypatch.setattr(generation_module, "_REPORT_SECONDS", 0.1)
     monkeypatch.setattr(generation_module, "_GRACE_SECONDS", 3600.0)
     generation = launching("trap '' TERM; while true; do sleep 0.05; done")
     generation.stop(failed_elsewhere=True)
@@ -110,7 +110,7 @@ def test_an_agent_that_was_silent_for_too_long_ends_its_ranks_and_says_why(launc
     (failure,) = end.failures
     assert (end.outcome, failure["kind"]) == ("failed", "agent-lost")
     assert "was stopped, or its host hung, for" in failure["detail"]
-    assert "the service gives a run to others after 5 s" in failure["detail"]
+    assert "the service gives a run to other agents after 5 s" in failure["detail"]
     generation.kill()
 
 
@@ -143,7 +143,7 @@ def test_a_rank_ends_when_its_agent_is_stopped(tmp_path: Path, stops: str) -> No
     finally:
         process.kill()
         pulse.stop()
-    assert status == (FORSAKEN if stops == "agent" else 0)
+    assert status == (ABANDONED if stops == "agent" else 0)
     assert (tmp_path / "said").exists() == (stops == "agent")
 
 

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from zbv_worker.agent.heartbeat import FILE, STALE_SECONDS, NoSignOfLife, SignOfLife, check
+from zbv_worker.agent.heartbeat import FILE, STALE_SECONDS, AgentNotRunning, Heartbeat, check
 from zbv_worker.commands.cli import main
 from zbv_worker.host.state_files import read_json
 
@@ -15,7 +15,7 @@ SERVER = "http://planner:8000"
 
 def given(folder: Path, *, answered: bool) -> float:
     """Have a sign given; returns when it was."""
-    SignOfLife(folder, "node-1", SERVER).give(answered=answered)
+    Heartbeat(folder, "node-1", SERVER).write(answered=answered)
     at = read_json(folder / FILE)["at"]
     assert isinstance(at, float)
     return at
@@ -24,26 +24,26 @@ def given(folder: Path, *, answered: bool) -> float:
 def test_an_agent_is_well_while_it_goes_round(tmp_path: Path) -> None:
     at = given(tmp_path / "state", answered=True)
     said = check(tmp_path / "state", at + 3)
-    assert said == f"agent node-1 is at work; {SERVER} answered 3 s ago"
+    assert said == f"agent node-1 is running; {SERVER} answered 3 s ago"
 
 
 def test_an_agent_whose_service_is_away_is_well_too_as_its_ranks_may_be_training(tmp_path: Path) -> None:
     at = given(tmp_path, answered=False)
-    assert check(tmp_path, at) == f"agent node-1 is at work; {SERVER} has not answered yet"
+    assert check(tmp_path, at) == f"agent node-1 is running; {SERVER} has not answered yet"
 
 
 def test_one_that_stands_still_is_not(tmp_path: Path) -> None:
     at = given(tmp_path, answered=True)
     check(tmp_path, at + STALE_SECONDS)
-    with pytest.raises(NoSignOfLife, match="agent node-1 has given no sign of life for 61 s"):
+    with pytest.raises(AgentNotRunning, match="agent node-1 has been silent for 61 s"):
         check(tmp_path, at + STALE_SECONDS + 1)
 
 
 def test_when_the_service_answered_last_is_kept(tmp_path: Path) -> None:
-    sign = SignOfLife(tmp_path, "node-1", SERVER)
-    sign.give(answered=True)
+    sign = Heartbeat(tmp_path, "node-1", SERVER)
+    sign.write(answered=True)
     before = read_json(tmp_path / FILE)
-    sign.give(answered=False)
+    sign.write(answered=False)
     after = read_json(tmp_path / FILE)
     assert after["answered_at"] == before["answered_at"]
     assert after["at"] > before["at"]
@@ -56,7 +56,7 @@ def test_a_folder_without_an_agent_is_said_to_be_one(
     if text is not None:
         (tmp_path / FILE).write_text(text)
     assert main(["agent", "--check", "--state-dir", str(tmp_path)]) == 1
-    assert f"found no sign of an agent in {tmp_path / FILE}" in capsys.readouterr().err
+    assert f"found no trace of an agent in {tmp_path / FILE}" in capsys.readouterr().err
 
 
 def test_the_command_says_how_the_agent_is_and_needs_no_service(
@@ -64,11 +64,11 @@ def test_the_command_says_how_the_agent_is_and_needs_no_service(
 ) -> None:
     given(tmp_path, answered=True)
     assert main(["agent", "--check", "--state-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("agent node-1 is at work")
+    assert capsys.readouterr().out.startswith("agent node-1 is running")
 
 
 def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "state").write_text("a file, where a folder should be")
     with caplog.at_level(logging.WARNING):
-        SignOfLife(tmp_path / "state", "node-1", SERVER).give(answered=True)
+        Heartbeat(tmp_path / "state", "node-1", SERVER).write(answered=True)
     assert "cannot write" in caplog.text

@@ -8,13 +8,15 @@ import socket
 import pytest
 from rich.console import Console
 from zbv_worker.demo.local_service import port_or_free
-from zbv_worker.demo.run import DemoFailed, Outcome, check_losses, rank_count, table
+from zbv_worker.demo.run import DemoFailed, ScheduleResult, check_losses, rank_count, table
 from zbv_worker.training.report import RunSummary
 
 
-def outcome(name: str, planned: float, seconds: list[float], losses: list[float]) -> Outcome:
+def outcome(name: str, planned: float, seconds: list[float], losses: list[float]) -> ScheduleResult:
     busy = tuple(2 * second for second in seconds)
-    return Outcome(name, "aa", planned, 2 * planned, RunSummary("aa", tuple(seconds), busy, tuple(losses)))
+    return ScheduleResult(
+        name, "aa", planned, 2 * planned, RunSummary("aa", tuple(seconds), busy, tuple(losses))
+    )
 
 
 OUTCOMES = [

@@ -12,14 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.selfcheck import (
-    Gradients,
-    hard_model,
-    random_orders,
-    reference_gradients,
-    relative_error,
-    run_in_threads,
-)
+from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from zbv_solver.construct.baselines import BASELINES, baseline
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
@@ -30,6 +23,7 @@ from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.measure.gpu_report.rank import relative_error
 
 TOLERANCE = 1e-5
 MICROBATCHES = 6

@@ -15,14 +15,7 @@ import pytest
 import torch
 import zbv_worker.training.plan_change
 from support.cut_models import cut_problem, parts
-from support.selfcheck import (
-    Gradients,
-    hard_model,
-    random_orders,
-    reference_gradients,
-    relative_error,
-    run_in_threads,
-)
+from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from support.trained import Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders, first_in_first_out
@@ -35,6 +28,7 @@ from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned_cut import PlannedCut, require_layers
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.model.checks import build_layers
 from zbv_worker.model.protocol import Layered
 from zbv_worker.model.spec import ModelSpec
@@ -52,7 +46,7 @@ NAMES = list(hard_model().layer_names())
 
 
 def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
-    document = {"problem": problem_json(problem), "ranks": orders.all_text()}
+    document: dict[str, Any] = {"problem": problem_json(problem), "ranks": orders.all_text()}
     document["plan_id"] = identity(document["problem"], document["ranks"])
     path.write_text(json.dumps(document))
     return path

@@ -6,12 +6,13 @@ from random import Random
 
 import pytest
 import torch
-from support.selfcheck import random_orders, reference_gradients, relative_error, run_in_threads
+from support.selfcheck import random_orders, reference_gradients, run_in_threads
 from torch import nn
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.execution.build_stages import build_modules
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.models.text import VOCABULARY, sample, standard_library_text

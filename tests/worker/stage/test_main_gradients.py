@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as nnf
-from support.selfcheck import random_orders, relative_error
+from support.selfcheck import random_orders
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +17,7 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.measure.estimate.estimate import estimate_layers
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.measure.stage_memory import static_bytes
 from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
 from zbv_worker.stage.stage import Stage

@@ -10,14 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cut_models import cut_problem
-from support.selfcheck import (
-    Gradients,
-    hard_model,
-    random_orders,
-    reference_gradients,
-    relative_error,
-    run_in_threads,
-)
+from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
@@ -29,6 +22,7 @@ from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.estimate.document import Scale, estimated_document
 from zbv_worker.measure.estimate.estimate import estimate_layers
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import GPT, gpt

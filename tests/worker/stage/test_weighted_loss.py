@@ -6,13 +6,14 @@ from random import Random
 
 import pytest
 import torch
-from support.selfcheck import random_orders, relative_error
+from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_in_threads
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun, ModelError, NotFinite
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.stage.stage import Stage, WeightedLoss
 from zbv_worker.training import loss_scale
 from zbv_worker.training.options import TrainingOptions, require_plain

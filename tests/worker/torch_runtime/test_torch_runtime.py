@@ -17,14 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.paths import TESTS
-from support.selfcheck import (
-    Gradients,
-    HardModel,
-    hard_model,
-    random_orders,
-    reference_gradients,
-    relative_error,
-)
+from support.selfcheck import Gradients, HardModel, hard_model, random_orders, reference_gradients
 from support.torch_lists import torch_runtime
 from torch import Tensor, nn
 from zbv_solver.construct.baselines import baseline
@@ -40,6 +33,7 @@ from zbv_solver.search.search import SearchOptions, make_plan, search
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.torch_runtime.executor import TorchExecutor, check, load, refuse_compiled
 from zbv_worker.training.report import read_reports, summarise

@@ -112,7 +112,7 @@ def test_one_stopped_between_check_and_prune_takes_nothing_that_its_successor_ne
 def test_an_attempt_that_its_service_gave_up_cannot_claim_after_its_successor(tmp_path: Path) -> None:
     run = "a" * 32
     claim(tmp_path, Claimant("model", run, attempt=1))
-    with pytest.raises(Superseded, match=r"generation 1 of run a{32} is at work .*this is generation 0"):
+    with pytest.raises(Superseded, match=r"generation 1 of run a{32} uses it .*This is generation 0"):
         claim(tmp_path, Claimant("model", run, attempt=0))
     claim(tmp_path, Claimant("model", run, attempt=2))
     claim(tmp_path, Claimant("model", "b" * 32, attempt=0))

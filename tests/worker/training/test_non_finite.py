@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.selfcheck import random_orders, relative_error
+from support.selfcheck import random_orders
 from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import NotFinite, WorkerError
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.update import NonFinite

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 import zbv_worker.training.plan_change
-from support.selfcheck import random_orders, relative_error
+from support.selfcheck import random_orders
 from support.trained import Remembering, Trained, train_alone, train_in_threads
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
@@ -20,6 +20,7 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.plan_change import NextPlan, PlanFile
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from support.selfcheck import random_orders, relative_error
+from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.construct.baselines import baseline
@@ -16,6 +16,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun
+from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.training.options import TrainingOptions
 
 MICROBATCHES = 3

@@ -1,8 +1,8 @@
-"""The node agent: one daemon per node, which offers it to a service and runs what it is given.
+"""The node agent: one daemon per node, which offers the node to a service and runs the work it is given.
 
-It imports no torch and holds no CUDA context; launchers and ranks are processes of their own. The service
-is asked and told, never relied on: while it is away ranks go on, and the agent tries again, less and less
-often. One thread waits for work or looks after the ranks; files travel beside it
+It imports no torch and holds no CUDA context; launchers and ranks are separate processes. It does not depend
+on the service being reachable: during an outage the ranks continue, and the agent retries with increasing
+pauses. The main thread waits for work or monitors the ranks; another thread transfers files
 (:mod:`zbv_worker.agent.folder_sync`).
 """
 
@@ -28,9 +28,9 @@ from zbv_service.client import (
     Registration,
 )
 
-from zbv_worker.agent.folder_sync import Courier
+from zbv_worker.agent.folder_sync import FolderSync
 from zbv_worker.agent.generation import Generation, GenerationEnd
-from zbv_worker.agent.heartbeat import SignOfLife
+from zbv_worker.agent.heartbeat import Heartbeat
 from zbv_worker.agent.policy import allowed, refusal_of
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host import inventory
@@ -39,39 +39,40 @@ from zbv_worker.host.state_files import remove_old
 T = TypeVar("T")
 
 _WAIT_SECONDS = 20.0
-"""How long the agent waits for work in one request."""
+"""How long one request waits for work."""
 _REQUEST_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _BACK_OFF_SECONDS = (0.2, 5.0)
 _LAST_FILES_SECONDS = 10.0
-"""How long the end of a generation waits for its last traces and logs to be sent."""
+"""How long the end of a generation waits until its last traces and logs are sent."""
 _SWEEP_SECONDS = 3600.0
-"""How often old folders are looked for."""
+"""How often to look for old folders."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """How to be an agent.
+    """Options of an agent.
 
     Attributes
     ----------
     allowed_models
-        Patterns; see :func:`zbv_service.client.admission.is_model_allowed`. With none, every run is refused.
+        Patterns; see :func:`zbv_service.client.admission.is_model_allowed`. Without any, every run is
+        refused.
     checkpoint_directories
-        Absolute paths, in and below which runs may keep checkpoints. With none, runs with checkpoints are
+        Absolute paths; runs may keep checkpoints in and below these. Without any, runs with checkpoints are
         refused.
     path
         Directories in which ranks look for the model's module.
     port
-        Where ranks meet when this node is a run's first; None takes a free one.
+        The port of the ranks' rendezvous if this is a run's first node; None for any free port.
     state_dir
-        Keeps a folder per run and generation: logs, places, results.
+        Keeps a folder per run and generation, with logs, progress and results.
     drain_seconds
-        How long a run may go on after SIGTERM.
+        How long a run may continue after SIGTERM.
     keep_days
-        How long the folder of an ended generation is kept.
+        How long to keep the folder of an ended generation.
     """
 
     server: str
@@ -88,13 +89,13 @@ class AgentOptions:
     keep_days: float = 7.0
 
 
-class _Told(Exception):
-    """Interrupts waiting: the agent was told to end."""
+class _Interrupted(Exception):
+    """Interrupts waiting: a signal asks the agent to end."""
 
 
 @dataclass
 class _Ending:
-    """SIGTERM and SIGINT: the first lets the run go on for a while, the second ends it."""
+    """SIGTERM and SIGINT: the first lets the run continue for a while, the second ends it."""
 
     drain_seconds: float
     deadline: float | None = None
@@ -105,10 +106,10 @@ class _Ending:
         self.deadline = time.monotonic() + (0.0 if is_second else self.drain_seconds)
         if self.is_waiting:
             self.is_waiting = False
-            raise _Told
+            raise _Interrupted
 
     @property
-    def is_asked_for(self) -> bool:
+    def is_requested(self) -> bool:
         return self.deadline is not None
 
     @property
@@ -117,20 +118,21 @@ class _Ending:
 
 
 class Agent:
-    """Offers this node until it is told to end.
+    """Offers this node to a service until a signal ends it.
 
-    Call :meth:`run` from the main thread: the kernel ends the ranks with the thread that started them.
+    Call :meth:`run` from the main thread: the kernel ends the ranks together with the thread that started
+    them.
     """
 
     def __init__(self, options: AgentOptions):
         self._options = options
         self._id = ""
         self._port = options.port or inventory.free_port_at(options.address)
-        self._heartbeat_seconds, self._timeout_seconds = 1.0, 15.0  # until the service says
+        self._heartbeat_seconds, self._timeout_seconds = 1.0, 15.0  # the service's answer replaces these
         self._pause = _BACK_OFF_SECONDS[0]
         self._next_sweep = 0.0
         self._ending = _Ending(options.drain_seconds)
-        self._sign_of_life = SignOfLife(options.state_dir, options.name, options.server)
+        self._heartbeat = Heartbeat(options.state_dir, options.name, options.server)
         self._client = self._connect()
         self._waiting_client = AgentClient(
             options.server, timeout=_WAIT_SECONDS + _REQUEST_SECONDS, retries=0
@@ -142,13 +144,13 @@ class Agent:
         Raises
         ------
         InvalidRun
-            When the service refuses the registration.
+            If the service refuses the registration.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ending.on_signal)
         try:
-            while not self._ending.is_asked_for:
-                with suppress(_Told), self._until_lost():
+            while not self._ending.is_requested:
+                with suppress(_Interrupted), self._until_lost():
                     if not self._id:
                         self._register()
                     self._sweep()
@@ -163,7 +165,7 @@ class Agent:
 
     def _register(self) -> None:
         options = self._options
-        self._id = uuid.uuid4().hex  # known before the answer is: a registration that was cut off is undone
+        self._id = uuid.uuid4().hex  # chosen here, so that a registration without an answer can be undone
         body = {
             "id": self._id,
             "name": options.name,
@@ -175,7 +177,7 @@ class Agent:
             "allowed_models": list(options.allowed_models),
             "allows": allowed(options.allowed_models, options.checkpoint_directories),
         }
-        while not self._ending.is_asked_for:
+        while not self._ending.is_requested:
             found = self._interruptibly(lambda: self._ask(lambda: self._offer(body)))
             if found is not None:
                 self._heartbeat_seconds = found.heartbeat_seconds
@@ -184,7 +186,7 @@ class Agent:
                 return
 
     def _offer(self, body: dict[str, Any]) -> Registration:
-        """Register; without ``allows`` where the service is too old to know it."""
+        """Register; without ``allows`` if the service is too old to know it."""
         try:
             return self._client.register_agent(body)
         except InvalidRequest as error:
@@ -218,57 +220,57 @@ class Agent:
             path=options.path,
             allowed_models=options.allowed_models,
         )
-        courier = Courier(self._id, work, generation.ranks, folder, self._connect)
-        courier.start()
+        sync = FolderSync(self._id, work, generation.ranks, folder, self._connect)
+        sync.start()
         try:
-            self._look_after(generation, courier)
+            self._monitor(generation, sync)
         finally:
             generation.kill()
-            courier.finish()
+            sync.finish()
         end = generation.end()
         if end.outcome == "stopped" and self._ending.is_overdue:
             end = GenerationEnd("failed", (_failure("agent-lost", self._farewell()),))
         logger.info("run %s, generation %d %s", work.run_id, work.generation, end.outcome)
         for failure in end.failures:
             logger.warning("%s", failure["detail"])
-        self._see_off(generation, courier)
+        self._finish_sync(generation, sync)
         self._report(work, end)
 
-    def _look_after(self, generation: Generation, courier: Courier) -> None:
-        """Follow the ranks to their end, with signs of life; raises :class:`AgentGone`."""
+    def _monitor(self, generation: Generation, sync: FolderSync) -> None:
+        """Monitor the ranks until they end, sending heartbeats; raises :class:`AgentGone`."""
         next_beat, is_draining = 0.0, False
         while not generation.poll():
             if self._ending.is_overdue:
                 generation.stop(failed_elsewhere=False)
-            if self._ending.is_asked_for and not is_draining:
+            if self._ending.is_requested and not is_draining:
                 is_draining = self._try(lambda: self._client.drain_agent(self._id))
             if time.monotonic() >= next_beat:
-                self._try(lambda: self._beat(generation, courier))
+                self._try(lambda: self._beat(generation, sync))
                 next_beat = time.monotonic() + self._heartbeat_seconds
             time.sleep(_POLL_SECONDS)
 
-    def _beat(self, generation: Generation, courier: Courier) -> None:
-        body = {"run_id": generation.work.run_id, "ranks": generation.places()}
-        told = self._client.heartbeat(self._id, body)
-        if told.stop:
-            logger.info("stopping the ranks: %s", told.reason)
-            generation.stop(failed_elsewhere=told.cause != "cancelled")
+    def _beat(self, generation: Generation, sync: FolderSync) -> None:
+        body = {"run_id": generation.work.run_id, "ranks": generation.progress()}
+        answer = self._client.heartbeat(self._id, body)
+        if answer.stop:
+            logger.info("stopping the ranks: %s", answer.reason)
+            generation.stop(failed_elsewhere=answer.cause != "cancelled")
         elif generation.work.node_rank == 0:
-            courier.fetch_plan(told.plan_id)
+            sync.fetch_plan(answer.plan_id)
 
-    def _see_off(self, generation: Generation, courier: Courier) -> None:
-        """Wait for the last files to be sent, but not for long, and with signs of life."""
+    def _finish_sync(self, generation: Generation, sync: FolderSync) -> None:
+        """Wait a limited time until the last files are sent, sending heartbeats."""
         until = time.monotonic() + _LAST_FILES_SECONDS
-        while not courier.wait(min(self._heartbeat_seconds, 1.0)):
+        while not sync.wait(min(self._heartbeat_seconds, 1.0)):
             if time.monotonic() > until or self._ending.is_overdue:
                 return
-            self._try(lambda: self._beat(generation, courier))
+            self._try(lambda: self._beat(generation, sync))
 
     def _connect(self) -> AgentClient:
         return AgentClient(self._options.server, timeout=_REQUEST_SECONDS, retries=0)
 
     def _sweep(self) -> None:
-        """Remove what is older than it is to be kept, now and then."""
+        """Remove folders that are older than ``keep_days``, now and then."""
         if time.monotonic() < self._next_sweep:
             return
         self._next_sweep = time.monotonic() + _SWEEP_SECONDS
@@ -276,7 +278,7 @@ class Agent:
             logger.info("removed %s: nothing has changed in it for %g days", folder, self._options.keep_days)
 
     def _report(self, work: NodeWork, end: GenerationEnd) -> None:
-        """Tell the service, however long it is away; raises :class:`AgentGone`."""
+        """Report the end of a generation, however long the service is away; raises :class:`AgentGone`."""
         body = {
             "run_id": work.run_id,
             "generation": work.generation,
@@ -285,17 +287,17 @@ class Agent:
         }
         while not self._try(lambda: self._client.report_end(self._id, body)):
             if self._ending.is_overdue:
-                return  # the service will miss this agent
+                return  # the service will notice that this agent is missing
             self._back_off()
 
     def _farewell(self) -> str:
         return (
-            f"agent {self._options.name} was told to end, and the run did not within "
-            f"{self._options.drain_seconds:g} s. Give it longer (--drain-seconds), or drain it earlier."
+            f"agent {self._options.name} was asked to end, but the run did not end within "
+            f"{self._options.drain_seconds:g} s. Raise --drain-seconds, or drain the agent earlier."
         )
 
     def _drain(self) -> None:
-        """Take no more work, finish what was given in the meantime, and deregister."""
+        """Take no more work, finish work that arrived in the meantime, and deregister."""
         if not self._id:
             return
         self._try(lambda: self._client.drain_agent(self._id))
@@ -306,7 +308,7 @@ class Agent:
             logger.info("agent %s has left", self._options.name)
 
     def _try(self, call: Callable[[], None]) -> bool:
-        """Whether a call to the service succeeded; raises :class:`AgentGone`."""
+        """Call the service; returns whether it succeeded. Raises :class:`AgentGone`."""
         try:
             call()
         except AgentGone:
@@ -318,12 +320,12 @@ class Agent:
         return True
 
     def _ask(self, call: Callable[[], T]) -> T | None:
-        """The service's answer, or None after a pause when it gives none.
+        """Call the service; returns its answer, or None after a pause if there is none.
 
         Raises
         ------
         AgentGone, InvalidRun
-            When the service refuses.
+            If the service refuses.
         """
         try:
             answer = call()
@@ -344,29 +346,29 @@ class Agent:
 
     def _answered(self) -> None:
         self._pause = _BACK_OFF_SECONDS[0]
-        self._sign_of_life.give(answered=True)
+        self._heartbeat.write(answered=True)
 
     def _no_answer(self, error: ClientError) -> None:
         logger.warning("%s", error)
-        self._sign_of_life.give(answered=False)
+        self._heartbeat.write(answered=False)
 
     def _back_off(self) -> None:
         time.sleep(self._pause)
         self._pause = min(_BACK_OFF_SECONDS[1], 2 * self._pause)
 
     def _interruptibly(self, call: Callable[[], T]) -> T:
-        """A call that ends with :class:`_Told` when a signal comes: nothing is lost by it."""
+        """Make a call that a signal interrupts with :class:`_Interrupted`; use only if that loses nothing."""
         self._ending.is_waiting = True
         try:
-            if self._ending.is_asked_for:
-                raise _Told
+            if self._ending.is_requested:
+                raise _Interrupted
             return call()
         finally:
             self._ending.is_waiting = False
 
     @contextmanager
     def _until_lost(self) -> Iterator[None]:
-        """An agent that the service holds for lost forgets its id; its ranks are stopped by then."""
+        """Forget this agent's id if the service considers it lost; its ranks have been stopped by then."""
         try:
             yield
         except AgentGone as error:

@@ -1,8 +1,8 @@
-"""Carries files between a generation's folder and the service, beside the agent's own work.
+"""Exchanges files between a generation's folder and the service, in the background.
 
-Traces, events and logs go to the service, a plan to change over to comes from it. All of it may take as long
-as the network takes, so it has a thread of its own: signs of life must not wait for it. What cannot be sent
-now is tried again while the generation goes on; nothing here ends a run.
+Uploads traces, events and logs; downloads a plan to change to. Since that may take as long as the network
+takes, it has its own thread, so that heartbeats need not wait. What cannot be sent now is retried while the
+generation runs; no failure here ends a run.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_worker.host.state_files import NEXT_PLAN, events_file, log_files, trace_file, write_json
 
 LOG_BYTES = 256 * 1024
-"""The end of a log that is sent; the service takes no more."""
+"""The size of a log's end to send; the service accepts no more."""
 _PAUSE_SECONDS = 3.0
 
 logger = logging.getLogger(__name__)
 
 
-class Courier:
-    """Looks after one generation's folder between :meth:`start` and :meth:`finish`.
+class FolderSync:
+    """Synchronizes one generation's folder between :meth:`start` and :meth:`finish`.
 
     Parameters
     ----------
     ranks
-        Of this node, in order.
+        The ranks of this node, in order.
     connect
-        Makes a client for this thread alone.
+        Creates a client for this thread.
     pause
-        Seconds between two looks at the folder.
+        Seconds between two scans of the folder.
     """
 
     def __init__(
@@ -60,31 +60,31 @@ class Courier:
         self._known_plan = work.plan_id
         self._is_finishing = False
         self._wakes = threading.Event()
-        name = f"zbv-courier-{work.run_id[:8]}-{work.generation}"
+        name = f"zbv-sync-{work.run_id[:8]}-{work.generation}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def fetch_plan(self, plan_id: str | None) -> None:
-        """Have a plan brought into the folder, once, where the first rank finds it."""
+        """Download a plan into the folder, once; the run's first rank watches for it there."""
         if plan_id is not None and plan_id != self._wanted_plan:
             self._wanted_plan = plan_id
             self._wakes.set()
 
     def finish(self) -> None:
-        """The ranks are gone: send what is left, and the logs. See :attr:`is_done`."""
+        """Send the remaining files and the logs, after the ranks have ended. See :attr:`is_done`."""
         self._is_finishing = True
         self._wakes.set()
 
     @property
     def is_done(self) -> bool:
-        """Whether everything was sent, or cannot be."""
+        """Whether everything was sent or cannot be."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end; returns whether it has come."""
+        """Wait for the end; returns :attr:`is_done`."""
         self._thread.join(seconds)
         return self.is_done
 
@@ -110,25 +110,25 @@ class Courier:
                 (events_file(self._folder, rank), partial(self._put_events, client)),
             ):
                 if not self._send_changed(path, partial(put, self._agent_id, self._work, rank)):
-                    return  # the service is away; each rank would wait for it in turn
+                    return  # the service is away; do not wait for it once per rank
 
     def _send_changed(self, path: Path, put: Callable[[bytes], None]) -> bool:
-        """Send a file of a rank if it has changed; False when the service gave no answer."""
+        """Send a rank's file if it has changed; returns False if the service did not answer."""
         try:
             changed = path.stat().st_mtime_ns
             if self._sent.get(path) == changed:
                 return True
             text = path.read_bytes()
         except FileNotFoundError:
-            return True  # nothing to say yet
+            return True  # nothing to send yet
         sent = self._try(lambda: put(text))
         if sent is not None:
-            self._sent[path] = changed  # one that was refused is not sent again either
+            self._sent[path] = changed  # do not send a refused file again
         return sent is not None
 
     @staticmethod
     def _put_events(client: AgentClient, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
-        """Send events; a service that is too old to take them answers as it does to an agent that is gone."""
+        """Send events; a service that is too old for them answers as if the agent were gone."""
         try:
             client.put_events(agent_id, work, rank, text)
         except AgentGone as error:
@@ -147,22 +147,25 @@ class Courier:
         if wanted is None or wanted == self._known_plan:
             return
         began = time.monotonic()
-        if self._try(lambda: self._bring(client, wanted)):
+        if self._try(lambda: self._download(client, wanted)):
             self._known_plan = wanted
-            logger.info("plan %s is there after %.1f s", wanted, time.monotonic() - began)
+            logger.info("plan %s downloaded after %.1f s", wanted, time.monotonic() - began)
 
-    def _bring(self, client: AgentClient, plan_id: str) -> None:
+    def _download(self, client: AgentClient, plan_id: str) -> None:
         document = client.plan_document(plan_id)
         try:
-            parse_orders(parse_plan_document(document))  # which also holds it against its own hash
+            parse_orders(parse_plan_document(document))  # also checks the plan's hash
         except InvalidInput as error:
-            raise ClientError(f"the service's plan {plan_id} is not one: {error}") from error
+            raise ClientError(f"the service's plan {plan_id} is not a valid plan: {error}") from error
         if document.get("plan_id") != plan_id:
-            raise ClientError(f"asked for plan {plan_id}, and the answer is {document.get('plan_id')}.")
+            raise ClientError(f"requested plan {plan_id}, but received {document.get('plan_id')}.")
         write_json(self._folder / NEXT_PLAN, document)
 
     def _try(self, call: Callable[[], None]) -> bool | None:
-        """Whether the service took it, None when it gave no answer; raises :class:`AgentGone`."""
+        """Call the service; returns None if it did not answer, else whether it accepted.
+
+        Raises :class:`AgentGone`.
+        """
         try:
             call()
         except AgentGone:
@@ -177,7 +180,7 @@ class Courier:
 
 
 def log_end(path: Path, size: int) -> bytes:
-    """The last bytes of a file, from the start of a line where one begins there."""
+    """The last bytes of a file, from the start of a line if possible."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, 2)

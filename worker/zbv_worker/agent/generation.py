@@ -1,4 +1,4 @@
-"""The agent's side of one generation on this node: start its launcher, follow its ranks, say how it ended."""
+"""The agent's side of one generation on this node: its launcher, its ranks, its outcome."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from zbv_worker.host.local_ranks import python_command, rank_environment
 from zbv_worker.host.search_path import environment_of_ranks
 from zbv_worker.host.state_files import OUTCOME, SPEC, failure_file, progress_file, read_json, write_json
 
-_STORY_SECONDS = 2.0
-"""For a launcher whose own ranks have failed to say so, when the run is stopped for a failure elsewhere."""
+_REPORT_SECONDS = 2.0
+"""Time for the own ranks to report a failure, when the run is stopped because of a failure elsewhere."""
 _GRACE_SECONDS = 8.0
-"""For ranks that are asked to end, before they are killed."""
+"""Time between asking ranks to end and killing them."""
 _GRACE_AFTER_FAILURE_SECONDS = 0.5
 """The same after a failure elsewhere: a rank that does not end at once hangs, and a retry waits for it."""
 _KILL_SECONDS = 8.0
 _TAIL_LINES = 12
 _MAX_DETAIL = 4000
-"""Characters of a failure that the service takes."""
+"""The most characters of a failure that the service accepts."""
 
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """How it ended: ``succeeded``, ``failed`` or ``stopped``, and the failures as the service takes them."""
+    """The outcome ``succeeded``, ``failed`` or ``stopped``, and the failures in the service's format."""
 
     outcome: str
     failures: tuple[dict[str, Any], ...] = ()
@@ -47,21 +47,21 @@ class Generation:
     server
         Where the ranks fetch their lists.
     address
-        Of this node, as the others know it.
+        This node's address for other nodes.
     folder
-        Of this generation alone: specification, logs, places, failures, results.
+        The folder of this generation: specification, logs, progress, failures, results.
     patience
-        Seconds after which the service gives up an agent that is silent, and with it these ranks: ranks end
-        by themselves a little earlier, and this agent ends them when it finds that it was silent.
+        Seconds after which the service gives up a silent agent and its ranks. Ranks end a little earlier by
+        themselves; this agent ends them if it finds that it was silent.
     path
         Directories in which ranks look for the model's module.
     allowed_models
-        The patterns that the model must match; the ranks check what it really is.
+        Patterns that the model must match; the ranks check the loaded object too.
 
     Attributes
     ----------
     silent
-        For how many seconds this agent was silent, when that was too long; None otherwise.
+        For how many seconds this agent was silent, if that was too long; None otherwise.
     """
 
     def __init__(
@@ -101,42 +101,42 @@ class Generation:
             )
 
     def poll(self) -> bool:
-        """Carry a stop further when its time has come; returns whether launcher and ranks are gone."""
+        """Continue a requested stop; returns whether the launcher and the ranks have ended."""
         if self._launcher.poll() is not None:
             return True
         now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
-            self._launcher.kill()  # and the kernel kills its ranks, also those that hang
+            self._launcher.kill()  # the kernel then kills its ranks, including those that hang
         elif self._kill_at is None and self._stop_at is not None and now >= self._stop_at:
             self._kill_at = now + self._grace
             self._launcher.send_signal(signal.SIGTERM)
         return False
 
     def stop(self, *, failed_elsewhere: bool) -> None:
-        """Have launcher and ranks end soon: asked first, then killed, as :meth:`poll` goes on."""
+        """Ask the launcher and the ranks to end; :meth:`poll` kills them later if necessary."""
         if self._stop_at is None:
             self._grace = _GRACE_AFTER_FAILURE_SECONDS if failed_elsewhere else _GRACE_SECONDS
-            self._stop_at = time.monotonic() + (_STORY_SECONDS if failed_elsewhere else 0.0)
+            self._stop_at = time.monotonic() + (_REPORT_SECONDS if failed_elsewhere else 0.0)
 
     def kill(self) -> None:
-        """End launcher and ranks now."""
+        """Kill the launcher and the ranks now."""
         if self._launcher.poll() is None:
             self._launcher.kill()
             self._launcher.wait(timeout=_KILL_SECONDS)
         self._pulse.stop()
 
     def _on_silence(self, seconds: float) -> None:
-        """End the ranks: the service may have given the run to others by now."""
+        """Kill the ranks: the service may have given the run to other agents by now."""
         self.silent = seconds
-        self._launcher.kill()  # and the kernel kills its ranks
+        self._launcher.kill()  # the kernel then kills its ranks
 
-    def places(self) -> list[dict[str, Any]]:
-        """Where this node's ranks are, as far as they said."""
+    def progress(self) -> list[dict[str, Any]]:
+        """The progress of this node's ranks, as far as they reported it."""
         found = (read_json(progress_file(self._folder, rank)) for rank in self.ranks)
         return [progress for progress in found if isinstance(progress, dict)]
 
     def end(self) -> GenerationEnd:
-        """How it ended; call when it has."""
+        """How the generation ended; call it after :meth:`poll` has returned True."""
         status = self._launcher.returncode
         if status == 0:
             return GenerationEnd("succeeded")
@@ -151,7 +151,7 @@ class Generation:
 
     @property
     def folder(self) -> Path:
-        """Where everything of it is kept."""
+        """The folder of this generation."""
         return self._folder
 
     @property
@@ -167,7 +167,7 @@ class Generation:
     def _environment(self) -> Mapping[str, str]:
         if self._host not in ("127.0.0.1", "::1", "localhost"):
             return {}
-        # All nodes are on this host: gloo must not ask for its name, which may resolve slowly or not at all.
+        # All nodes are on this host: gloo must not look up its name, which may be slow or impossible.
         return {"GLOO_SOCKET_IFNAME": rank_environment(0, 1, 0)["GLOO_SOCKET_IFNAME"]}
 
     @property
@@ -175,13 +175,14 @@ class Generation:
         return self.work.rendezvous.rpartition(":")[0].strip("[]")
 
     def _failures(self, outcome: Any) -> list[dict[str, Any]]:
-        """What the ranks said, and what the launcher saw of those that could not say anything."""
+        """The failures that ranks reported, or that the launcher saw if a rank could not report."""
         failures = []
         failed = outcome["failed"] if isinstance(outcome, dict) else {}
         for rank in self.ranks:
-            told = read_json(failure_file(self._folder, rank))
-            if isinstance(told, dict):
-                failures.append({**told, "detail": str(told["detail"]).replace("\0", "")[:_MAX_DETAIL]})
+            reported = read_json(failure_file(self._folder, rank))
+            if isinstance(reported, dict):
+                detail = str(reported["detail"]).replace("\0", "")[:_MAX_DETAIL]
+                failures.append({**reported, "detail": detail})
             elif str(rank) in failed:
                 failures.append(self._silent_failure(rank, int(failed[str(rank)])))
         return failures
@@ -192,8 +193,8 @@ class Generation:
         where = "it reported no step" if step is None else f"it last reported step {step} at {action or '…'}"
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
         detail = (
-            f"rank {rank} {how}; {where}. Look at this host's kernel log (out of memory?) and at the rank's "
-            f"log in {self._folder / 'logs'}."
+            f"rank {rank} {how}; {where}. Check this host's kernel log (out of memory?) and the rank's log "
+            f"in {self._folder / 'logs'}."
         )
         kind = "killed" if status < 0 else "error"
         return {"kind": kind, "rank": rank, "step": step, "action": action, "peer": None, "detail": detail}
@@ -201,7 +202,7 @@ class Generation:
     def _silence_failure(self, seconds: float) -> dict[str, Any]:
         detail = (
             f"this agent was stopped, or its host hung, for {seconds:.0f} s; the service gives a run to "
-            f"others after {self._patience:g} s. It has ended its ranks."
+            f"other agents after {self._patience:g} s. The agent has ended its ranks."
         )
         return {"kind": "agent-lost", "rank": None, "detail": detail}
 

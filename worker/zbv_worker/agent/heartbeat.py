@@ -1,8 +1,8 @@
-"""How others on the node see that the agent is at work: by files that it renews.
+"""Files that show that the agent is running.
 
 One file is for health checks of containers (``zbv-worker agent --check``). The other, the pulse, is for the
-ranks: a service gives the run of a silent agent to others, so ranks end when their agent is stopped or hangs.
-Both say that the agent is at work, and not that the service is: while the service is away, ranks train on.
+ranks: a service gives the run of a silent agent to others, so ranks end if their agent is stopped or hangs.
+Both reflect only the agent, not the service: while the service is away, ranks continue to train.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from zbv_worker.host.state_files import PULSE, read_json, write_json
 
 FILE = "agent.json"
 STALE_SECONDS = 60.0
-"""An agent goes round in 30 seconds: it waits up to 20 for work, 5 for the answer, 5 more after none."""
+"""The agent's cycle takes 30 seconds: up to 20 of waiting for work, 5 for an answer, 5 after none."""
 
 _PULSE_SECONDS = 0.5
 _WIDTH = 24
-"""Bytes of a pulse, always the same: it is overwritten in place, which needs no room on a full disk."""
+"""Bytes of a pulse. The size is constant, so that overwriting it needs no space on a full disk."""
 
 logger = logging.getLogger(__name__)
 
 
-class NoSignOfLife(WorkerError):
-    """The agent is not at work, as far as its file says."""
+class AgentNotRunning(WorkerError):
+    """The agent's file shows no running agent."""
 
 
-class SignOfLife:
-    """Writes the file in an agent's state directory."""
+class Heartbeat:
+    """Writes the file for health checks, in an agent's state directory."""
 
     def __init__(self, state_dir: Path, name: str, server: str):
         self._path = state_dir / FILE
         self._document: dict[str, Any] = {"name": name, "server": server, "answered_at": None}
 
-    def give(self, *, answered: bool) -> None:
-        """The agent has gone round; ``answered`` when the service was there."""
+    def write(self, *, answered: bool) -> None:
+        """Record that the agent is running; ``answered`` if the service has answered."""
         now = time.time()
         if answered:
             self._document["answered_at"] = now
@@ -49,22 +49,22 @@ class SignOfLife:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._path, {**self._document, "at": now})
         except OSError as error:
-            # A full disk is no reason to end a run that may not need it.
+            # A full disk must not end a run that may not need it.
             logger.warning("cannot write %s: %s", self._path, error)
 
 
 class Pulse:
-    """Says to a generation's ranks that their agent is at work, from a thread.
+    """Shows a generation's ranks that their agent is running, from a thread.
 
     Parameters
     ----------
     folder
-        Of the generation.
+        The generation's folder.
     patience
-        Seconds after which ranks hold a silent agent for stopped, and the service gives its run to others.
+        Seconds of silence after which the service gives the run to other agents.
     on_silence
-        Called, once and from the thread, when the agent finds that it was silent for longer than that. There
-        is no pulse afterwards.
+        Called once, from the thread, if the agent finds that it was silent for longer than that; the pulse
+        stops then.
     """
 
     def __init__(self, folder: Path, patience: float, on_silence: Callable[[float], None]):
@@ -76,13 +76,13 @@ class Pulse:
         self._thread = threading.Thread(target=self._go_on, name="zbv-pulse", daemon=True)
 
     def start(self) -> None:
-        """Begin; the file is there afterwards."""
+        """Write the file and start the thread."""
         self._at = time.monotonic()
         self._write()
         self._thread.start()
 
     def stop(self) -> None:
-        """End; a second time nothing happens."""
+        """Stop the thread; idempotent."""
         self._ended.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
@@ -108,7 +108,7 @@ class Pulse:
 
 
 def silence(folder: Path) -> float:
-    """For how many seconds a generation's agent has had no pulse; 0 when there is none to read."""
+    """Seconds since a generation's agent wrote its pulse; 0 if there is no pulse to read."""
     try:
         return max(0.0, time.monotonic() - float((folder / PULSE).read_text()))
     except (OSError, ValueError):
@@ -116,26 +116,26 @@ def silence(folder: Path) -> float:
 
 
 def check(state_dir: Path, now: float) -> str:
-    """How the agent of a state directory is, in a sentence.
+    """Describe the agent of a state directory in a sentence.
 
     Raises
     ------
-    NoSignOfLife
-        When it has given none for :data:`STALE_SECONDS`, or never.
+    AgentNotRunning
+        If it has written nothing for :data:`STALE_SECONDS`, or never.
     """
     path = state_dir / FILE
     found = read_json(path)
     if not (isinstance(found, dict) and {"name", "server", "answered_at", "at"} <= found.keys()):
-        raise NoSignOfLife(
-            f"found no sign of an agent in {path}. Give the --state-dir that it was started with."
+        raise AgentNotRunning(
+            f"found no trace of an agent in {path}. Give the --state-dir that the agent was started with."
         )
     silent = now - found["at"]
     if silent > STALE_SECONDS:
-        raise NoSignOfLife(
-            f"agent {found['name']} has given no sign of life for {silent:.0f} s, and should every "
-            f"{STALE_SECONDS:g} s. Look at its log; start it again if it hangs."
+        raise AgentNotRunning(
+            f"agent {found['name']} has been silent for {silent:.0f} s; it should report every "
+            f"{STALE_SECONDS:g} s. Check its log; restart it if it hangs."
         )
-    return f"agent {found['name']} is at work; {found['server']} {_answered(found['answered_at'], now)}"
+    return f"agent {found['name']} is running; {found['server']} {_answered(found['answered_at'], now)}"
 
 
 def _answered(at: float | None, now: float) -> str:

@@ -1,7 +1,7 @@
-"""One generation of a node's ranks, by torch elastic: ``python -m zbv_worker.agent.launcher FOLDER``.
+"""Runs one generation of a node's ranks by torch elastic: ``python -m zbv_worker.agent.launcher FOLDER``.
 
-A process of its own, so that the agent imports no torch. The world is static and nothing is restarted here:
-a next try is a next generation, with a new name and thus no keys of an older one in its store.
+It is a separate process, so that the agent imports no torch. The world is static and nothing is restarted
+here: the next attempt is a new generation, with a new name and thus without old keys in its store.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from zbv_worker.agent.orphans import PARENT_VARIABLE, end_with_parent
 from zbv_worker.host.state_files import OUTCOME, SPEC, read_json, write_json
 
 _MEETING_SECONDS = 120
-"""How long launchers wait for that of node 0, as not all import torch equally fast. Where its node fails, the
-service has this launcher ended within seconds; the ranks themselves wait for each other for ``--timeout``.
+"""How long launchers wait for the launcher of node 0; not all import torch equally fast. If node 0 fails, the
+service ends this launcher within seconds. The ranks themselves wait for each other for ``--timeout``.
 """
 _GRACE_SECONDS = "5"
 _STOPPED = 143
 
 
 def main(folder: Path) -> int:
-    """Run the ranks to their end and write how they ended; returns the exit status."""
+    """Run the ranks until they end and write their outcome; returns the exit status."""
     end_with_parent()
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # the ranks' parent is this process
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_SECONDS)

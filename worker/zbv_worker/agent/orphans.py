@@ -1,7 +1,6 @@
-"""A process that ends with the one that started it, however that ends; and a rank that ends when its agent is
-stopped.
+"""Processes that end together with their parent, and ranks that end when their agent stops.
 
-Asking the kernel (Linux) also reaches a process that is stopped; elsewhere a thread looks.
+On Linux the kernel does it, which also reaches stopped processes; elsewhere a thread polls.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from pathlib import Path
 from zbv_worker.agent.heartbeat import silence
 
 PARENT_VARIABLE = "ZBV_PARENT"
-"""Names the parent's process id to the child: by the time it looks, the parent may be gone."""
+"""The parent's process id, for the child: the parent may be gone before the child can ask."""
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.5
 _ORPHANED = 70
-FORSAKEN = 71
-"""Status of a rank whose agent was silent for too long."""
+ABANDONED = 71
+"""Exit status of a rank whose agent was silent for too long."""
 
 
 def end_with_parent() -> None:
-    """Have this process killed when its parent ends. Call it first; the parent's id is in the environment."""
+    """Have this process killed when its parent ends; call it first. The environment names the parent."""
     parent = int(os.environ.get(PARENT_VARIABLE, "0")) or os.getppid()
     if not _ask_kernel():
         threading.Thread(target=_watch, args=(parent,), name="zbv-orphan-watch", daemon=True).start()
@@ -35,16 +34,14 @@ def end_with_parent() -> None:
         os._exit(_ORPHANED)
 
 
-def end_with_pulse(folder: Path, patience: float, say: Callable[[float], None]) -> None:
-    """Have this process end when its agent has had no pulse for so long.
+def end_with_pulse(folder: Path, patience: float, report: Callable[[float], None]) -> None:
+    """End this process when its agent has had no pulse for ``patience`` seconds.
 
     Parameters
     ----------
     folder
-        Of the generation.
-    patience
-        Seconds.
-    say
+        The generation's folder.
+    report
         Called before the end, with the seconds of silence.
     """
 
@@ -52,9 +49,9 @@ def end_with_pulse(folder: Path, patience: float, say: Callable[[float], None]) 
         while (silent := silence(folder)) <= patience:
             time.sleep(min(_POLL_SECONDS, patience / 4))
         try:
-            say(silent)
+            report(silent)
         finally:
-            os._exit(FORSAKEN)
+            os._exit(ABANDONED)
 
     threading.Thread(target=watch, name="zbv-pulse-watch", daemon=True).start()
 

@@ -1,7 +1,7 @@
-"""What a node allows runs to do: which models they may load, and where they may keep checkpoints.
+"""What a node allows runs to do: which models they load, and where they keep checkpoints.
 
-Checkpoints are files that a run writes, removes and reads as the agent's user, in a directory that whoever
-starts the run names. So the node names the directories that it may be.
+A run writes, reads and removes checkpoints as the agent's user, in a directory that its owner chooses. So the
+node restricts the choice.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from zbv_service.client.admission import is_model_allowed
 
 
 def allowed(models: Sequence[str], checkpoint_directories: Sequence[Path]) -> dict[str, Any]:
-    """What an agent allows, as it tells the service when it registers.
+    """What an agent allows, in the format of its registration.
 
-    The service compares texts: it gets each directory as it was given, and without symbolic links.
+    The service compares strings, so it gets each directory as given, and with symbolic links resolved.
     """
     directories = {str(path) for given in checkpoint_directories for path in (given, given.resolve())}
     return {"models": list(models), "checkpoint_directories": sorted(directories)}
@@ -27,9 +27,9 @@ def allowed(models: Sequence[str], checkpoint_directories: Sequence[Path]) -> di
 def refusal_of(
     work: NodeWork, agent: str, models: Sequence[str], checkpoint_directories: Sequence[Path]
 ) -> str | None:
-    """Why an agent does not do its part of a run; None when it does.
+    """Why an agent refuses its part of a run; None if it accepts.
 
-    Directories are compared without symbolic links and ``..``.
+    Directories are compared with symbolic links and ``..`` resolved.
     """
     if not is_model_allowed(work.factory, models):
         module = work.factory.partition(":")[0]

@@ -1,6 +1,6 @@
 """One rank under an agent: ``python -m zbv_worker.agent.rank FOLDER``, started by torch elastic.
 
-It runs as ``zbv-worker run`` does, says where it is while it runs, and why when it fails.
+It does the same as ``zbv-worker run``, and also writes its progress, and the reason if it fails.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:  # the first import of torch must follow the watch over the pa
 
 _FAILED, _WRONG_INPUT = 1, 2
 _PATIENCE = 0.8
-"""Of the service's patience with a silent agent: its ranks end before their run is given to others."""
+"""Share of the service's patience after which ranks of a silent agent end: before the run is given away."""
 
 
 def main(folder: Path) -> int:
-    """Be the rank that the environment says; returns the exit status."""
+    """Run the rank that the environment names; returns the exit status."""
     end_with_parent()
     spec = read_json(folder / SPEC)
-    end_with_pulse(folder, _PATIENCE * spec["patience"], lambda silent: _say_silence(folder, silent))
+    end_with_pulse(folder, _PATIENCE * spec["patience"], lambda silent: _report_silence(folder, silent))
     from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
     from zbv_worker.execution.progress import CurrentProgress, ProgressWriter
     from zbv_worker.training.run import run
@@ -37,7 +37,7 @@ def main(folder: Path) -> int:
         with ProgressWriter(str(progress_file(folder, world.rank)), world.rank, progress):
             run(_options(spec, folder), world, progress)
     except WorkerError as error:
-        _say(f"zbv-worker: {error}")
+        _print(f"zbv-worker: {error}")
         write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error), progress))
         return _WRONG_INPUT if isinstance(error, InvalidRun | Disagreement) else _FAILED
     except Exception as error:
@@ -81,7 +81,7 @@ def _training(work: dict[str, Any], folder: Path) -> Any:
         is_sharded=options["shard"],
         precision=options["precision"],
         clip_norm=options["clip_norm"],
-        non_finite=options.get("non_finite", "fail"),  # services of before have no such option
+        non_finite=options.get("non_finite", "fail"),  # older services do not send it
         evaluate_every=options["evaluate_every"],
         checkpoint=(
             None
@@ -99,20 +99,20 @@ def _training(work: dict[str, Any], folder: Path) -> Any:
     )
 
 
-def _say_silence(folder: Path, seconds: float) -> None:
+def _report_silence(folder: Path, seconds: float) -> None:
     rank = int(os.environ["RANK"])
     detail = (
-        f"rank {rank} ended itself: its agent has given no sign of life for {seconds:.0f} s (it was stopped, "
-        f"or hangs), and the service gives the run to others soon."
+        f"rank {rank} ended because its agent has been silent for {seconds:.0f} s (it was stopped, or "
+        f"hangs); the service will soon give the run to other agents."
     )
-    _say(f"zbv-worker: {detail}")
+    _print(f"zbv-worker: {detail}")
     write_json(failure_file(folder, rank), {"kind": "agent-lost", "rank": rank, "detail": detail})
 
 
 def _failure(rank: int, error: Exception, detail: str, current: CurrentProgress) -> dict[str, Any]:
-    """The failure as the agent reports it; one that a peer caused is a consequence.
+    """A failure in the agent's format. One that a peer caused has its own kind.
 
-    An error between two actions, for instance in the update, has the step alone.
+    An error between two actions, for instance in the update, has only a step.
     """
     from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded
     from zbv_worker.execution.progress import Progress, progress_of_error
@@ -133,8 +133,8 @@ def _failure(rank: int, error: Exception, detail: str, current: CurrentProgress)
     }
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the rank's log
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``zbv-worker agent``: its options."""
+"""``zbv-worker agent``: options and execution."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ examples:
       --allow-checkpoint-dir /shared --path /opt/models
   zbv-worker agent --server http://planner:8000 --allow-model zbv_worker.models.gpt --slots 2
 
-A pattern is compared with the module of a run's model (or, with a colon in it, with module:factory). * stands
-for anything; mypackage.models.* admits mypackage.models and all modules below it. A model's module is code:
-what matches is executed on this node.
+A pattern is compared with the module of a run's model, or with module:factory if it contains a colon. *
+matches anything: mypackage.models.* allows mypackage.models and all modules below it. A model's module is
+code, and matching modules are executed on this node.
 """
 _DEFAULT_STATE = Path("zbv-agent")
 
@@ -31,9 +31,9 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add the command."""
     agent = commands.add_parser(
         "agent",
-        help="offer this node to a service, and run what it is given (a daemon)",
-        description="Offer this node to a service and run its share of runs, until SIGTERM: then the run "
-        "under way may end, and the node deregisters.",
+        help="offer this node to a service and run the work that it assigns (a daemon)",
+        description="Offer this node to a service and run its share of runs. After SIGTERM the current run "
+        "may finish, and the node deregisters.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,7 +43,7 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="PATTERN",
         action="append",
         default=[],
-        help="a model that may be loaded here; may be repeated. With none, this node runs nothing",
+        help="a model that may be loaded here; may be repeated. Without any, this node runs nothing",
     )
     agent.add_argument(
         "--allow-checkpoint-dir",
@@ -51,8 +51,8 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="append",
         type=Path,
         default=[],
-        help="a directory in which, and below which, runs may keep checkpoints; may be repeated. With none, "
-        "this node takes no run with checkpoints",
+        help="a directory in and below which runs may keep checkpoints; may be repeated. Without any, this "
+        "node refuses runs with checkpoints",
     )
     agent.add_argument(
         "--path",
@@ -60,55 +60,57 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="append",
         type=Path,
         default=[],
-        help="look for models' modules there, before PYTHONPATH; may be repeated. The working directory is "
+        help="search for models' modules here, before PYTHONPATH; may be repeated. The working directory is "
         "not searched",
     )
-    agent.add_argument("--name", default=socket.gethostname(), help="of this node (default: the host's)")
+    agent.add_argument("--name", default=socket.gethostname(), help="name of this node (default: the host's)")
     agent.add_argument(
         "--address",
-        help="host name or IP address at which other nodes reach this one (default: the one that leads to "
-        "the service)",
+        help="host name or IP address at which other nodes reach this one (default: this host's address on "
+        "the route to the service)",
     )
     agent.add_argument(
         "--port",
         type=positive,
-        help="where ranks meet when this node is a run's first (default: a free one for every run)",
+        help="port of the ranks' rendezvous if this is a run's first node (default: any free port)",
     )
-    agent.add_argument("--slots", type=positive, help="ranks at the same time (default: GPUs, else cores)")
+    agent.add_argument(
+        "--slots", type=positive, help="most ranks at the same time (default: number of GPUs, else of cores)"
+    )
     agent.add_argument(
         "--state-dir",
         metavar="DIR",
         type=Path,
         default=_DEFAULT_STATE,
-        help="logs and results, one folder per run (default: ./zbv-agent)",
+        help="directory of logs and results, one folder per run (default: ./zbv-agent)",
     )
     agent.add_argument(
         "--drain-seconds",
         type=positive_number,
         default=60.0,
         metavar="S",
-        help="how long a run may go on after SIGTERM (default 60); a second SIGTERM ends it at once",
+        help="how long a run may continue after SIGTERM (default 60); a second SIGTERM ends it at once",
     )
     agent.add_argument(
         "--keep-days",
         type=positive_number,
         default=7.0,
         metavar="N",
-        help="how long the folders of ended runs stay in the state directory (default 7)",
+        help="how long to keep the folders of ended runs in the state directory (default 7)",
     )
     agent.add_argument(
         "--check",
         action="store_true",
-        help="say whether the agent with this state directory is at work, and end: status 0 when it is",
+        help="report whether the agent with this state directory is running, and exit: status 0 if it is",
     )
 
 
 def _require_address(server: str | None) -> None:
-    """A wrong address is said at once: a service that does not answer is waited for."""
+    """Refuse a wrong address at once, because the agent waits for a service that does not answer."""
     from zbv_worker.errors import InvalidRun
 
     if not server:
-        raise InvalidRun("found no service; give --server URL, or set ZBV_SERVER.")
+        raise InvalidRun("no service given; pass --server URL, or set ZBV_SERVER.")
     parts = urlsplit(server)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidRun(f"--server: found {server!r}; must be an address such as http://planner:8000.")
@@ -119,12 +121,12 @@ def _search_path(given: Sequence[Path]) -> tuple[Path, ...]:
 
     for directory in given:
         if not directory.is_dir():
-            raise InvalidRun(f"--path: found {str(directory)!r}; must be a directory of this node.")
+            raise InvalidRun(f"--path: found {str(directory)!r}; must be a directory on this node.")
     return tuple(directory.absolute() for directory in given)
 
 
 def execute(parsed: argparse.Namespace) -> int:
-    """Be an agent until told to end; returns the exit status."""
+    """Run an agent until a signal ends it; returns the exit status."""
     if parsed.check:
         from zbv_worker.agent.heartbeat import check
 

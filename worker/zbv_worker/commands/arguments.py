@@ -1,4 +1,4 @@
-"""Command-line arguments that several commands share: their types, and the files that they name."""
+"""Command-line options that several commands share, and their output files."""
 
 from __future__ import annotations
 
@@ -36,16 +36,23 @@ def positive_number(text: str) -> float:
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
-    """The options that name a model and say what it runs on."""
+    """Add the options that name a model and the hardware to run it on."""
     command.add_argument(
         "--model",
         required=True,
         metavar="MODULE:FACTORY",
-        help="see zbv_worker.model for what it must offer",
+        help="the model, for example mypackage.model:build; docs/training.md says what it must offer",
     )
-    command.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
+    command.add_argument(
+        "--model-args", metavar="JSON", help="""keyword arguments of the factory, e.g. '{"layers": 8}'"""
+    )
     command.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
-    command.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="gloo: CPU; nccl: CUDA")
+    command.add_argument(
+        "--backend",
+        choices=("gloo", "nccl"),
+        default="gloo",
+        help="gloo computes on CPUs, nccl on GPUs (default gloo)",
+    )
     command.add_argument(
         "--timeout",
         type=positive_number,
@@ -61,12 +68,12 @@ def json_output(flag: str, path: Path | None) -> Iterator[WriteJson]:
 
     Yields
     ------
-    The function that writes a document; without a path it does nothing.
+    A function that writes a document; without a path it does nothing.
 
     Raises
     ------
     InvalidRun
-        When the path cannot be written.
+        If the path cannot be written.
     """
     if path is None:
         yield lambda document: None

@@ -1,4 +1,4 @@
-"""The ``zbv-worker`` command."""
+"""The ``zbv-worker`` command: its subcommands and exit status."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _EXIT_WRONG_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0 done, 1 failed, 2 the input is wrong."""
+    """Run the command; returns its exit status: 0 success, 1 failure, 2 wrong input."""
     parsed = _parser().parse_args(arguments)
     apply_credentials(parsed)
-    from zbv_worker.errors import WorkerError, said
+    from zbv_worker.errors import WorkerError, print_error
     from zbv_worker.host.local_ranks import LaunchError
 
     if parsed.command != "agent":
@@ -48,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return rehearse(parsed, sys.argv[1:] if arguments is None else arguments)
         return _COMMANDS[parsed.command](parsed)
     except LaunchError as error:
-        status = said(error)
-        # What a rank that was started here calls wrong input was given to this command.
+        status = print_error(error)
+        # Wrong input of a rank that was started here is wrong input of this command.
         return _EXIT_WRONG_INPUT if error.status == _EXIT_WRONG_INPUT else status
     except WorkerError as error:
-        return said(error)
+        return print_error(error)
     except CredentialsUnusable as error:
         print(f"zbv-worker: {error}", file=sys.stderr)
         return _EXIT_WRONG_INPUT
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zbv-worker",
-        description="Runs pipeline plans on real ranks, and measures what they are made from.",
+        description="Trains models on pipeline plans, and measures what planning needs.",
     )
     parser.add_argument("--version", action="version", version=f"zbv-worker {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

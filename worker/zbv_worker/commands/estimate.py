@@ -1,4 +1,4 @@
-"""``zbv-worker estimate``: its options."""
+"""``zbv-worker estimate``: options and execution."""
 
 from __future__ import annotations
 
@@ -24,30 +24,34 @@ def add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command."""
     estimate = commands.add_parser(
         "estimate",
-        help="find what a model's stages and layers hold and compute, on no device and in no memory",
-        description="Walk a model through F, I and W without computing anything: memory after each, "
-        "workspace, parameters, output size, floating-point operations. Layers are walked one by one where "
-        "the model offers them, and the planner may choose the cut then.",
+        help="find memory and operations of a model's stages and layers without running it",
+        description="Find memory after F, I and W, workspace, parameters, output size and floating-point "
+        "operations of a model's stages and layers without computing anything. If the model offers layers, "
+        "the problem has layers, and the planner chooses the partition.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     estimate.add_argument(
-        "model", metavar="MODULE:FACTORY", help="see zbv_worker.model for what it must offer"
+        "model",
+        metavar="MODULE:FACTORY",
+        help="the model, for example mypackage.model:build; docs/training.md says what it must offer",
     )
-    estimate.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
+    estimate.add_argument(
+        "--model-args", metavar="JSON", help="""keyword arguments of the factory, e.g. '{"layers": 8}'"""
+    )
     estimate.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
     count = estimate.add_mutually_exclusive_group()
     count.add_argument(
-        "--pp-degree", type=positive, metavar="P", help="number of ranks; the model is cut into 2P stages"
+        "--pp-degree", type=positive, metavar="P", help="number of ranks; estimates the model's 2P stages too"
     )
-    count.add_argument("--stages", type=positive, metavar="S", help="cut the model into S stages")
+    count.add_argument("--stages", type=positive, metavar="S", help="estimate the model's S stages too")
     estimate.add_argument(
         "--precision",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
-        help="what autocast computes in (default float32: no autocast)",
+        help="dtype of autocast (default float32: no autocast)",
     )
-    _add_outputs(estimate.add_argument_group("what is written"))
+    _add_outputs(estimate.add_argument_group("output"))
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
@@ -56,25 +60,28 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         "--output",
         metavar="FILE",
         type=Path,
-        help="the problem for `zbv plan`; - for standard output. Needs --pp-degree",
+        help="write a problem for `zbv plan` (- for standard output); needs --pp-degree",
     )
     group.add_argument(
-        "--microbatches", type=positive, metavar="M", help="of the problem (default: four per rank)"
+        "--microbatches", type=positive, metavar="M", help="microbatches of the problem (default 4 per rank)"
     )
     group.add_argument(
         "--tflops",
         type=positive_number,
         metavar="X",
-        help="10^12 operations per second that a device achieves: the problem's times are us then. Without "
-        "it they are 10^9 operations",
+        help="speed of a device in 10^12 operations per second; the problem's times are then in us (default: "
+        "times are in 10^9 operations)",
     )
     group.add_argument(
-        "--latency", type=positive_number, metavar="US", help="of a transfer between ranks, in us (default 0)"
+        "--latency", type=positive_number, metavar="US", help="latency of a transfer in us (default 0)"
     )
     group.add_argument(
-        "--bandwidth", type=positive_number, metavar="GB/S", help="of a transfer, in 10^9 bytes per second"
+        "--bandwidth",
+        type=positive_number,
+        metavar="GB/S",
+        help="bandwidth of a link in 10^9 bytes per second",
     )
-    group.add_argument("--report", metavar="FILE", type=Path, help="write everything that was found, as JSON")
+    group.add_argument("--report", metavar="FILE", type=Path, help="write all numbers as JSON")
 
 
 def execute(parsed: argparse.Namespace) -> int:
@@ -93,8 +100,8 @@ def execute(parsed: argparse.Namespace) -> int:
     n_stages = 2 * parsed.pp_degree if parsed.pp_degree else parsed.stages
     if n_stages is None and not isinstance(model, Layered):
         raise InvalidRun(
-            f"found a {type(model).__name__} without layers (zbv_worker.model.Layered): its stages are what "
-            f"can be estimated. Give --pp-degree or --stages."
+            f"found a {type(model).__name__} without layers (zbv_worker.model.Layered), so only its stages "
+            f"can be estimated. Pass --pp-degree or --stages."
         )
     layers = list(estimate_layers(model, parsed.precision)) if isinstance(model, Layered) else []
     stages = list(estimate_stages(model, n_stages, parsed.precision)) if n_stages else []
@@ -104,7 +111,7 @@ def execute(parsed: argparse.Namespace) -> int:
         out.print(flops_table("Layers", layers), held_table("Layers", layers))
         out.print(held_table("Layers, recomputed", layers, recomputed=True))
     if stages:
-        title = "Stages as the model cuts them"
+        title = "Stages, as the model cuts them"
         out.print(flops_table(title, stages), held_table(title, stages))
     with json_output("--report", parsed.report) as write:
         write(estimate_json(layers, stages))
@@ -115,16 +122,16 @@ def execute(parsed: argparse.Namespace) -> int:
 
 
 def _require_scale(parsed: argparse.Namespace) -> None:
-    """What can be wrong before anything is estimated."""
+    """Check the options before estimating."""
     from zbv_worker.errors import InvalidRun
 
     if parsed.output is not None and parsed.pp_degree is None:
-        raise InvalidRun("--output: found no --pp-degree; a problem is for a number of ranks. Give it.")
+        raise InvalidRun("--output: a problem needs a number of ranks. Pass --pp-degree too.")
     timed = {"--latency": parsed.latency, "--bandwidth": parsed.bandwidth}
     found = [flag for flag, value in timed.items() if value is not None]
     if found and parsed.tflops is None:
         raise InvalidRun(
-            f"{found[0]}: found no --tflops; without it a problem's times are operations, not us. Give it."
+            f"{found[0]}: without --tflops the problem's times are operations, not us. Pass --tflops too."
         )
 
 

@@ -1,4 +1,4 @@
-"""``zbv-worker gpu-report``: its options and exit status."""
+"""``zbv-worker gpu-report``: options, execution and exit status."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ examples:
   zbv-worker gpu-report -o report.json
   zbv-worker gpu-report -o report.json --model mypackage.model:build --ranks 4
 
-exit status: 0 reported, gradients right; 1 gradients wrong, or a rank failed; 2 wrong input; 3 no CUDA GPU
-here (nothing was measured).
+exit status: 0 report written, gradients correct; 1 gradients wrong, or a rank failed; 2 wrong input; 3 no
+CUDA GPU found, nothing measured.
 """
 _DEFAULT_MODEL = "zbv_worker.models.gpt:gpt"
 
@@ -25,27 +25,37 @@ def add_gpu_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     """Add the command."""
     report = commands.add_parser(
         "gpu-report",
-        help="measure what this node's GPUs do: profile, split, overlap of transfers, right gradients",
-        description="Run a small pipeline on this node's CUDA GPUs (one rank each with NCCL; with fewer GPUs "
-        "than ranks they are shared, and tensors go through the CPU with gloo), and report device facts, a "
-        "profile, the cost of the split, memory after F, I and W, how much of the transfers is hidden behind "
-        "compute, and whether the gradients are those of one process.",
+        help="measure this node's GPUs: profile, cost of the split, overlap of transfers, correct gradients",
+        description="Run a small pipeline on this node's CUDA GPUs: with NCCL if each rank has a GPU, else "
+        "with gloo and shared GPUs. Report the devices, a profile, the cost of splitting the backward, "
+        "memory after F, I and W, how much of the transfers overlaps with compute, and whether the gradients "
+        "equal those of one process.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    report.add_argument("--model", default=_DEFAULT_MODEL, metavar="MODULE:FACTORY", help="(default: a GPT)")
-    report.add_argument("--model-args", metavar="JSON", help="keyword arguments of the factory")
+    report.add_argument(
+        "--model", default=_DEFAULT_MODEL, metavar="MODULE:FACTORY", help="the model (default: a small GPT)"
+    )
+    report.add_argument(
+        "--model-args", metavar="JSON", help="""keyword arguments of the factory, e.g. '{"layers": 8}'"""
+    )
     report.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
     report.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu: show what a report holds where there is no GPU",
+        help="cpu shows the report's format on machines without a GPU (default cuda)",
     )
-    report.add_argument("--ranks", type=positive, default=2, metavar="P", help="at least 2 (default 2)")
-    report.add_argument("--microbatches", type=positive, default=8, metavar="M", help="(default 8)")
+    report.add_argument(
+        "--ranks", type=positive, default=2, metavar="P", help="number of ranks, at least 2 (default 2)"
+    )
+    report.add_argument(
+        "--microbatches", type=positive, default=8, metavar="M", help="microbatches per step (default 8)"
+    )
     report.add_argument("--repeats", type=positive, default=10, help="measurements per number (default 10)")
-    report.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the report, JSON")
+    report.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, required=True, help="write the report as JSON"
+    )
 
 
 def execute(parsed: argparse.Namespace) -> int:
@@ -57,7 +67,7 @@ def execute(parsed: argparse.Namespace) -> int:
     from zbv_worker.model.spec import ModelSpec
 
     if parsed.ranks < 2:
-        raise InvalidRun("--ranks: found 1; must be at least 2, or nothing would be transferred.")
+        raise InvalidRun("--ranks: found 1; must be at least 2, because the report measures transfers.")
     options = ReportOptions(
         ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed),
         parsed.device,

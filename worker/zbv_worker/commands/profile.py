@@ -1,4 +1,4 @@
-"""``zbv-worker profile``: its options."""
+"""``zbv-worker profile``: options and execution."""
 
 from __future__ import annotations
 
@@ -19,41 +19,50 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     profile = commands.add_parser(
         "profile",
         help="measure a model's layers or stages on this machine and write a problem",
-        description="Measure F, I, W, B, transfers and memory, by P ranks at once: of every layer where the "
-        "model offers its layers, so that the planner may choose the cut; else of its 2P stages.",
+        description="Measure F, I, W, B, transfers and memory on P ranks at the same time. If the model "
+        "offers layers, measure each, so that the planner can choose the partition; otherwise, measure its "
+        "2P stages.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(profile)
-    profile.add_argument("--pp", type=positive, required=True, metavar="P", help="number of ranks")
+    profile.add_argument(
+        "--pp-degree", "--pp", dest="pp", type=positive, required=True, metavar="P", help="number of ranks"
+    )
     profile.add_argument(
         "--microbatches", type=positive, required=True, metavar="M", help="microbatches per step"
     )
     profile.add_argument(
-        "--by-stage", action="store_true", help="measure the 2P stages as the model itself cuts them"
+        "--by-stage", action="store_true", help="measure the 2P stages as the model cuts them, not its layers"
     )
     profile.add_argument(
         "--recompute",
         action="store_true",
-        help="measure every layer a second time, its activations computed again in the backward: the planner "
-        "may choose that for stages then",
+        help="measure every layer with recomputed activations as well, so that the planner can choose "
+        "recomputation for stages",
     )
     profile.add_argument("--repeats", type=positive, default=10, help="measurements per number (default 10)")
     profile.add_argument(
         "--memory-limit-fraction",
         type=positive_number,
         metavar="X",
-        help="limit the memory of each rank to X of what 1F1B needs on its fullest rank (default: unlimited)",
+        help="limit each rank's activations to X times what 1F1B needs on its fullest rank (default: no "
+        "limit)",
     )
     profile.add_argument(
         "--report",
         metavar="FILE",
         type=Path,
-        help="write everything that was measured, as JSON: medians and 90th percentiles, memory by kind, "
-        "transfers by size and direction with latency and bandwidth; and print it as tables on stderr",
+        help="write all measurements as JSON (medians and 90th percentiles, memory by kind, latency and "
+        "bandwidth of each link), and print them as tables on stderr",
     )
     profile.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, required=True, help="the problem; - for standard output"
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="write the problem (- for standard output)",
     )
 
 
@@ -75,7 +84,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
     from zbv_worker.execution.planned_cut import require_layered
     from zbv_worker.measure.profile.layers import to_layered_document
     from zbv_worker.measure.profile.profile import ProfileOptions, measure_ranks, to_problem
-    from zbv_worker.measure.profile.report import print_report, report_json
+    from zbv_worker.measure.profile.report import print_report, profile_json
     from zbv_worker.model.checks import has_ties
     from zbv_worker.model.protocol import Layered
     from zbv_worker.model.spec import ModelSpec
@@ -102,17 +111,17 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
         if by_layer
         else problem_json(to_problem(options, ranks))
     )
-    write_report(report_json(ranks))
+    write_report(profile_json(ranks))
     if parsed.report is not None:
         print_report(ranks, Console(stderr=True))
 
 
 def _require_possible(parsed: argparse.Namespace) -> None:
-    """What can be wrong before minutes are spent on measuring."""
+    """Check the options before measuring for minutes."""
     from zbv_worker.errors import InvalidRun
 
     if parsed.recompute and parsed.by_stage:
         raise InvalidRun(
-            "--recompute: found --by-stage; only layers have an alternative that the planner can choose. "
-            "Leave one of them out."
+            "--recompute: cannot be combined with --by-stage, because the planner chooses recomputation only "
+            "for layers. Omit one of them."
         )

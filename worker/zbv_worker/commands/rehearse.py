@@ -1,4 +1,4 @@
-"""``zbv-worker rehearse``: its options, and the ranks that it starts itself where torchrun did not."""
+"""``zbv-worker rehearse``: options and execution, and the ranks that it starts if torchrun did not."""
 
 from __future__ import annotations
 
@@ -29,52 +29,54 @@ examples:
       --server http://planner:8000 --plan 1f3a… --bytes 33554432
 """
 _START_SECONDS = 60.0
-"""For a rank to start: importing torch on a busy machine takes long."""
+"""Time for a rank to start; importing torch on a busy machine is slow."""
 
 _PREFIX = "zbv-worker: "
-"""Before what a rank says when it fails."""
+"""The start of a rank's error message."""
 
 _PATIENCE = 4.0
-"""A rehearsal that takes this much longer than planned is ended."""
+"""A rehearsal that takes this many times longer than planned is stopped."""
 
 
 def add_rehearse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     rehearse = commands.add_parser(
         "rehearse",
-        help="execute a plan with real transfers and sleeps in place of compute; needs no model",
-        description="Execute a plan on real ranks with real transfers and sleeps in place of compute, and "
-        "print planned beside measured times. Under torchrun this is one of the ranks; else all ranks are "
-        "started on this machine.",
+        help="run a plan with real transfers and sleeps instead of compute; needs no model",
+        description="Run a plan on real ranks with real transfers and sleeps instead of compute, and compare "
+        "planned and measured times. Under torchrun, this is one of the ranks; otherwise it starts all ranks "
+        "on this machine.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     rehearse.add_argument("--server", metavar="URL", help="address of the service")
     add_credentials(rehearse)
-    rehearse.add_argument("--plan", metavar="ID", help="the plan's id there")
+    rehearse.add_argument("--plan", metavar="ID", help="id of a plan of the service")
     rehearse.add_argument(
-        "--plan-file", metavar="FILE", type=Path, help="a plan file, with no service at all"
+        "--plan-file", metavar="FILE", type=Path, help="a plan file, instead of --server and --plan"
     )
-    rehearse.add_argument("--steps", type=positive, default=5, help="steps to measure, after one (default 5)")
+    rehearse.add_argument(
+        "--steps", type=positive, default=5, help="steps to measure, after a warm-up step (default 5)"
+    )
     length = rehearse.add_mutually_exclusive_group()
     length.add_argument(
         "--overhead",
         action="store_true",
-        help="let actions take no time at all, and print what executor and transfers cost in CPU time",
+        help="let actions take no time, and print the CPU time of the executor and the transfers",
     )
     length.add_argument(
         "--scale",
         type=positive_number,
         metavar="S",
-        help="seconds per time unit of the plan (default: what the problem's units say; where they say "
-        "nothing, such that an action takes 10 ms on average)",
+        help="seconds per time unit of the plan (default: from the plan's units; for units without a fixed "
+        "length, such that an action takes 10 ms on average)",
     )
     rehearse.add_argument(
         "--bytes",
         type=positive,
         default=1 << 16,
         metavar="N",
-        help="size of a tensor between ranks (default 65536)",
+        help="size of every tensor between ranks (default 65536)",
     )
     rehearse.add_argument(
         "--look-ahead", type=positive, default=3, help="receives posted ahead per channel (default 3)"
@@ -84,24 +86,24 @@ def add_rehearse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=positive_number,
         default=120.0,
         metavar="S",
-        help="longest wait for a tensor (default 120)",
+        help="longest wait for a tensor, and for the other ranks to start (default 120)",
     )
     rehearse.add_argument(
         "--trace",
         metavar="FILE",
         type=Path,
-        help="write when every action happened on every rank, on one clock, for Perfetto",
+        help="write the times of all ranks' actions, on one clock, for Perfetto",
     )
-    rehearse.add_argument("--json", metavar="FILE", type=Path, help="write the numbers here, in seconds")
+    rehearse.add_argument("--json", metavar="FILE", type=Path, help="write the numbers as JSON, in seconds")
 
 
 def execute(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Be one rank under torchrun, else start them all; returns the exit status.
+    """Run as one rank under torchrun, otherwise start all ranks; returns the exit status.
 
     Parameters
     ----------
     arguments
-        The command line, for ranks that are started here.
+        The command line, for ranks that this command starts.
     """
     from zbv_worker.transport.world import World
 
@@ -117,7 +119,7 @@ def execute(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _stop(number: int, _frame: object) -> NoReturn:
-    # As an exception, so that the `with` block ends the ranks.
+    # An exception, so that the `with` block ends the ranks.
     raise SystemExit(128 + number)
 
 
@@ -155,15 +157,15 @@ def _be_a_rank(options: RehearseOptions, world: World, parsed: argparse.Namespac
 
 
 def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:
-    """All ranks of the plan on this machine; rank 0's output becomes this command's."""
+    """Run all ranks of the plan on this machine; prints rank 0's output."""
     from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 
-    plan = options.plan()  # what is wrong with it is said once, not by every rank
+    plan = options.plan()  # reports a wrong plan once, instead of on every rank
     count = plan.problem.pp_degree
     step = plan.objective_value * options.seconds_per_unit(plan)
     print(
-        f"rehearsing on {count} local ranks: {options.steps} steps and one before them, of {step:.3g} s as "
-        f"planned",
+        f"rehearsing on {count} local ranks: {options.steps} steps after a warm-up step, each planned to "
+        f"take {step:.3g} s",
         file=sys.stderr,
         flush=True,
     )
@@ -182,11 +184,11 @@ def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:
 
 
 def _with_reasons(error: LaunchError, logs: Sequence[str]) -> LaunchError:
-    """The error with what every rank said itself: the first to end is rarely the one at fault."""
+    """Add what every rank reported to an error: the first rank to end is rarely the cause."""
     lines = [line for log in logs for line in log.splitlines() if line.startswith(_PREFIX)]
     said = [line.removeprefix(_PREFIX) for line in lines]
     if not said:
         return error
-    # Whoever waited knows more than those who then lost their peer.
+    # A rank that waited knows more than those that then lost their peer.
     said.sort(key=lambda line: " waited " not in line)
     return type(error)("the rehearsal failed.\n" + "\n".join(f"  {line}" for line in dict.fromkeys(said)))

@@ -1,4 +1,4 @@
-"""``zbv-worker run``: train a model as one rank of a plan."""
+"""``zbv-worker run``: options and execution."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ examples:
 
 
 def execute(parsed: argparse.Namespace) -> int:
-    """Be one rank; returns the exit status."""
+    """Run one rank; returns the exit status."""
     from zbv_worker.host.cores import pin_to_core
     from zbv_worker.training.run import run
     from zbv_worker.transport.world import World
@@ -96,22 +96,24 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     run = commands.add_parser(
         "run",
         help="train a model as one rank of a plan (under torchrun)",
-        description="Train a model as one rank of a plan. Start one per rank, with torchrun.",
+        description="Train a model as one rank of a plan. Start one process per rank with torchrun.",
         epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_credentials(run)
-    source = run.add_argument_group("the plan, from a service or a file")
+    source = run.add_argument_group("plan, from a service or a file")
     source.add_argument("--server", metavar="URL", help="address of the service")
-    source.add_argument("--plan", metavar="ID", action="append", default=[], help="the plan's id there")
+    source.add_argument(
+        "--plan", metavar="ID", action="append", default=[], help="id of a plan of the service"
+    )
     source.add_argument(
         "--plan-file",
         metavar="FILE",
         type=Path,
         action="append",
         default=[],
-        help="a plan file, with no service at all. Several plans take turns step by step, each training a "
-        "copy of its own, so that their times can be compared",
+        help="a plan file, instead of --server and --plan. Several plans take turns step by step, each "
+        "training its own copy of the model, to compare their times",
     )
     add_model(run)
     run.add_argument("--steps", type=positive, default=20, help="training steps (default 20)")
@@ -122,28 +124,28 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--runtime",
         choices=("zbv", "torch"),
         default="zbv",
-        help="what walks the lists: zbv's own executor (default), or torch.distributed.pipelining's "
-        "(which has no --look-ahead)",
+        help="what executes the plan: zbv's executor (default), or torch.distributed.pipelining, which "
+        "ignores --look-ahead",
     )
     run.add_argument(
-        "--threads", type=positive, help="compute threads per rank (default: the host's cores / its ranks)"
+        "--threads", type=positive, help="compute threads per rank (default: cores of the host / its ranks)"
     )
-    run.add_argument("--pin", action="store_true", help="bind every local rank to a CPU core of its own")
+    run.add_argument("--pin", action="store_true", help="bind every local rank to one CPU core")
     run.add_argument(
         "--result-dir",
         metavar="DIR",
         type=Path,
-        help="write losses, step times and traces here, one file per rank; of several plans, one "
-        "folder per plan",
+        help="write losses, step times and traces to this directory, one file per rank; with several plans, "
+        "one folder per plan",
     )
     run.add_argument(
         "--trace",
         metavar="FILE",
         type=Path,
-        help="write when every action happened on every rank, on one clock, for Perfetto",
+        help="write the times of all ranks' actions, on one clock, for Perfetto",
     )
     _add_training(run.add_argument_group("training"))
-    _add_checkpoints(run.add_argument_group("checkpoints, and changes of plan"))
+    _add_checkpoints(run.add_argument_group("checkpoints and plan changes"))
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -152,35 +154,37 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=positive,
         default=1,
         metavar="D",
-        help="data-parallel pipelines: p × D ranks; D neighbours hold the same stages (default 1)",
+        help="number of data-parallel replicas; needs p × D ranks, of which D neighbours hold the same "
+        "stages (default 1)",
     )
     group.add_argument(
         "--shard",
         action="store_true",
-        help="spread parameters, gradients and optimizer state over the replicas (FSDP2)",
+        help="divide parameters, gradients and optimizer state among the replicas (FSDP2)",
     )
     group.add_argument(
         "--precision",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
-        help="what autocast computes in; float16 scales the loss (default float32: no autocast)",
+        help="dtype of autocast; float16 scales the loss (default float32: no autocast)",
     )
     group.add_argument(
         "--clip-norm",
         type=positive_number,
         metavar="X",
-        help="longest gradient of the whole model; plan for the makespan then: ranks wait for all",
+        help="clip the gradient of the whole model to this norm. Makes ranks wait for each other, so plan "
+        "with objective makespan",
     )
     group.add_argument(
         "--non-finite",
         choices=("fail", "skip", "continue"),
         default="fail",
-        help="what to do with a step whose loss or gradients are infinite or not a number: end the run with "
-        "an error (default), leave the step out on all ranks, which then wait for each other once a step, or "
-        "go on",
+        help="what to do if a step's loss or gradients are infinite or NaN: end the run with an error "
+        "(default); skip the update on all ranks, which makes them wait for each other once per step; or "
+        "continue",
     )
     group.add_argument(
-        "--evaluate-every", type=positive, metavar="N", help="run the forwards alone every N steps"
+        "--evaluate-every", type=positive, metavar="N", help="evaluate (forward only) every N steps"
     )
 
 
@@ -189,14 +193,22 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--checkpoint-dir",
         metavar="DIR",
         type=Path,
-        help="save the run there, where all ranks can read and write; go on from the newest complete "
-        "checkpoint that is there already",
+        help="save checkpoints in this directory, which all ranks must share, and resume from its newest "
+        "complete one",
     )
     group.add_argument(
-        "--checkpoint-every", type=positive, default=100, metavar="N", help="steps in between (default 100)"
+        "--checkpoint-every",
+        type=positive,
+        default=100,
+        metavar="N",
+        help="steps between checkpoints (default 100)",
     )
     group.add_argument(
-        "--checkpoints-kept", type=positive, default=3, metavar="K", help="the newest K stay (default 3)"
+        "--checkpoints-kept",
+        type=positive,
+        default=3,
+        metavar="K",
+        help="number of newest checkpoints to keep (default 3)",
     )
     group.add_argument(
         "--checkpoint-timeout",
@@ -209,6 +221,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--next-plan",
         metavar="FILE",
         type=Path,
-        help="when a plan appears in this file, all ranks go on with it from the next step; it must have as "
-        "many ranks and microbatches, the same placement and layers. Give it to all ranks; rank 0 reads it",
+        help="watch this file for a plan, and change to it between two steps; it must have the same number "
+        "of ranks and microbatches, placement and layers per stage. Give it to all ranks; only rank 0 reads "
+        "it",
     )

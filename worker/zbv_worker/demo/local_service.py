@@ -1,4 +1,4 @@
-"""A planning service of one's own on this machine, as a child process."""
+"""A planning service on this machine, as a child process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServiceStartError(WorkerError):
 
 
 def port_or_free(port: int) -> int:
-    """The port, when nobody listens on it here, else 0: any free one."""
+    """The port if it is free, else 0, which means any free port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -41,9 +41,9 @@ class LocalService:
     Parameters
     ----------
     folder
-        Keeps ``zbv.db`` and ``service.log``.
+        Folder of ``zbv.db`` and ``service.log``.
     port
-        0 for any free one.
+        0 for any free port.
     """
 
     def __init__(self, folder: Path, port: int, start_timeout: float = 60.0):
@@ -58,7 +58,7 @@ class LocalService:
         database = f"sqlite:///{self._folder / 'zbv.db'}"
         command = [_executable(), "serve", "--port", str(self._port), "--database", database]
         self._log.unlink(missing_ok=True)
-        # Only for its user: it shows the link that signs a browser in.
+        # Readable only by its user, because it contains the sign-in link.
         with os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -76,12 +76,12 @@ class LocalService:
         self.stop()
 
     def wait(self) -> None:
-        """Until the service ends by itself or this process is interrupted."""
+        """Wait until the service ends or this process is interrupted."""
         while self._process is not None and self._process.poll() is None:
             time.sleep(10 * _POLL_SECONDS)
 
     def stop(self) -> None:
-        """End the service: ask, then kill."""
+        """End the service: terminate, then kill."""
         process = self._process
         if process is None:
             return
@@ -117,5 +117,5 @@ def _executable() -> str:
     beside = Path(sys.executable).with_name("zbv-service")
     found = str(beside) if beside.exists() else shutil.which("zbv-service")
     if found is None:
-        raise ServiceStartError("the command zbv-service is not installed here; install zbv[service].")
+        raise ServiceStartError("the command zbv-service is not installed. Install zbv[service].")
     return found

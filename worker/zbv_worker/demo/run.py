@@ -1,8 +1,8 @@
-"""The whole line on this machine: profile, plan, run, compare. ``python -m zbv_worker.demo.run``.
+"""Profiles, plans, trains and compares on this machine: ``python -m zbv_worker.demo``.
 
-A small GPT's stages are measured, a service plans them, local ranks fetch their lists and train: with this
-plan, with 1F1B and with interleaved 1F1B in turns, all planned from the same measurements. What is printed
-was measured in this run.
+It measures the stages of a small GPT, a service plans them, and local ranks fetch their lists and train: in
+turns with this plan, with 1F1B and with interleaved 1F1B, all planned from the same measurements. All printed
+numbers were measured in this run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -45,7 +44,7 @@ LOSS_TOLERANCE = 1e-2
 """Schedules sum gradients in different orders, and training amplifies rounding; more than this is a bug."""
 
 _CALM = 0.15
-"""Steps that scatter by more than this were disturbed from outside."""
+"""Relative scatter of step times from which other programs have probably disturbed them."""
 
 _RUN_TIMEOUT = 600.0
 _SEARCH_TIMEOUT = 300.0
@@ -54,11 +53,11 @@ _BASELINES = {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}
 
 
 class DemoFailed(WorkerError):
-    """The demonstration did not show what it should."""
+    """The demonstration failed, or its results are wrong."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScheduleResult:
     """One schedule, planned and run.
 
     Attributes
@@ -76,20 +75,20 @@ class Outcome:
     run: RunSummary
 
     @classmethod
-    def of(cls, name: str, plan: Plan, run: RunSummary) -> Outcome:
-        """A plan whose times are in microseconds, and its run."""
+    def of(cls, name: str, plan: Plan, run: RunSummary) -> ScheduleResult:
+        """Combine a plan, whose times are in microseconds, and its run."""
         orders = plan.orders
         busy = float(plan.problem.arrays.duration[orders.letter, orders.stage].sum())
         return cls(name, plan.plan_id, plan.metrics.span / 1e6, busy / 1e6, run)
 
     @property
     def slowdown(self) -> float:
-        """How long actions took, relative to the profile that the plan was made from."""
+        """The time in actions, relative to the profile that the plan was made from."""
         return self.run.median_busy(WARM_UP_STEPS) / self.planned_busy
 
 
 class Demo:
-    """Everything between a running service and the table."""
+    """The demonstration between the start of the service and the summary."""
 
     def __init__(
         self,
@@ -112,8 +111,8 @@ class Demo:
         self._effort = effort
         self._model = ModelSpec("zbv_worker.models.gpt:gpt", {"layers": layers, "width": width, **MODEL_SIZE})
 
-    def outcomes(self) -> list[Outcome]:
-        """Profile, plan and run: the planner's schedule first, then the baselines."""
+    def results(self) -> list[ScheduleResult]:
+        """Profile, plan and run; the planner's schedule comes first, then the baselines."""
         from zbv_solver.plans.plan import plan_json
         from zbv_solver.problem.writing import problem_json
         from zbv_solver.search.search import baseline_plan
@@ -150,13 +149,13 @@ class Demo:
         self._progress.update(task, completed=1)
         return found.plan_id
 
-    def _train(self, plans: Mapping[str, Plan]) -> list[Outcome]:
-        """Run the plans in turns, step by step: the machine's own ups and downs then meet all of them."""
+    def _train(self, plans: Mapping[str, Plan]) -> list[ScheduleResult]:
+        """Run the plans in turns, step by step, so that disturbances of the machine affect all of them."""
         folder = self._folder / "runs"
         shutil.rmtree(folder, ignore_errors=True)
         chosen = [argument for plan in plans.values() for argument in ("--plan", plan.plan_id)]
         command = python_command(
-            "zbv_worker.commands.cli",
+            "zbv_worker",
             *("run", "--server", self._server, *chosen, "--pin", "--threads", "1"),
             *("--model", self._model.factory, "--model-args", json.dumps(dict(self._model.arguments))),
             *("--steps", str(self._steps), "--timeout", "60", "--result-dir", str(folder)),
@@ -172,19 +171,19 @@ class Demo:
             ranks.wait(_RUN_TIMEOUT, show)
         self._progress.update(task, completed=total)
         return [
-            Outcome.of(name, plan, summarise(read_reports(folder / plan.plan_id, self._ranks)))
+            ScheduleResult.of(name, plan, summarise(read_reports(folder / plan.plan_id, self._ranks)))
             for name, plan in plans.items()
         ]
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(results: Sequence[ScheduleResult]) -> Table:
     """Planned and measured step times, one row per schedule."""
     shown = Table(title="Step time of the same model on the same ranks")
     # Headings short enough for a terminal of 80 columns.
     for column in ("schedule", "planned", "measured", "÷ planned", "÷ profile", "vs 1F1B"):
         shown.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
-    reference = next(o.run.median_seconds(WARM_UP_STEPS) for o in outcomes if o.name == "1F1B")
-    for outcome in outcomes:
+    reference = next(o.run.median_seconds(WARM_UP_STEPS) for o in results if o.name == "1F1B")
+    for outcome in results:
         measured = outcome.run.median_seconds(WARM_UP_STEPS)
         shown.add_row(
             outcome.name,
@@ -197,24 +196,24 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return shown
 
 
-def check_losses(outcomes: Sequence[Outcome]) -> float:
+def check_losses(results: Sequence[ScheduleResult]) -> float:
     """The largest relative difference of any step's loss between schedules.
 
     Raises
     ------
     DemoFailed
-        When it is larger than rounding explains, or when the loss did not go down.
+        If it is larger than rounding explains, or if the loss did not decrease.
     """
-    first = outcomes[0].run.losses
+    first = results[0].run.losses
     worst = max(
         abs(mine - right) / abs(right)
-        for outcome in outcomes
+        for outcome in results
         for mine, right in zip(outcome.run.losses, first, strict=True)
     )
     if worst > LOSS_TOLERANCE:
         raise DemoFailed(f"the schedules' losses differ by {worst:.1%}; they must train the same model.")
     if len(first) > 1 and not first[-1] < first[0]:
-        raise DemoFailed(f"the loss did not go down: {first[0]:.3f} → {first[-1]:.3f}.")
+        raise DemoFailed(f"the loss did not decrease: {first[0]:.3f} → {first[-1]:.3f}.")
     return worst
 
 
@@ -224,21 +223,21 @@ def rank_count() -> int:
 
 
 def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None:
-    """Run everything, print the summary, and keep serving unless told to exit."""
+    """Run everything, print the summary, and keep the service running unless ``--exit`` is given."""
     from zbv_service.client import Client
     from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
 
     ranks, folder = rank_count(), options.folder.absolute()
     port = port_or_free(options.port)
     if port != options.port:
-        err.print(f"Port {options.port} is taken; the service listens on a free one.")
+        err.print(f"Port {options.port} is in use; the service listens on a free one.")
     if len(usable_cores()) < ranks:
         err.print(
-            f"[yellow]{ranks} ranks, but CPU cores: {len(usable_cores())}. Ranks fill each other's bubbles: "
-            f"the measured times say nothing about the schedules."
+            f"[yellow]{ranks} ranks share {len(usable_cores())} CPU cores, so they fill each other's "
+            f"bubbles: the measured times do not compare the schedules."
         )
     for name in (TOKEN_VARIABLE, FILE_VARIABLE):
-        os.environ.pop(name, None)  # for another service; this one leaves us a token of its own
+        os.environ.pop(name, None)  # a token of another service; this one writes its own
     with ExitStack() as stack:
         service = stack.enter_context(LocalService(folder, port))
         client = stack.enter_context(Client(service.address))
@@ -246,40 +245,40 @@ def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None
         with _progress(err) as progress:
             sizes = (options.steps, options.width, options.effort)
             demo = Demo(client, service.address, folder, ranks, *sizes, progress)
-            outcomes = demo.outcomes()
-        _summary(outcomes, service.address, folder, out)
+            results = demo.results()
+        _summary(results, service.address, folder, out)
         if not options.exit:
-            link = f"{client.sign_in_link()}&next=/plans/{outcomes[0].plan_id}"
-            out.print(f"To see it, sign in with this link, which works once: {link}", soft_wrap=True)
-            out.print("Serving until Ctrl-C.")
-            with suppress(KeyboardInterrupt):  # the way to end it
+            link = f"{client.sign_in_link()}&next=/plans/{results[0].plan_id}"
+            out.print(f"To view the plan, sign in with this link, which works once: {link}", soft_wrap=True)
+            out.print("The service keeps running until Ctrl-C.")
+            with suppress(KeyboardInterrupt):  # the normal end
                 service.wait()
 
 
-def _summary(outcomes: Sequence[Outcome], server: str, folder: Path, out: Console) -> None:
-    worst = check_losses(outcomes)
+def _summary(results: Sequence[ScheduleResult], server: str, folder: Path, out: Console) -> None:
+    worst = check_losses(results)
     ranks = rank_count()
-    out.print(table(outcomes))
+    out.print(table(results))
     out.print(
         f"{ranks} ranks, {MICROBATCHES} microbatches. Planned: the plan's span, from stages measured on this "
-        f"machine. Measured: median over the steps after the first {WARM_UP_STEPS} of the slowest rank's "
-        f"time from its first action's start to its last one's end, optimizer excluded. The schedules took "
-        f"turns, step by step. ÷ profile: how long the actions themselves took, relative to the "
-        f"profile; what is left of ÷ planned is waiting."
+        f"machine. Measured: the slowest rank's time from the start of its first action to the end of its "
+        f"last, without the optimizer; median over the steps after the first {WARM_UP_STEPS}. The schedules "
+        f"took turns, step by step. ÷ profile: the time of the actions themselves, relative to the profile; "
+        f"the rest of ÷ planned is waiting."
     )
-    spread = max(outcome.run.spread(WARM_UP_STEPS) for outcome in outcomes)
+    spread = max(outcome.run.spread(WARM_UP_STEPS) for outcome in results)
     if spread > _CALM:
         out.print(
-            f"[yellow]The slowest tenth of the steps took {spread:.0%} longer than the median: something "
-            f"else keeps this machine busy, and differences of a few percent mean little. Run it again when "
-            f"it is idle."
+            f"[yellow]The slowest tenth of the steps took {spread:.0%} longer than the median: other "
+            f"programs keep this machine busy, so differences of a few percent mean little. Repeat this on "
+            f"an idle machine."
         )
-    for outcome in outcomes:
+    for outcome in results:
         losses = outcome.run.losses
         out.print(f"Loss of {outcome.name} over {len(losses)} steps: {losses[0]:.4f} → {losses[-1]:.4f}")
     out.print(f"Losses of the schedules agree to {worst:.0e} (relative).")
-    out.print(f"The plan: {server}/plans/{outcomes[0].plan_id}", soft_wrap=True)
-    report = [{**asdict(outcome), "run": asdict(outcome.run)} for outcome in outcomes]
+    out.print(f"The plan: {server}/plans/{results[0].plan_id}", soft_wrap=True)
+    report = [{**asdict(outcome), "run": asdict(outcome.run)} for outcome in results]
     (folder / "summary.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
@@ -294,31 +293,34 @@ def _progress(console: Console) -> Progress:
 
 
 def _stop(number: int, _frame: object) -> NoReturn:
-    # As an exception, so that every `with` block ends its processes.
+    # An exception, so that every `with` block ends its processes.
     raise SystemExit(128 + number)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbv_worker.demo.run", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--exit", action="store_true", help="stop after the summary instead of serving on")
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m zbv_worker.demo", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--port", type=int, default=8000, help="of the service (default 8000; 0 for a free one)"
+        "--exit", action="store_true", help="stop after the summary instead of keeping the service running"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port of the service (default 8000; 0 for any free port)"
     )
     parser.add_argument("--steps", type=int, default=20, help="training steps per schedule (default 20)")
     parser.add_argument(
-        "--width", type=int, default=WIDTH, help=f"of the model, a multiple of 6 (default {WIDTH})"
+        "--width", type=int, default=WIDTH, help=f"width of the model, a multiple of 6 (default {WIDTH})"
     )
     parser.add_argument(
         "--effort",
         choices=("quick", "standard", "thorough"),
         default="standard",
-        help="of the search (default standard)",
+        help="effort of the search (default standard)",
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("build/demo"), help="state, logs and results (default build/demo)"
+        "--folder",
+        type=Path,
+        default=Path("build/demo"),
+        help="folder of state, logs and results (default build/demo)",
     )
     options = parser.parse_args(arguments)
     if options.steps < 1:
@@ -337,7 +339,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         err.print(f"demo: {error}", markup=False, highlight=False)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""This process's share of the host: cores, compute threads and the memory allocator."""
+"""This process's share of the host: cores, compute threads, memory allocator."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ def usable_cores() -> list[int]:
 
 
 def threads_per_rank(ranks_on_host: int, ranks_in_container: int) -> int:
-    """Compute threads that ranks can have without taking cores from each other; at least 1.
+    """Compute threads that a rank can use without competing with others for cores; at least 1.
 
     Parameters
     ----------
     ranks_on_host
-        They share the host's cores, however many agents or containers started them.
+        All ranks that share the host's cores, including those of other agents and containers.
     ranks_in_container
-        They share the CPU time that their control group may use.
+        The ranks that share the CPU time of this control group.
     """
     shares = [len(usable_cores()) / ranks_on_host]
     with contextlib.suppress(OSError, ValueError):
         quota, _, period = _CPU_QUOTA.read_text().partition(" ")
-        shares.append(int(quota) / int(period) / ranks_in_container)  # "max" is no number: no limit
+        # "max" is not a number and means no limit
+        shares.append(int(quota) / int(period) / ranks_in_container)
     return max(1, int(min(shares)))
 
 
 def pin_to_core(local_rank: int) -> None:
-    """Bind this process to one core, ranks taking turns; does nothing where the system cannot."""
+    """Bind this process to one core, in turns; does nothing if the system does not support it."""
     cores = usable_cores()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep freed memory instead of returning it to the system; returns whether it does.
+    """Make glibc keep freed memory instead of returning it to the system; returns whether it does.
 
-    By default every large tensor is mapped and unmapped anew, and its first touch costs a page fault per
-    4 KiB. That makes I, which allocates while it frees little, several percent slower.
+    By default every large tensor is mapped and unmapped, and its first use costs a page fault per 4 KiB. That
+    makes I, which allocates more than it frees, several percent slower.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

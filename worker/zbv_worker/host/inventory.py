@@ -1,4 +1,4 @@
-"""What a node has to offer: devices, versions, its address. Imports no torch and makes no CUDA context."""
+"""A node's devices, versions and address, found without torch and without a CUDA context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUERY_SECONDS = 20.0
 
 
 def gpu_names() -> list[str]:
-    """Names of the NVIDIA GPUs, as the driver's own tool lists them; empty where there is none."""
+    """Names of the NVIDIA GPUs, from ``nvidia-smi``; empty without any."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -30,7 +30,7 @@ def gpu_names() -> list[str]:
 
 
 def devices() -> tuple[list[str], int]:
-    """Descriptions of what computes here, and how many ranks that carries: one per GPU, else per core."""
+    """Descriptions of this node's devices, and how many ranks it can run: one per GPU, else one per core."""
     gpus = gpu_names()
     if gpus:
         return gpus, len(gpus)
@@ -39,7 +39,7 @@ def devices() -> tuple[list[str], int]:
 
 
 def versions() -> dict[str, str]:
-    """Of what a run depends on."""
+    """The versions of the software that runs depend on."""
     found = {"zbv": __version__, "python": platform.python_version()}
     try:
         found["torch"] = metadata.version("torch")
@@ -49,9 +49,9 @@ def versions() -> dict[str, str]:
 
 
 def address_towards(server: str) -> str:
-    """This host's address on the way to a server; others of its network reach it there.
+    """This host's address on the route to a server, where other hosts of that network can reach it.
 
-    Falls back to the host's name. Nothing is sent.
+    Falls back to the host's name. Sends nothing.
     """
     parts = urlsplit(server)
     try:
@@ -66,7 +66,7 @@ def address_towards(server: str) -> str:
 
 
 def free_port_at(address: str, wanted: int | None = None) -> int:
-    """A port that nobody listens on now: the wanted one while it is free, else any."""
+    """A free port: the wanted one if it is free, else any."""
     for port in (*([] if wanted is None else [wanted]), 0):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -77,4 +77,4 @@ def free_port_at(address: str, wanted: int | None = None) -> int:
                 continue
             found: int = probe.getsockname()[1]
             return found
-    raise OSError("no TCP port is free on this host.")
+    raise OSError("no free TCP port on this host.")

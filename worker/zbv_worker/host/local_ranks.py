@@ -1,7 +1,6 @@
-"""Starts local ranks as processes with the environment that torchrun gives, watches them, and ends them.
+"""Starts ranks as local processes with torchrun's environment variables, watches them, and ends them.
 
-For one machine without torchrun: the demonstration, profiling, rehearsals, and tests. No rank outlives the
-launcher's ``with`` block, whatever ends it.
+For profiling, rehearsals, the demonstration and tests on one machine. No rank outlives the ``with`` block.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class LaunchError(WorkerError):
     Attributes
     ----------
     status
-        The rank's exit status; None when time was over.
+        The rank's exit status; None after a timeout.
     """
 
     def __init__(self, message: str, status: int | None = None):
@@ -39,7 +38,7 @@ class LaunchError(WorkerError):
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
+    """A free TCP port of the loopback interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -47,7 +46,7 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would put into a rank's environment, and one compute thread per rank."""
+    """torchrun's variables for a rank, and one compute thread."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -57,7 +56,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        # Names resolve slowly or not at all on some machines; ranks of one host need none.
+        # Looking up the host's name is slow or impossible on some machines; ranks of one host need no name.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
     }
 
@@ -68,7 +67,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 class Process(Protocol):
-    """What is needed of a rank's process; :class:`subprocess.Popen` has it."""
+    """The part of :class:`subprocess.Popen` that is used."""
 
     @property
     def pid(self) -> int:
@@ -76,7 +75,7 @@ class Process(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """The exit status as far as it is known; negative for a signal."""
+        """The exit status as of the last poll; negative for a signal."""
 
     def poll(self) -> int | None:
         """The exit status, or None while it runs."""
@@ -86,7 +85,7 @@ class Process(Protocol):
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """Start a process with nothing but this environment, its output in a file."""
+    """Start a process with exactly this environment and its output in a file."""
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
@@ -98,16 +97,16 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], log: P
 
 
 class LocalRanks:
-    """Processes of one pipeline on this machine.
+    """The processes of one pipeline on this machine.
 
     Parameters
     ----------
     commands
         One per rank.
     log_dir
-        Each rank's output goes to ``rank-{rank}.log`` there.
+        Folder of the ranks' output, ``rank-{rank}.log``.
     environment
-        Added to every rank's.
+        Additional variables for every rank.
     """
 
     def __init__(
@@ -140,16 +139,16 @@ class LocalRanks:
         return [process.pid for process in self._processes]
 
     def log(self, rank: int) -> str:
-        """What a rank has printed."""
+        """A rank's output."""
         return self._log_path(rank).read_text(errors="replace")
 
     def wait(self, timeout: float, on_poll: Callable[[], None] | None = None) -> None:
-        """Wait until all ranks have ended well.
+        """Wait until all ranks have ended successfully.
 
         Raises
         ------
         LaunchError
-            When one ended with an error (with the end of its log) or the time is over.
+            If a rank ended with an error (includes the end of its log), or after the timeout.
         """
         deadline = time.monotonic() + timeout
         while any(process.poll() is None for process in self._processes):
@@ -166,7 +165,7 @@ class LocalRanks:
         self._raise_failure()
 
     def stop(self) -> None:
-        """End every rank: ask, then kill."""
+        """End every rank: terminate, then kill."""
         for sign, patience in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, _GRACE_SECONDS)):
             running = [process for process in self._processes if process.poll() is None]
             for process in running:
@@ -183,7 +182,7 @@ class LocalRanks:
         failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
         if not failed:
             return
-        # Ranks that lost a failed peer fail after it; a moment later all of them have told their story.
+        # Ranks that lost a failed peer fail shortly after it; wait for their status too.
         time.sleep(_POLL_SECONDS)
         code = self._processes[failed[0]].returncode
         raise LaunchError(f"rank {failed[0]} ended with status {code}.\n{self._tail(failed[0])}", code)

@@ -1,4 +1,4 @@
-"""Small JSON files by which the agent, its launcher and its ranks tell each other how things stand."""
+"""Small JSON files through which the agent, its launcher and its ranks exchange state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 SPEC = "spec.json"
-"""What to run, for the launcher and the ranks."""
+"""The work, for the launcher and the ranks."""
 OUTCOME = "outcome.json"
-"""How the ranks ended, from the launcher."""
+"""How the ranks ended, written by the launcher."""
 PULSE = "agent-pulse"
-"""When the agent was last at work, in seconds of the host's monotonic clock: renewed by its thread."""
+"""When the agent last ran, in seconds of the host's monotonic clock; renewed by a thread of the agent."""
 NEXT_PLAN = "next-plan.json"
 """A plan to change to, for rank 0."""
 
@@ -24,36 +24,36 @@ _RUN_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 def progress_file(folder: Path, rank: int) -> Path:
-    """Where a rank says where it is."""
+    """A rank's progress."""
     return folder / f"progress-{rank}.json"
 
 
 def failure_file(folder: Path, rank: int) -> Path:
-    """Where a rank says why it ended."""
+    """Why a rank failed."""
     return folder / f"failure-{rank}.json"
 
 
 def trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes when the actions of its newest steps happened."""
+    """When the actions of a rank's newest steps happened."""
     return folder / f"trace-{rank}.json"
 
 
 def events_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes what happened that people should know: ``{"rank", "events"}``, the newest 100."""
+    """A rank's newest 100 events: ``{"rank", "events"}``."""
     return folder / f"events-{rank}.json"
 
 
 def log_files(folder: Path, local_rank: int) -> list[Path]:
-    """What a node's rank printed, as torch elastic keeps it, standard error last; empty before its start."""
+    """The output of one of a node's ranks, as torch elastic keeps it, stderr last; empty before it starts."""
     found = (folder / "logs").glob(f"*/attempt_*/{local_rank}/std*.log")
     return sorted(found, key=lambda path: path.name == "stderr.log")
 
 
 def remove_old(state: Path, days: float, now: float) -> list[Path]:
-    """Remove the folders of generations in which nothing has changed for so many days; returns them.
+    """Remove the folders of generations that have not changed for ``days``; returns them.
 
-    Only what an agent made: a run's id, a number, and a specification in it. Ranks that are there write where
-    they are all the time, so a generation that is under way is never old.
+    Removes only an agent's folders: named by a run's id and a number, with a specification inside. Running
+    ranks write their progress continuously, so a running generation is never old.
     """
     removed = []
     for spec in sorted(state.glob(f"*/*/{SPEC}")):
@@ -77,14 +77,14 @@ def _newest_change(folder: Path) -> float:
 
 
 def write_json(path: Path | str, document: Any) -> None:
-    """Replace a file as a whole: readers see the old one or the new one."""
+    """Replace a file atomically: readers see either the old or the new content."""
     part = f"{path}.part"
     Path(part).write_text(json.dumps(document), encoding="utf-8")
     os.replace(part, path)
 
 
 def read_json(path: Path) -> Any:
-    """A file's content, None when there is no such file or it cannot be read."""
+    """A file's content; None if it does not exist or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Measures the memory that stages really hold, in bytes.
+"""Measures the memory that stages hold, in bytes.
 
-On CUDA the allocator knows. On a CPU nobody does, so :class:`LiveBytes` watches every operator and counts
-the storages that were made and are still alive. :func:`watching` is the one for a device.
+On CUDA the allocator counts it. On a CPU nothing does, so :class:`LiveBytes` intercepts every operator and
+counts the new storages that are still alive. :func:`watching` selects the counter for a device.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch.utils._pytree import tree_leaves
 
 
 class HeldMemory(Protocol):
-    """What was made since the ``with`` block began and is still held."""
+    """Memory that was allocated since the start of a ``with`` block and is still held."""
 
     @property
     def bytes(self) -> int:
-        """Now."""
+        """Bytes held now."""
 
     @property
     def peak(self) -> int:
-        """The most since the beginning, or since :meth:`restart`."""
+        """The most bytes held since the start, or since :meth:`restart`."""
 
     def restart(self) -> None:
-        """Look for the peak from now on."""
+        """Reset the peak to the current bytes."""
 
 
 def watching(device: torch.device) -> AbstractContextManager[HeldMemory]:
-    """``with watching(device) as held``."""
+    """The memory counter for a device: ``with watching(device) as held``."""
     return AllocatedBytes(device) if device.type == "cuda" else LiveBytes()
 
 
 class AllocatedBytes:
-    """What CUDA's allocator has handed out since the beginning of its ``with`` block, less what came back."""
+    """Counts what CUDA's allocator has handed out since the start of a ``with`` block and not got back."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -56,30 +56,30 @@ class AllocatedBytes:
 
     @property
     def bytes(self) -> int:
-        """Now."""
+        """Bytes held now."""
         return torch.cuda.memory_allocated(self._device) - self._before
 
     @property
     def peak(self) -> int:
-        """The most since the beginning, or since :meth:`restart`."""
+        """The most bytes held since the start, or since :meth:`restart`."""
         return torch.cuda.max_memory_allocated(self._device) - self._before
 
     def restart(self) -> None:
-        """Look for the peak from now on."""
+        """Reset the peak to the current bytes."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class LiveBytes:
-    """Within its ``with`` block: bytes of the tensors made there, by this thread, that are still alive.
+    """Counts bytes of tensors that this thread creates in a ``with`` block, while they are alive.
 
-    Storages that existed before (parameters, and gradients that are accumulated in place) do not count.
-    Memory that an operator uses only while it runs does not either.
+    Older storages (parameters, gradients that are accumulated in place) and temporary memory inside an
+    operator do not count.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
         self.peak = 0
-        # Sends let go of their tensors in a thread of their own, maybe while one is counted here.
+        # Sends release their tensors in another thread, perhaps while this one counts.
         self._lock = threading.RLock()
         self._alive: set[int] = set()
         self._mode = _Watching(self._made)
@@ -94,7 +94,7 @@ class LiveBytes:
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's own
 
     def restart(self) -> None:
-        """Look for the peak from now on."""
+        """Reset the peak to the current bytes."""
         with self._lock:
             self.peak = self.bytes
 
@@ -117,7 +117,7 @@ class LiveBytes:
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Reports every tensor whose storage an operator made."""
+    """Reports every tensor whose storage an operator created."""
 
     def __init__(self, made: Callable[[Tensor], None]):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

@@ -16,8 +16,7 @@ class PipelineModel(Protocol):
     The worker relies on these rules and cannot check them on one rank:
 
     - Stage k of S covers the same layers as stages 2k and 2k + 1 of 2S, in the same order.
-    - A layer's initial parameters depend only on the seed and the layer, not on S or on which other layers
-    are
+    - A layer's initial parameters depend only on the seed and the layer, not on S or on the layers that are
       built with it. Then every placement trains the same model.
     - A parameter has the same name in every partition (name modules after their layer, not their position).
     - A stage maps one floating-point tensor to one; the first stage takes the microbatch's input. Shapes are

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from zbv_worker.errors import InvalidRun, raised
+from zbv_worker.errors import InvalidRun, describe_error
 from zbv_worker.host.search_path import searched
 from zbv_worker.model.protocol import PipelineModel
 
@@ -70,7 +70,7 @@ class ModelSpec:
         except (TypeError, ValueError) as error:
             raise InvalidRun(
                 f"--model {self.factory}: the factory rejects seed={self.seed} and --model-args "
-                f"{json.dumps(dict(self.arguments))}: {raised(error)}. It must accept these keywords."
+                f"{json.dumps(dict(self.arguments))}: {describe_error(error)}. It must accept these keywords."
             ) from error
         if not isinstance(model, PipelineModel):
             raise InvalidRun(

@@ -1,19 +1,21 @@
 """Runs a plan on PyTorch's own pipelining runtime instead of :mod:`zbv_worker.execution.executor`.
 
-The runtime is ``_PipelineScheduleRuntime``. It walks lists of actions as we do, and most of what can be wrong
-with them it does not notice. What is done about each way that we know:
+The runtime, ``_PipelineScheduleRuntime``, walks lists of actions like the worker's executor, but notices few
+errors in them. This module works around its known traps:
 
-- Losses are looked up by run order: microbatches are relabelled, so that the last stage takes them in
-  ascending order, and labelled back in everything that is reported.
-- Sends and receives of two ranks are matched by their order, and gradients are divided only where the list
-  says so: the lists are ours (:mod:`zbv_solver.export.torch_comms_csv`), and what the runtime has loaded is
-  checked on every rank before anything runs (:mod:`zbv_solver.verify.communication`).
-- Its split of the backward and its receive buffers: see :mod:`zbv_worker.torch_runtime.stage`.
-- Shapes are inferred by running the stages once on uninitialised memory: buffers (running statistics) are
-  put back afterwards, and no gradient is left.
-- A compiled module cannot be split: refused.
+- It looks losses up by run order, so microbatches are relabelled such that the last stage runs them in
+ascending
+  order, and labelled back in all results.
+- It matches sends and receives of two ranks by their order, and divides gradients only where the list says
+so.
+  The lists come from :mod:`zbv_solver.export.torch_comms_csv`, and every rank checks the loaded lists before
+  anything runs (:mod:`zbv_solver.verify.communication`).
+- Its split of the backward and its receive buffers are replaced: see :mod:`zbv_worker.torch_runtime.stage`.
+- It infers shapes by running the stages once on uninitialised memory; afterwards buffers (running statistics)
+  are restored and gradients removed.
+- A compiled module cannot be split, so it is refused.
 
-What it holds beyond the plan: a stage's output from F to its backward, and all inputs of a step at once.
+It holds more memory than the plan: a stage's output from F to its backward, and all inputs of a step at once.
 """
 
 from __future__ import annotations
@@ -48,27 +50,27 @@ try:
     from zbv_worker.torch_runtime.stage import StoreStage
 except ImportError as error:
     raise InvalidRun(
-        f"--runtime torch: found torch {torch.__version__}, whose pipelining runtime differs ({error}); it "
-        f"is used as of torch 2.13. Install that version, or use --runtime zbv."
+        f"--runtime torch: found torch {torch.__version__}, whose pipelining runtime differs ({error}); "
+        f"zbv supports the one of torch 2.13. Install that version, or use --runtime zbv."
     ) from error
 
 
 class TorchExecutor:
-    """One rank on PyTorch's runtime; what :class:`zbv_worker.execution.executor.Executor` is on ours.
+    """One rank on PyTorch's runtime; replaces :class:`zbv_worker.execution.executor.Executor`.
 
-    All ranks make theirs at the same time: it opens a process group.
+    All ranks must create theirs at the same time, because it opens a process group.
 
     Parameters
     ----------
     modules
-        By index: the rank's stages.
+        The rank's stages, by index.
     timeout
         Seconds to wait for any one tensor.
 
     Raises
     ------
     InvalidRun
-        When the plan or a module cannot be run this way.
+        If the plan or a module cannot run this way.
     """
 
     def __init__(
@@ -101,8 +103,8 @@ class TorchExecutor:
             for index in sorted(modules)
         ]
         runtime: Any = _PipelineScheduleRuntime  # torch does not type its constructor
-        # Losses are divided, not gradients: the runtime would divide those stage by stage, so twice where two
-        # stages share a parameter, and it does not know main gradients.
+        # Divide losses, not gradients: the runtime would divide gradients per stage, so twice if two stages
+        # share a parameter, and it does not know main gradients.
         self.runtime = runtime(stages, self._microbatches, loss_fn=self._share_of_loss, scale_grads=False)
         load(self.runtime, lowered(plan.problem, orders))
         check(self.runtime, plan, orders)
@@ -117,7 +119,7 @@ class TorchExecutor:
         Raises
         ------
         ChannelTimeout, PeerLost
-            When a peer does not deliver. The process group is unusable afterwards.
+            If a peer does not deliver. The process group is unusable afterwards.
         """
         inputs, targets = self._batch(step)
         losses: list[Tensor] = []
@@ -143,7 +145,7 @@ class TorchExecutor:
         return self._model.loss(output, target) / self._microbatches
 
     def _batch(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        """The step's inputs and targets, each in one tensor; the runtime cuts it by its first dimension."""
+        """The step's inputs and targets, each joined to one tensor, which the runtime splits."""
         if not self._has_first and not self._has_last:
             return None, None
         pairs = [self._model.microbatch(step, j) for j in self._original]
@@ -156,12 +158,12 @@ class TorchExecutor:
         if len(shapes) > 1 or () in shapes:
             raise ModelError(
                 f"rank {self._rank}: the microbatches' {what} have the shapes {sorted(shapes)}; --runtime "
-                f"torch needs them equal, with a first dimension to join them by. Use --runtime zbv."
+                f"torch needs equal shapes with a first dimension to join them. Use --runtime zbv."
             )
         return torch.cat(parts).to(self._device)
 
     def _prepare(self, inputs: Tensor | None, targets: Tensor | None) -> None:
-        """Let the runtime infer all shapes, and undo what running the stages for that has done."""
+        """Let the runtime infer all shapes, and undo the side effects of running the stages for that."""
         modules = self._modules.values()
         kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
         arguments = () if inputs is None else (inputs.tensor_split(self._microbatches)[0],)
@@ -181,7 +183,7 @@ class TorchExecutor:
         )
 
     def _named(self, error: Exception, step: int) -> Exception:
-        """The runtime's error with what it means for this rank."""
+        """Convert an error of the runtime to the worker's, with the rank's position."""
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, WorkerError):
             cause = cause.__cause__
@@ -198,53 +200,53 @@ class TorchExecutor:
         if timed_out:
             return ChannelTimeout(
                 f"rank {self._rank} waited {self._timeout:g} s at {at} for {self._peer(action)} ({text}). "
-                f"See what that rank does; if it is merely slow, raise --timeout."
+                f"Check that rank; if it is only slow, raise --timeout."
             )
         return PeerLost(
             f"rank {self._rank} waited at {at} for {self._peer(action)}, and the connection broke ({text}). "
-            f"Look at why that rank ended."
+            f"Check why that rank ended."
         )
 
     def _peer(self, action: Any) -> str:
-        """Whom an action waits for."""
+        """The rank that an action waits for."""
         step = _TOWARDS.get(action.computation_type.value) if action is not None else None
         if step is None:
-            return "a neighbouring rank"  # at the end of a step, for all that was sent
+            return "a neighbouring rank"  # at the end of a step, for all sends
         return f"rank {self.runtime.stage_index_to_group_rank[action.stage_index + step]}"
 
 
 _TOWARDS = {"F": -1, "RECV_F": -1, "SEND_F": 1, "I": 1, "B": 1, "RECV_B": 1, "SEND_B": -1}
-"""How far from an action's stage the one is that it waits for."""
+"""The stage that an action waits for, relative to its own."""
 
 
 def load(runtime: Any, lists: Iterable[Iterable[str]]) -> None:
-    """Give a runtime its lists, every rank's, communication included."""
+    """Load the lists of all ranks, including communication, into a runtime."""
     actions = {rank: [_Action.from_str(text) for text in texts] for rank, texts in enumerate(lists)}
     try:
         runtime._prepare_schedule_with_comms(actions, format="compute_comms")
     except (AssertionError, ValueError) as error:
-        raise InvalidRun(f"PyTorch's runtime refuses the plan: {error}") from error
+        raise InvalidRun(f"PyTorch's runtime rejects the plan: {error}") from error
 
 
 def check(runtime: Any, plan: WholePlan, orders: Orders) -> None:
-    """Check what a runtime has loaded against the plan and against the runtime's own traps.
+    """Check the lists that a runtime has loaded against the plan and against the runtime's own traps.
 
     Parameters
     ----------
     orders
-        The plan's, with the microbatches that the runtime knows.
+        The plan's orders with relabelled microbatches.
 
     Raises
     ------
     InvalidRun
-        Naming the entry, the rank and the rule that it breaks.
+        Names the entry, the rank and the violated rule.
     """
     loaded = runtime.pipeline_order_with_comms
     lists = [[str(action) for action in loaded[rank]] for rank in sorted(loaded)]
     try:
         verify_comms(plan.problem, orders, lists)
     except InvalidPlan as error:
-        raise InvalidRun(f"PyTorch's runtime would not run the plan as it is: {error}") from error
+        raise InvalidRun(f"PyTorch's runtime would not run the plan correctly: {error}") from error
 
 
 def refuse_compiled(modules: Mapping[int, nn.Module]) -> None:
@@ -254,14 +256,14 @@ def refuse_compiled(modules: Mapping[int, nn.Module]) -> None:
             if isinstance(part, OptimizedModule) or part._compiled_call_impl is not None:
                 where = f" ({name})" if name else ""
                 raise InvalidRun(
-                    f"stage {index} is compiled{where}, and the plan splits its backward into I and W; a "
-                    f"compiled module computes both at once. Build the stage without torch.compile, or plan "
-                    f"with B only."
+                    f"stage {index} is compiled{where}, but the plan splits its backward into I and W, which "
+                    f"a compiled module computes at once. Build the stage without torch.compile, or use a "
+                    f"plan with B only."
                 )
 
 
 class _Watch:
-    """Which action the runtime is at, and when every computing one turned up, began and ended."""
+    """The runtime's current action, and when every computing action was reached, began and ended."""
 
     def __init__(self) -> None:
         self.current: Any = None
@@ -273,7 +275,7 @@ class _Watch:
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
     def arm(self) -> None:
-        """Watch the next walk over the list, and no other: the runtime also prints it."""
+        """Watch the next walk over the list only, because the runtime also iterates over it to print it."""
         self.current, self.is_computing, self._is_armed = None, False, True
         self.records = []
 
@@ -282,11 +284,11 @@ class _Watch:
         return was
 
     def begin(self, received: int) -> None:
-        """The current action's input is there."""
+        """The current action has its input and begins."""
         self._began, self._received, self.is_computing = time.perf_counter_ns(), received, True
 
     def turn_to(self, action: Any) -> None:
-        """The current action is done and another one comes, or none."""
+        """The current action has ended; the next one follows, or None."""
         now = time.perf_counter_ns()
         if self.is_computing:
             what = (
@@ -298,13 +300,13 @@ class _Watch:
         self.current, self.is_computing, self._turned = action, False, now
 
     def end_last(self) -> None:
-        """The last action ended only now: the device has caught up."""
+        """Set the end of the last action to now, when the device has completed it."""
         *before, (what, turned, began, _, received) = self.records
         self.records = [*before, (what, turned, began, time.perf_counter_ns(), received)]
 
 
 class _Watched(list[Any]):
-    """A rank's list that tells the watch where the runtime is: it walks a list and offers no hook."""
+    """A rank's list that reports the runtime's position, because the runtime offers no hook."""
 
     def __init__(self, actions: Iterable[Any], watch: _Watch):
         super().__init__(actions)
@@ -330,6 +332,6 @@ def _inverse(labels: list[int]) -> list[int]:
 
 
 def _split_microbatches(orders: Orders, stage: int) -> frozenset[int]:
-    """Microbatches whose backward at a stage is I and W."""
+    """The microbatches whose backward at a stage is I and W."""
     chosen = (orders.stage == stage) & (orders.letter == LETTERS.index("I"))
     return frozenset(orders.microbatch[chosen].tolist())

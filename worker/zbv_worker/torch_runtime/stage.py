@@ -1,15 +1,17 @@
-"""A stage for PyTorch's pipelining runtime that splits the backward with our weight-grad store.
+"""A stage for PyTorch's pipelining runtime that splits the backward with the worker's weight-grad store.
 
 PyTorch's own split would skip stage 0's I, run its whole backward in W, and hold more after I than after F.
-With a ``dw_builder`` its stages run the plain backward in I and what the builder returns in W; here that is
-the queue of :mod:`zbv_worker.stage.split_backward`, as in :mod:`zbv_worker.stage.stage`.
+With a ``dw_builder``, its stages run the plain backward in I and the builder's result in W. Here that result
+runs the queue of :mod:`zbv_worker.stage.split_backward`, as in :mod:`zbv_worker.stage.stage`.
 
 Two more things differ from PyTorch's stage:
 
-- It keeps a receive buffer per microbatch and direction, m times an activation and a gradient, from the
-  first step on. Here a buffer exists from its receive to the end of the backward that uses it.
-- Outputs are made contiguous, and so are the buffers that receive them: transports take nothing else, and
-  the layout that a gradient had while shapes were inferred is not the one that it has later.
+- PyTorch keeps a receive buffer per microbatch and direction, m activations and m gradients, from the first
+step
+  on. Here a buffer exists only from its receive to the end of the backward that uses it.
+- Outputs and the buffers that receive them are made contiguous: transports require it, and a gradient's
+layout
+  during shape inference may differ from its layout later.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ class StoreStage(PipelineStage):
     Parameters
     ----------
     split
-        Microbatches whose backward comes as I and W; the others' comes as B.
+        Microbatches with a backward of I and W; the others have B.
     on_start
-        Called when an action begins to compute, so when its input is there, with the size in bytes of the
-        part of it that came from another rank.
+        Called when an action has its input and begins to compute, with the bytes of its input that came from
+        another rank.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class StoreStage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        """F, recording into the microbatch's queue if its backward will be split."""
+        """Run F; if its backward will be split, register the microbatch's queue."""
         self._on_start(self._received(self.stage_index - 1, self.args_recv_info[fwd_chunk_id]))
         queue = WeightGrads() if fwd_chunk_id in self._split else None
         self._queues[fwd_chunk_id] = queue
@@ -72,31 +74,31 @@ class StoreStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """I or B; afterwards the microbatch's buffers are free."""
+        """Run I or B; releases the microbatch's buffers."""
         self._on_start(self._received(self.stage_index + 1, self.grad_recv_info[bwd_chunk_id]))
         self._current = self._queues.pop(bwd_chunk_id)
-        with self._recorder.into(self._current):  # for forwards that checkpointing runs again
+        with self._recorder.into(self._current):  # checkpointing may run forwards again
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """W: runs the queue."""
+        """Run W, the queue."""
         self._on_start(0)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of an activation, into a buffer made now."""
+        """The receives of an activation, with new buffers."""
         self._allocate(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of a gradient, into a buffer made now."""
+        """The receives of a gradient, with new buffers."""
         self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """A gradient of the next stage on this rank; zeros where that stage has none."""
+        """Take a gradient from the next stage on this rank; zeros if that stage has none."""
         infos = zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True)
         self._allocate(info for info, gradient in infos if gradient is None)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
@@ -107,7 +109,7 @@ class StoreStage(PipelineStage):
         return self._output(compute(*args, **kwargs))
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Tensor:
-        # The runtime's inference of shapes calls this in place of forward_one_chunk.
+        # The runtime's shape inference calls this instead of forward_one_chunk.
         return self._output(super()._compute_outputs(*args, module=module, **kwargs))
 
     def _output(self, output: object) -> Tensor:
@@ -134,17 +136,17 @@ class StoreStage(PipelineStage):
         return sum(info.buffer.nbytes for info in infos if info.buffer is not None)
 
     def _take_queue(self) -> Callable[[], None]:
-        """What PyTorch calls after the backward, and whose result it calls in W, or at once for B."""
+        """Return the function that PyTorch calls in W, or at once for B."""
         queue, self._current = self._current, None
         return queue.run if queue is not None else _nothing
 
 
 def _nothing() -> None:
-    """The weight gradients of a fused backward, which are there already."""
+    """Nothing to do for W: a fused backward has computed all weight gradients."""
 
 
 def _without_buffers(infos: tuple[Any, ...], microbatches: int) -> dict[int, tuple[Any, ...]]:
-    """The descriptions of every microbatch's receives, from those of one."""
+    """Descriptions of every microbatch's receives, copied from those of one."""
     described = {}
     for microbatch in range(microbatches):
         described[microbatch] = tuple(copy.copy(info) for info in infos)

@@ -1,9 +1,9 @@
-"""The ranks' traces on one clock, and as a picture that Perfetto and chrome://tracing open.
+"""The ranks' traces on one clock, and as a file for Perfetto and chrome://tracing.
 
-Every rank records by its own clock; rank 0 collects the records, translates them
-(:mod:`zbv_worker.tracing.clocks`) and writes them in the Trace Event Format: one process per plan, one
-thread per rank, one complete event per action and one per wait before it. Plans are written in the same form
-(:mod:`zbv_solver.export.chrome_trace`), so planned and measured can be laid side by side.
+Every rank records by its own clock. Rank 0 collects the records, converts them to its clock
+(:mod:`zbv_worker.tracing.clocks`) and writes them in the Trace Event Format: one process per plan, one thread
+per rank, one complete event per action, and one for the wait before it. Plans are exported in the same form
+(:mod:`zbv_solver.export.chrome_trace`), so that planned and measured times can be compared.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _MICROSECOND = 1e3
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """When a rank's n actions happened, in every step.
+    """When each of a rank's n actions happened, in every step.
 
     Attributes
     ----------
     actions
         In execution order; the same in every step.
     times
-        (steps, n, 3) int64, nanoseconds: when the rank turned to the action, when its input was there, when
-        it was done.
+        (steps, n, 3) int64, nanoseconds: when the rank turned to the action, when its input was available,
+        when it was complete.
     received
-        (steps, n) int64: bytes of inputs that came from another rank.
+        (steps, n) int64: bytes of inputs from other ranks.
     """
 
     plan_id: str
@@ -54,7 +54,7 @@ class RankTrace:
 
     @classmethod
     def of(cls, plan_id: str, rank: int, steps: Sequence[StepResult]) -> RankTrace:
-        """The records of one or more steps."""
+        """The trace of one or more steps."""
         records = [result.records for result in steps]
         return cls(
             plan_id=plan_id,
@@ -71,7 +71,7 @@ class RankTrace:
 
     @classmethod
     def parse(cls, document: Mapping[str, Any]) -> RankTrace:
-        """What :meth:`document` made."""
+        """Read a document of :meth:`document`."""
         return cls(
             plan_id=str(document["plan_id"]),
             rank=int(document["rank"]),
@@ -82,7 +82,7 @@ class RankTrace:
 
 
 class SharedTrace:
-    """Collects the ranks' traces of a run that begins when this is made. Collective, as is :meth:`write`.
+    """Collects the ranks' traces of a run that starts when this is created. Collective, like :meth:`write`.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class SharedTrace:
         self._before = self._offsets()
 
     def write(self, path: Path, mine: Sequence[RankTrace]) -> None:
-        """Write the traces of all ranks, one of each rank per plan; rank 0 does, see :func:`claim`."""
+        """Write the traces of all ranks, one per rank and plan; only rank 0 writes. See :func:`claim`."""
         alignment = Alignment(self._before, self._offsets())
         with naming_errors(self._transport.rank, "collecting the traces"):
             plans = [collect(self._transport, trace, alignment, self._timeout) for trace in mine]
@@ -111,12 +111,12 @@ class SharedTrace:
 def collect(
     transport: Transport, mine: RankTrace, alignment: Alignment, timeout: float
 ) -> tuple[RankTrace, ...]:
-    """Every rank's trace on rank 0's clock, by rank. Collective.
+    """Return every rank's trace on rank 0's clock, by rank. Collective.
 
     Raises
     ------
     TimeoutError
-        When a rank does not take part.
+        If a rank does not take part.
     """
     gathered = map(RankTrace.parse, transport.gather(mine.document(), timeout))
     return tuple(
@@ -125,7 +125,7 @@ def collect(
 
 
 def claim(path: Path) -> None:
-    """Raise :class:`InvalidRun` before the run when its trace could not be written; makes the directory."""
+    """Create the trace's folder, and raise :class:`InvalidRun` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with output(path):
@@ -135,9 +135,9 @@ def claim(path: Path) -> None:
 
 
 def render(plans: Sequence[Sequence[RankTrace]], alignment: Alignment) -> str:
-    """The traces of one or more plans, each by rank and on one clock, as a Trace Event Format document.
+    """Format the traces of one or more plans, each by rank, as a Trace Event Format document.
 
-    Times are microseconds since the first record of all.
+    Times are microseconds since the first record of all plans.
     """
     origin = min(int(trace.times.min()) for traces in plans for trace in traces)
     events = [

@@ -1,14 +1,14 @@
-"""Checkpoints: all that a run needs to go on as if nothing had happened.
+"""Checkpoints: the complete state of a run, so that it can continue as if it had never stopped.
 
 ::
 
     DIRECTORY/step-00000040.g2/           complete: written under another name, then renamed
-    DIRECTORY/step-00000050.g2.partial/   being written, or left behind by a run that was killed then
+    DIRECTORY/step-00000050.g2.partial/   being written, or left by a run that was killed while writing it
 
-The number after ``g`` is that of the generation that wrote it; :mod:`zbv_worker.training.fence` says which
-checkpoints count. All ranks must see the same directory. Parameters and optimizer state are stored by the
-parameters' names, which do not depend on the cut: a run may resume with another plan, placement, number of
-ranks or replicas.
+The number after ``g`` is the generation that wrote it; :mod:`zbv_worker.training.fence` decides which
+checkpoints count. All ranks must see the same directory. Parameters and optimizer state are stored by
+parameter names, which do not depend on the partition: a run may resume with another plan, placement, number
+of ranks or replicas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.errors import InvalidRun, Superseded, WorkerError, naming_errors, raised
+from zbv_worker.errors import InvalidRun, Superseded, WorkerError, describe_error, naming_errors
 from zbv_worker.model.protocol import StatefulData
 from zbv_worker.training.checkpoint_files import INDEX, Reader, State, write_index, write_part
 from zbv_worker.training.dtensors import is_dtensor
@@ -35,28 +35,28 @@ from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
 
 OLD_INDEX = ".metadata"
-"""Of torch.distributed.checkpoint, which zbv used before: it is pickled, so reading it can run code."""
+"""Of torch.distributed.checkpoint, zbv's former format: it is pickled, so reading it can run code."""
 _VISIBLE_SECONDS = 10.0
-"""How long a rank looks for what rank 0 wrote: a network file system may show it late."""
+"""How long a rank waits to see what rank 0 wrote; network file systems may delay it."""
 DEFAULT_KEPT = 3
 DEFAULT_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Where checkpoints are, and how often one is made.
+    """Where and how often to save checkpoints.
 
     Attributes
     ----------
     directory
-        The same on every rank, and shared.
+        A shared directory; the same on every rank.
     every
-        Steps; another one is made after the last step.
+        Steps between checkpoints; another one is saved after the last step.
     kept
-        The newest so many stay.
+        How many of the newest checkpoints to keep.
     timeout
-        Seconds for the slowest rank's file: a network file system may be busy. A rank that hangs while a
-        checkpoint is made is noticed only then.
+        Seconds to wait for the slowest rank's file; network file systems may be slow. If a rank hangs while
+        saving, the others notice only then.
     run, attempt
         The service's run and its generation; None and 0 without a service. See
         :class:`zbv_worker.training.fence.Claimant`.
@@ -71,16 +71,16 @@ class CheckpointOptions:
 
 
 class Checkpoints:
-    """The checkpoints of a run. Its methods are collective.
+    """The checkpoints of a run. All methods but :meth:`is_due` are collective.
 
     Parameters
     ----------
     modules
         This rank's stages.
     model
-        Fingerprint of the model, its arguments and seed: what was trained as another is not read.
+        Fingerprint of the model, its arguments and seed; checkpoints of another model are refused.
     data
-        The pipeline model, which may have a state of its own (:class:`StatefulData`).
+        The pipeline model, which may have a state itself (:class:`StatefulData`).
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Checkpoints:
         self._fence: Fence | None = None
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether to save before ``step``, ``last`` being the number of steps of the run."""
+        """Whether to save before ``step`` of a run with ``last`` steps."""
         return step > self._saved and (step % self._options.every == 0 or step == last)
 
     def save(self, step: int) -> None:
@@ -111,13 +111,13 @@ class Checkpoints:
         Raises
         ------
         InvalidRun
-            When the directory cannot be written.
+            If the directory cannot be written.
         """
         fence = self._fence or self._claim()[0]
         partial = fence.partial(step)
         self._alone(lambda: _make_empty(partial))
-        # Asked for the state of an optimizer that has none yet, torch makes it by a step with zero gradients,
-        # which counts as one in Adam's correction of its bias.
+        # To return the state of a new optimizer, torch creates it by a step with zero gradients. That would
+        # count as a step in Adam's bias correction, so the state is removed again.
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
         state = self._mine(step)
         for optimizer in fresh:
@@ -129,16 +129,16 @@ class Checkpoints:
         self._saved = step
 
     def load_newest(self) -> int:
-        """Claim the directory and resume from its newest complete checkpoint; returns the step to do next.
+        """Claim the directory and resume from its newest complete checkpoint; returns the next step.
 
-        That is 0 without a checkpoint. From now on no older generation can write where this one does.
+        Returns 0 without a checkpoint. From now on no older generation can write where this one does.
 
         Raises
         ------
         InvalidRun
-            When the ranks do not see the same directory, or the checkpoint is of another model.
+            If the ranks see different directories, or the checkpoint belongs to another model.
         Superseded
-            When a newer generation of the run has claimed the directory.
+            If a newer generation of the run has claimed the directory.
         """
         _, newest, name = self._claim()
         if name is None:
@@ -149,14 +149,14 @@ class Checkpoints:
         return newest
 
     def _claim(self) -> tuple[Fence, int, str | None]:
-        """Claim the directory; returns the step and the name of its newest checkpoint, None without one."""
+        """Claim the directory; returns its fence, and step and name of its newest checkpoint, if any."""
         generation, newest, name = self._alone(self._claim_alone)
         self._fence = Fence(self._options.directory, generation, _is_complete)
         self._require_visible(self._fence)
         return self._fence, newest, name
 
     def _claim_alone(self) -> list[Any]:
-        """On rank 0: the generation's number, and the newest checkpoint's step and name."""
+        """Claim as rank 0; returns the generation, and step and name of the newest checkpoint."""
         options = self._options
         _require_no_old(options.directory)
         claimant = Claimant(self._model, options.run, options.attempt)
@@ -166,7 +166,7 @@ class Checkpoints:
         return [fence.generation, newest, found[newest].name if found else None]
 
     def _require_visible(self, fence: Fence) -> None:
-        """Every rank must see rank 0's claim, or the directory is not shared."""
+        """Check that every rank sees rank 0's claim; otherwise the directory is not shared."""
         until = time.monotonic() + min(_VISIBLE_SECONDS, self._options.timeout)
         while not fence.is_visible and time.monotonic() < until:
             time.sleep(0.1)
@@ -176,8 +176,8 @@ class Checkpoints:
             blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
             raise InvalidRun(
                 f"--checkpoint-dir {self._options.directory}: the ranks see different directories: what rank "
-                f"0 wrote there does not exist for rank {blind}. It must be one directory on a file system "
-                f"that all nodes share."
+                f"0 wrote does not exist on rank {blind}. Use a directory on a file system that all nodes "
+                f"share."
             )
 
     def _load(self, folder: Path) -> None:
@@ -189,10 +189,10 @@ class Checkpoints:
             reader = Reader(folder)
             absent = [name for name in model if f"model.{name}" not in reader]
             if absent:
-                raise self._other_model(folder, f"it has no {absent[0]}")
+                raise self._other_model(folder, f"it lacks {absent[0]}")
             absent = [name for name in optimizer if f"optimizer.{name}" not in reader]
             if absent:
-                raise self._other_model(folder, f"it has no {absent[0]} of the optimizer")
+                raise self._other_model(folder, f"it lacks {absent[0]} of the optimizer")
             if reader.value("progress.model") != self._model:
                 raise self._other_model(folder, "the factory, its arguments or the seed differ")
             tensors = _named_tensors(state)
@@ -218,7 +218,7 @@ class Checkpoints:
         return {"model": model, "optimizer": optimizer}
 
     def _mine(self, step: int) -> State:
-        """What this rank writes: of tensors that all replicas have alike, its share."""
+        """The state that this rank writes; replicas divide tensors that they all hold."""
         trained, replicas = self._trained(), self._transport.layout.replicas
         tensors = {
             name: tensor
@@ -250,7 +250,7 @@ class Checkpoints:
         self._update.loss_scale.go_on_from(LossScale(**reader.value("progress.loss_scale")))
         if self._update.schedule is not None:
             self._update.schedule.load_state_dict(reader.value("progress.schedule"))
-        # Another number of ranks has others; a run then goes on with fresh ones.
+        # After a change of the number of ranks, some ranks have no saved random state; they use a new one.
         if f"random.{rank}" in reader:
             _set_random_state(reader.value(f"random.{rank}"))
         if self._data is not None and f"data.{rank}" in reader:
@@ -261,12 +261,12 @@ class Checkpoints:
         return [] if self._update.optimizer is None else [self._update.optimizer]
 
     def _alone(self, work: Callable[[], Any]) -> Any:
-        """Have rank 0 do something while all wait; returns its result, which JSON can say, on all ranks."""
+        """Run something on rank 0 while all ranks wait; returns its JSON result on all ranks."""
         (result, *_) = self._together(work if self._transport.rank == 0 else lambda: None)
         return result
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Have every rank do something; returns their results. Where one fails, all raise what it raised."""
+        """Run something on every rank; returns all results. If it fails on one, all ranks raise its error."""
         with self._naming():
             said = self._transport.gather(self._attempt(work), self._options.timeout)
         for kind, value in said:
@@ -277,7 +277,7 @@ class Checkpoints:
         return [value for _, value in said]
 
     def _attempt(self, work: Callable[[], Any]) -> list[Any]:
-        """What a rank tells the others: how it went, and the result or the message."""
+        """Run something; returns its outcome as JSON: kind of error, and result or message."""
         try:
             return ["", work()]
         except Superseded as error:
@@ -289,7 +289,7 @@ class Checkpoints:
 
     @contextmanager
     def _unless_superseded(self) -> Iterator[None]:
-        """Where files are missing because a newer generation removed them, say that."""
+        """If files are missing because a newer generation removed them, report that instead."""
         try:
             yield
         except (WorkerError, OSError):
@@ -302,46 +302,46 @@ class Checkpoints:
 
     @contextmanager
     def _naming_files(self, folder: Path) -> Iterator[None]:
-        """Gives errors of reading a checkpoint the worker's name."""
+        """Convert errors of reading a checkpoint to :class:`InvalidRun`."""
         try:
             yield
         except OSError as error:
             raise InvalidRun(f"--checkpoint-dir {folder}: {error.strerror or error}.") from error
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise self._other_model(folder, f"its state does not fit: {raised(error)}") from error
+            raise self._other_model(folder, f"its state does not fit: {describe_error(error)}") from error
 
     def _other_model(self, folder: Path, why: str) -> InvalidRun:
         return InvalidRun(
-            f"--checkpoint-dir: {folder} is of another model ({why}). Give each model a directory of its "
-            f"own, or the same --model, --model-args and --seed."
+            f"--checkpoint-dir: {folder} belongs to another model ({why}). Use one directory per model, or "
+            f"the same --model, --model-args and --seed."
         )
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest complete checkpoint of a directory; None when there is none."""
+    """The newest complete checkpoint of a directory; None if there is none."""
     found = checkpoints(directory, _is_complete)
     return found[max(found)] if found else None
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a directory contains a checkpoint: its index is written last."""
+    """Whether a directory contains a complete checkpoint; the index is written last."""
     return (path / INDEX).is_file()
 
 
 def _require_no_old(directory: Path) -> None:
-    """Refuse a directory of which the newest checkpoint is one that an older zbv wrote."""
+    """Refuse a directory whose newest checkpoint has zbv's former, pickled format."""
     newest = max(checkpoints(directory, _is_complete), default=-1)
     old = checkpoints(directory, lambda path: (path / OLD_INDEX).is_file() and not _is_complete(path))
     if old and max(old) > newest:
         raise InvalidRun(
-            f"--checkpoint-dir {directory}: the checkpoint of step {max(old)} has the format of an older "
-            f"zbv, which can run code when it is read. If you trust it, convert it: `python -m "
-            f"zbv_worker.training.convert_checkpoint {old[max(old)]}`; else remove it."
+            f"--checkpoint-dir {directory}: the checkpoint of step {max(old)} was written by an older zbv in "
+            f"a format that can run code when read. If you trust it, convert it: `python -m "
+            f"zbv_worker.training.convert_checkpoint {old[max(old)]}`; otherwise remove it."
         )
 
 
 def _together(modules: Mapping[int, nn.Module]) -> nn.Module:
-    """One module whose names are those of the stages, which name their layers alike in every cut."""
+    """One module with the children of all stages; their names do not depend on the partition."""
     whole = nn.Module()
     for stage, module in modules.items():
         own = [
@@ -352,8 +352,8 @@ def _together(modules: Mapping[int, nn.Module]) -> nn.Module:
         for name, value in own:
             if hasattr(whole, name):
                 raise InvalidRun(
-                    f"stage {stage} has {name!r}, and so has another stage; checkpoints go by names. Name "
-                    f"modules after their layer, not after their place in the stage."
+                    f"stage {stage} and another stage both have {name!r}; checkpoints need unique names. "
+                    f"Name modules after their layer, not after their position in the stage."
                 )
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 whole.register_buffer(name, value)

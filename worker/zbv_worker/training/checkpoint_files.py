@@ -2,11 +2,11 @@
 
 ::
 
-    index.json                every tensor's shape and where its parts are; every other value
+    index.json                every tensor's shape and the location of its parts; every other value
     rank-00003.safetensors    the parts that rank 3 wrote
 
-Tensors have names that do not depend on the cut. A tensor that the replicas share (FSDP2) has one part per
-replica; a reader takes from every part what it needs.
+Tensors have names that do not depend on the partition. A tensor that the replicas divide (FSDP2) has one part
+per replica; a reader takes what it needs from every part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Strict(BaseModel):
 class _Part(_Strict):
     """A block of a tensor: element (0, …) of the block is element ``offsets`` of the tensor."""
 
-    file: Annotated[str, Field(pattern=r"^rank-\d{5,}\.safetensors$")]  # never a path to elsewhere
+    file: Annotated[str, Field(pattern=r"^rank-\d{5,}\.safetensors$")]  # never a path outside the folder
     key: str
     offsets: tuple[NonNegativeInt, ...]
     sizes: tuple[NonNegativeInt, ...]
@@ -61,15 +61,15 @@ class _Index(_Strict):
 
 @dataclass
 class State:
-    """What a rank saves or has loaded.
+    """The state that a rank saves.
 
     Attributes
     ----------
     tensors
         By name.
     values
-        Everything else by name: None, booleans, numbers, texts, bytes, tensors, arrays of numbers, and lists,
-        tuples, sets and dictionaries of these.
+        Everything else by name: None, booleans, numbers, strings, bytes, tensors, arrays of numbers, and
+        lists, tuples, sets and dictionaries of these.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -77,13 +77,14 @@ class State:
 
 
 def write_part(folder: Path, rank: int, state: State) -> None:
-    """Write what one rank contributes.
+    """Write one rank's files.
 
     Raises
     ------
     InvalidRun
-        When a value is of a type that a checkpoint cannot hold.
+        If a value has a type that a checkpoint cannot hold.
     OSError
+        If a file cannot be written.
     """
     file = f"rank-{rank:05d}.safetensors"
     stored = _Stored(file)
@@ -105,7 +106,7 @@ def write_part(folder: Path, rank: int, state: State) -> None:
 
 
 def write_index(folder: Path, ranks: int) -> None:
-    """Combine what all ranks wrote; the checkpoint is complete afterwards. Raises OSError."""
+    """Combine the files of all ranks, which completes the checkpoint. Raises OSError."""
     tensors: dict[str, _Entry] = {}
     values: dict[str, Any] = {}
     listings = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
@@ -129,7 +130,7 @@ class Reader:
     Raises
     ------
     InvalidRun
-        When the files are not those of a checkpoint. The methods raise it, too, as well as OSError.
+        If the files are not a checkpoint's. The methods raise it too, as well as OSError.
     """
 
     def __init__(self, folder: Path):
@@ -140,21 +141,21 @@ class Reader:
         return name in self._index.tensors or name in self._index.values
 
     def value(self, name: str) -> Any:
-        """What was saved as a value under this name."""
+        """The value that was saved under this name."""
         if name not in self._index.values:
-            raise self._broken(f"it has no value {name!r}")
+            raise self._broken(f"it lacks the value {name!r}")
         return _decoded(self._index.values[name], self._tensor)
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors, of which a rank may hold a part, with what was saved under their names."""
+        """Fill tensors, or this rank's parts of them, with the tensors saved under their names."""
         with ExitStack() as stack:
             opened: dict[str, Any] = {}
             for name, target in targets.items():
                 entry = self._index.tensors.get(name)
                 if entry is None:
-                    raise self._broken(f"it has no tensor {name!r}")
+                    raise self._broken(f"it lacks the tensor {name!r}")
                 if entry.shape != tuple(target.shape):
-                    shapes = f"{list(entry.shape)}, and here it is {list(target.shape)}"
+                    shapes = f"{list(entry.shape)}, but the run's has {list(target.shape)}"
                     raise self._broken(f"its {name!r} has the shape {shapes}")
                 self._fill(name, target, entry.parts, lambda file: self._open(file, opened, stack))
 
@@ -173,7 +174,7 @@ class Reader:
                 block[here].copy_(saved)
                 filled += saved.numel()
         if filled != block.numel():
-            raise self._broken(f"{block.numel() - filled} elements of {name!r} are absent")
+            raise self._broken(f"it lacks {block.numel() - filled} elements of {name!r}")
 
     def _read(self, opened: Any, part: _Part, there: tuple[slice, ...]) -> Tensor:
         try:
@@ -188,7 +189,7 @@ class Reader:
         return found
 
     def _tensor(self, document: Any) -> Tensor:
-        """A whole tensor that belongs to a value."""
+        """Read a whole tensor that belongs to a value."""
         part = _Part.model_validate(document)
         with ExitStack() as stack:
             whole = tuple(slice(0, size) for size in part.sizes)
@@ -204,8 +205,8 @@ class Reader:
 
     def _broken(self, why: str) -> InvalidRun:
         return InvalidRun(
-            f"{self._folder} cannot be loaded: {why}. Use the model it was made of, or remove it to go on "
-            f"from an older one."
+            f"{self._folder} cannot be loaded: {why}. Use the model that wrote it, or remove it to resume "
+            f"from an older checkpoint."
         )
 
 
@@ -216,13 +217,13 @@ def _parsed(path: Path) -> _Index:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise InvalidRun(
-            f"{path} is not the index of a checkpoint ({where}: {first['msg']}). Remove {path.parent} to go "
-            f"on from an older one."
+            f"{path} is not the index of a checkpoint ({where}: {first['msg']}). Remove {path.parent} to "
+            f"resume from an older checkpoint."
         ) from None
 
 
 class _Stored:
-    """The tensors of one file. What shares memory, as tied parameters do, is stored once."""
+    """The tensors of one file. Tensors that share memory, such as tied parameters, are stored once."""
 
     def __init__(self, file: str) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -231,7 +232,7 @@ class _Stored:
         self._storages: set[int] = set()
 
     def part(self, name: str, offsets: tuple[int, ...], tensor: Tensor) -> _Part:
-        """Add a block of a tensor; where it is."""
+        """Add a block of a tensor; returns its location."""
         key = self._key(name, tensor)
         return _Part(file=self._file, key=key, offsets=offsets, sizes=tuple(tensor.shape))
 
@@ -242,17 +243,17 @@ class _Stored:
         self._known[what] = name
         on_host = tensor.detach().cpu().contiguous()
         storage = on_host.untyped_storage().data_ptr()
-        # safetensors refuses two tensors in one storage, even where neither is the other.
+        # safetensors refuses two tensors in one storage, even if neither contains the other.
         self.tensors[name] = on_host.clone() if storage in self._storages else on_host
         self._storages.add(storage)
         return name
 
 
 def _block(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """What this rank holds of a tensor, and where in it that begins."""
+    """This rank's part of a tensor, and its offsets in the tensor."""
     if not is_dtensor(tensor):
         return (0,) * tensor.dim(), tensor
-    # The protocol by which torch.distributed.checkpoint asks; one shard per rank.
+    # The protocol of torch.distributed.checkpoint; one shard per rank.
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch's own
     local = tensor.to_local()
     return tuple(chunk.offsets), local
@@ -261,7 +262,7 @@ def _block(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 def _overlap(
     offsets: tuple[int, ...], sizes: tuple[int, ...], part: _Part
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where a block and a saved part meet: as slices of the one and of the other; None where they do not."""
+    """The overlap of a block and a saved part, as slices of each; None if they do not overlap."""
     here, there = [], []
     for begin, size, saved_begin, saved_size in zip(offsets, sizes, part.offsets, part.sizes, strict=True):
         first, last = max(begin, saved_begin), min(begin + size, saved_begin + saved_size)
@@ -273,7 +274,7 @@ def _overlap(
 
 
 def _encoded(name: str, value: Any, stored: _Stored) -> Any:
-    """A value as JSON. An object has one key, which says what it stands for."""
+    """Encode a value as JSON. An object has one key, the type of the value."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -295,8 +296,9 @@ def _encoded(name: str, value: Any, stored: _Stored) -> Any:
     if type(value) is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     raise InvalidRun(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold. It must be None, a boolean, a "
-        f"number, a text, bytes, a tensor, an array of numbers, or a list, tuple, set or dictionary of these."
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold. Must be None, a boolean, a "
+        f"number, a string, bytes, a tensor, an array of numbers, or a list, tuple, set or dictionary of "
+        "these."
     )
 
 
@@ -304,7 +306,7 @@ _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "co
 
 
 def _decoded(document: Any, tensor: Callable[[Any], Tensor]) -> Any:
-    """What :func:`_encoded` made."""
+    """Decode a value of :func:`_encoded`."""
     if isinstance(document, list):
         return [_decoded(each, tensor) for each in document]
     if not isinstance(document, dict):
@@ -316,7 +318,7 @@ def _decoded(document: Any, tensor: Callable[[Any], Tensor]) -> Any:
         return _DECODERS[kind](content if kind in _PLAIN else _decoded(content, tensor))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRun(
-            f"a checkpoint has a value that cannot be read: {json.dumps(document)[:80]}"
+            f"found a value in a checkpoint that cannot be read: {json.dumps(document)[:80]}"
         ) from error
 
 

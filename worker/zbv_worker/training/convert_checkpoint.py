@@ -1,7 +1,7 @@
 """Converts a checkpoint of an older zbv: ``python -m zbv_worker.training.convert_checkpoint FOLDER``.
 
-Checkpoints used to be those of torch.distributed.checkpoint, which are pickled: reading one runs
-whatever code its writer put there. So no run reads them, and this program is for checkpoints that you trust.
+Older versions used torch.distributed.checkpoint, whose files are pickled: reading one runs any code that its
+writer put there. So runs never read them. Use this program only for checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from zbv_worker.errors import InvalidRun, said
+from zbv_worker.errors import InvalidRun, print_error
 from zbv_worker.training.checkpoint import OLD_INDEX
 from zbv_worker.training.checkpoint_files import INDEX, State, write_index, write_part
 
 
 def convert(folder: Path) -> None:
-    """Convert a checkpoint in place; raises :class:`InvalidRun` when there is none, OSError."""
+    """Convert a checkpoint in place; raises :class:`InvalidRun` if there is none, or OSError."""
     if (folder / INDEX).is_file() or not (folder / OLD_INDEX).is_file():
         raise InvalidRun(f"{folder}: found no checkpoint of an older zbv. Give a folder step-NNNNNNNN.")
     converted = folder.with_name(f"{folder.name}.converted")
@@ -61,7 +61,7 @@ def _state(found: dict[str, Any]) -> State:
             state.values[f"progress.{name}"] = value
     milestones = found["progress"].get("schedule", {}).get("milestones")
     if isinstance(milestones, dict):
-        # torch.distributed.checkpoint turns numbers that are keys into texts; MultiStepLR finds none of them.
+        # torch.distributed.checkpoint turns integer keys into strings, which MultiStepLR does not find.
         state.values["progress.schedule"]["milestones"] = Counter({int(k): v for k, v in milestones.items()})
     state.values |= {name: value for name, value in found.items() if name.startswith(("random.", "data."))}
     return state
@@ -71,4 +71,4 @@ if __name__ == "__main__":
     try:
         convert(Path(sys.argv[1]))
     except InvalidRun as error:
-        sys.exit(said(error))
+        sys.exit(print_error(error))

@@ -2,25 +2,26 @@
 
 ::
 
-    DIRECTORY/step-00000040.g2/             complete, made by generation 2
+    DIRECTORY/step-00000040.g2/             complete, written by generation 2
     DIRECTORY/step-00000050.g3.partial/     being written by generation 3
-    DIRECTORY/generations/3/claim.json      who generation 3 is
+    DIRECTORY/generations/3/claim.json      describes generation 3
     DIRECTORY/generations/3/inherited.json  the complete checkpoints that generation 3 found
 
-Every start of a run claims the next number. Only rank 0 claims, publishes and prunes, and it looks for a
-newer claim right before it does. That look alone is not enough: a process can be stopped between the look and
-the rename, and resume when its successor is at work. These rules make a late rename harmless:
+Every start of a run claims the next number. Only rank 0 claims, publishes and prunes, and before each of
+these it checks for a newer claim. That check alone is not enough: a process can be stopped between the check
+and the rename, and resume when its successor is already running. These rules make a late rename harmless:
 
 - Names contain the generation, so two generations never write to the same directory.
-- The checkpoints that count are those of ``inherited.json`` of the newest generation that has one, those made
-  by that generation, and those whose name has no generation. What an older generation publishes late is on no
-  list, and is removed later.
-- A generation lists what it inherits after its claim. From then on its predecessor can carry out at most the
-  one publication or the one pruning that it had already checked. Pruning never removes the newest checkpoint,
-  so the newest one that was inherited stays.
+- The checkpoints that count are those in ``inherited.json`` of the newest generation that has one, those
+  written by that generation, and those whose name has no generation. A checkpoint that an older generation
+  publishes late is on no list and is removed later.
+- A generation lists what it inherits after its claim. From then on its predecessor can perform at most the
+one
+  publication or pruning that it had already checked. Pruning never removes the newest checkpoint, so the
+  newest inherited checkpoint stays.
 
-Exclusive creation is one rename of a directory onto a name: it fails where that name is a directory that is
-not empty. Local file systems and NFS guarantee that; no lock is needed that could outlive its holder.
+A claim creates a name exclusively, by renaming a directory to it: that fails if the name is a directory that
+is not empty. Local file systems and NFS guarantee this, and no lock can outlive its holder.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _GENERATIONS = "generations"
 _CLAIM = "claim.json"
 _INHERITED = "inherited.json"
 _CHECKPOINT = re.compile(r"step-(\d{8})(?:\.g(\d+))?")
-"""A complete checkpoint; without a generation, one from before there were generations."""
+"""A complete checkpoint; one without a generation was written before generations existed."""
 _LATEST = 253_402_300_799.0
 """The last second of the year 9999."""
 _LEFT_BEHIND = re.compile(r"step-\d{8}\.g(\d+)(?:\.partial|\.pruned)?")
@@ -53,7 +54,7 @@ _LEFT_BEHIND = re.compile(r"step-\d{8}\.g(\d+)(?:\.partial|\.pruned)?")
 
 @dataclass(frozen=True)
 class Claimant:
-    """Who claims a checkpoint directory.
+    """The run that claims a checkpoint directory.
 
     Attributes
     ----------
@@ -62,7 +63,7 @@ class Claimant:
     run
         Id of the service's run; None for a run without a service.
     attempt
-        The run's generation as the service counts them: an older attempt cannot take over from a newer one.
+        The run's generation as counted by the service: an older attempt cannot take over from a newer one.
     """
 
     model: str
@@ -71,14 +72,14 @@ class Claimant:
 
 
 class Fence:
-    """One generation's right to a checkpoint directory.
+    """One generation's right to write to a checkpoint directory.
 
-    Make one with :meth:`claim` on rank 0; on other ranks, with the number that rank 0 got.
+    Rank 0 creates it with :meth:`claim`; other ranks, from the number that rank 0 got.
 
     Parameters
     ----------
     is_complete
-        Whether a directory with a checkpoint's name contains one.
+        Whether a directory with a checkpoint's name contains a complete checkpoint.
     """
 
     def __init__(self, directory: Path, generation: int, is_complete: Callable[[Path], bool]):
@@ -88,16 +89,16 @@ class Fence:
 
     @classmethod
     def claim(cls, directory: Path, claimant: Claimant, is_complete: Callable[[Path], bool]) -> Fence:
-        """Claim a directory, and list the checkpoints that are there.
+        """Claim a directory and list its checkpoints.
 
         Raises
         ------
         Superseded
-            When a newer attempt of the same run has claimed the directory already.
+            If a newer attempt of the same run has already claimed the directory.
         InvalidRun
-            When it has checkpoints of another model.
+            If the directory has checkpoints of another model.
         OSError
-            When the directory cannot be written.
+            If the directory cannot be written.
         """
         claims = directory / _GENERATIONS
         claims.mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,7 @@ class Fence:
                     break
                 number = max(number, _newest(directory))
         finally:
-            shutil.rmtree(prepared, ignore_errors=True)  # left over where the claim failed
+            shutil.rmtree(prepared, ignore_errors=True)  # exists only if the claim failed
         fence = cls(directory, number, is_complete)
         found = [path.name for path in checkpoints(directory, is_complete).values()]
         fence.check()
@@ -128,26 +129,26 @@ class Fence:
         if newest > self.generation:
             raise Superseded(
                 f"--checkpoint-dir {self.directory}: generation {newest} has taken over "
-                f"({_about(self.directory, newest)}); this is generation {self.generation}. It ends here "
-                f"and writes nothing more. Give two runs that train at the same time a directory each."
+                f"({_about(self.directory, newest)}). This is generation {self.generation}; it ends now and "
+                f"writes nothing more. Use a separate directory for each run that trains at the same time."
             )
 
     @property
     def is_visible(self) -> bool:
-        """Whether this rank's host sees what rank 0 wrote when it claimed the directory."""
+        """Whether this host sees the claim that rank 0 wrote."""
         return (self.directory / _GENERATIONS / str(self.generation) / _INHERITED).is_file()
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint before a step is written until it is complete."""
+        """The path of an incomplete checkpoint before ``step``."""
         return self.directory / f"{_name(step, self.generation)}.partial"
 
     def publish(self, step: int, kept: int) -> None:
-        """Give a complete checkpoint its name, and remove all but the newest ``kept``.
+        """Rename a complete checkpoint to its final name, and remove all but the newest ``kept``.
 
         Raises
         ------
         Superseded
-            When a newer generation has claimed the directory; nothing was renamed or removed then.
+            If a newer generation has claimed the directory; then nothing is renamed or removed.
         """
         final = self.directory / _name(step, self.generation)
         self.check()
@@ -155,17 +156,17 @@ class Fence:
             self.partial(step).rename(final)
         except FileNotFoundError:
             self.check()  # a successor may have removed it
-            if not self._is_complete(final):  # NFS may repeat a rename of which the answer was lost
+            if not self._is_complete(final):  # NFS may repeat a rename whose reply was lost
                 raise
-        _sync(self.directory)  # the new name is on disk before an older checkpoint is removed
-        # Listed before the check: what a successor lists that claims in between is not for this one to prune.
+        _sync(self.directory)  # the new name must be on disk before an older checkpoint is removed
+        # List before checking: this generation must not prune what a successor inherits in between.
         found = checkpoints(self.directory, self._is_complete)
         for old in sorted(found)[: -max(kept, 1)]:
             self.check()
             _remove(found[old])
 
     def _remove_left_behind(self, inherited: list[str]) -> None:
-        """Remove what older generations left and nobody counts."""
+        """Remove files of older generations that do not count."""
         self.check()
         for path in self.directory.iterdir():
             found = _LEFT_BEHIND.fullmatch(path.name)
@@ -174,7 +175,7 @@ class Fence:
 
 
 def _sync(directory: Path) -> None:
-    """Have the file system store the names in a directory."""
+    """Write a directory's entries to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -183,7 +184,7 @@ def _sync(directory: Path) -> None:
 
 
 def checkpoints(directory: Path, is_complete: Callable[[Path], bool]) -> dict[int, Path]:
-    """The complete checkpoints of a directory that count, by step."""
+    """The checkpoints of a directory that are complete and count, by step."""
     owner, inherited = _owner(directory)
     found: dict[int, Path] = {}
     if not directory.is_dir():
@@ -192,7 +193,7 @@ def checkpoints(directory: Path, is_complete: Callable[[Path], bool]) -> dict[in
         name = _CHECKPOINT.fullmatch(path.name)
         if name is None or not is_complete(path):
             continue
-        # What was put there by hand, or by a zbv without generations, counts too.
+        # Checkpoints without a generation, for instance copied there by hand, always count.
         is_placed = name[2] is None or owner == 0
         if is_placed or path.name in inherited or int(name[2]) == owner:
             found[int(name[1])] = path
@@ -200,7 +201,7 @@ def checkpoints(directory: Path, is_complete: Callable[[Path], bool]) -> dict[in
 
 
 def _owner(directory: Path) -> tuple[int, list[str]]:
-    """The newest generation that has listed what it inherits, and its list; 0 and nothing without one."""
+    """The newest generation with a list of inherited checkpoints, and the list; 0 and empty if none."""
     for number in sorted(_numbers(directory), reverse=True):
         inherited = read_json(directory / _GENERATIONS / str(number) / _INHERITED)
         if isinstance(inherited, list):
@@ -222,39 +223,39 @@ def _newest(directory: Path) -> int:
 def _require_right(
     directory: Path, claimant: Claimant, newest: int, is_complete: Callable[[Path], bool]
 ) -> None:
-    """Refuse another model, and an attempt that its service has given up."""
+    """Refuse another model, and an attempt that its service has abandoned."""
     if newest == 0:
         return
     model = _claim_of(directory, newest).model
     if model not in (None, claimant.model) and checkpoints(directory, is_complete):
         raise InvalidRun(
-            f"--checkpoint-dir: {directory} is of another model (the factory, its arguments or the seed "
-            f"differ). Give each model a directory of its own, or the same --model, --model-args and --seed."
+            f"--checkpoint-dir: {directory} belongs to another model (the factory, its arguments or the seed "
+            f"differ). Use one directory per model, or the same --model, --model-args and --seed."
         )
     for number in _numbers(directory):
         other = _claim_of(directory, number)
         if claimant.run is not None and other.run == claimant.run and other.attempt > claimant.attempt:
             raise Superseded(
-                f"--checkpoint-dir {directory}: generation {other.attempt} of run {claimant.run} is at "
-                f"work there ({_about(directory, number)}), and this is generation {claimant.attempt}, which "
-                f"the service has given up. It ends here and has written nothing."
+                f"--checkpoint-dir {directory}: generation {other.attempt} of run {claimant.run} uses it "
+                f"({_about(directory, number)}). This is generation {claimant.attempt}, which the service "
+                f"has abandoned; it ends now and has written nothing."
             )
 
 
 def _take_name(prepared: Path, name: Path, token: str) -> bool:
-    """Rename a claim to its number; False when the number is taken."""
+    """Rename a claim to its number; returns False if the number is taken."""
     try:
         prepared.rename(name)
     except OSError:
         if not name.is_dir():
             raise
-        # NFS may repeat a rename of which the answer was lost: then the name is taken by this very claim.
+        # NFS may repeat a rename whose reply was lost; then this very claim has taken the name.
         return _claim(name).token == token
     return True
 
 
 class _Claim(BaseModel):
-    """What ``claim.json`` says; whoever may write to the directory may have changed it."""
+    """The content of ``claim.json``, which anyone who can write to the directory may have changed."""
 
     model: str | None = None
     run: str | None = None
@@ -269,7 +270,7 @@ def _claim_of(directory: Path, number: int) -> _Claim:
 
 
 def _claim(folder: Path) -> _Claim:
-    """A claim; one that cannot be read says nothing, and its number counts all the same."""
+    """Read a claim; an unreadable one has default values, but its number still counts."""
     try:
         return _Claim.model_validate(read_json(folder / _CLAIM))
     except ValidationError:
@@ -288,8 +289,8 @@ def _name(step: int, generation: int) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint: first its name, so that a removal that is cut short leaves no damaged one."""
+    """Remove a checkpoint; rename it first, so that an interrupted removal leaves no damaged one."""
     unnamed = path.with_name(f"{path.name}.pruned")
-    with suppress(OSError):  # somebody else was faster
+    with suppress(OSError):  # another process was faster
         path.rename(unnamed)
     shutil.rmtree(unnamed, ignore_errors=True)

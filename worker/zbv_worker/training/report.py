@@ -1,4 +1,4 @@
-"""What a rank reports of its run: losses, step times, and when every action happened."""
+"""A rank's report of its run: losses, step times, and when every action happened."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _KEPT_EVENTS = 100
 
 @dataclass(frozen=True)
 class StepLine:
-    """One step in numbers.
+    """The numbers of one step.
 
     Attributes
     ----------
     loss
         Mean over the microbatches of all replicas; None on ranks without the last stage.
     seconds
-        From the start of the rank's first action to the end of its last.
+        Time from the start of the rank's first action to the end of its last.
     update_seconds
-        What came after it: waiting for gradient sums, the optimizer. Not part of ``seconds``.
+        Time for gradient sums and the optimizer after that; not part of ``seconds``.
     """
 
     step: int
@@ -45,21 +45,21 @@ class StepLine:
 
 @dataclass
 class RankReport:
-    """One rank's results.
+    """The results of one rank.
 
-    A long run does not grow without bound: of lines the newest 10,000 are kept, and of records (one per
-    action) about a million. The rank's log has every loss.
+    Its size is bounded: it keeps the newest 10,000 lines, and about a million records (one per action). The
+    rank's log has every loss.
 
     Attributes
     ----------
     plan_id
-        The plan that the run began with; every step says its own.
+        The plan that the run started with; every step has its own.
     lines, recent
-        Per step, the oldest first; ``recent`` are the newest of them with their records.
+        One entry per step, oldest first; ``recent`` has the newest steps with their records.
     evaluations
-        Losses of evaluations, by the step before which they were made.
+        Losses of evaluations, by the step before which they ran.
     events
-        What happened that people should know, the newest 100: ``kind``, ``step``, and what the kind has more.
+        The newest 100 notable events: ``kind``, ``step``, and fields that depend on the kind.
     """
 
     plan_id: str
@@ -71,7 +71,7 @@ class RankReport:
     _records: int = 0
 
     def add(self, line: StepLine, result: StepResult) -> None:
-        """Take note of a step."""
+        """Add a step."""
         self.lines.append(line)
         self.recent.append((line.plan_id, result))
         self._records += len(result.records)
@@ -79,24 +79,24 @@ class RankReport:
             self._records -= len(self.recent.popleft()[1].records)
 
     def newest(self, steps: int | None = None) -> list[StepResult]:
-        """The newest steps that have records and one and the same plan, the oldest first."""
+        """The newest steps with records of one plan, oldest first."""
         newest_first = list(reversed(self.recent))
         same = [result for _, result in takewhile(lambda each: each[0] == newest_first[0][0], newest_first)]
         return same[:steps][::-1]
 
     def write(self, folder: Path) -> Path:
-        """Write ``rank-{rank}.json`` into a folder, made when absent."""
+        """Write ``rank-{rank}.json`` to a folder, which is created if necessary."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.rank}.json"
         path.write_text(json.dumps(self.document()))
         return path
 
     def document(self) -> dict[str, Any]:
-        """The report as JSON; times in seconds, actions as [text, wait, start, end, bytes received], where
-        wait, start and end are nanoseconds. JSON has no word for what is not finite: such a loss or norm is a
-        text, ``nan``, ``inf`` or ``-inf``.
+        """The report as JSON.
 
-        The clock is the host's monotonic one: ranks of one host share it, ranks of different hosts do not.
+        Times are in seconds; actions are [text, wait, start, end, bytes received] with nanoseconds. JSON has
+        no infinite numbers, so such a loss or norm is a string: ``nan``, ``inf`` or ``-inf``. The clock is
+        the host's monotonic one: ranks of one host share it, ranks of different hosts do not.
         """
         records = {result.step: result.records for _, result in self.recent}
         return {
@@ -121,7 +121,7 @@ class RankReport:
 
 
 def _number(value: float | None) -> float | str | None:
-    """A number as JSON can say it."""
+    """A number, or a string if JSON cannot represent it."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
@@ -132,17 +132,17 @@ def actions_json(records: Sequence[Record]) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What all ranks' reports say together.
+    """The combined reports of all ranks.
 
     Attributes
     ----------
     step_seconds
-        Per step the slowest rank's time from the start of its first action to the end of its last, which is
-        what a plan's span states. Optimizer and data loading are outside of it.
+        For each step, the slowest rank's time from the start of its first action to the end of its last,
+        which corresponds to a plan's span. Optimizer and data loading are not included.
     busy_seconds
-        Per step the time in actions, summed over the ranks.
+        For each step, the time in actions, summed over the ranks.
     losses
-        Per step.
+        The loss of each step.
     """
 
     plan_id: str
@@ -151,21 +151,21 @@ class RunSummary:
     losses: tuple[float, ...]
 
     def median_seconds(self, warm_up: int = 2) -> float:
-        """Median step time without the first steps, in which allocators and caches settle."""
+        """The median step time without the first steps, in which allocators and caches settle."""
         return median(self.step_seconds[warm_up:] or self.step_seconds)
 
     def median_busy(self, warm_up: int = 2) -> float:
-        """Median time in actions, as :meth:`median_seconds`."""
+        """The median time in actions, without the first steps."""
         return median(self.busy_seconds[warm_up:] or self.busy_seconds)
 
     def spread(self, warm_up: int = 2) -> float:
-        """How much longer than the median the slowest tenth of the steps took, relative."""
+        """How much longer than the median the slowest tenth of the steps took, as a fraction."""
         steps = sorted(self.step_seconds[warm_up:] or self.step_seconds)
         return steps[int(0.9 * (len(steps) - 1))] / median(steps) - 1
 
 
 def read_reports(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """The documents that the ranks wrote, by rank."""
+    """Read the reports that the ranks wrote, by rank."""
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 

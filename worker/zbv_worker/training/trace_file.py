@@ -1,4 +1,4 @@
-"""A rank's newest steps in a file, while the run goes on: for the agent, which takes them to the service."""
+"""A rank's newest steps in a file during the run, which the agent sends to the service."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zbv_worker.transport.channels import Transport
 _SECONDS = 5.0
 _MOST_STEPS = 5
 _MOST_ACTIONS = 20_000
-"""Some ten milliseconds of a step, every few seconds."""
+"""Limits the cost to some ten milliseconds of a step, every few seconds."""
 
 
 class TraceFile:
-    """Writes ``trace-{rank}.json``; making one is collective, because the ranks compare their clocks."""
+    """Writes ``trace-{rank}.json``. Creating one is collective, because the ranks compare their clocks."""
 
     def __init__(self, folder: Path, transport: Transport, timeout: float):
         with naming_errors(transport.rank, "comparing clocks"):
@@ -36,7 +36,7 @@ class TraceFile:
         self._next = time.monotonic()
 
     def update(self, report: RankReport, *, is_last: bool = False) -> None:
-        """Write the newest steps, if it is time, or the run's last."""
+        """Write the newest steps if it is time, or if the run ends."""
         if not report.lines or not (is_last or self._is_time(report.lines[-1].step)):
             return
         newest = report.newest(_MOST_STEPS)
@@ -55,10 +55,10 @@ class TraceFile:
         self._next = time.monotonic() + _SECONDS
 
     def _is_time(self, step: int) -> bool:
-        """Every few seconds, after a step that all ranks choose: so their files hold the same steps."""
+        """Whether to write after this step; all ranks choose the same steps, so that their files match."""
         return (step + 1) % _MOST_STEPS == 0 and time.monotonic() >= self._next
 
 
 def _finite(loss: float | None) -> float | None:
-    """JSON knows no infinity."""
+    """Replace infinite numbers and NaN, which JSON does not have, by None."""
     return loss if loss is not None and math.isfinite(loss) else None

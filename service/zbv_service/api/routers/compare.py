@@ -8,8 +8,8 @@ from zbv_service.api.bodies import read_text
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.openapi import body_of
 from zbv_service.api.state import state_of
-from zbv_service.documents.shared import CompareRequest, Comparison
 from zbv_service.errors import BODY_TOO_LARGE, INVALID_BODY, MALFORMED_JSON, NOT_READY, UNSUPPORTED_MEDIA_TYPE
+from zbv_service.problems.documents import CompareRequest, Comparison
 from zbv_service.security.scheme import needs
 
 router = APIRouter(prefix="/v1/compare", tags=["plans"])

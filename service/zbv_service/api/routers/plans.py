@@ -14,13 +14,6 @@ from zbv_service.api.listing import PlanListQuery, page_at
 from zbv_service.api.negotiation import VARY, wants_page
 from zbv_service.api.openapi import body_of, content_of
 from zbv_service.api.state import SEE_PAGE, cached, derived, immutable, state_of
-from zbv_service.documents.shared import (
-    ImportedPlan,
-    PlanDocument,
-    PlanList,
-    PlanSummaryDocument,
-    RankDocument,
-)
 from zbv_service.errors import (
     BODY_TOO_LARGE,
     INVALID_BODY,
@@ -30,6 +23,13 @@ from zbv_service.errors import (
     NOT_FOUND,
     NOT_IMPLEMENTED,
     UNSUPPORTED_MEDIA_TYPE,
+)
+from zbv_service.plans.documents import (
+    ImportedPlan,
+    PlanDocument,
+    PlanList,
+    PlanSummaryDocument,
+    RankDocument,
 )
 from zbv_service.plans.plans import rank_tag
 from zbv_service.security.scheme import READ, needs

@@ -19,7 +19,7 @@ from zbv_service.errors import (
     UNSUPPORTED_MEDIA_TYPE,
 )
 from zbv_service.problems.check import check_text
-from zbv_service.problems.documents import CheckRequest, Estimate, EstimateRequest, ProblemCheck
+from zbv_service.problems.documents import CheckRequest, EstimateRequest, ProblemCheck, ProblemEstimate
 from zbv_service.security.scheme import needs
 
 SEARCH = needs("search")
@@ -55,7 +55,7 @@ async def check_problem(request: Request) -> Response:
     openapi_extra=body_of(EstimateRequest),
     responses=documented(*_BODY_ERRORS, INVALID_BODY, INFEASIBLE_MEMORY, NOT_READY),
 )
-async def estimate_problem(request: Request) -> Estimate:
+async def estimate_problem(request: Request) -> ProblemEstimate:
     """A quick search of half a second; the plan is verified, and not stored."""
     found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:

@@ -14,7 +14,6 @@ from zbv_service.api.listing import SearchListQuery, page_at
 from zbv_service.api.negotiation import VARY, wants_page
 from zbv_service.api.openapi import body_of
 from zbv_service.api.state import SEE_PAGE, caller_of, most_searches, request_key, state_of
-from zbv_service.documents.shared import SearchDocument, SearchList, SearchRequest
 from zbv_service.errors import (
     BODY_TOO_LARGE,
     IDEMPOTENCY_KEY_IN_USE,
@@ -29,6 +28,7 @@ from zbv_service.errors import (
     UNSUPPORTED_MEDIA_TYPE,
 )
 from zbv_service.records.searches import FINISHED, SearchRecord
+from zbv_service.searches.documents import SearchDocument, SearchList, SearchRequest
 from zbv_service.security.scheme import READ, needs
 
 RETRY_SECONDS = 1

@@ -22,7 +22,7 @@ from zbv_service.api.state import state_of
 from zbv_service.pages.answers import page, shell_of
 from zbv_service.pages.routes.rows import agent_row, plan_row, run_row, search_row
 from zbv_service.pages.shell import Shell
-from zbv_service.pages.views.lists import Asked, agents_page, plans_page, runs_page, searches_page
+from zbv_service.pages.views.lists import ListView, agents_page, plans_page, runs_page, searches_page
 from zbv_service.records.searches import Page, Position
 from zbv_service.security.scheme import READ
 
@@ -70,7 +70,7 @@ async def get_agents(request: Request) -> HTMLResponse:
 
 
 async def _listed(
-    request: Request, found: Page[T], row: Callable[[T], R], write: Callable[[list[R], Asked, Shell], str]
+    request: Request, found: Page[T], row: Callable[[T], R], write: Callable[[list[R], ListView, Shell], str]
 ) -> HTMLResponse:
     """The page of a list: of many entries, writing it takes long."""
     asked, shell = _asked(request, found), shell_of(request)
@@ -110,6 +110,6 @@ async def _page(
         return found
 
 
-def _asked(request: Request, found: Page[Any]) -> Asked:
+def _asked(request: Request, found: Page[Any]) -> ListView:
     around = neighbours(request, found)
-    return Asked(_given(request), newer=around.previous, older=around.next)
+    return ListView(_given(request), newer=around.previous, older=around.next)

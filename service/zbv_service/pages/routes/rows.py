@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from zbv_service.pages.views.rows import AgentRow, PlanRow, RunRow, SearchRow
+from zbv_service.pages.views.rows import AgentEntry, PlanEntry, RunEntry, SearchEntry
 from zbv_service.records.runs import AgentRecord, RunRecord
 from zbv_service.records.searches import PlanSummary, SearchRecord
 
 
-def search_row(record: SearchRecord) -> SearchRow:
+def search_row(record: SearchRecord) -> SearchEntry:
     """A search as lists show it."""
-    return SearchRow(
+    return SearchEntry(
         id=record.id,
         state=record.state,
         pp_degree=record.summary["pp_degree"],
@@ -26,9 +26,9 @@ def search_row(record: SearchRecord) -> SearchRow:
     )
 
 
-def plan_row(summary: PlanSummary) -> PlanRow:
+def plan_row(summary: PlanSummary) -> PlanEntry:
     """A plan as lists show it."""
-    return PlanRow(
+    return PlanEntry(
         plan_id=summary.plan_id,
         pp_degree=summary.pp_degree,
         microbatches=summary.microbatches,
@@ -43,12 +43,12 @@ def plan_row(summary: PlanSummary) -> PlanRow:
     )
 
 
-def run_row(record: RunRecord) -> RunRow:
+def run_row(record: RunRecord) -> RunEntry:
     """A run as lists show it."""
     places = [place for node in record.members for place in node.ranks]
     steps = [place.get("step") for place in places]
     reached = [step for step in steps if step is not None]
-    return RunRow(
+    return RunEntry(
         id=record.id,
         state=record.state,
         model=record.model["factory"],
@@ -65,10 +65,10 @@ def run_row(record: RunRecord) -> RunRow:
     )
 
 
-def agent_row(record: AgentRecord) -> AgentRow:
+def agent_row(record: AgentRecord) -> AgentEntry:
     """An agent as lists show it."""
     counted = Counter(record.devices).items()
-    return AgentRow(
+    return AgentEntry(
         id=record.id,
         name=record.name,
         state=record.state,

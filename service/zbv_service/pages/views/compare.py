@@ -22,7 +22,7 @@ from zbv_service.records.searches import PlanSummary
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """A schedule of the table.
 
     Attributes
@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScheduleChoice:
     """Something to compare with, as a checkbox."""
 
     value: str
@@ -55,7 +55,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Offer:
+class PlanChoice:
     """A stored plan that may be added."""
 
     value: str
@@ -81,10 +81,10 @@ class CompareView:
     unit: str
     lanes: LanesView | None
     awaited: tuple[str, ...]
-    rows: tuple[Row, ...]
-    choices: tuple[Choice, ...]
-    alike: tuple[Offer, ...]
-    others: tuple[Offer, ...]
+    rows: tuple[ScheduleRow, ...]
+    choices: tuple[ScheduleChoice, ...]
+    alike: tuple[PlanChoice, ...]
+    others: tuple[PlanChoice, ...]
     complaints: tuple[tuple[str, str], ...]
     problems: tuple[Other, ...]
     has_cuts: bool
@@ -145,16 +145,18 @@ def _title(each: ComparedPlan) -> str:
     return each.name if each.is_baseline else f"plan {each.name[:12]}"
 
 
-def _rows(plan: Plan, found: Sequence[tuple[ComparedPlan, Plan]], root: str) -> list[Row]:
+def _rows(plan: Plan, found: Sequence[tuple[ComparedPlan, Plan]], root: str) -> list[ScheduleRow]:
     objective = plan.problem.objective
     # What became of other cuts and placements of the same layers is known, though not as schedules.
     cuts = [each for each in plan.baselines if each.name not in BASELINES]
     every: list[Metrics | Baseline] = [plan.metrics, *(other.metrics for _, other in found), *cuts]
     largest = max(_value(each, objective) for each in every) or 1.0
 
-    def row(name: str, found: Metrics | Baseline, units: Units, fits: bool | None, url: str | None) -> Row:
+    def row(
+        name: str, found: Metrics | Baseline, units: Units, fits: bool | None, url: str | None
+    ) -> ScheduleRow:
         value = _value(found, objective)
-        return Row(
+        return ScheduleRow(
             name=name,
             url=url,
             span=quantities.figure(found.span),
@@ -203,17 +205,17 @@ def _fits(plan: Plan, other: Plan) -> bool | None:
     return not any(exceeds(peak, limit) for peak, limit in zip(peaks, limits, strict=True))
 
 
-def _choices(compared: Sequence[ComparedPlan]) -> list[Choice]:
+def _choices(compared: Sequence[ComparedPlan]) -> list[ScheduleChoice]:
     chosen = {each.name for each in compared}
-    known = [Choice(name, name, name in chosen) for name in BASELINES]
+    known = [ScheduleChoice(name, name, name in chosen) for name in BASELINES]
     return known + [
-        Choice(each.name, _title(each), True)
+        ScheduleChoice(each.name, _title(each), True)
         for each in compared
         if not each.is_baseline and not each.complaint
     ]
 
 
-def _offer(summary: PlanSummary) -> Offer:
+def _offer(summary: PlanSummary) -> PlanChoice:
     value = quantities.time(summary.value, Units(time=summary.time_unit))
     shape = f"{summary.pp_degree} × {summary.microbatches}"
-    return Offer(summary.plan_id, f"{summary.plan_id[:12]}: {shape}, {summary.objective} {value}")
+    return PlanChoice(summary.plan_id, f"{summary.plan_id[:12]}: {shape}, {summary.objective} {value}")

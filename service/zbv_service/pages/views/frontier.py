@@ -18,7 +18,7 @@ from zbv_service.pages.views.words import counted, placement_name, shape_of
 
 
 @dataclass(frozen=True)
-class Row:
+class PointRow:
     """A limit as the table shows it.
 
     Attributes
@@ -66,7 +66,7 @@ class FrontierView:
     objective: str
     unit: str
     picture: Picture | None
-    rows: tuple[Row, ...]
+    rows: tuple[PointRow, ...]
     baselines: tuple[tuple[str, str, str], ...]
     missing: int
     open: int
@@ -122,7 +122,7 @@ def frontier_view(
     )
 
 
-def _rows(found: Frontier, plan: Plan) -> Iterator[Row]:
+def _rows(found: Frontier, plan: Plan) -> Iterator[PointRow]:
     axis = Axis.of(found)
     return (_row(point, plan, axis, found.cuts) for point in found.points)
 
@@ -132,10 +132,10 @@ def _baselines(found: Frontier) -> Iterator[tuple[str, str, str]]:
     return ((each.name, axis.said(each.needs), quantities.figure(each.value)) for each in found.baselines)
 
 
-def _row(point: Point, plan: Plan, axis: Axis, cuts: Mapping[str, CutSummary] | None) -> Row:
+def _row(point: Point, plan: Plan, axis: Axis, cuts: Mapping[str, CutSummary] | None) -> PointRow:
     best, bound = point.best, point.bound
     state, says = state_of(point)
-    return Row(
+    return PointRow(
         at=axis.said(point.at),
         limit="" if cuts is not None else quantities.memory(point.limit, plan.problem.units),
         value="–" if best is None else quantities.figure(best.value),

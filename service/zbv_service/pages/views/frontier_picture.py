@@ -31,7 +31,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartSegment:
     """A straight piece, in percent of the picture."""
 
     x1: float
@@ -64,7 +64,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PointMark:
     """A limit of the frontier on the axis; ``state`` as in the table."""
 
     x: float
@@ -82,10 +82,10 @@ class Picture:
     y_ticks: tuple[Tick, ...]
     infeasible: float
     below: tuple[Box, ...]
-    bound: tuple[Line, ...]
-    steps: tuple[Line, ...]
+    bound: tuple[ChartSegment, ...]
+    steps: tuple[ChartSegment, ...]
     marks: tuple[Mark, ...]
-    asked: tuple[Asked, ...]
+    asked: tuple[PointMark, ...]
     beyond: tuple[str, ...]
 
 
@@ -143,11 +143,11 @@ def picture_of(found: Frontier, root: str) -> Picture:
         y_ticks=tuple(Tick(y(at), quantities.figure(at)) for at in _ticks(low, high)),
         infeasible=x(found.points[0].at),
         below=tuple(Box(x(a), y(v), round(x(b) - x(a), 3), round(100 - y(v), 3)) for a, b, v in pieces),
-        bound=tuple(Line(x(a), y(v), x(b), y(w)) for a, v, b, w in _bound_line(found.points, pieces)),
-        steps=tuple(Line(x(a), y(v), x(b), y(w)) for a, v, b, w in _stairs(corners, axis.last)),
+        bound=tuple(ChartSegment(x(a), y(v), x(b), y(w)) for a, v, b, w in _bound_line(found.points, pieces)),
+        steps=tuple(ChartSegment(x(a), y(v), x(b), y(w)) for a, v, b, w in _stairs(corners, axis.last)),
         marks=tuple(_marks(found, shown, corners, place, root)),
         asked=tuple(
-            Asked(x(p.at), state_of(p)[0], f"{axis.said(p.at)}: {state_of(p)[1]}") for p in found.points
+            PointMark(x(p.at), state_of(p)[0], f"{axis.said(p.at)}: {state_of(p)[1]}") for p in found.points
         ),
         beyond=tuple(
             f"{name} needs {axis.said(each.needs)}: {quantities.time(each.value, units)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.rows import PlanRow, RunRow, SearchRow
+from zbv_service.pages.views.rows import PlanEntry, RunEntry, SearchEntry
 
 EXAMPLE: dict[str, Any] = {
     "pp_degree": 4,
@@ -24,8 +24,8 @@ EXAMPLE: dict[str, Any] = {
 class Now:
     """What goes on: the newest of what is open, and how much there is in all, by state."""
 
-    searches: Sequence[SearchRow]
-    runs: Sequence[RunRow]
+    searches: Sequence[SearchEntry]
+    runs: Sequence[RunEntry]
     searches_by_state: Mapping[str, int]
     runs_by_state: Mapping[str, int]
     agents_by_state: Mapping[str, int]
@@ -36,7 +36,7 @@ class Now:
         return self.agents_by_state["live"] + self.agents_by_state["draining"]
 
 
-def home_page(plans: Sequence[PlanRow], now: Now, shell: Shell) -> str:
+def home_page(plans: Sequence[PlanEntry], now: Now, shell: Shell) -> str:
     """The newest plans as pictures, what goes on, and how to submit a problem."""
     is_new = not plans and not any(now.searches_by_state.values())
     return render(

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.rows import AgentRow, PlanRow, RunRow, SearchRow
+from zbv_service.pages.views.rows import AgentEntry, PlanEntry, RunEntry, SearchEntry
 
 
 @dataclass(frozen=True)
-class Asked:
+class ListView:
     """What a list was asked for, and where its neighbours are.
 
     Attributes
@@ -40,23 +40,25 @@ class Asked:
         return bool(self.values.keys() - {"cursor", "limit"})
 
 
-def searches_page(rows: Sequence[SearchRow], asked: Asked, shell: Shell) -> str:
+def searches_page(rows: Sequence[SearchEntry], asked: ListView, shell: Shell) -> str:
     """Searches, the newest first."""
     return render("searches.html.j2", shell, rows=rows, asked=asked)
 
 
-def plans_page(rows: Sequence[PlanRow], asked: Asked, shell: Shell) -> str:
+def plans_page(rows: Sequence[PlanEntry], asked: ListView, shell: Shell) -> str:
     """Plans, the newest first."""
     return render("plans.html.j2", shell, rows=rows, asked=asked)
 
 
-def runs_page(rows: Sequence[RunRow], asked: Asked, shell: Shell) -> str:
+def runs_page(rows: Sequence[RunEntry], asked: ListView, shell: Shell) -> str:
     """Runs, the newest first."""
     return render("runs.html.j2", shell, rows=rows, asked=asked)
 
 
-def agents_page(rows: Sequence[AgentRow], asked: Asked, shell: Shell, now: datetime | None = None) -> str:
-    """Agents, the newest first; ``now`` is what their last signs of life are measured from."""
+def agents_page(
+    rows: Sequence[AgentEntry], asked: ListView, shell: Shell, now: datetime | None = None
+) -> str:
+    """The list of agents, newest first; their last heartbeats are shown relative to ``now``."""
     now = now or datetime.now(UTC)
     ages = {row.id: ago((now - row.seen_at).total_seconds()) for row in rows}
     return render("agents.html.j2", shell, rows=rows, asked=asked, ages=ages)

@@ -7,7 +7,7 @@ from datetime import datetime
 
 
 @dataclass(frozen=True)
-class SearchRow:
+class SearchEntry:
     """A search as the list shows it.
 
     Attributes
@@ -38,7 +38,7 @@ class SearchRow:
 
 
 @dataclass(frozen=True)
-class PlanRow:
+class PlanEntry:
     """A stored plan as the list shows it; ``value`` is its objective, in ``time_unit``."""
 
     plan_id: str
@@ -55,7 +55,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class RunRow:
+class RunEntry:
     """A run as the list shows it.
 
     Attributes
@@ -86,7 +86,7 @@ class RunRow:
 
 
 @dataclass(frozen=True)
-class AgentRow:
+class AgentEntry:
     """An agent as the list shows it; ``devices`` are counted: ``8 × NVIDIA H200``."""
 
     id: str

@@ -42,7 +42,7 @@ class RankRow:
 
 
 @dataclass(frozen=True)
-class Offer:
+class PlanOffer:
     """A plan that is better under the measured costs."""
 
     plan_id: str
@@ -75,7 +75,7 @@ class RunView:
     steps: StepChart | None
     losses: LossChart | None
     ranks: tuple[RankRow, ...]
-    offer: Offer | None
+    offer: PlanOffer | None
     failures: tuple[Failure, ...]
     earlier: tuple[Failure, ...]
     events: tuple[EventRecord, ...]
@@ -212,11 +212,11 @@ def _ranks(run: RunRecord, index: Sequence[PartInfo]) -> Iterator[RankRow]:
         )
 
 
-def _offer(run: RunRecord) -> Offer | None:
+def _offer(run: RunRecord) -> PlanOffer | None:
     if run.offer is None:
         return None
     gain = 1 - run.offer["objective_then"] / run.offer["objective_now"]
-    return Offer(str(run.offer["plan_id"]), quantities.percent(gain, 1))
+    return PlanOffer(str(run.offer["plan_id"]), quantities.percent(gain, 1))
 
 
 def _earlier(run: RunRecord) -> Sequence[dict[str, Any]]:

@@ -35,11 +35,11 @@ def run_connected(task: SearchTask, search: SearchFunction, address: tuple[str, 
     OSError
         The service cannot be reached.
     """
-    with Connection(address, token) as connection:
+    with ServiceConnection(address, token) as connection:
         return compute(task, search, connection)
 
 
-class Connection:
+class ServiceConnection:
     """A connection to the service; a :class:`zbv_service.searches.executors.task.Reporter`."""
 
     def __init__(self, address: tuple[str, int], token: str):
@@ -58,7 +58,7 @@ class Connection:
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> ServiceConnection:
         return self
 
     def __exit__(

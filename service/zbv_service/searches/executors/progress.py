@@ -21,7 +21,7 @@ MAX_RANKS_BYTES = 256 * 1024 * 1024
 logger = logging.getLogger(__name__)
 
 
-class Line:
+class TaskConnection:
     """The connection of one task: receives its reports, and can stop it."""
 
     def __init__(self, on_update: Callable[[Update], None]):
@@ -42,7 +42,7 @@ class ProgressServer:
     """Listens on a local port for the tasks of this service."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, TaskConnection] = {}
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
@@ -67,13 +67,13 @@ class ProgressServer:
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
 
-    def expect(self, on_update: Callable[[Update], None]) -> Line:
+    def expect(self, on_update: Callable[[Update], None]) -> TaskConnection:
         """Expect a task; the caller passes the token to it."""
-        line = Line(on_update)
+        line = TaskConnection(on_update)
         self._lines[line.token] = line
         return line
 
-    def forget(self, line: Line) -> None:
+    def forget(self, line: TaskConnection) -> None:
         """Forget a task that has ended."""
         line.is_over = True
         if line.writer is not None:

@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 from support.stored import a_plan, a_search
 from zbv_service.database import (
     Database,
-    NameTaken,
+    KeyReused,
     PlanTable,
     SearchDiscarded,
     SearchEventTable,
@@ -53,7 +53,7 @@ async def test_a_name_leads_to_its_search_even_when_that_is_cancelled(database: 
 async def test_a_name_of_another_body_is_refused_and_stores_nothing(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"), named())
-    with pytest.raises(NameTaken):
+    with pytest.raises(KeyReused):
         await table.add(a_search("b"), named(body="another"))
     assert await table.get("b") is None
 

@@ -16,7 +16,7 @@ from zbv_service.database import (
     AgentTable,
     Database,
     HeartbeatTable,
-    NameTaken,
+    KeyReused,
     PlanTable,
     RunRemoved,
     RunTable,
@@ -178,7 +178,7 @@ async def test_a_named_run_and_its_name_are_stored_together_or_not_at_all(any_da
     assert (await runs.add(new_run("a", 1), named)).id == "a"
     assert (await runs.add(new_run("b", 1), named)).id == "a"
     for other in (replace(named, fingerprint="other"), replace(named, kind="search")):
-        with pytest.raises(NameTaken):
+        with pytest.raises(KeyReused):
             await runs.add(new_run("c", 1), other)
     assert [run.id for run in await runs.newest(9)] == ["a"]
     async with database.writing() as session:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbv_worker.errors import InvalidRun, WorkerError, raised
+from zbv_worker.errors import InvalidRun, WorkerError, describe_error
 
 CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -116,7 +116,7 @@ def without_values(what: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise InvalidRun(
-            f"{what} raised {raised(error)}. Perhaps because tensors have no values in an estimate: "
+            f"{what} raised {describe_error(error)}. Perhaps because tensors have no values in an estimate: "
             f"{_INSTEAD[0].lower()}{_INSTEAD[1:]}"
         ) from error
 

@@ -1,8 +1,7 @@
-"""What a node's GPUs do with the worker: facts, profile, split, overlap of transfers, and right gradients.
+"""A report on a node's GPUs: devices, profile, cost of the split, overlap of transfers, correct gradients.
 
-Ranks of a small pipeline are started on the GPUs, one each where there are enough (NCCL); with fewer, ranks
-share them, and tensors go through the CPU (gloo). What a rank measures is in
-:mod:`zbv_worker.measure.gpu_report.rank`. Everything but the facts can be run on a CPU, too.
+It starts the ranks of a small pipeline: with NCCL if each rank has a GPU, else with gloo and shared GPUs. A
+rank's measurement is in :mod:`zbv_worker.measure.gpu_report.rank`. All but the devices works on a CPU too.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from zbv_worker.errors import WorkerError
 from zbv_worker.host.inventory import versions
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.profile.profile import LinkProfile, RankProfile, StageProfile, read_rank
-from zbv_worker.measure.profile.report import print_report, report_json
+from zbv_worker.measure.profile.report import print_report, profile_json
 from zbv_worker.model.spec import ModelSpec
 
 Device = Literal["cuda", "cpu"]
 
 GRADIENT_TOLERANCE = 1e-3
-"""Relative, per parameter: a GPU adds in another order, in single precision."""
+"""Relative error per parameter: a GPU sums in another order, in single precision."""
 
 _LONGEST_SECONDS = 1800.0
 _MEGABYTE = 1e6
 
 
 class NoGpu(WorkerError):
-    """The report was asked for where there is no CUDA GPU."""
+    """A report on CUDA was requested, but there is no CUDA GPU."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,9 @@ class ReportOptions:
     Attributes
     ----------
     ranks
-        At least two, or nothing would be transferred.
+        At least two, because the report measures transfers.
     steps
-        Of training, after one that is not measured.
+        Training steps after one warm-up step.
     """
 
     model: ModelSpec
@@ -63,7 +62,7 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class Timed:
-    """One action of a measured step, its times in ns of one clock; ``received`` in bytes, 0 for none."""
+    """One action of a measured step; times in ns on one clock, ``received`` in bytes (0 if none)."""
 
     rank: int
     stage: int
@@ -82,9 +81,9 @@ class Overlap:
     Attributes
     ----------
     seconds
-        Of all of them together.
+        Their total time.
     exposed
-        Of it, how long the receiver stood still for them after they were sent.
+        How much of it the receiver waited for, after the tensors were sent.
     """
 
     stage: int
@@ -94,26 +93,26 @@ class Overlap:
 
     @property
     def hidden(self) -> float:
-        """The fraction of the transfer time behind which the receiver computed."""
+        """The fraction of the transfer time in which the receiver computed."""
         return 1 - self.exposed / self.seconds if self.seconds > 0 else 1.0
 
 
 def gpu_report(options: ReportOptions) -> dict[str, Any]:
-    """Measure; the whole report.
+    """Measure; returns the whole report.
 
     Raises
     ------
     NoGpu
-        When ``cuda`` is asked for and not there.
+        If ``cuda`` is requested but not available.
     LaunchError
-        When a rank fails.
+        If a rank fails.
     """
     facts = device_facts(options.device)
     ranks, answers = _measured(options)
     return {
         "facts": facts,
         "backend": answers[0]["backend"],
-        "profile": report_json(ranks),
+        "profile": profile_json(ranks),
         "split": [{"stage": s.stage, "ratio": split_ratio(s)} for s in _stages(ranks)],
         "overlap": [{**asdict(o), "hidden": o.hidden} for o in overlaps(_timed(answers), _links(ranks))],
         "gradients": {
@@ -125,14 +124,14 @@ def gpu_report(options: ReportOptions) -> dict[str, Any]:
 
 
 def device_facts(device: Device) -> dict[str, Any]:
-    """What computes here; raises :class:`NoGpu`."""
+    """Versions and devices of this node; raises :class:`NoGpu`."""
     found: dict[str, Any] = {**versions(), "machine": platform.machine(), "device": device}
     if device == "cpu":
         return found
     if not torch.cuda.is_available():
         raise NoGpu(
-            "no CUDA GPU here: the report needs at least one, its driver, and a torch built for CUDA. The "
-            "rest stands without it; `--device cpu` shows what a report holds."
+            "found no CUDA GPU: the report needs at least one, its driver, and a torch built for CUDA. All "
+            "other commands work without; `--device cpu` shows the report's format."
         )
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's own
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -154,7 +153,7 @@ def device_facts(device: Device) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The driver's version, as its own tool says it."""
+    """The driver's version, from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
@@ -176,15 +175,15 @@ def _measured(options: ReportOptions) -> tuple[list[RankProfile], list[dict[str,
 
 
 def split_ratio(stage: StageProfile) -> float:
-    """I + W against the fused backward."""
+    """The time of I + W relative to the fused backward."""
     return (stage.backward_input.median + stage.backward_weight.median) / stage.backward.median
 
 
 def overlaps(actions: Sequence[Timed], links: Mapping[tuple[int, int], LinkProfile]) -> Iterator[Overlap]:
-    """By stage, how much of its transfers was hidden.
+    """How much of each stage's incoming transfers overlapped with compute.
 
-    A transfer takes what the link's fit says, or longer where its receiver was seen to wait longer. Exposed
-    is the wait after the tensor was sent; a wait before that is for the sender's compute.
+    A transfer takes the time that the link's fit predicts, or longer if its receiver waited longer. The
+    exposed part is the wait after the tensor was sent; an earlier wait is for the sender's compute.
     """
     made = {(a.stage, a.letter == "F", a.microbatch): a for a in actions if a.letter != "W"}
     found: dict[int, list[tuple[float, float]]] = {}
@@ -214,7 +213,7 @@ def _stages(ranks: Sequence[RankProfile]) -> list[StageProfile]:
 
 
 def print_gpu_report(report: Mapping[str, Any], out: Console) -> None:
-    """For people."""
+    """Print a report as text and tables."""
     out.print(", ".join(f"{name} {value}" for name, value in report["facts"].items() if name != "gpus"))
     for gpu in report["facts"].get("gpus", []):
         out.print(f"{gpu['name']}: {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['multiprocessors']} SMs")
@@ -225,17 +224,17 @@ def print_gpu_report(report: Mapping[str, Any], out: Console) -> None:
     print_report(ranks, out)
     out.print(_results(report))
     gradients = report["gradients"]
-    verdict = "right" if gradients["right"] else "WRONG"
+    verdict = "correct" if gradients["right"] else "WRONG"
     out.print(
-        f"Gradients of {len(ranks)} ranks over {report['backend']} against one process: {verdict}, relative "
-        f"error {gradients['relative_error']:.1e} (at most {gradients['tolerance']:.0e})"
+        f"Gradients of {len(ranks)} ranks over {report['backend']} compared with one process: {verdict}, "
+        f"relative error {gradients['relative_error']:.1e} (at most {gradients['tolerance']:.0e})"
     )
 
 
 def _results(report: Mapping[str, Any]) -> Table:
     hidden = {entry["stage"]: entry for entry in report["overlap"]}
     shown = Table(title="Split, and overlap of transfers with compute", title_justify="left")
-    for column in ("stage", "(I + W) / B", "transfers in", "ms in all", "hidden"):
+    for column in ("stage", "(I + W) / B", "transfers in", "total ms", "hidden"):
         shown.add_column(column, justify="right")
     for entry in report["split"]:
         overlap = hidden.get(entry["stage"])

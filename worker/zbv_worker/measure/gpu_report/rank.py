@@ -1,20 +1,19 @@
 """One rank of a GPU report: profile, training steps on its device's timeline, gradients.
 
 Run as ``python -m zbv_worker.measure.gpu_report.rank REQUEST`` with torchrun's environment; writes
-``RANK.json`` beside the request.
+``RANK.json`` next to the request.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.selfcheck import relative_error
 from torch import Tensor, nn
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Action, Orders
@@ -39,7 +38,7 @@ Gradients = dict[str, Tensor]
 
 
 def placed(device: Device, world: World) -> tuple[torch.device, Backend]:
-    """A rank's device and backend: a GPU each and NCCL where there are enough, else shared ones and gloo."""
+    """A rank's device and backend: its own GPU and NCCL if there are enough, else a shared GPU and gloo."""
     if device == "cpu":
         return torch.device("cpu"), "gloo"
     count = torch.cuda.device_count()
@@ -51,10 +50,10 @@ def placed(device: Device, world: World) -> tuple[torch.device, Backend]:
 
 
 def v_orders(problem: Problem) -> Orders:
-    """A plain V plan with split backwards, so that a node needs no solver to report.
+    """A simple V plan with split backwards, so that the report needs no solver.
 
-    Time goes round by round: in each, every rank runs one action that is ready, the backward before the
-    forward, later stages before earlier ones, and W's where there is nothing else.
+    In each round, every rank runs one action that is ready: I before F before W, later stages before earlier
+    ones.
     """
     last = problem.n_stages - 1
     ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
@@ -88,7 +87,7 @@ def problem_of(p: int, microbatches: int) -> Problem:
 
 
 def measure(options: ReportOptions, transport: Transport, device: torch.device) -> dict[str, Any]:
-    """Everything that one rank finds."""
+    """Measure everything as one rank."""
     profiled = ProfileOptions(
         options.model,
         options.ranks,
@@ -112,9 +111,9 @@ def measure(options: ReportOptions, transport: Transport, device: torch.device) 
 def _error_of_all(
     mine: Gradients, reference: Gradients, transport: Transport, options: ReportOptions
 ) -> float:
-    """The largest relative error of any parameter on any rank; infinite where one is missing.
+    """The largest relative error of any parameter on any rank; infinite if a parameter is missing.
 
-    Every rank compares its own gradients, so that none of them travels.
+    Every rank compares its own gradients, so none of them is sent.
     """
     own = {name: reference[name] for name in mine if name in reference}
     said = transport.gather([sorted(mine), relative_error(mine, own)], options.timeout)
@@ -125,7 +124,7 @@ def _error_of_all(
 def _trained(
     options: ReportOptions, model: PipelineModel, transport: Transport, device: torch.device
 ) -> tuple[StepResult, Gradients]:
-    """Run the steps without an optimizer; the last one's result and gradients, on the CPU."""
+    """Run the steps without an optimizer; returns the last step's result and gradients, on the CPU."""
     problem = problem_of(options.ranks, options.microbatches)
     orders = v_orders(problem)
     plan = RankPlan.of("gpu-report", problem, orders, transport.rank)
@@ -143,13 +142,24 @@ def _trained(
 
 
 def reference_gradients(model: PipelineModel, microbatches: int, device: torch.device) -> Gradients:
-    """Plain autograd on the uncut model."""
+    """Gradients of plain autograd on the uncut model."""
     module = build_stage(model, 0, 1, device)
     for index in range(microbatches):
         input, target = (tensor.to(device) for tensor in model.microbatch(0, index))
         loss = model.loss(module(input), target) / microbatches
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
     return _gradients([module])
+
+
+def relative_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """The largest |found - reference| / |reference| (norms) of any parameter; inf if one is missing."""
+    if found.keys() != reference.keys():
+        return float("inf")
+    errors = (
+        float((found[name] - right).norm() / right.norm().clamp_min(1e-12))
+        for name, right in reference.items()
+    )
+    return max(errors, default=0.0)
 
 
 def _gradients(modules: Iterable[nn.Module]) -> Gradients:

@@ -12,7 +12,7 @@ from zbv_worker.measure.profile.profile import LinkProfile, LinkSample, Spread
 from zbv_worker.transport.channels import ChannelKey, TensorSpec, Transport
 
 SIZES = (1 << 12, 1 << 16, 1 << 20)
-"""Bytes; the size of what crosses the boundary is measured, too."""
+"""Sizes of measured transfers in bytes; the size of the boundary's tensor is measured as well."""
 
 ROUND_TRIPS = 20
 _TINY = 8
@@ -20,7 +20,7 @@ _FLOAT_BYTES = 4
 
 
 class LinkProfiler:
-    """Measures the transfers of one rank; all ranks make theirs, and call the same methods in one order."""
+    """Measures one rank's transfers; all ranks create theirs, and call the same methods in the same order."""
 
     def __init__(
         self, transport: Transport, device: torch.device, timeout: float, settle: Callable[[], None]
@@ -31,9 +31,9 @@ class LinkProfiler:
         self._settle = settle
 
     def links(self, near: int, far: int, own_size: int) -> Iterator[LinkProfile]:
-        """Both directions between two ranks; on the first of them, which times, and nothing on others.
+        """Measure both directions between two ranks; yields them on ``near``, which times, nothing on others.
 
-        A transfer one way is a round trip that is answered by a few bytes, less the way of those.
+        A one-way time is that of a round trip with a tiny answer, minus the time of the answer.
         """
         if self._transport.rank not in (near, far):
             return
@@ -71,7 +71,7 @@ class LinkProfiler:
 
 
 def one_way(trips: Sequence[float], tiny: Sequence[float]) -> list[float]:
-    """Seconds one way: round trips answered by a few bytes, less half of those of a few bytes each way."""
+    """One-way seconds: round trips with a tiny answer, minus half of a tiny round trip."""
     answer = float(np.median(tiny)) / 2
     return [max(0.0, trip - answer) for trip in trips]
 
@@ -86,9 +86,9 @@ def link_of(sender: int, receiver: int, one_way: dict[int, list[float]]) -> Link
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Latency and seconds per byte: least squares of the relative errors, so that small transfers count.
+    """Latency and seconds per byte: least squares of relative errors, so that small transfers count.
 
-    A fit with a negative part would promise transfers that take no time; that part is then 0.
+    A negative coefficient would promise transfers that take no time, so it is replaced by 0.
     """
     x, y = np.asarray(sizes, dtype=float), np.maximum(np.asarray(seconds, dtype=float), 1e-9)
     rows = np.column_stack([1 / y, x / y])

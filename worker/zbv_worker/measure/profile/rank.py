@@ -23,7 +23,7 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 
-from zbv_worker.errors import InvalidRun, WorkerError, said
+from zbv_worker.errors import InvalidRun, WorkerError, print_error
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.planned_cut import PlannedCut, even_partition, require_layered
@@ -298,4 +298,4 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]))
     except WorkerError as error:  # a clear message, no traceback
-        sys.exit(said(error))
+        sys.exit(print_error(error))

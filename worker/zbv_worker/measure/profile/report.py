@@ -1,4 +1,4 @@
-"""Everything that a profile measured: for people, and as JSON. A problem holds the medians only."""
+"""A profile's measurements, as tables and as JSON. A problem contains only the medians."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zbv_worker.measure.profile.layers import layers_of
 from zbv_worker.measure.profile.profile import LinkProfile, RankProfile, Spread, StageProfile
 
 
-def report_json(ranks: Sequence[RankProfile]) -> dict[str, Any]:
-    """By rank: times in seconds, medians and 90th percentiles; memory in bytes."""
+def profile_json(ranks: Sequence[RankProfile]) -> dict[str, Any]:
+    """Measurements by rank: times in seconds, medians and 90th percentiles; memory in bytes."""
     return {"ranks": [{**asdict(rank), "static_total": rank.static.total} for rank in ranks]}
 
 
 def print_report(ranks: Sequence[RankProfile], out: Console) -> None:
-    """Tables of stages or layers, ranks and links."""
+    """Print tables of stages or layers, ranks and links."""
     for title, named in _measured(ranks):
         out.print(_times(title, named), _held(title, named))
         for name, found in named:
@@ -32,7 +32,7 @@ def print_report(ranks: Sequence[RankProfile], out: Console) -> None:
 
 
 def _measured(ranks: Sequence[RankProfile]) -> Iterator[tuple[str, list[tuple[str, StageProfile]]]]:
-    """What was measured, by the title of its tables: names and numbers."""
+    """Measurements by name, for each table title."""
     layers = layers_of(ranks)
     stages = sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
     for title, named in (
@@ -55,8 +55,8 @@ def _times(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
 
 
 def _held(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
-    shown = Table(title=f"{title}: MB held, and beside that within", title_justify="left")
-    for column in ("", "after F", "after I", "after W", "within"):
+    shown = Table(title=f"{title}: MB held, and workspace", title_justify="left")
+    for column in ("", "after F", "after I", "after W", "workspace"):
         shown.add_column(column, justify="right", no_wrap=True)
     for name, found in named:
         held = (found.held_after_forward, found.held_after_input, found.held_after_weight, found.workspace)
@@ -65,9 +65,9 @@ def _held(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
 
 
 def _static(ranks: Sequence[RankProfile]) -> Table:
-    shown = Table(title="Always held: MB", title_justify="left")
+    shown = Table(title="Static memory: MB", title_justify="left")
     # Headings short enough for a terminal of 80 columns.
-    for column in ("rank", "param.", "grad.", "optim.", "buffers", "receives", "within", "total"):
+    for column in ("rank", "param.", "grad.", "optim.", "buffers", "receives", "worksp.", "total"):
         shown.add_column(column, justify="right", no_wrap=True)
     for rank in ranks:
         shown.add_row(str(rank.rank), *map(_mb, astuple(rank.static)), _mb(rank.static.total))
@@ -75,8 +75,8 @@ def _static(ranks: Sequence[RankProfile]) -> Table:
 
 
 def _links(links: Sequence[LinkProfile]) -> Table:
-    shown = Table(title="Transfers one way", title_justify="left")
-    for column in ("from", "to", "latency", "bandwidth", "of bytes: us, median and 90th percentile"):
+    shown = Table(title="One-way transfers", title_justify="left")
+    for column in ("from", "to", "latency", "bandwidth", "bytes: us, median and 90th percentile"):
         shown.add_column(column, justify="right" if "bytes" not in column else "left")
     for link in links:
         bandwidth = "—" if link.bandwidth is None else f"{link.bandwidth / 1e9:.2f} GB/s"

@@ -1,7 +1,7 @@
 """Times actions: by the host's clock on a CPU, by events on the compute stream on a GPU.
 
-On a GPU the host only queues work. Waiting for the device before and after every action would time the
-queueing, too, which a run hides by being ahead; events time what the device does.
+On a GPU the host only queues work. Waiting for the device before and after every action would include the
+queueing, which a run hides by queueing ahead; events time only the device.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ import torch
 from zbv_worker.transport.cuda_api import CudaApi, torch_cuda
 
 Seconds = Callable[[], float]
-"""How long something took, once it is known."""
+"""Returns how long something took, after :meth:`Stopwatch.settle`."""
 
 _MILLI = 1e-3
 
 
 class Stopwatch(Protocol):
-    """Times what it runs."""
+    """Times work."""
 
     def time(self, work: Callable[[], object]) -> Seconds:
-        """Run something; how long it took can be asked after :meth:`settle`."""
+        """Run work; its duration is available after :meth:`settle`."""
 
     def settle(self) -> None:
-        """Wait until everything timed is over."""
+        """Wait until all timed work is complete."""
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """The one for a device."""
+    """The stopwatch for a device."""
     return EventStopwatch(device) if device.type == "cuda" else HostStopwatch()
 
 
 class HostStopwatch:
-    """By the host's clock."""
+    """Times by the host's clock."""
 
     def time(self, work: Callable[[], object]) -> Seconds:
-        """Run it."""
+        """Run work."""
         start = time.perf_counter()
         work()
         seconds = time.perf_counter() - start
         return lambda: seconds
 
     def settle(self) -> None:
-        """Everything is over."""
+        """Nothing to wait for."""
 
 
 class EventStopwatch:
-    """By events around what is queued."""
+    """Times by events around queued work."""
 
     def __init__(self, device: torch.device, cuda: CudaApi | None = None):
         self._cuda = cuda or torch_cuda()
         self._stream = self._cuda.current_stream(device)
 
     def time(self, work: Callable[[], object]) -> Seconds:
-        """Queue it."""
+        """Queue work."""
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         start.record(self._stream)
         work()

@@ -1,12 +1,12 @@
-"""What a rehearsal found: the planned step beside the measured one, and where the difference went.
+"""A rehearsal's result: planned and measured step, and where the difference comes from.
 
-On every rank a step of length T consists of the time in actions, the time between them, and waiting; the plan
-says how much of it is actions and how much is waiting. So of each rank's step
+On every rank a step of length T consists of time in actions, time between them, and waiting; the plan says
+how much is actions and how much is waiting. So for each rank
 
-    T - planned T = actions that took longer + time between actions + waiting that was not planned
+    T - planned T = actions that took longer + time between actions + unplanned waiting
 
-Where the objective is the span, steps follow each other back to back, and T is from the last end of one step
-to the last end of the next. A makespan is from the first start of a step to its last end.
+If the objective is the span, steps follow each other directly, and T is the time from the last end of one
+step to the last end of the next. A makespan is the time from a step's first start to its last end.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _NANO = 1e-9
 
 @dataclass(frozen=True)
 class CpuUse:
-    """CPU time in nanoseconds of the thread that runs the plan, of its whole process, and for how much."""
+    """CPU time in nanoseconds of the executor's thread and of its process, and the number of actions."""
 
     thread: int = 0
     process: int = 0
     actions: int = 0
 
     def since(self, earlier: CpuUse, actions: int) -> CpuUse:
-        """What was used from then to now, for a number of actions."""
+        """The CPU time used since an earlier reading, for a number of actions."""
         return CpuUse(self.thread - earlier.thread, self.process - earlier.process, actions)
 
 
@@ -45,11 +45,11 @@ class RankTimes:
     Attributes
     ----------
     busy, planned_busy
-        In actions.
+        Time in actions.
     waiting, planned_waiting
-        For other ranks.
+        Time of waiting for other ranks.
     between
-        From the end of an action until the rank turns to the next: the executor itself.
+        Time from the end of an action until the rank turns to the next: the executor's own time.
     """
 
     rank: int
@@ -61,15 +61,16 @@ class RankTimes:
 
     @property
     def unplanned_waiting(self) -> float:
-        """Waiting beyond the plan's; negative when there was less."""
+        """Waiting in excess of the plan's; negative if there was less."""
         return self.waiting - self.planned_waiting
 
 
 @dataclass(frozen=True)
 class Link:
-    """Transfers from one rank to another, in seconds, of those that their receiver was waiting for.
+    """Transfers from one rank to another, in seconds, of which the receiver waited for the tensor.
 
-    The others arrived unobserved. A transfer is timed from its producer's end to its consumer's start.
+    The times of other transfers are unknown. A transfer lasts from its producer's end to its consumer's
+    start.
     """
 
     sender: int
@@ -77,7 +78,7 @@ class Link:
     count: int
     median: float
     slow: float
-    """The slowest tenth take longer than this."""
+    """A tenth of the transfers take longer than this."""
     planned: float
 
 
@@ -88,12 +89,13 @@ class Outcome:
     Attributes
     ----------
     planned, measured
-        A step: span or makespan, as ``objective`` says. ``measured`` is the median of ``steps``.
+        The length of a step: span or makespan, according to ``objective``. ``measured`` is the median of
+        ``steps``.
     cpu_thread, cpu_process
-        CPU time per action beside the sleeps, of the executor's thread and of its whole process with the
+        CPU time per action without the sleeps, of the executor's thread and of its process including the
         transport's threads; the mean over the ranks.
     clock_uncertainty
-        By which times of different ranks may be shifted against each other.
+        The largest error between times of different ranks.
     """
 
     plan_id: str
@@ -110,7 +112,7 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """Measured over planned."""
+        """Measured divided by planned."""
         return self.measured / self.planned if self.planned > 0 else float("inf")
 
 
@@ -121,7 +123,7 @@ def compare(
     cpu: Sequence[CpuUse],
     clock_uncertainty: float,
 ) -> Outcome:
-    """Hold traces on one clock against the plan; their first step is warm-up.
+    """Compare traces on one clock with the plan; their first step is warm-up.
 
     Parameters
     ----------
@@ -147,7 +149,7 @@ def compare(
 
 
 def _lengths(objective: str, traces: Sequence[RankTrace]) -> NDArray[np.float64]:
-    """Length of every measured step, in seconds."""
+    """The length of every measured step, in seconds."""
     ends = np.max([trace.times[:, -1, END] for trace in traces], axis=0)
     if objective == "span":
         nanoseconds = np.diff(ends)
@@ -175,7 +177,7 @@ def _rank_times(
 
 
 def _links(plan: WholePlan, scale: float, traces: Sequence[RankTrace]) -> Iterator[Link]:
-    """Per pair of ranks, how long the transfers that were waited for were under way."""
+    """The duration of transfers that were waited for, by pair of ranks."""
     where = {
         (action.stage, action.letter == "F", action.microbatch): (trace.rank, index)
         for trace in traces
@@ -201,7 +203,7 @@ def _links(plan: WholePlan, scale: float, traces: Sequence[RankTrace]) -> Iterat
 
 
 def _under_way(producer: RankTrace, made: int, consumer: RankTrace, used: int) -> list[float]:
-    """Seconds of one transfer in every measured step in which its receiver was there before it."""
+    """Seconds of one transfer, in every measured step in which its receiver waited for it."""
     sent = producer.times[_FIRST_MEASURED:, made, END]
     times = consumer.times[_FIRST_MEASURED:, used]
     waited_for = times[:, WAIT] < sent

@@ -1,4 +1,4 @@
-"""A rehearsal's outcome for people, and as JSON."""
+"""A rehearsal's outcome as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SHOWN_LINKS = 3
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """Everything, times in seconds."""
+    """The outcome as JSON, times in seconds."""
     return {**asdict(outcome), "ratio": outcome.ratio if outcome.planned > 0 else None}
 
 
 def table(outcome: Outcome) -> Table:
-    """One row per rank: where its step went."""
+    """A table with one row per rank."""
     shown = Table(title="A step of every rank, ms (medians)")
     # Headings short enough for a terminal of 80 columns.
     for column in ("rank", "actions", "planned", "waiting", "planned", "unplanned", "between"):
@@ -36,7 +36,7 @@ def table(outcome: Outcome) -> Table:
 
 
 def sentences(outcome: Outcome) -> Iterator[str]:
-    """The result in a few lines."""
+    """The result in a few sentences."""
     fastest, slowest = min(outcome.steps), max(outcome.steps)
     yield (
         f"{outcome.objective} of plan {outcome.plan_id[:12]}: planned {_ms(outcome.planned)}, measured "
@@ -45,24 +45,24 @@ def sentences(outcome: Outcome) -> Iterator[str]:
     )
     if outcome.links:
         links = sorted(outcome.links, key=lambda link: -link.median)
-        yield "Transfers that were waited for, the slowest pairs of ranks first:"
+        yield "Transfers that ranks waited for, the slowest pairs first:"
         yield from map(_link, links[:_SHOWN_LINKS])
     yield overhead(outcome)
     yield f"Clocks of the ranks agree to {outcome.clock_uncertainty * 1e6:.0f} us"
 
 
 def overhead(outcome: Outcome) -> str:
-    """What running the plan costs beside its actions."""
+    """The CPU time of running the plan, in a sentence."""
     return (
-        f"CPU time per action beside the sleeps: {outcome.cpu_thread * 1e6:.0f} us in the executor's thread, "
-        f"{outcome.cpu_process * 1e6:.0f} us with the transport's threads"
+        f"CPU time per action, without the sleeps: {outcome.cpu_thread * 1e6:.0f} us in the executor's "
+        f"thread, {outcome.cpu_process * 1e6:.0f} us with the transport's threads"
     )
 
 
 def _link(link: Link) -> str:
     return (
         f"  {link.sender} → {link.receiver}: median {_ms(link.median)}, a tenth over {_ms(link.slow)} "
-        f"({link.count} of them); planned {_ms(link.planned)}"
+        f"({link.count} transfers); planned {_ms(link.planned)}"
     )
 
 

@@ -1,8 +1,8 @@
-"""A plan's dress rehearsal: real ranks, real transfers, and sleeps in place of compute. It needs no model.
+"""Rehearses a plan: real ranks, real transfers, and sleeps instead of compute. It needs no model.
 
 It runs the executor that trains, with stages that only take time
-(:mod:`zbv_worker.measure.rehearse.sleeping_stage`). What it finds: whether the plan comes to its end on this
-transport, how long a step really takes, and how long transfers are under way while the schedule runs.
+(:mod:`zbv_worker.measure.rehearse.sleeping_stage`). It finds whether the plan completes on this transport,
+how long a step takes, and how long transfers take while the schedule runs.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from zbv_worker.transport.world import World
 DEFAULT_STEPS = 5
 DEFAULT_BYTES = 1 << 16
 DEFAULT_ACTION_SECONDS = 0.01
-"""Mean length of an action where neither the problem nor the caller says how long a time unit is."""
+"""Mean length of an action if neither the problem nor the caller defines the time unit."""
 
 WARM_UP_STEPS = 1
-"""The first step fills the pipeline and exchanges shapes; others are measured from the end of the last."""
+"""The first step fills the pipeline and exchanges shapes; each other is measured from the end of the last."""
 
 _CPU = torch.device("cpu")
 
@@ -49,14 +49,14 @@ class RehearseOptions:
     Attributes
     ----------
     steps
-        Steps that are measured, after one that is not.
+        Steps to measure, after one warm-up step.
     scale
-        Seconds per time unit of the plan; None for what the problem's ``units`` say.
+        Seconds per time unit of the plan; None for the unit in the problem's ``units``.
     transfer_bytes
         Size of every tensor between ranks.
     timeout
-        Seconds that a rank waits for any one tensor, and for the others before the first step and after the
-        last.
+        Seconds that a rank waits for any one tensor, and for the other ranks before the first step and after
+        the last.
     trace
         Where to write the merged trace.
     """
@@ -74,7 +74,7 @@ class RehearseOptions:
         return self.source.whole(self.timeout)
 
     def seconds_per_unit(self, plan: WholePlan) -> float:
-        """The scale: what was asked for, or what the problem's unit is, or one that makes actions 10 ms."""
+        """The scale: as given, else of the problem's unit, else one that makes actions 10 ms long."""
         if self.scale is not None:
             return self.scale
         unit = plan.problem.units.time
@@ -85,7 +85,7 @@ class RehearseOptions:
 
 
 def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
-    """Rehearse as one rank of the world; rank 0 returns what was found, the others None.
+    """Rehearse as one rank of the world; rank 0 returns the outcome, the others None.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
         claim(options.trace)
     with naming_errors(world.rank, "meeting the other ranks"):
         transport = DistributedTransport(world, "gloo", _CPU, options.timeout)
-    gc.freeze()  # what is there now stays: looking through it all in mid-step would seem a slow action
+    gc.freeze()  # otherwise a garbage collection during a step would look like a slow action
     try:
         return Rehearsal(options, plan, mine, transport).run()
     finally:
@@ -109,12 +109,12 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
 
 
 class Rehearsal:
-    """One rank's rehearsal over an open transport.
+    """One rank's rehearsal on an open transport.
 
     Parameters
     ----------
     clock
-        Of this rank, in nanoseconds.
+        This rank's clock, in nanoseconds.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Rehearsal:
         self._stages = sleeping_stages(plan, mine.rank, self._scale, options.transfer_bytes, self._compute)
 
     def run(self) -> Outcome | None:
-        """Agree, run all steps, and bring the traces together; collective. Rank 0 returns the outcome."""
+        """Agree, run all steps, and collect the traces; collective. Rank 0 returns the outcome."""
         options, transport, rank = self._options, self._transport, self._mine.rank
         meeting = options.timeout
         keys = agree(transport, self._statement(), meeting)
@@ -148,7 +148,7 @@ class Rehearsal:
             alignment = Alignment(before, find_offsets(transport, meeting, self._clock))
             traces = collect(transport, RankTrace.of(self._plan.plan_id, rank, steps), alignment, meeting)
             used = [CpuUse(**said) for said in transport.gather(asdict(cpu), meeting)]
-            transport.barrier(meeting)  # nobody hangs up while a peer still listens
+            transport.barrier(meeting)  # no rank closes while a peer still receives
         if rank != 0:
             return None
         if options.trace is not None:
@@ -156,7 +156,7 @@ class Rehearsal:
         return compare(self._plan, self._scale, traces, used, alignment.uncertainty / 1e9)
 
     def _steps(self) -> tuple[list[StepResult], CpuUse]:
-        """All steps, and the CPU time of those after the warm-up."""
+        """Run all steps; returns them, and the CPU time of those after the warm-up."""
         options, transport = self._options, self._transport
         executor = Executor(
             self._mine,
@@ -174,12 +174,12 @@ class Rehearsal:
                 spent = self._cpu()
             if self._plan.problem.objective == "makespan":
                 with naming_errors(self._mine.rank, "between steps"):
-                    transport.barrier(options.timeout)  # a makespan is that of a lone iteration
+                    transport.barrier(options.timeout)  # a makespan is that of a single iteration
             steps.append(executor.step(step))
         return steps, self._cpu().since(spent, options.steps * len(self._mine.actions))
 
     def _cpu(self) -> CpuUse:
-        """What this process has used so far, apart from pretending to compute."""
+        """The CPU time of this process so far, without the simulated compute."""
         sleeping = self._compute.cpu_nanoseconds
         return CpuUse(time.thread_time_ns() - sleeping, time.process_time_ns() - sleeping)
 
@@ -200,7 +200,7 @@ class Rehearsal:
 def sleeping_stages(
     plan: WholePlan, rank: int, scale: float, size: int, device: SleepingDevice
 ) -> Mapping[int, SleepingStage]:
-    """A rank's stages, each taking its own costs; ``scale`` in seconds per time unit, ``size`` in bytes."""
+    """A rank's stages with their planned costs; ``scale`` in seconds per time unit, ``size`` in bytes."""
     duration, last = plan.problem.arrays.duration, plan.problem.n_stages - 1
     return {
         stage: SleepingStage(

@@ -1,7 +1,7 @@
-"""A stage without a model: its actions take as long as the plan says and do nothing.
+"""A stage without a model: its actions take the planned time and compute nothing.
 
-What comes in is dropped, and what goes out has the right size; so the ranks exchange what a real run
-exchanges. Sleeping ranks leave the CPU to others: a few cores carry many of them.
+Inputs are dropped, and outputs have the right size, so that the ranks exchange what a real run exchanges.
+Sleeping ranks use little CPU time: a few cores can run many of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 SPIN_NANOSECONDS = 100_000
-"""The end of a wait that is spent awake.
+"""The end of a wait, spent in a busy loop.
 
-Linux wakes a sleeper 80 us late as a rule, 35 us after :func:`sharpen_timer`, and more on a busy core.
+Linux usually wakes a sleeper 80 us late, 35 us after :func:`sharpen_timer`, and more on a busy core.
 """
 NO_WAIT_NANOSECONDS = 30_000
-"""A thread that was off its CPU for less has not waited for a tensor: being woken takes about as long."""
+"""A thread that was off its CPU for less did not wait for a tensor: waking up takes about as long."""
 
 _PR_SET_TIMERSLACK = 29
 
@@ -28,9 +28,9 @@ _FLOAT_BYTES = 4
 
 
 def sharpen_timer() -> bool:
-    """Have Linux wake this thread, and those it will start, as soon as it can; returns whether it does.
+    """Make Linux wake this thread, and threads that it starts, as precisely as possible.
 
-    By default sleeps are prolonged by up to 50 us, so that several end together.
+    Returns whether it does. By default sleeps may take up to 50 us longer, so that several end together.
     """
     try:
         prctl = ctypes.CDLL(None).prctl
@@ -40,13 +40,13 @@ def sharpen_timer() -> bool:
 
 
 def times_blocked() -> int:
-    """How often this thread has given its CPU up by itself; where the system does not count, always more."""
+    """How often this thread has blocked; if the system does not count that, a number that always grows."""
     who = getattr(resource, "RUSAGE_THREAD", None)  # Linux
     return time.perf_counter_ns() if who is None else resource.getrusage(who).ru_nvcsw
 
 
 def pause_until(due: int) -> None:
-    """Wait for a time of the monotonic clock, in ns: asleep for most of it, awake towards the end."""
+    """Wait for a time of the monotonic clock, in ns: mostly asleep, at the end in a busy loop."""
     remaining = due - time.perf_counter_ns()
     if remaining > SPIN_NANOSECONDS:
         time.sleep((remaining - SPIN_NANOSECONDS) / 1e9)
@@ -55,21 +55,21 @@ def pause_until(due: int) -> None:
 
 
 class SleepingDevice:
-    """What a rank pretends to compute on; its stages share it.
+    """A simulated device, shared by the stages of a rank.
 
-    It keeps time like a device that its host queues work for ahead. An action whose input was there in time
-    begins when the one before was *due* to end: neither that a sleep ended late, nor what the executor did
-    in between, delays it, as long as the action before was long enough to hide that. An action that had to
-    wait for its input begins when the wait was over. So what the host costs is not charged to every action,
-    and transfers take what they take: they are sent, received and waited for at real times.
+    It keeps time like a device for which the host queues work ahead. An action whose input arrived in time
+    begins when the one before was *due* to end: neither a sleep that ended late nor the executor's work in
+    between delays it, if the previous action was long enough to hide that. An action that waited for its
+    input begins when the wait was over. So actions do not include the host's overhead, and transfers take
+    their real time.
 
-    Whether the executor has waited, the system tells: its thread gave its CPU up, and used none for a while.
-    A thread that was merely pushed aside, because many ranks share a few cores, has not waited.
+    The operating system shows whether the executor has waited: its thread blocked, and used no CPU time for a
+    while. A thread that was only preempted, because many ranks share a few cores, has not waited.
 
     Attributes
     ----------
     cpu_nanoseconds
-        What pretending has cost this thread in CPU time so far.
+        This thread's CPU time in the simulation so far.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class SleepingStage:
     Parameters
     ----------
     nanoseconds
-        How long an action takes, by letter.
+        The duration of each action, by letter.
     output_bytes
-        Size of what F returns; None for the last stage, whose F returns a loss.
+        Size of F's output; None for the last stage, whose F returns a loss.
     gradient_bytes
-        Size of what I and B return; None for the first stage, which returns nothing.
+        Size of the gradient from I and B; None for the first stage, which returns none.
     device
-        What it pretends to compute on: the same for all stages of a rank.
+        The simulated device, shared by all stages of a rank.
     """
 
     def __init__(
@@ -121,28 +121,28 @@ class SleepingStage:
         device: SleepingDevice,
     ):
         self._nanoseconds = dict(nanoseconds)
-        # Sent again and again: nobody writes to it, and its receivers have memory of their own.
+        # Sent repeatedly: nothing writes to it, and receivers have their own memory.
         self._output = torch.zeros(()) if output_bytes is None else _tensor(output_bytes)
         self._gradient = None if gradient_bytes is None else _tensor(gradient_bytes)
         self._device = device
 
     def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
-        """F."""
+        """Sleep for F."""
         self._device.take(self._nanoseconds["F"])
         return self._output
 
     def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        """B."""
+        """Sleep for B."""
         self._device.take(self._nanoseconds["B"])
         return self._gradient
 
     def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        """I."""
+        """Sleep for I."""
         self._device.take(self._nanoseconds["I"])
         return self._gradient
 
     def backward_weight(self, microbatch: int) -> None:
-        """W."""
+        """Sleep for W."""
         self._device.take(self._nanoseconds["W"])
 
 
@@ -153,7 +153,7 @@ class NoBatches:
         self._nothing = torch.zeros(())
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """A scalar as input and as target."""
+        """A scalar as input and target."""
         return self._nothing, self._nothing
 
 

@@ -9,32 +9,25 @@ import pytest
 from support.problems import uniform, uniform_document
 from zbv_solver.commands.cli import main
 from zbv_solver.frontiers import memory_fraction
-from zbv_solver.frontiers.by_stages import baseline_points, frontier_points
+from zbv_solver.frontiers.frontier import baseline_points, frontier_points
 from zbv_solver.frontiers.limits import grid
-from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import Problem
+from zbv_solver.search.assemble import load_plan
 from zbv_solver.search.search import SearchOptions, search
 
 
 def test_more_memory_never_costs_time_and_bounds_hold() -> None:
     problem = uniform(3, 6, p2p=0.25)
-    plans: list[Plan] = []
-
-    def quick(limited: Problem) -> Plan:
-        plans.append(search(limited, SearchOptions("quick")))
-        return plans[-1]
-
-    points = frontier_points(problem, quick)
+    points = frontier_points(problem, lambda limited: search(limited, SearchOptions("quick")))
     assert [point.fraction for point in points] == list(grid(problem))
-    values, bounds = [point.best.value for point in points], [point.lower_bound for point in points]
+    values, bounds = [point.plan.objective for point in points], [point.lower_bound for point in points]
     assert values == sorted(values, reverse=True)
     assert bounds == sorted(bounds, reverse=True)
     assert all(bound <= value * (1 + 1e-9) for bound, value in zip(bounds, values, strict=True))
     for point in points:
-        assert point.best.needs <= point.fraction * (1 + 1e-9)
+        assert point.fraction is not None
+        assert point.needs <= point.fraction * (1 + 1e-9)
         assert point.limit == pytest.approx(max(memory_fraction.limits(problem, point.fraction)))
-        assert point.best.name in {plan.plan_id for plan in plans}
-    found = {each.name: each for each in baseline_points(plans[0])}
+    found = {each.name: each for each in baseline_points(points[0].plan)}
     assert found["1f1b"].needs == pytest.approx(1.0)
 
 
@@ -47,7 +40,13 @@ def test_the_command_prints_it_as_a_table_and_as_json(
     document = json.loads(capsys.readouterr().out)
     assert document["objective"] == "span"
     assert [point["fraction"] for point in document["points"]] == list(grid(uniform(2, 4)))
-    assert main(["frontier", str(path)]) == 0
+    folder = tmp_path / "plans"
+    assert main(["frontier", str(path), "-o", str(folder)]) == 0
+    kept = json.loads((folder / "frontier.json").read_text())
+    assert kept == document
+    for point in kept["points"]:
+        plan = load_plan(folder / f"{point['plan_id'][:12]}.json")
+        assert (plan.plan_id, plan.objective) == (point["plan_id"], point["objective"])
     assert "1f1b" in capsys.readouterr().out
     bare = {name: value for name, value in uniform_document(2, 4).items() if name != "memory"}
     path.write_text(json.dumps(bare))

@@ -1,0 +1,101 @@
+"""JSON documents of searches, as pydantic models; they are named schemas of the API."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from zbv_service.documents.problems import QuestionDocument
+from zbv_service.documents.shared import (
+    NEXT,
+    PREVIOUS,
+    OptionsDocument,
+    ProblemSummary,
+    RequestDocument,
+    json_bytes,
+)
+from zbv_service.errors import ProblemDetails
+from zbv_service.records.searches import SearchRecord, SearchState
+
+
+class SearchRequest(RequestDocument):
+    """A problem to search a plan for."""
+
+    problem: QuestionDocument
+    options: OptionsDocument = OptionsDocument()
+
+
+class SearchDocument(BaseModel):
+    """A search, running or ended.
+
+    ``objective``, ``lower_bound`` and ``gap`` are those of the best plan known so far.
+    """
+
+    id: str
+    state: SearchState
+    problem_summary: ProblemSummary
+    options: OptionsDocument
+    objective: float | None = None
+    lower_bound: float | None = None
+    gap: float | None = None
+    method: str | None = None
+    plan_id: str | None = Field(None, description="Set once the search is done, or cancelled with a plan.")
+    error: ProblemDetails | None = Field(None, description="Why there is no plan.")
+    cancel_requested: bool = False
+    queued_before: int | None = Field(
+        None, description="Searches that start before a queued one; only where one search is asked for."
+    )
+    attempts: int = Field(0, description="How often the search was started; more than 1 after a restart.")
+    created_at: datetime
+    started_at: datetime | None = None
+    updated_at: datetime
+    finished_at: datetime | None = None
+
+    @classmethod
+    def of(cls, record: SearchRecord, queued_before: int | None = None) -> SearchDocument:
+        """The document of a stored search."""
+        error = None if record.error is None else ProblemDetails.model_validate(record.error)
+        return cls(
+            id=record.id,
+            state=record.state,
+            problem_summary=ProblemSummary.model_validate(record.summary),
+            options=OptionsDocument.model_validate(record.options),
+            objective=record.objective,
+            lower_bound=record.lower_bound,
+            gap=record.gap,
+            method=record.method,
+            plan_id=record.plan_id,
+            error=error,
+            cancel_requested=record.cancel_requested,
+            queued_before=queued_before,
+            attempts=record.attempts,
+            created_at=record.created_at,
+            started_at=record.started_at,
+            updated_at=record.updated_at,
+            finished_at=record.finished_at,
+        )
+
+    def json_bytes(self) -> bytes:
+        """The document as UTF-8 JSON."""
+        return json_bytes(self._json())
+
+    def _json(self) -> dict[str, Any]:
+        document: dict[str, Any] = self.modeljson_bytes(mode="json")
+        if self.error is not None:
+            document["error"] = self.error.modeljson_bytes(mode="json", exclude_none=True)
+        return document
+
+
+class SearchList(BaseModel):
+    """Some of the searches, the newest first."""
+
+    searches: list[SearchDocument]
+    next: str | None = NEXT
+    previous: str | None = PREVIOUS
+
+    def json_bytes(self) -> bytes:
+        """The document as UTF-8 JSON."""
+        searches = [search._json() for search in self.searches]
+        return json_bytes({"searches": searches, "next": self.next, "previous": self.previous})

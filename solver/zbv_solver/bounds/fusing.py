@@ -1,0 +1,23 @@
+"""Stages on which a fused backward B, in place of I and W, can pay."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbv_solver.problem.problem import B, I, Problem, W
+
+BoolArray = NDArray[np.bool_]
+
+
+def is_cheaper_fused(problem: Problem) -> BoolArray:
+    """Stages (S,) whose B takes less time than I and W: a part of Lemma 2."""
+    duration = problem.arrays.duration
+    cheaper: BoolArray = duration[B] < duration[I] + duration[W]
+    return cheaper
+
+
+def may_fuse(problem: Problem) -> BoolArray:
+    """Stages (S,) where B can pay: it is cheaper, or I would grow memory under a limit. Lemma 2."""
+    grows: BoolArray = (problem.arrays.delta[I] > 0) & (problem.memory.limit is not None)
+    return np.logical_or(is_cheaper_fused(problem), grows)

@@ -1,0 +1,55 @@
+"""``zbv export`` and ``zbv refit``: from a plan file to another file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from zbv_solver.commands.flags import named_flags
+from zbv_solver.documents.files import file_label, read_json, write
+from zbv_solver.errors import InvalidInput
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Convert a plan to the file of another tool."""
+    from zbv_solver.export import export as exported
+    from zbv_solver.search.assemble import load_plan
+
+    plan = load_plan(arguments.plan)
+    try:
+        text = exported(plan, arguments.format)
+    except InvalidInput as error:
+        is_flag = error.issues[0].pointer == "/format"
+        raise (named_flags(error) if is_flag else error.found_in(file_label(arguments.plan))) from None
+    write(arguments.output, text)
+
+
+def refit(arguments: argparse.Namespace) -> None:
+    """Write a plan's problem with the costs that its ranks measured."""
+    from zbv_solver.measure.rank_trace import parse_rank_trace
+    from zbv_solver.measure.refit import largest_change
+    from zbv_solver.measure.refit import refit as refitted
+    from zbv_solver.plans.plan import identity
+    from zbv_solver.plans.reading import load_plan_document, parse_orders
+    from zbv_solver.problem.writing import problem_json
+
+    problem, orders = parse_orders(load_plan_document(arguments.plan))
+    plan_id = identity(problem_json(problem), orders.all_text())
+    traces = []
+    for path in arguments.traces:
+        try:
+            trace = parse_rank_trace(read_json(path))
+            if trace.plan_id != plan_id:
+                raise InvalidInput.at(
+                    "/plan_id", f"found {trace.plan_id[:12]}; the plan given is {plan_id[:12]}."
+                )
+        except InvalidInput as error:
+            raise error.found_in(file_label(path)) from None
+        traces.append(trace)
+    measured = refitted(problem, traces)
+    write(arguments.output, json.dumps(problem_json(measured)) + "\n")
+    sys.stderr.write(
+        f"{len(traces)} ranks measured; the cost that differs most from its planned value differs by "
+        f"{largest_change(problem, measured):.1%}\n"
+    )

@@ -1,0 +1,99 @@
+"""``zbv plan``, ``compare`` and ``frontier``: the commands that search."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zbv_solver.commands import tables
+from zbv_solver.commands.cut_summary import cut_summary
+from zbv_solver.commands.searching import search_options, watched_search
+from zbv_solver.documents.files import output, write
+
+if TYPE_CHECKING:
+    from zbv_solver.plans.plan import Plan
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Search a plan and write it, or print a summary of it to a terminal."""
+    from zbv_solver.commands.interrupt import terminated_like_interrupted
+    from zbv_solver.plans.plan import plan_json
+    from zbv_solver.problem.reading import load_problem
+
+    problem, options = load_problem(arguments.problem), search_options(arguments)
+    is_summary = arguments.output is None and sys.stdout.isatty()
+    path = arguments.output or "-"
+    with output(path) as write_text, terminated_like_interrupted():
+
+        def keep(found: Plan) -> None:
+            if not is_summary:
+                write_text(json.dumps(plan_json(found)) + "\n")
+
+        found = watched_search(problem, options, keep)
+    if is_summary:
+        sys.stdout.write(f"{_verdict(found)}\n")
+        tables.print_comparison(found)
+        sys.stdout.write(f"{tables.first_actions(found)}{cut_summary(found)}")
+        sys.stdout.write("The plan is not saved. To save it, add: -o plan.json\n")
+    elif path != "-":
+        sys.stderr.write(f"{path}: {_verdict(found)}\n{cut_summary(found)}")
+    if found.provenance.extra.get("cut") == "cancelled":
+        kept = "shown" if is_summary else "written"
+        raise KeyboardInterrupt(f"the search ended early, and the plan {kept} is the best that it had found")
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Search a plan and compare it with the classical schedules."""
+    from zbv_solver.plans.plan import baseline_json, plan_json
+    from zbv_solver.problem.reading import load_problem
+
+    found = watched_search(load_problem(arguments.problem), search_options(arguments))
+    if arguments.json:
+        _print_json(
+            {
+                "plan_id": found.plan_id,
+                "metrics": plan_json(found)["metrics"],
+                "baselines": [baseline_json(baseline) for baseline in found.baselines],
+            }
+        )
+    else:
+        tables.print_comparison(found)
+
+
+def frontier(arguments: argparse.Namespace) -> None:
+    """Search a plan within every memory limit; print the frontier and keep the plans if asked to."""
+    from zbv_solver.frontiers.frontier import frontier_points, point_json
+    from zbv_solver.plans.plan import plan_json
+    from zbv_solver.problem.reading import load_problem
+
+    problem, options = load_problem(arguments.problem), search_options(arguments)
+    folder = None if arguments.output is None else Path(arguments.output)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    points = frontier_points(problem, lambda limited: watched_search(limited, options))
+    document = {"objective": problem.objective, "points": [point_json(point) for point in points]}
+    if folder is not None:
+        for found in {point.plan.plan_id: point.plan for point in points}.values():
+            write(folder / f"{found.plan_id[:12]}.json", json.dumps(plan_json(found)) + "\n")
+        write(folder / "frontier.json", json.dumps(document, indent=2) + "\n")
+    if arguments.json:
+        _print_json(document)
+    else:
+        tables.print_frontier(problem, points)
+
+
+def _print_json(document: object) -> None:
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def _verdict(plan: Plan) -> str:
+    """What the plan achieves, in one line."""
+    metrics = plan.metrics
+    proved = "proved optimal" if metrics.status == "optimal" else f"at most {metrics.gap:.2%} above optimal"
+    return (
+        f"{plan.problem.objective} {plan.objective:.6g} ({proved}), bubble rate {metrics.bubble_rate:.2%}, "
+        f"{plan.provenance.seconds:.2f} s, plan {plan.plan_id[:12]}"
+    )

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -78,11 +78,12 @@ class _StoredDurations:
     """Adds up the durations of each file's tests and writes them at the end."""
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        long = {name: round(taken) for name, taken in self._seconds.most_common() if taken > _LONG_SECONDS}
+        longest_first = sorted(self._seconds.items(), key=lambda item: -item[1])
+        long = {name: round(taken) for name, taken in longest_first if taken > _LONG_SECONDS}
         DURATIONS.write_text(json.dumps(long, indent=2) + "\n")

@@ -82,9 +82,9 @@ class SearchDocument(BaseModel):
         return json_bytes(self._json())
 
     def _json(self) -> dict[str, Any]:
-        document: dict[str, Any] = self.modeljson_bytes(mode="json")
+        document: dict[str, Any] = self.model_dump(mode="json")
         if self.error is not None:
-            document["error"] = self.error.modeljson_bytes(mode="json", exclude_none=True)
+            document["error"] = self.error.model_dump(mode="json", exclude_none=True)
         return document
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from zbv_solver.construct.greedy_v import GREEDY_COST, get_v_schedule
 from zbv_solver.construct.list_scheduling import ListScheduler, simple_rule
-from zbv_solver.improve.parameter_search import GREEDY_COST
 from zbv_solver.partition.cut_space import Bounds, CutSpace
 from zbv_solver.partition.roomy_cuts import with_room
 from zbv_solver.problem.cut import Cut

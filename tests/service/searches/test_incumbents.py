@@ -79,7 +79,7 @@ def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without
         return plan_of(stages_of(question))
 
     asked = pack(question_json(parse_question(problem)))
-    found = compute(SearchTask("s", asked, {}, incumbent), search, Tie())  # type: ignore[arg-type]
+    found = compute(SearchTask("s", asked, {}, incumbent), search, Tie())
     assert given == [None]
     assert found.refusal is not None
     assert reason in found.refusal.reason
@@ -111,7 +111,7 @@ def test_a_plan_of_another_problem_is_no_answer() -> None:
 
     asked = pack(question_json(parse_question(PROBLEM)))
     with pytest.raises(InvalidPlan, match="another problem"):
-        compute(SearchTask("s", asked, {}, None), foreign, Tie())  # type: ignore[arg-type]
+        compute(SearchTask("s", asked, {}, None), foreign, Tie())
     layers = parse_question(LAYERED)
     assert answers(layers, stages_of(layers))
     assert not answers(layers, stages_of(parse_question(OTHER_LAYERS)))

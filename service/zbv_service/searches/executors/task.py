@@ -53,6 +53,7 @@ class SearchFunction(Protocol):
         on_progress: Callable[[ProgressLike], None],
         cancelled: Callable[[], bool],
         incumbent: Orders | Plan | None,
+        /,
     ) -> Plan:
         """Search; returns a verified plan, or the best plan so far if cancelled."""
 

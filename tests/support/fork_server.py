@@ -1,8 +1,8 @@
 """Starts ranks by forking, so that torch is imported once and not by every rank.
 
 ``python -m support.fork_server FD``, where FD is a socket. Each line on it requests a rank: ``{"id",
-"module", "arguments", "environment", "log"}``. The server answers ``{"id", "pid"}``, and ``{"id", "status"}`` when the
-rank has ended. The server ends when the socket closes, and its ranks end with it.
+"module", "arguments", "environment", "log"}``. The server answers ``{"id", "pid"}``, and
+``{"id", "status"}`` when the rank has ended. The server ends when the socket closes, and its ranks end too.
 
 Nothing here may start a thread, a process group or a backward, because a fork would not copy them correctly.
 """

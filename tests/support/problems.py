@@ -45,18 +45,19 @@ def problems(
     *,
     max_p: int = 4,
     max_m: int = 6,
-    kinds: tuple[str, ...] = ("v",),
+    kinds: tuple[PlacementKind, ...] = ("v",),
+    loop_chunks: tuple[int, ...] = (2, 2, 3),
     fused: bool = True,
     objective: Objective | None = None,
 ) -> Problem:
     """Random costs and memory changes per stage, without a memory limit.
 
     Costs are small multiples of a unit over many decades, so that many of them are equal. Some I's grow the
-    memory, and some B's are cheaper than I and W. A loop has two or three chunks.
+    memory, and some B's are cheaper than I and W.
     """
     p, m = draw(st.integers(1, max_p)), draw(st.integers(1, max_m))
     kind = draw(st.sampled_from(kinds))
-    chunks = draw(st.sampled_from((2, 2, 3))) if kind == "loop" else None
+    chunks = draw(st.sampled_from(loop_chunks)) if kind == "loop" else None
     placement = Placement.of(kind, p, chunks)
     n = placement.n_stages
     cost, unit = st.integers(0, 20), draw(st.sampled_from(UNITS))

@@ -1,4 +1,4 @@
-"""Both clients behind one face, so that one test is about both."""
+"""Both clients behind one interface, so that one test covers both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
 
 
 class Driver:
-    """A client of either kind: :meth:`do` gives the outcome of a call of it, iterators as lists."""
+    """A client of either kind. :meth:`do` returns the result of a call, iterators as lists."""
 
     def __init__(self, client: Client | AsyncClient, runner: asyncio.Runner):
         self.client = client
@@ -38,7 +38,7 @@ class Driver:
 
 @contextmanager
 def driving(kind: Kind, address: str, **options: Any) -> Iterator[Driver]:
-    """A client of a kind; ``options`` are those of both."""
+    """A client of the given kind; both kinds take the same ``options``."""
     with asyncio.Runner() as runner:
         client = Client(address, **options) if kind == "sync" else AsyncClient(address, **options)
         driver = Driver(client, runner)
@@ -51,5 +51,5 @@ def driving(kind: Kind, address: str, **options: Any) -> Iterator[Driver]:
 def transport(
     answer: Callable[[httpx.Request], httpx.Response],
 ) -> httpx.MockTransport:
-    """Answers of a service that is not there."""
+    """The answers of a pretended service."""
     return httpx.MockTransport(answer)

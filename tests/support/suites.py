@@ -23,5 +23,5 @@ def suite(*entries: Document) -> Document:
 
 
 def peer(span: float | None, *, fits: bool | None = True, placement: str = "v") -> Document:
-    """What another planner reaches."""
+    """The result of another planner."""
     return {"placement": placement, "span": span, "makespan": span, "fits": fits}

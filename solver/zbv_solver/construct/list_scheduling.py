@@ -153,9 +153,7 @@ def serial(problem: Problem) -> Attempt:
     scheduler = ListScheduler(problem, np.ones(problem.n_stages, dtype=np.bool_))
     attempt = scheduler.attempt(rule, "serial")
     if attempt is None:
-        raise RuntimeError(
-            "one microbatch after another does not fit; please report this bug in zbv."
-        )
+        raise RuntimeError("one microbatch after another does not fit; please report this bug in zbv.")
     return attempt
 
 

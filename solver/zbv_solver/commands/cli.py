@@ -31,10 +31,10 @@ OPTIONAL_PACKAGES = ("numba", "ortools", "jinja2", "markupsafe")
 
 EFFORTS = """\
 efforts, and about how long they take for 4 to 8 ranks on two cores:
-  quick      construct orders and improve the best one briefly     under a second
-  standard   also tune the constructors' parameters, improve       5 seconds
+  quick      construct orders and improve the best one briefly     a second
+  standard   also tune the constructors' parameters, improve       5 to 10 seconds
              for longer, and prove small problems optimal
-  thorough   the same with about ten times the budget              up to a minute
+  thorough   the same with about ten times the budget              up to 2 minutes
 A search ends early when its plan is proved optimal. Only with --time-limit does the plan depend on the speed
 of the machine; otherwise the same problem, effort and seed give the same plan everywhere.
 """

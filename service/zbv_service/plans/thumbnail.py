@@ -1,4 +1,4 @@
-"""A plan at a glance: a small picture of its schedule for lists, with nothing but the bars.
+"""Thumbnails of plans for lists: the bars of the schedule and nothing else.
 
 Idle time is transparent, so that it looks right on light and dark.
 """

@@ -40,7 +40,7 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
         "offset": line.offset.tolist(),
         "stages": [list(stages) for stages in problem.placement.stages_of],
         "durations": arrays.duration.tolist(),
-        "transfers": arrays.transfer.tolist(),
+        "transfers": arrays.latency.tolist(),
         "memory": {
             "deltas": arrays.delta.tolist(),
             "static": arrays.static.tolist(),

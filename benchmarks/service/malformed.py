@@ -124,6 +124,7 @@ _PART = f"/v1/agents/{ID}/runs/{RUN_ID}/generations/0/ranks/0"
 TARGETS: tuple[Target, ...] = (
     Target("POST", "/v1/searches", {"problem": _PROBLEM, "options": _OPTIONS}),
     Target("POST", "/v1/searches", {"problem": _LAYERS, "options": _OPTIONS}),
+    Target("POST", "/v1/problems/compare", {"problem": _PROBLEM}),
     Target("POST", "/v1/compare", {"problem": _PROBLEM}),
     Target("POST", "/v1/problems/check", {"problem": _PROBLEM}),
     Target("POST", "/v1/problems/estimate", {"problem": _PROBLEM}),

@@ -98,7 +98,7 @@ def _problem_bodies(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 def worst(plan_id: str, trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Worst]:
     """Yield all requests. ``plan_id`` is a large stored plan, ``trace_path`` the address of a trace."""
-    for path in ("/v1/searches", "/v1/problems/check", "/v1/problems/estimate", "/v1/compare"):
+    for path in ("/v1/searches", "/v1/problems/check", "/v1/problems/estimate", "/v1/problems/compare"):
         for name, make in _problem_bodies(sizes.body):
             yield Worst(name, "POST", path, make)
     for name, make in _problem_bodies(min(MIB, sizes.body)):

@@ -17,7 +17,6 @@ from zbv_service.api.limits import Limited
 from zbv_service.api.rank_fetches import RankFetches
 from zbv_service.api.readiness import Readiness
 from zbv_service.api.routers import agents as agent_routes
-from zbv_service.api.routers import compare as compare_routes
 from zbv_service.api.routers import health, problem_checks
 from zbv_service.api.routers import metrics as metric_routes
 from zbv_service.api.routers import plans as plan_routes
@@ -155,8 +154,8 @@ def create_app(
     for router in (
         search_routes.router,
         search_event_routes.router,
-        compare_routes.router,
         problem_checks.router,
+        problem_checks.former_router,
         plan_routes.router,
         run_routes.router,
         agent_routes.router,

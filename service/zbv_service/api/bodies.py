@@ -1,6 +1,6 @@
-"""Reading JSON request bodies: bounded, strict, and with errors that say what is wrong.
+"""Reads request bodies within limits of size, time and memory.
 
-The framework's own body parsing is not used: it would accept NaN, and its messages would not be those
+The framework's body parsing is not used, because it accepts NaN and its messages differ from those
 of the command line.
 """
 
@@ -29,32 +29,32 @@ from zbv_service.observability.context import CALLER, CLIENT_GONE
 T = TypeVar("T")
 
 SMALL = 64 * 1024
-"""Bodies up to this many bytes are decoded and checked at once: agents' reports wait for no computation."""
+"""Bodies up to this many bytes are decoded in this process, so that agents' reports do not queue."""
 MEDIUM = 1024**2
 MEDIUM_VALUES = 100_000
 """Bytes of the body of a run or an agent, and values of an agent's; other bodies may be larger."""
 IN_MEMORY, IN_MEMORY_EACH = 192 * 1024**2, 96 * 1024**2
-"""Bytes of bodies in memory at the same time: of all requests, and of those of one caller."""
+"""Most bytes of bodies in memory at the same time: of all requests, and of one caller's."""
 FREE = 64 * 1024
-"""Bytes of a body that are not counted: connections are limited, too."""
+"""Bytes of each body that are not counted, because connections are limited too."""
 SLOWEST = 16 * 1024
-"""Bytes per second: a body that comes more slowly than this, after a while, is not waited for."""
+"""Bytes per second below which a body is given up after a while."""
 
 
 async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T:
-    """What a function makes of the decoded JSON body of a request, at most ``limit`` bytes and ``MEDIUM``.
+    """Apply a function to the decoded JSON body of a request, of at most ``limit`` and ``MEDIUM`` bytes.
 
     Parameters
     ----------
     read
-        Checks the document, and returns little. Another process calls it where the body is large.
+        Checks the document, and returns a small result. It runs in another process for large bodies.
 
     Raises
     ------
     ProblemError
-        413 when it is larger, 415 when it is not declared as JSON, 400 when it is not JSON.
+        413: the body is larger. 415: it is not declared as JSON. 400: it is not JSON.
     InvalidInput
-        When it breaks a rule.
+        The body breaks a rule.
     """
     async with read_text(request, min(limit, MEDIUM)) as body:
         if len(body) <= SMALL:
@@ -64,12 +64,12 @@ async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T
 
 @asynccontextmanager
 async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
-    """The JSON body of a request, not decoded, at most ``limit`` bytes of it, as long as the block lasts.
+    """Within the block, the undecoded JSON body of a request, of at most ``limit`` bytes.
 
     Raises
     ------
     ProblemError
-        413 when it is larger, 415 when it is not declared as JSON, 503 when too many bodies are in memory.
+        413: the body is larger. 415: it is not declared as JSON. 503: too many bodies are in memory.
     """
     _require_json(request)
     async with _reading(request, limit) as body:
@@ -78,12 +78,12 @@ async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
 
 @asynccontextmanager
 async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytearray, bool]]:
-    """The body of a request, at most ``limit`` bytes of it, and whether it says that it is gzip.
+    """Within the block, the body of a request, of at most ``limit`` bytes, and whether it is gzip.
 
     Raises
     ------
     ProblemError
-        413 when it is larger, 415 for another encoding, 503 when too many bodies are in memory.
+        413: the body is larger. 415: it has another encoding. 503: too many bodies are in memory.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip"):
@@ -95,12 +95,12 @@ async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytea
 
 
 async def read_form(request: Request, limit: int) -> str:
-    """The body of a form that a browser sends, still encoded, at most ``limit`` bytes of it.
+    """The encoded body of a browser's form, of at most ``limit`` bytes.
 
     Raises
     ------
     ProblemError
-        413 when it is larger, 415 when it is no such form.
+        413: the body is larger. 415: it is not a form.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
@@ -113,7 +113,7 @@ async def read_form(request: Request, limit: int) -> str:
 
 @dataclass(frozen=True)
 class _OfMedium(Generic[T]):
-    """A function of a decoded document as one of the text; importable from another process."""
+    """Turns a function of a decoded document into a function of its text, importable in another process."""
 
     read: Callable[[Any], T]
 
@@ -133,7 +133,7 @@ def _require_json(request: Request) -> None:
 
 
 class BodyMemory:
-    """Counts the bytes of bodies that are in memory; a body reserves its own before they come."""
+    """Counts the bytes of bodies in memory; a body reserves its bytes before they arrive."""
 
     def __init__(self, most: int = IN_MEMORY, most_each: int = IN_MEMORY_EACH) -> None:
         self._most = most
@@ -142,9 +142,9 @@ class BodyMemory:
 
     @contextmanager
     def reserved(self, size: int) -> Iterator[None]:
-        """Have room for so many bytes; raises :class:`ProblemError` 503 where there is none."""
+        """Reserve bytes within the block; raises :class:`ProblemError` 503 if too many are in use."""
         size, caller = max(0, size - FREE), CALLER.get() or ""
-        # One body alone always has room, whatever an operator lets bodies be.
+        # A single body is always accepted, whatever size the operator allows.
         if size and (
             (self._held[caller] and self._held[caller] + size > self._most_each)
             or (self._held.total() and self._held.total() + size > self._most)
@@ -165,7 +165,7 @@ class BodyMemory:
 
 @asynccontextmanager
 async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
-    """The body of a request, which counts as held in memory as long as the block lasts."""
+    """Within the block, the body of a request; its bytes stay reserved."""
     declared = request.headers.get("content-length", "")
     is_declared = declared.isdecimal() and len(declared) < 20
     if is_declared and int(declared) > limit:
@@ -179,7 +179,7 @@ async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
 
 @asynccontextmanager
 async def _noticing_departure(request: Request) -> AsyncIterator[None]:
-    """Have :data:`CLIENT_GONE` say, as long as the block lasts, when the client hangs up."""
+    """Within the block, set :data:`CLIENT_GONE` when the client disconnects."""
     is_gone = asyncio.Event()
 
     async def watch() -> None:
@@ -215,6 +215,6 @@ async def _read(request: Request, limit: int) -> bytearray:
 def _too_slow(size: int) -> ProblemError:
     return ProblemError(
         BODY_TOO_SLOW,
-        f"Of the body {size} bytes came, and then no more for too long; send it again, faster.",
+        f"The body stopped arriving after {size} bytes; send it again, faster.",
         headers={"Connection": "close"},
     )

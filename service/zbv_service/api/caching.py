@@ -1,8 +1,8 @@
-"""How long answers may be kept."""
+"""Values of ``Cache-Control``."""
 
 IMMUTABLE = "private, max-age=31536000, immutable"
-"""For good: of what is stored under its hash. A cache for several would give it to those without a token."""
+"""Resources stored under their hash. Private, because a shared cache would not check tokens."""
 REVALIDATED = "private, no-cache"
-"""Kept, and asked for again with its ETag: of what this version makes of something stored."""
+"""Resources that this version derives from stored ones; clients revalidate them with the ETag."""
 HOUR = "public, max-age=3600"
-"""For what changes with versions of the service only."""
+"""Resources that change only with the version of the service."""

@@ -1,8 +1,8 @@
-"""What a connection may do before there is a request that the application sees.
+"""Limits on connections before the application sees a request.
 
-The server itself reads heads of any size for as long as they take to arrive: a stranger could fill its
-memory, or hold all connections open by sending a byte now and then. And what it refuses, it refuses in
-plain text.
+uvicorn reads request heads of any size for any time: an attacker could fill its
+memory, or hold all connections open by sending a byte now and then. It also sends its errors as
+plain text. It offers no setting for this, so this module subclasses its protocol; tests pin the behaviour.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ CROWDED = "zbv.is_crowded"
 """Marks the scopes of connections beyond the limit; :class:`zbv_service.api.limits.Limited` refuses them."""
 
 LINGER_SECONDS = 5.0
-"""How long a refused connection is still listened to: see :func:`limited`."""
+"""Seconds for which a refused connection is still read; see :func:`limited`."""
 LINGER_BYTES = 8 * 1024 * 1024
-"""How much of what a refused client goes on sending is thrown away before the connection is cut."""
+"""Bytes that are discarded from a refused client before the connection is closed."""
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Of one connection, and of all together.
+    """Limits of one connection, and of all connections.
 
     Attributes
     ----------
     head_seconds
-        How long the head of a request may take to arrive.
+        Longest time for the head of a request to arrive.
     head_bytes
-        How large a head, or the trailer of a body, may grow; pieces of up to 256 KiB come on top.
+        Largest head, or trailer of a body, in bytes; up to 256 KiB more may be buffered.
     connections
-        How many there may be at the same time.
+        Most connections at the same time.
     """
 
     head_seconds: float
@@ -47,11 +47,11 @@ class ConnectionLimits:
 
 
 def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """The server's own protocol, within limits.
+    """uvicorn's protocol with limits.
 
-    A client that is refused while it still sends would often not read why: a socket closed with unread
-    input is reset, and the reset overtakes the answer (RFC 9112, section 9.6). So the answer is followed by
-    the end of the stream, and the rest of what the client sends is thrown away for a while.
+    A client that is refused while it is still sending would often not see the answer: a socket closed with
+    unread input is reset, and the reset overtakes the answer (RFC 9112, section 9.6). So the server closes
+    its side of the stream after the answer, and discards further input for a while.
     """
 
     class LimitedProtocol(HttpToolsProtocol):
@@ -91,7 +91,7 @@ def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
             super().on_body(body)
 
         def send_400_response(self, msg: str) -> None:
-            self._refuse(MALFORMED_REQUEST, "What came is no HTTP/1.1. Is the scheme of the address right?")
+            self._refuse(MALFORMED_REQUEST, "The request is not HTTP/1.1. Check the scheme of the address.")
 
         def _refuse(self, kind: Kind, detail: str) -> None:
             if self._linger_timer is not None or self.transport.is_closing():
@@ -107,7 +107,7 @@ def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
             self.flow.resume_reading()
 
         def _is_silenced(self) -> bool:
-            """Whether the request under way is being answered already; the rest of that answer is dropped."""
+            """Whether the current request already has an answer, the rest of which is dropped."""
             if self.cycle is None or self.cycle.response_complete:
                 return False
             self.cycle.disconnected = True
@@ -135,7 +135,7 @@ def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
 
 
 def _crowded(app: ASGIApp) -> Any:
-    """The application, told that a connection is one too many: it refuses, and so counts and logs that."""
+    """The application for a connection above the limit: it refuses, so that metrics and logs include it."""
 
     async def marked(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, CROWDED: True}, receive, send)
@@ -144,7 +144,7 @@ def _crowded(app: ASGIApp) -> Any:
 
 
 def _answer(kind: Kind, detail: str) -> bytes:
-    """A problem document as the bytes of a whole answer, after which the connection is closed."""
+    """A complete response with a problem document, which closes the connection."""
     body = json.dumps(problem_document(kind, detail)).encode()
     lines = (
         f"HTTP/1.1 {kind.status} {HTTPStatus(kind.status).phrase}",

@@ -1,4 +1,4 @@
-"""Positions in lists as opaque text: what ``cursor`` is, and the address of a next page."""
+"""Positions in lists as opaque text for the parameter ``cursor``, and the addresses of neighbouring pages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TEXT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{6})?\+00:00) ([0-9a-
 
 
 def cursor_of(position: Position) -> str:
-    """A position as text for addresses."""
+    """A position as text for an address."""
     text = f"{position.created_at.isoformat()} {position.id}{' newer' if position.is_newer else ''}"
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
 def position_of(cursor: str | None) -> Position | None:
-    """The position of a cursor, None of none; raises :class:`ProblemError` 422 when it is no cursor."""
+    """The position of a cursor, None without one; raises :class:`ProblemError` 422 if it is invalid."""
     if cursor is None:
         return None
     try:
@@ -34,14 +34,14 @@ def position_of(cursor: str | None) -> Position | None:
         if found is not None:
             return Position(datetime.fromisoformat(found[1]), found[2], found[3] is not None)
     except (binascii.Error, ValueError):
-        pass  # as wrong as a text of another form
-    detail = f"found {cursor[:60]!r}; it must be one from a page before. Leave it out to begin at the newest."
+        pass  # invalid like any other text
+    detail = f"found {cursor[:60]!r}; it must come from an earlier page. Leave it out to start at the newest."
     raise ProblemError(INVALID_PARAMETER, f"cursor: {detail}", [{"parameter": "cursor", "detail": detail}])
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Where the pages before and after one are: addresses without the prefix of a proxy, None of none."""
+    """Addresses of the previous and next page without the prefix of a proxy, None without such a page."""
 
     next: str | None
     previous: str | None
@@ -49,16 +49,16 @@ class Neighbours:
 
     @property
     def fields(self) -> dict[str, str]:
-        """The field ``Link`` (RFC 8288), where there are any; its addresses have the prefix of a proxy."""
+        """The header ``Link`` (RFC 8288) if there are neighbours, with the prefix of a proxy."""
         found = (("prev", self.previous), ("next", self.next))
         links = [f'<{self.root}{address}>; rel="{name}"' for name, address in found if address is not None]
         return {"Link": ", ".join(links)} if links else {}
 
 
 def neighbours(request: Request, page: Page[Any]) -> Neighbours:
-    """Where the pages around the one that answers a request are.
+    """The addresses of the pages around the one that answers a request.
 
-    As everywhere in bodies, the addresses are those of a service at the root of its host.
+    As in all bodies, the addresses assume a service at the root of its host.
     """
     query = [
         (name, value) for name, value in request.query_params.multi_items() if name != "cursor" and value

@@ -58,7 +58,7 @@ def install(app: FastAPI) -> None:
 
 
 def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
-    """The ``responses`` of a route that can answer with these kinds of errors."""
+    """The OpenAPI ``responses`` of a route with these kinds of errors."""
     answers: dict[int | str, dict[str, Any]] = {}
     for kind in (*kinds, INTERNAL, NOT_READY):
         schema = {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}
@@ -117,19 +117,19 @@ async def _on_http(request: Request, error: Exception) -> Response:
         headers["Allow"] = allowed = ", ".join(_allowed(request))
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
-        detail = f"found {request.method}; {request.url.path} takes {allowed}."
+        detail = f"found {request.method}; {request.url.path} accepts {allowed}."
         return problem_response(problem_document(METHOD_NOT_ALLOWED, detail), headers)
     known = {413: BODY_TOO_LARGE}.get(error.status_code)
     if known is not None:
         return problem_response(problem_document(known, str(error.detail)), headers)
-    # RFC 9457: a problem that means no more than its status.
+    # RFC 9457: a problem without a type of its own.
     phrase = HTTPStatus(error.status_code).phrase
     plain = {"type": "about:blank", "title": phrase, "status": error.status_code}
     return problem_response({**plain, "detail": str(error.detail)}, headers)
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods that an address takes; every route has its own, so all are asked."""
+    """The methods that an address accepts; each method has its own route, so this tries all."""
     found = [
         method
         for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -138,12 +138,12 @@ def _allowed(request: Request) -> list[str]:
             for route in request.app.router.routes
         )
     ]
-    found = found or ["GET"]  # inside a mounted folder of files, where our routes do not match
+    found = found or ["GET"]  # a mounted folder of files, where no route matches
     return [*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"]
 
 
 async def on_database_away(request: Request, error: Exception) -> Response:
-    """The answer to a request that needed the database when it was away."""
+    """The response to a request while the database is away."""
     logger.warning("%s %s was not answered: %s", request.method, request.url.path, error)
     detail = f"The database does not answer now. {_repeating(request)}"
     return problem_response(problem_document(NOT_READY, detail), {"Retry-After": "1"})
@@ -156,13 +156,13 @@ async def _on_crash(request: Request, error: Exception) -> Response:
 
 
 def _repeating(request: Request) -> str:
-    """What to do about a request of which nobody knows whether it was carried out.
+    """Advice for a request that may or may not have been carried out.
 
-    A commit whose answer was lost has changed the database all the same, and a crash may come after one.
+    If the answer to a commit is lost, the commit may still have succeeded; a crash may follow a commit too.
     """
     if request.method in ("GET", "HEAD"):
         return "Repeat the request in a moment."
     return (
-        "The request may have been carried out all the same. Look first, or repeat it with the same "
-        "Idempotency-Key where it had one (POST /v1/searches, POST /v1/runs)."
+        "The request may still have been carried out. Check first, or repeat it with the same "
+        "Idempotency-Key if it had one (POST /v1/searches, POST /v1/runs)."
     )

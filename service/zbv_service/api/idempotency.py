@@ -1,7 +1,7 @@
-"""The header ``Idempotency-Key``: a caller's name for a request, so that sending it twice does it once.
+"""The header ``Idempotency-Key``: a caller's key for a request, so that a repeated request runs only once.
 
-After the draft "The Idempotency-Key HTTP Header Field" of the IETF's HTTPAPI group. There the value is a
-structured string in double quotes (RFC 9651); most clients leave the quotes out, so both are taken.
+It follows the draft "The Idempotency-Key HTTP Header Field" of the IETF's HTTPAPI group. There the value is a
+structured string in double quotes (RFC 9651); most clients leave the quotes out, so both forms are accepted.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ KEY_PARAMETER: dict[str, Any] = {
     "name": HEADER,
     "in": "header",
     "required": False,
-    "description": "Names the request, so that sending it twice does it once. Each token has its own keys. A "
-    "key is remembered for a day, unless the operator says otherwise; until then the answer is what "
-    "the first request created, even if that was cancelled since.",
+    "description": "A key, so that a repeated request runs only once. Each token has its own keys. A "
+    "key is remembered for a day by default; until then the answer is the resource that "
+    "the first request created, even if it was cancelled since.",
     "schema": {"type": "string", "maxLength": MAX_LENGTH + 2},
 }
-"""The OpenAPI parameter of a route that takes the header."""
+"""The OpenAPI parameter of a route that accepts the header."""
 
 
 def key_hash_of(request: Request, owner: str) -> str | None:
-    """The hash of a caller and the key of its request; None when the request has no key.
+    """The hash of a caller and the key of its request; None without a key.
 
     Raises
     ------
@@ -49,12 +49,12 @@ def key_hash_of(request: Request, owner: str) -> str | None:
 
 
 def idempotency_key(request: Request) -> str | None:
-    """The key of a request, None when it has none.
+    """The key of a request, None without one.
 
     Raises
     ------
     ProblemError
-        400 when there are several, or it is empty, too long, or of other characters than it may be.
+        400: there are several keys, or the key is empty, too long or has invalid characters.
     """
     values = request.headers.getlist(HEADER)
     if not values:

@@ -1,4 +1,4 @@
-"""What is refused before anything looks at it: requests that are too large in form, or one too many."""
+"""Refuses requests with too long addresses or headers, and requests above the limit of connections."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zbv_service.errors import (
 )
 
 MAX_ADDRESS = 8192
-"""Bytes of path and query; every real one is far shorter."""
+"""Bytes of path and query; real ones are far shorter."""
 MAX_HEADERS = 32 * 1024
 """Bytes of all header fields together."""
 SLICE = 128 * 1024
-"""Bytes of an answer that are handed to the server at a time."""
+"""Bytes of a response that are passed to the server at a time."""
 RETRY_SECONDS = 1
 
 
@@ -38,10 +38,10 @@ class Limited:
 
 
 def _in_slices(send: Send) -> Send:
-    """Send large bodies bit by bit, each when the client has taken the former ones.
+    """Send large bodies in slices, each after the client has received the previous ones.
 
-    The server's transport copies whatever the client does not take at once: for a hundred clients that read
-    slowly, or not at all, a plan would be in memory a hundred times.
+    The server's transport buffers a copy of everything that the client does not read at once: a hundred slow
+    clients would hold a hundred copies of a plan.
     """
 
     async def slicing(message: Message) -> None:
@@ -62,7 +62,7 @@ def _refusal(scope: Scope) -> ProblemError | None:
     if scope.get(CROWDED):
         return ProblemError(
             TOO_MANY_CONNECTIONS,
-            "As many connections are open as the service takes; come back in a moment.",
+            "The service has reached its limit of connections; try again in a moment.",
             headers={"Retry-After": str(RETRY_SECONDS), "Connection": "close"},
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_ADDRESS:

@@ -1,4 +1,4 @@
-"""What lists have in common: how they are asked for, and where browsers go."""
+"""Query parameters of lists, and the redirect of browsers to pages."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 
 
 Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")]
-_CURSOR = Field(None, max_length=200, description="As the addresses in next and previous have it.")
-_ANY_STATE = "Any of these; may be repeated."
+_CURSOR = Field(None, max_length=200, description="Taken from the addresses in `next` and `previous`.")
+_ANY_STATE = "One of these states; may be repeated."
 
 
 class PageQuery(BaseModel):
-    """A page of a list. An unknown parameter is a mistake, and said to be one."""
+    """A page of a list. Unknown parameters are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,59 +46,59 @@ class PageQuery(BaseModel):
 
 
 class ListQuery(PageQuery):
-    """A page of a list of searches or plans, and what it is filtered by."""
+    """A page of a list of searches or plans, with its filters."""
 
-    q: Text | None = Field(None, description="How the id begins, or that of a search's plan.")
+    q: Text | None = Field(None, description="Prefix of the id, or of the id of a search's plan.")
     pp_degree: int | None = Field(None, ge=1, le=MAX_PP_DEGREE)
     microbatches: int | None = Field(None, ge=1, le=MAX_CELLS)
     objective: Objective | None = None
-    created_after: Moment | None = Field(None, description="With an offset, such as Z.")
-    created_before: Moment | None = Field(None, description="With an offset, such as Z.")
+    created_after: Moment | None = Field(None, description="With a time zone offset, such as Z.")
+    created_before: Moment | None = Field(None, description="With a time zone offset, such as Z.")
 
 
 _OTHERWISE = frozenset({"limit", "cursor", "q", "state"})
 
 
 class SearchListQuery(ListQuery):
-    """Which searches to list."""
+    """The filters of a list of searches."""
 
     state: list[SearchState] = Field([], description=_ANY_STATE)
     placement: PlacementChoice | None = Field(
-        None, description="As it was asked for; auto leaves it to the planner."
+        None, description="As requested; `auto` lets the planner choose."
     )
 
     @property
     def filter(self) -> SearchFilter:
-        """What it says of searches."""
+        """The filter for the database."""
         shape = self.model_dump(exclude=set(_OTHERWISE))
         return SearchFilter(**shape, text=self.q, states=frozenset(self.state))
 
 
 class PlanListQuery(ListQuery):
-    """Which plans to list."""
+    """The filters of a list of plans."""
 
     placement: PlacementKind | None = None
     status: Literal["optimal", "feasible"] | None = None
 
     @property
     def filter(self) -> PlanFilter:
-        """What it says of plans."""
+        """The filter for the database."""
         return PlanFilter(**self.model_dump(exclude=set(_OTHERWISE)), text=self.q)
 
 
 class RunListQuery(PageQuery):
-    """Which runs to list."""
+    """The filters of a list of runs."""
 
     q: Text | None = Field(
-        None, description="How the id of the run, its plan or its search begins, or a part of the factory."
+        None, description="Prefix of the id of the run, its plan or its search, or a part of the factory."
     )
     state: list[RunState] = Field([], description=_ANY_STATE)
-    created_after: Moment | None = Field(None, description="With an offset, such as Z.")
-    created_before: Moment | None = Field(None, description="With an offset, such as Z.")
+    created_after: Moment | None = Field(None, description="With a time zone offset, such as Z.")
+    created_before: Moment | None = Field(None, description="With a time zone offset, such as Z.")
 
     @property
     def filter(self) -> RunFilter:
-        """What it says of runs."""
+        """The filter for the database."""
         return RunFilter(
             states=frozenset(self.state),
             text=self.q,
@@ -108,22 +108,22 @@ class RunListQuery(PageQuery):
 
 
 class AgentListQuery(PageQuery):
-    """Which agents to list."""
+    """The filters of a list of agents."""
 
     limit: int = Field(1000, ge=1, le=MOST_AGENTS, description="Entries on a page, at most.")
     q: Text | None = Field(
-        None, description="A part of the name or address, or how the id of the agent or its run begins."
+        None, description="A part of the name or address, or a prefix of the id of the agent or its run."
     )
-    state: list[AgentState] = Field([], description=f"{_ANY_STATE} Without: live and draining.")
+    state: list[AgentState] = Field([], description=f"{_ANY_STATE} Default: live and draining.")
 
     @property
     def filter(self) -> AgentFilter:
-        """What it says of agents."""
+        """The filter for the database."""
         return AgentFilter(states=frozenset(self.state) or AGENT_PRESENT, text=self.q)
 
 
 def page_at(request: Request, path: str) -> Response:
-    """Send a browser from a resource to its page, with what the address asks of it."""
+    """Redirect a browser from a resource to its page, keeping the query."""
     root = str(request.scope.get("root_path", "")).rstrip("/")
     query = f"?{request.url.query}" if request.url.query else ""
     return RedirectResponse(f"{root}{path}{query}", 303, {**VARY, "Cache-Control": "no-store"})

@@ -1,4 +1,4 @@
-"""Which of several forms of an answer a caller wants (RFC 9110, section 12.5.1: ``Accept``)."""
+"""Content negotiation: the representation that a caller prefers (RFC 9110, section 12.5.1: ``Accept``)."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from fastapi import Request
 HTML, JSON, EVENT_STREAM = "text/html", "application/json", "text/event-stream"
 _WEIGHT = re.compile(r"0?\.\d{1,3}|0\.?|1(?:\.0{0,3})?", re.ASCII)
 VARY = {"Vary": "Accept"}
-"""Every answer of an address that has several forms says so, whichever form it has: caches need to know."""
+"""Sent with every response of an address that has several representations, for caches."""
 
 
 def preferred(request: Request, offered: Sequence[str]) -> str:
-    """The media type that the caller wants most; of equally wanted ones, the first that is offered.
+    """The media type that the caller prefers; ties go to the first one offered.
 
-    A caller who accepts none of them, or whose header cannot be read, gets the first: that is more use to
-    it than an error.
+    A caller that accepts none of them, or sends an unreadable header, gets the first one, which is more
+    useful than an error.
     """
     header = ",".join(request.headers.getlist("accept"))
     ranges = [found for part in header.split(",") if (found := _media_range(part)) is not None]
     if not ranges:
         return offered[0]
-    best = max(offered, key=lambda media_type: _quality(media_type, ranges))  # the first of equals
+    best = max(offered, key=lambda media_type: _quality(media_type, ranges))  # ties: the first one
     return best if _quality(best, ranges) > 0 else offered[0]
 
 
 def wants_page(request: Request) -> bool:
-    """Whether the caller would rather have a page than JSON: a browser does."""
+    """Whether the caller prefers an HTML page to JSON, as browsers do."""
     return preferred(request, (JSON, HTML)) == HTML
 
 
 def _media_range(part: str) -> tuple[str, float] | None:
-    """A media range in lower case and its quality; None when the part is neither."""
+    """A media range in lower case and its quality; None if the part is invalid."""
     media_type, *parameters = (piece.strip().lower() for piece in part.split(";"))
     kind, slash, subtype = media_type.partition("/")
     if not (kind and slash and subtype):
@@ -46,12 +46,12 @@ def _media_range(part: str) -> tuple[str, float] | None:
 
 
 def _weight(text: str) -> float:
-    """A quality value, 0 to 1 with up to three digits; anything else counts for nothing."""
+    """A quality value from 0 to 1 with up to three digits; 0 if it is invalid."""
     return float(text) if _WEIGHT.fullmatch(text) else 0.0
 
 
 def _quality(media_type: str, ranges: Sequence[tuple[str, float]]) -> float:
-    """The weight of the most specific range that a media type is in; 0 when it is in none."""
+    """The quality of the most specific range that contains a media type; 0 if none does."""
     kind = media_type.partition("/")[0]
     for candidate in (media_type, f"{kind}/*", "*/*"):
         found = [weight for accepted, weight in ranges if accepted == candidate]

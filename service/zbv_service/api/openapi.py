@@ -1,4 +1,4 @@
-"""The OpenAPI document: what the framework derives, and the schemas of bodies that we read ourselves."""
+"""The OpenAPI document: FastAPI's, completed with the schemas of bodies that the service reads itself."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 
 def _drop_framework_errors(made: dict[str, Any]) -> None:
-    """FastAPI documents an error of its own shape for every route with a parameter; we never answer it."""
+    """Remove FastAPI's own validation error from every route, because the service never sends it."""
     for methods in made["paths"].values():
         for operation in methods.values():
             answer = operation["responses"].get("422", {})
@@ -83,6 +83,6 @@ def text_body() -> dict[str, Any]:
 
 
 def content_of(model: type, description: str) -> dict[str, Any]:
-    """A ``responses`` entry for an answer of this model that is sent as stored text."""
+    """A ``responses`` entry for a response of this model that is sent as stored text."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -1,6 +1,6 @@
-"""What the OpenAPI document says beyond what follows from the routes: tags, examples, and links.
+"""Tags, examples and links of the OpenAPI document, which do not follow from the routes.
 
-A link says which value of an answer another operation takes: it makes the API walkable without prose.
+A link names a value of a response and the operation that takes it as a parameter.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 TAGS = {
-    "searches": "Searches for plans: durable, resumable, followed by events or by polling.",
-    "plans": "Plans, immutable under the hash of problem and orders; whole, by rank, or as other formats.",
-    "problems": "Problems before they are searched: what is wrong with them, and what they promise.",
-    "runs": "Plans run on agents: started at once, begun anew after failures, replanned from measured costs.",
-    "agents": "Nodes that offer to run ranks; the calls of `zbv-worker agent`.",
+    "searches": "Searches for plans: durable and resumable, followed by events or by polling.",
+    "plans": "Plans, immutable under the hash of problem and orders; whole, by rank, or in other formats.",
+    "problems": "Checks, estimates and comparisons of problems without a stored search.",
+    "runs": "Plans that run on agents: started, restarted after failures, replanned from measured costs.",
+    "agents": "Nodes that run ranks; the calls of `zbv-worker agent`.",
     "access": "Signing in.",
-    "health": "Signs of life, and metrics.",
+    "health": "Health and metrics.",
 }
 
 PROBLEM: dict[str, Any] = {
@@ -31,6 +31,7 @@ _RUN = "0d6f2b8a4c1e4f7b9a3d5e8c7f1b2a6d"
 _PLAN = "3b9ac9ff" * 8
 EXAMPLES: dict[str, Any] = {
     "submit_search": {"problem": PROBLEM, "options": {"effort": "quick", "time_limit": 10, "seed": 0}},
+    "compare_problem": {"problem": PROBLEM},
     "compare": {"problem": PROBLEM},
     "check_problem": {
         "problem": {**PROBLEM, "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1}},
@@ -61,7 +62,7 @@ EXAMPLES: dict[str, Any] = {
     "beat": {"run_id": _RUN, "ranks": [{"rank": 0, "step": 12, "action": "7I3"}]},
     "report_end": {"run_id": _RUN, "generation": 0, "outcome": "succeeded"},
 }
-"""A body for each operation that takes one."""
+"""An example body for each operation that takes one."""
 
 _OF_SEARCH = (
     ("get_search", "search_id", "$response.body#/id"),
@@ -93,11 +94,11 @@ LINKS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "submit_run": _OF_RUN,
     "register_agent": _OF_AGENT,
 }
-"""By operation: the operations that its answer leads to, the parameter they take, and where it is."""
+"""For each operation: the operations that its response links to, their parameter, and its source."""
 
 
 def enrich(document: dict[str, Any]) -> None:
-    """Add them to a document."""
+    """Add tags, examples and links to a document."""
     used = {tag for operation in _operations(document) for tag in operation.get("tags", ())}
     document["tags"] = [{"name": name, "description": text} for name, text in TAGS.items() if name in used]
     for operation in _operations(document):

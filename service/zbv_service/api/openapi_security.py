@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about tokens: which scopes an operation takes, and how it is refused."""
+"""Tokens in the OpenAPI document: the scopes of each operation, and its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zbv_service.security.scopes import SCOPES
 
 
 def describe(made: dict[str, Any]) -> None:
-    """Complete a document that the framework has derived from the routes."""
+    """Complete the document that FastAPI derived from the routes."""
     for methods in made["paths"].values():
         for method, operation in methods.items():
             kinds = [UNKNOWN_HOST]
@@ -32,7 +32,7 @@ def describe(made: dict[str, Any]) -> None:
 
 
 def _alternatives(scopes: list[str]) -> list[dict[str, list[str]]]:
-    """One scope suffices. Side by side in one entry, all of them would be needed."""
+    """One entry per scope, because one scope suffices; scopes in the same entry would all be required."""
     if set(scopes) == set(SCOPES):
         return [{SCHEME: []}]
     return [{SCHEME: [scope]} for scope in scopes]

@@ -1,4 +1,4 @@
-"""What each type of error means and what to do about it, for the page at its address."""
+"""The meaning of each error type and what to do about it, for its page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Advice:
-    """A sentence or two on what a type means, and on what to do."""
+    """What an error type means, and what to do."""
 
     meaning: str
     remedy: str
@@ -15,34 +15,33 @@ class Advice:
 
 ADVICE: dict[str, Advice] = {
     "malformed-request": Advice(
-        "What came over the connection is no HTTP/1.1: TLS where the service speaks none, most often.",
-        "Check the scheme of the address, http:// or https://, and what stands between you and the service.",
+        "The request is not HTTP/1.1. Most often a client uses TLS and the service does not.",
+        "Check the scheme of the address, http:// or https://, and any proxy in between.",
     ),
     "malformed-json": Advice(
-        "The body of the request cannot be decoded: it is no JSON, is cut off, holds NaN or an infinity, is "
-        "nested too deeply, or is no gzip although it says so.",
+        "The body cannot be decoded: it is not JSON, is truncated, contains NaN or infinity, is "
+        "nested too deeply, or is declared as gzip and is not.",
         "Send one JSON document in UTF-8. The detail says at which line and column reading stopped.",
     ),
     "invalid-idempotency-key": Advice(
-        "The header field Idempotency-Key is there more than once, or is empty, too long, or holds "
-        "characters that it may not.",
+        "The header Idempotency-Key is repeated, empty, too long, or has invalid characters.",
         "Send one key of up to 255 visible ASCII characters, such as a UUID.",
     ),
     "idempotency-key-in-use": Advice(
-        "A request with this Idempotency-Key came in before and is being answered.",
-        "Send the request again after the seconds in Retry-After. If the first one was accepted, the answer "
-        "is what it created.",
+        "An earlier request with this Idempotency-Key is still being answered.",
+        "Repeat the request after the seconds in Retry-After. If the first one was accepted, the answer "
+        "is the resource that it created.",
     ),
     "idempotency-key-reused": Advice(
-        "This Idempotency-Key came with another body or to another address before. A key names one request.",
+        "An earlier request used this Idempotency-Key with another body or address.",
         "Send a new key with a new request; to repeat a request, send its body unchanged.",
     ),
     "search-discarded": Advice(
-        "The request with this Idempotency-Key was answered with a search that somebody has discarded since.",
+        "The search that the request with this Idempotency-Key created was discarded.",
         "To search it again, send the request with a new key.",
     ),
     "run-removed": Advice(
-        "The request with this Idempotency-Key created a run, which the service has removed since.",
+        "The run that the request with this Idempotency-Key created was removed.",
         "To run it again, send the request with a new key.",
     ),
     "search-in-use": Advice(
@@ -50,7 +49,7 @@ ADVICE: dict[str, Advice] = {
         "Cancel the run first; the detail names it.",
     ),
     "unauthenticated": Advice(
-        "The service asks who sends a request, and no token came, or one that is wrong, expired or revoked.",
+        "The service requires a token, and the request had none, or one that is unknown, expired or revoked.",
         "Send a token as Authorization: Bearer …; commands take it from --token-file, ZBV_TOKEN_FILE or "
         "ZBV_TOKEN; zbv-service token create makes one. In a browser, sign in.",
     ),
@@ -59,8 +58,8 @@ ADVICE: dict[str, Advice] = {
         "Use a token with the scope that the detail names; zbv-service token create --scope makes one.",
     ),
     "other-origin": Advice(
-        "A browser sent the request with the cookie of its session, but for a page of another site. Such "
-        "requests may be made without the user's knowledge, so they change nothing.",
+        "A browser sent the request with its session cookie from a page of another site. The user may not "
+        "know of the request, so it is refused.",
         "Use the service's own pages, or send a token in Authorization. A proxy must pass Host on unchanged.",
     ),
     "agent-of-others": Advice(
@@ -70,24 +69,24 @@ ADVICE: dict[str, Advice] = {
         "zbv-worker do so by themselves when their token changes.",
     ),
     "not-found": Advice(
-        "Nothing has this address, or the search, plan, run or agent with this id does not exist (any more).",
+        "Nothing has this address, or the search, plan, run or agent does not exist or was removed.",
         "Look at the list of the collection, such as /v1/searches; /openapi.json has every address.",
     ),
     "method-not-allowed": Advice(
-        "The address exists, but takes other methods.",
+        "The address exists, but accepts other methods.",
         "Use one of the methods in the answer's Allow field.",
     ),
     "body-too-slow": Advice(
-        "The body of the request stopped coming, or came in a trickle, and was not waited for any longer.",
+        "The body of the request stopped arriving or arrived too slowly.",
         "Send it again over a better connection. The operator may allow more time (ZBV_REQUEST_SECONDS).",
     ),
     "run-state": Advice(
-        "The run is in a state in which this cannot be done, such as a change of plan before it has one.",
+        "The run's state does not allow this, such as a change of plan before the run has a plan.",
         "Read the run's state first; the detail says which states allow it.",
     ),
     "agent-gone": Advice(
-        "The agent was silent for too long and counts as lost, or it has left. Its part of a run is over; "
-        "the run failed, or starts again when it has retries left.",
+        "The agent was silent for too long and is lost, or it has left. Its part of a run is over; "
+        "the run failed, or starts again if it has retries left.",
         "Register again, under a new id.",
     ),
     "address-too-long": Advice(
@@ -97,15 +96,15 @@ ADVICE: dict[str, Advice] = {
         "The header fields together are larger than the service reads.", "Send fewer or shorter fields."
     ),
     "body-too-large": Advice(
-        "The body is larger than the operator allows; compressed bodies count as they are unpacked.",
+        "The body is larger than the operator allows; a compressed body counts with its decompressed size.",
         "Send less: fewer microbatches, or layers with repeat. The operator may raise the limit.",
     ),
     "unsupported-media-type": Advice(
-        "The body is declared as something that this address does not read.",
+        "The body has a content type or encoding that this address does not accept.",
         "Send application/json, and for packed bodies Content-Encoding: gzip.",
     ),
     "invalid-body": Advice(
-        "The body is JSON, but breaks rules of its document. Nothing of it was stored.",
+        "The body is JSON but breaks rules of its document. Nothing was stored.",
         "Each entry of errors points to one value and says what was found and what the rule is.",
     ),
     "invalid-parameter": Advice(
@@ -114,30 +113,30 @@ ADVICE: dict[str, Advice] = {
     ),
     "invalid-plan": Advice(
         "The plan cannot be executed as its problem demands: actions are missing, misplaced or in an order "
-        "that never starts, memory does not suffice, or stated metrics are not those of its orders.",
-        "Repair the plan; zbv check says the same without a service.",
+        "that never starts, memory is exceeded, or stated metrics do not match its orders.",
+        "Repair the plan; zbv check reports the same without a service.",
     ),
     "infeasible-memory": Advice(
         "No plan at all fits the problem's memory limit.",
-        "Raise the limit at least to smallest_limit, which is given per rank, or lower what stages hold.",
+        "Raise the limit to at least smallest_limit (per rank), or reduce the memory of stages.",
     ),
     "unknown-host": Advice(
-        "The Host field of the request names none of the service's names. A service that listens on this "
-        "machine alone answers to no others, so that no site can have browsers ask it.",
+        "The Host header is not one of the service's names. A service that listens on this "
+        "machine alone accepts no other names, so that no website can make browsers call it.",
         "Use the address that the service printed. Behind a proxy, set ZBV_ALLOWED_HOSTS to the public name.",
     ),
     "too-many-searches": Advice(
-        "As many searches of this token are queued or running as it may have.",
+        "This token has reached its limit of queued and running searches.",
         "Wait for some to end, or cancel some. The operator may raise the limit, for all or for one token.",
     ),
     "too-many-attempts": Advice(
         "The same wrong token came from this address too often in a short time.",
-        "Use a token that works; it is accepted at once. This one is looked up again after Retry-After.",
+        "Use a valid token, which is accepted at once. This one is checked again after Retry-After.",
     ),
     "internal-error": Advice(
-        "The service met an error of its own. The request may have been right.",
-        "Give the operator the request_id: the log has the rest under it. A GET may be repeated. Any other "
-        "request may have been carried out: look first, or repeat it with the Idempotency-Key that it had.",
+        "The service failed; the request may have been valid.",
+        "Give the operator the request_id, under which the log has details. A GET may be repeated. Any other "
+        "request may have been carried out: check first, or repeat it with its Idempotency-Key.",
     ),
     "contradicted-bound": Advice(
         "A verified plan is better than a lower bound allows, so the plan or the bound is wrong. This is a "
@@ -151,7 +150,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "run-failed": Advice(
         "The run ended without success: no retries are left, or another try would fail in the same way.",
-        "Failures of ranks name causes before consequences: rank, action and peer. Ranks' logs have more.",
+        "The failures of ranks come causes first, with rank, action and peer. The logs of ranks have more.",
     ),
     "missing-dependency": Advice(
         "The operation needs a package that is not installed where the service runs.",
@@ -159,11 +158,11 @@ ADVICE: dict[str, Advice] = {
     ),
     "not-ready": Advice(
         "The service starts, stops, or cannot reach its database.",
-        "Ask again in a moment; clients that keep to Retry-After do so by themselves. A request other than "
-        "GET may have been carried out: look first, or repeat it with the Idempotency-Key that it had.",
+        "Try again in a moment; clients that respect Retry-After do so automatically. A request other than "
+        "GET may have been carried out: check first, or repeat it with its Idempotency-Key.",
     ),
     "too-many-connections": Advice(
-        "As many connections are open as the service takes.",
+        "The service has reached its limit of connections.",
         "Ask again in a moment, and keep connections for several requests. The operator may allow more "
         "(ZBV_MAX_CONNECTIONS).",
     ),

@@ -1,4 +1,4 @@
-"""A small cache of immutable things that are slow to make, for many readers at once."""
+"""A small cache of immutable values that are slow to compute, for concurrent readers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 async def wait_a_while(futures: Collection[asyncio.Future[Any]], seconds: float) -> None:
-    """Until all are done, or the time is over: those that are not go on, and nobody hears of their failure.
+    """Wait for all futures up to a time limit; unfinished ones continue, and their errors are ignored.
 
-    For what is made by a :class:`Cache`: whoever asks again gets it, or the failure of making it anew.
+    Meant for values of a :class:`Cache`: a later reader gets the value, or the error of another attempt.
     """
     if not futures:
         return
@@ -29,14 +29,14 @@ def _heard(done: asyncio.Future[Any]) -> None:
 
 
 class Cache(Generic[T]):
-    """Keeps the most recently used values. Readers of a value that is being made wait for that one.
+    """Keeps the most recently used values. Concurrent readers of a missing value share one computation.
 
     Parameters
     ----------
     size
         How many.
     most_bytes, weigh
-        How many bytes of them, and those of one. Newer values drive older ones out; the newest stays.
+        Most bytes of all values, and the size of one. Newer values replace older ones; the newest stays.
     """
 
     def __init__(self, size: int, most_bytes: float = math.inf, weigh: Callable[[T], int] = lambda _: 0):

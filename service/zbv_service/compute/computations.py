@@ -1,9 +1,9 @@
-"""Computations for requests: in processes of their own, with a deadline, bounded memory and a fair queue.
+"""Bounded computations for requests: in other processes, with a deadline, a memory limit and a fair queue.
 
-Whatever may take longer than some milliseconds is computed here: reading, checking and normalising a large
+Everything that may take longer than some milliseconds runs here: reading, checking and normalising a large
 body, verifying and drawing plans, bounds and estimates. The service's own process only passes bytes on, so
-it answers other requests meanwhile. A process can be killed, which a thread cannot, so a deadline really ends
-a computation and frees what it held.
+it can answer other requests. A process, unlike a thread, can be killed, so a deadline really ends
+a computation and releases its memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from zbv_service.compute.fair_queue import NoRoom, Turns
+from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.compute.waiting import happened
 from zbv_service.documents.parsing import parse_json
@@ -30,54 +30,54 @@ T = TypeVar("T")
 
 AT_A_TIME = 3
 AT_A_TIME_EACH = 2
-"""Of one caller, so that a slot is left for another."""
+"""Most computations of one caller, so that a slot is left for others."""
 WAITING = 64
 WAITING_EACH = 24
-"""Computations that may wait, of all callers and of one."""
+"""Most waiting computations, of all callers and of one caller."""
 SECONDS = 120.0
-"""How long a computation may take; that of the largest plan takes a quarter of it where nothing else runs."""
+"""Deadline of a computation; the largest plan needs a quarter of it on an idle machine."""
 MEMORY = 1024**3
-"""Bytes that a computation may allocate."""
+"""Most bytes that a computation may allocate."""
 RETRY_SECONDS = 5
 SHORT_LIST = 50
-"""Lists of up to this many rows are read without waiting for a turn."""
+"""Lists of up to this many rows are read without queueing."""
 LIGHT_BYTES = 8192
 LIGHT_STAGES = 128
-"""A body up to this size, with no more stages than this, is read faster than it is handed to a process."""
+"""A body of at most this size and number of stages is read faster than it could be sent to a process."""
 LARGE = 1024**2
-"""Bytes that travel to and from a process as a file: a pipe would copy them, and everybody would wait."""
+"""From this size on, bytes are passed to and from a process in a file; a pipe would block the event loop."""
 
 
 class Computations:
-    """Runs functions in processes, a few at a time."""
+    """Runs functions in other processes, a few at a time."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._processes = IsolatedProcesses(memory=MEMORY)
-        self._turns = Turns(AT_A_TIME, AT_A_TIME_EACH, WAITING, WAITING_EACH)
-        self._writing = Turns(1, 1, WAITING, WAITING_EACH)
-        self._listing = Turns(1, 1, WAITING, WAITING_EACH)
+        self._turns = FairQueue(AT_A_TIME, AT_A_TIME_EACH, WAITING, WAITING_EACH)
+        self._writing = FairQueue(1, 1, WAITING, WAITING_EACH)
+        self._listing = FairQueue(1, 1, WAITING, WAITING_EACH)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="zbv-writer")
-        # Threads that start processes and read and write files; those of the event loop start searches.
+        # Threads that start processes and read and write files; the event loop's own threads start searches.
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="zbv-computations")
         self._folder = tempfile.TemporaryDirectory(prefix="zbv-computations-", ignore_cleanup_errors=True)
 
     async def run(self, function: Callable[[Any], T], argument: Any) -> T:
-        """What a function, importable from another process, makes of its argument.
+        """Call a function in another process, where it must be importable.
 
         Raises
         ------
         ProblemError
-            503 when too many computations wait already, of all callers or of this one, and when this one
-            takes too long, needs too much memory, or its process dies.
+            503: too many computations of all callers or of this one are waiting, or this one
+            takes too long, needs too much memory, or loses its process.
         Exception
-            Whatever the function raised.
+            Any error of the function.
         """
         async with self._turn(self._turns):
             return await self._compute(function, argument)
 
     async def for_client(self, function: Callable[[Any], T], argument: Any) -> T:
-        """As :meth:`run`, of what only this request's client waits for: it ends when the client leaves."""
+        """As :meth:`run` for the client of this request; the computation ends if the client disconnects."""
         gone = CLIENT_GONE.get()
         if gone is None:
             return await self.run(function, argument)
@@ -91,18 +91,18 @@ class Computations:
                 made.cancel()
                 await asyncio.wait([made])
         if made.cancelled():
-            raise _refused("Its client went away.")
+            raise _refused("Its client disconnected.")
         return made.result()
 
     async def of_body(self, function: Callable[[Any], T], body: bytes | bytearray) -> T:
-        """What a function makes of a JSON body: at once where that is a matter of a millisecond.
+        """Call a function with a decoded JSON body: in this process if that takes about a millisecond.
 
         Raises
         ------
         ProblemError
-            As :meth:`run`, and 400 for what is not JSON.
+            As :meth:`run`. 400: the body is not JSON.
         Exception
-            Whatever the function raised.
+            Any error of the function.
         """
         if len(body) <= LIGHT_BYTES:
             document = parse_json(body)
@@ -111,30 +111,30 @@ class Computations:
         return await self.for_client(_OfText(function), body)
 
     async def of_document(self, function: Callable[[Any], T], document: Any) -> T:
-        """As :meth:`of_body`, of a body that is decoded already."""
+        """As :meth:`of_body` for a decoded body."""
         return function(document) if is_light(document) else await self.run(function, document)
 
     async def write(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What a function makes of what is in memory already, such as the rows of a list, in a thread.
+        """Call a function in a thread with data that is already in memory, such as the rows of a list.
 
-        One at a time: threads share the interpreter with everybody else who is to be answered.
+        One call at a time, because threads share the interpreter with all other requests.
 
         Raises
         ------
         ProblemError
-            503 when too many wait already, of all callers or of this one.
+            503: too many of all callers or of this one are waiting.
         """
         async with self._turn(self._writing):
             return await asyncio.get_running_loop().run_in_executor(self._writer, function, *arguments)
 
     @asynccontextmanager
     async def listing(self, limit: int) -> AsyncIterator[None]:
-        """Take turns at reading lists: the event loop makes their rows, a millisecond for every forty.
+        """Within the block, read a list. Long lists queue: forty rows take the event loop a millisecond.
 
         Raises
         ------
         ProblemError
-            503 when too many wait already, of all callers or of this one.
+            503: too many of all callers or of this one are waiting.
         """
         if limit <= SHORT_LIST:
             yield
@@ -143,7 +143,7 @@ class Computations:
             yield
 
     def stop(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._processes.kill()
         self._processes.shutdown(wait=False, cancel_futures=True)
@@ -151,15 +151,15 @@ class Computations:
         self._folder.cleanup()
 
     @asynccontextmanager
-    async def _turn(self, turns: Turns) -> AsyncIterator[None]:
+    async def _turn(self, turns: FairQueue) -> AsyncIterator[None]:
         try:
             async with turns.turn(CALLER.get() or ""):
                 yield
-        except NoRoom as error:
+        except QueueFull as error:
             whose = "Your token has" if error.is_own else "This service has"
             raise ProblemError(
                 NOT_READY,
-                f"{whose} {error.waiting} computations that wait already, as many as may. Send this request "
+                f"{whose} {error.waiting} waiting computations, which is the limit. Send this request "
                 f"again in {RETRY_SECONDS} seconds.",
                 headers={"Retry-After": str(RETRY_SECONDS)},
             ) from None
@@ -179,12 +179,12 @@ class Computations:
         except MemoryError:
             raise _refused(f"It needs more than {MEMORY // 1024**2} MiB of memory.") from None
         finally:
-            # Nobody took the files of a computation that was ended. A stopped service has removed them.
+            # The files of a killed computation are still there. A stopped service has removed them.
             with suppress(RuntimeError):
                 self._threads.submit(shutil.rmtree, folder, ignore_errors=True)
 
     async def _begin(self, function: Callable[[Any], T], sent: Any, folder: str) -> Future[Any]:
-        """Have a process begin with it; starting one takes the calling thread some milliseconds."""
+        """Start a computation; another thread starts the process, which takes some milliseconds."""
         beginning = asyncio.ensure_future(
             self._in_thread(self._processes.submit, _call, function, sent, folder)
         )
@@ -195,13 +195,13 @@ class Computations:
             raise
 
     async def _in_time(self, future: Future[Any]) -> Any:
-        """The result of a computation that has begun.
+        """The result of a started computation.
 
-        Once its time is over, or nobody waits for it any more, its process is killed; the caller's turn lasts
+        At its deadline, or if nobody waits for it any more, its process is killed; the caller's turn lasts
         until it is dead.
         """
         waited = asyncio.wrap_future(future)
-        waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # who cares has it
+        waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # reads it once
         try:
             done, _ = await asyncio.wait([waited], timeout=self._seconds)
         except asyncio.CancelledError:
@@ -217,12 +217,12 @@ class Computations:
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
         while not ended.is_set():
-            # One whose process is still starting has no process yet to kill.
+            # A computation that is still starting has no process to kill yet.
             self._processes.kill_process_of(future)
             await happened(ended, 0.1)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What a function returns; a caller that is cancelled waits for its end, too."""
+        """Call a function in a thread; a cancelled caller also waits for its end."""
         done = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
         try:
             return await asyncio.shield(done)
@@ -232,7 +232,7 @@ class Computations:
 
 
 def is_light(document: Any) -> bool:
-    """Whether a decoded body of ``LIGHT_BYTES`` stays small when its problem is written out per stage."""
+    """Whether a decoded body of at most ``LIGHT_BYTES`` stays small if its problem is expanded per stage."""
     if not isinstance(document, dict):
         return True
     problem = document.get("problem", document)
@@ -245,7 +245,7 @@ def is_light(document: Any) -> bool:
 
 @dataclass(frozen=True)
 class _OfText:
-    """A function of a decoded document as one of the text; importable from another process."""
+    """Turns a function of a decoded document into one of its text, importable in another process."""
 
     function: Callable[[Any], Any]
 
@@ -255,7 +255,7 @@ class _OfText:
 
 @dataclass(frozen=True)
 class _Stored:
-    """Bytes in a file, on their way from one process to another."""
+    """Bytes in a file that one process passes to another."""
 
     path: str
 
@@ -275,7 +275,7 @@ class _Stored:
 
 
 def _call(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
-    """In the other process: call a function; bytes come and go as files where they are many."""
+    """Call a function in the other process; large bytes are passed as files."""
     made = function(argument.take() if isinstance(argument, _Stored) else argument)
     return _Stored.of(made, folder) if isinstance(made, bytes) and len(made) > LARGE else made
 
@@ -283,6 +283,6 @@ def _call(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
 def _refused(why: str) -> ProblemError:
     return ProblemError(
         NOT_READY,
-        f"The service does not finish this computation: {why} Ask for something smaller, or try again later.",
+        f"The service could not finish this computation: {why} Send a smaller request, or try again later.",
         headers={"Retry-After": str(RETRY_SECONDS)},
     )

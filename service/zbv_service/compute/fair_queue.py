@@ -1,4 +1,4 @@
-"""A bounded queue that is fair: callers take turns, however many requests each of them sends."""
+"""A bounded fair queue: callers take turns, however many requests each one sends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class NoRoom(Exception):
-    """Too many wait already: ``waiting`` of them, of the same caller where ``is_own``."""
+class QueueFull(Exception):
+    """The queue is full with ``waiting`` entries, all of the same caller if ``is_own``."""
 
     def __init__(self, waiting: int, is_own: bool):
         super().__init__(f"{waiting} wait already.")
@@ -17,15 +17,15 @@ class NoRoom(Exception):
         self.is_own = is_own
 
 
-class Turns:
-    """Lets a few work at a time. Of those who wait, callers are chosen in rotation.
+class FairQueue:
+    """Lets a few callers work at a time, and serves waiting callers round-robin.
 
     Parameters
     ----------
     at_a_time, at_a_time_each
-        How many work at the same time, of all callers and of one.
+        Most turns at the same time, of all callers and of one caller.
     waiting, waiting_each
-        How many may wait, of all callers and of one.
+        Most waiting turns, of all callers and of one caller.
     """
 
     def __init__(self, at_a_time: int, at_a_time_each: int, waiting: int, waiting_each: int):
@@ -43,7 +43,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, caller: str) -> AsyncIterator[None]:
-        """Wait for a caller's turn; it lasts as long as the block. Raises :class:`NoRoom`."""
+        """Wait for a caller's turn; it lasts as long as the block. Raises :class:`QueueFull`."""
         await self._wait(caller)
         try:
             yield
@@ -56,9 +56,9 @@ class Turns:
             self._take(caller)
             return
         if len(own) >= self._most_waiting_each:
-            raise NoRoom(len(own), is_own=True)
+            raise QueueFull(len(own), is_own=True)
         if self.waiting >= self._most_waiting:
-            raise NoRoom(self.waiting, is_own=False)
+            raise QueueFull(self.waiting, is_own=False)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(caller, deque()).append(turn)
         try:

@@ -1,4 +1,4 @@
-"""Waiting for something to happen, and not for ever."""
+"""Waiting for an event with a time limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 async def happened(event: asyncio.Event, seconds: float | None) -> bool:
-    """Wait for an event, None as long as it takes; False when it does not happen in time."""
+    """Wait for an event, without a limit if ``seconds`` is None; False if it does not happen in time."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,8 +1,8 @@
-"""The frontier of a plan's model: the best stored plan within every memory limit, and what is still searched.
+"""The frontier of a plan's model: the best stored plan within each memory limit, and running searches.
 
-Nothing is stored for it. A point of the frontier is a problem, the plan's own with another limit; its plans
-and searches are found by the hashes of that problem, whoever asked for them. Where the plan's layers were cut
-by a search, every point is a search that cuts them anew (:mod:`.frontier_layers`).
+Nothing is stored for it. A point of the frontier is the plan's own problem with another limit; its plans
+and searches are found by the hash of that problem, whoever submitted them. If a search cut the plan's layers,
+each point is a search that cuts them again (:mod:`.layers`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zbv_service.records.searches import FINISHED, PlanSummary
 from zbv_service.searches.searches import Searches, request_key
 
 FINE = 0.025
-"""Beside the frontier's own limits, plans are looked for at multiples of this: forms offer such limits."""
+"""Plans are also looked up at multiples of this fraction, because forms offer these limits."""
 PATIENCE_SECONDS = 1.5
 """How long a page waits for bounds; the page after it has them."""
 CACHED_NEEDS = 4096
@@ -47,16 +47,16 @@ MAX_STAGES = 4096
 
 @dataclass(frozen=True)
 class SubmittedPoints:
-    """What became of a request for points.
+    """The result of a request to search points.
 
     Attributes
     ----------
     searched
-        Points whose search was begun, or goes on.
+        Points with a new or running search.
     refused
-        Points that are more than the caller may have searched at once.
+        Points beyond the caller's limit of searches.
     known
-        Points whose search with this effort has ended before: asking again says nothing new.
+        Points with an ended search of this effort, which would give the same result again.
     """
 
     searched: int
@@ -65,7 +65,7 @@ class SubmittedPoints:
 
 
 class Frontiers:
-    """Reads frontiers, and has their missing points searched."""
+    """Reads frontiers, and submits searches for missing points."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class Frontiers:
         Raises
         ------
         InvalidInput
-            When the problem says nothing about memory.
+            The problem has no memory.
         ProblemError
-            503 when too many others have something computed already.
+            503: too many computations are waiting.
         """
         if plan.cut is not None:
             return await self._layered.of(plan)
@@ -99,7 +99,7 @@ class Frontiers:
         if problem.n_stages > MAX_STAGES:
             raise ProblemError(
                 INVALID_PARAMETER,
-                f"found a plan of {problem.n_stages} stages; frontiers are made of at most {MAX_STAGES}.",
+                f"found a plan of {problem.n_stages} stages; a frontier takes at most {MAX_STAGES}.",
             )
         grid = frontier.grid(problem)
         documents, others = await self._computations.run(partial(_documents, grid=grid), problem)
@@ -126,12 +126,12 @@ class Frontiers:
     async def search_missing(
         self, plan: Plan, effort: str, caller: str | None, most: int | None, *, again: bool = False
     ) -> SubmittedPoints:
-        """Have the points searched that nobody has, or with ``again`` all that are not proved.
+        """Submit searches for points without one, or with ``again`` for all points that are not proven.
 
         Raises
         ------
         InvalidInput
-            When the service takes no such effort, or the problem says nothing about memory.
+            The service does not accept this effort, or the problem has no memory.
         """
         found = await self.of(plan)
         wanted = [p for p in found.points if p.is_missing or (again and not p.is_proved and not p.is_open)]
@@ -148,7 +148,7 @@ class Frontiers:
         return SubmittedPoints(len(wanted) - known, 0, known)
 
     async def _known(self, plan: Plan, summaries: Iterable[PlanSummary]) -> list[Known]:
-        """The plan itself, and the others."""
+        """The plan itself and the other stored plans."""
         problem = plan.problem
         needs = memory_fraction.needed(problem, plan.metrics.peak_memory)
         known = [Known(plan.plan_id, needs, plan.objective)]
@@ -180,7 +180,7 @@ class Frontiers:
 
 @dataclass(frozen=True)
 class _Limited:
-    """The problem at a limit: its document where it is a point, its hash, and those of its searches."""
+    """The problem at a limit: its document if it is a point, its hash, and the keys of its searches."""
 
     problem: dict[str, Any]
     limit: float
@@ -189,10 +189,10 @@ class _Limited:
 
 
 def _documents(problem: Problem, grid: Sequence[float]) -> tuple[dict[float, _Limited], dict[str, float]]:
-    """The problem at every limit of the grid, and at those in between that somebody may have searched.
+    """The problem at every limit of the grid, and at limits in between that may have been searched.
 
-    And the hashes of the problem itself, whose limit may be any, and of that without a limit, with the
-    largest fraction that is within the limit.
+    Also the hashes of the problem itself and of the problem without a limit, each with the
+    largest fraction within its limit.
     """
     base = problem_json(problem)
     unlimited = {**base, "memory": {**base["memory"], "limit": None}}
@@ -216,7 +216,7 @@ def _documents(problem: Problem, grid: Sequence[float]) -> tuple[dict[float, _Li
 
 
 def peak_memory_of(packed: bytes) -> list[float]:
-    """What the ranks of a packed plan need."""
+    """The memory needs of the ranks of a packed plan."""
     found: list[float] = unpack(packed)["metrics"]["peak_memory"]
     return found
 

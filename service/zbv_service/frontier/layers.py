@@ -1,7 +1,7 @@
-"""The frontier where layers are cut: every limit is a question of its own, with a cut of its own.
+"""The frontier of a plan with layers: each limit is a separate problem with its own cut.
 
-Limits are amounts of memory, the same on every rank. What is known of one is what searches of exactly that
-question have found; a plan's own problem is a cut already, and says nothing of other limits.
+Limits are amounts of memory, equal on all ranks. Only searches of exactly the same problem provide results
+for a limit; the plan's own problem is already cut and says nothing about other limits.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class LayeredFrontiers:
         Raises
         ------
         InvalidInput
-            When the layers say nothing about memory.
+            The layers have no memory.
         ProblemError
-            503 when too many others have something computed already.
+            503: too many computations are waiting.
         """
         question = asked_of(plan)
         grid = await self._schedules.limits(question)

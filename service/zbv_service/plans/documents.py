@@ -43,7 +43,7 @@ class PlanSummaryDocument(BaseModel):
 
 
 class PlanList(BaseModel):
-    """Some of the plans, the newest first."""
+    """A page of plans, newest first."""
 
     plans: list[PlanSummaryDocument]
     next: str | None = NEXT
@@ -51,23 +51,23 @@ class PlanList(BaseModel):
 
 
 class PlanDocument(BaseModel):
-    """A plan. To import one, only ``problem`` and ``ranks`` are needed; the service computes the rest."""
+    """A plan. An import needs only ``problem`` and ``ranks``; the service computes the rest."""
 
     plan_id: str | None = Field(None, description="SHA-256 of the canonical JSON of problem and ranks.")
     problem: QuestionDocument
     objective: Objective | None = None
-    ranks: list[list[str]] = Field(description="Every rank's actions in execution order, such as 7I3.")
+    ranks: list[list[str]] = Field(description="The actions of each rank in execution order, such as 7I3.")
     metrics: MetricsDocument | None = None
     baselines: list[BaselineDocument] = []
     provenance: ProvenanceDocument = ProvenanceDocument()
     partition: list[list[str]] | None = Field(
-        None, description="Of a problem given by layers: the layer names of every stage."
+        None, description="The layer names of each stage, for a problem given by layers."
     )
     recompute: list[bool] | None = Field(
-        None, description="Which stages are recomputed in their backward; where a layer has an alternative."
+        None, description="Which stages are recomputed in their backward, if a layer has an alternative."
     )
     cut: CutDocument | None = Field(
-        None, description="How the layers came to be cut, and a bound on the plans of every other cut."
+        None, description="How the layers were cut, and a bound on the plans of all cuts."
     )
 
 
@@ -75,8 +75,8 @@ class ClaimDocument(BaseModel):
     """A claim of a plan document, and whether it was verified."""
 
     pointer: str = Field(description="RFC 6901 JSON pointer to the claim in the plan.")
-    text: str = Field(description="What is claimed.")
-    is_verified: bool = Field(description="A claim that was checked and is false is an error instead.")
+    text: str = Field(description="The claim.")
+    is_verified: bool = Field(description="False claims are errors instead.")
     reason: str = Field(description="How it was verified, or why it was not.")
 
     @classmethod
@@ -86,14 +86,14 @@ class ClaimDocument(BaseModel):
 
 
 class ImportedPlan(BaseModel):
-    """Where an imported plan is, and what of it was verified."""
+    """An imported plan, and which of its claims were verified."""
 
     plan_id: str
     objective: float
-    lower_bound: float = Field(description="Computed by the service; a bound in the plan is not taken over.")
+    lower_bound: float = Field(description="Computed by the service; a bound in the plan is ignored.")
     gap: float | None
     claims: list[ClaimDocument] = Field(
-        description="What the plan stated. Claims that were not verified are not stored."
+        description="The claims of the plan. Claims that were not verified are not stored."
     )
 
 
@@ -123,8 +123,8 @@ class RankDocument(BaseModel):
     peers: list[int] = Field(description="The ranks it exchanges tensors with.")
     channels: list[ChannelDocument]
     partition: list[list[str]] | None = Field(
-        None, description="Layer names of every stage, not of this rank's alone; only of a plan from layers."
+        None, description="Layer names of all stages, not only of this rank; only for a plan from layers."
     )
     recompute: list[bool] | None = Field(
-        None, description="Of every stage, whether it is recomputed; only where the plan says so."
+        None, description="Whether each stage is recomputed; only if the plan says so."
     )

@@ -1,4 +1,4 @@
-"""Reading, importing and exporting plans, and what each rank of one is told."""
+"""Reads, imports and exports plans, and serves each rank its part."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from zbv_service.settings import Settings
 CACHED_PLANS = 16
 CACHED_EXPORTS = 32
 CACHED_BYTES = 64 * 1024**2
-"""Of plans in one form; the largest plan takes half of it."""
+"""Most bytes of plans in one form; the largest plan takes half of it."""
 CACHED_THUMBNAILS = 256
 T = TypeVar("T")
 _ID = re.compile(r"[0-9a-z]{1,64}")
 
 
 def rank_tag(plan_id: str, rank: int) -> str:
-    """What names a rank's part: another version may say it in other words."""
+    """The ETag of a rank's part, which another version may write differently."""
     return f"{plan_id}-{rank}-{__version__}"
 
 
@@ -47,7 +47,7 @@ class Plans:
     Attributes
     ----------
     used
-        Ids of plans that were fetched; who notes that in the database takes them out.
+        Ids of plans fetched since the last sweep of the database, which records and removes them.
     """
 
     def __init__(self, table: PlanTable, settings: Settings, computations: Computations):
@@ -64,11 +64,11 @@ class Plans:
         self._thumbnails: Cache[bytes] = Cache(CACHED_THUMBNAILS)
 
     async def newest(self, limit: int) -> list[PlanSummary]:
-        """The newest plans first."""
+        """The newest plans, newest first."""
         return await self._table.newest(limit)
 
     async def page(self, wanted: PlanFilter, limit: int, after: Position | None) -> Page[PlanSummary]:
-        """Some plans, the newest first, from a position on."""
+        """One page of plans, newest first, starting at a position."""
         return await self._table.page(wanted, limit, after)
 
     async def text(self, plan_id: str) -> bytes:
@@ -88,12 +88,12 @@ class Plans:
         Raises
         ------
         ProblemError
-            404, and 503 when too many computations wait already.
+            404: there is no such plan. 503: too many computations are waiting.
         """
         return await self._computations.run(function, await self._packed(plan_id))
 
     async def _packed(self, plan_id: str) -> bytes:
-        # Not every text is one that a database takes.
+        # Some texts are rejected by databases.
         packed = await self._table.document(plan_id) if _ID.fullmatch(plan_id) else None
         if packed is None:
             raise ProblemError(NOT_FOUND, f"found no plan {plan_id[:64]!r}; GET /v1/plans lists them.")
@@ -130,16 +130,16 @@ class Plans:
         return ranks[rank]
 
     async def add(self, body: bytes | bytearray) -> tuple[ImportedPlan, bool]:
-        """Verify a plan made elsewhere, compute its metrics and store it; and whether it is new.
+        """Verify an imported plan, compute its metrics and store it; also returns whether it is new.
 
         Raises
         ------
         InvalidInput, InvalidPlan
-            When the plan is wrong; nothing is stored then.
+            The plan is invalid; nothing was stored.
         ProblemError
-            400 when it is not JSON, 503 when too many computations wait already.
+            400: the body is not JSON. 503: too many computations are waiting.
         """
-        # Never at once: even a small plan is compared with classical schedules.
+        # Always in another process: even a small plan is compared with classical schedules.
         plan, claims = await self._computations.for_client(
             partial(import_text, self._settings.max_cells), body
         )
@@ -154,13 +154,13 @@ class Plans:
         return answer, await self._table.add(plan)
 
     async def thumbnail(self, plan_id: str) -> bytes:
-        """A plan at a glance, as PNG; raises :class:`ProblemError` 404."""
+        """A thumbnail of a plan as PNG; raises :class:`ProblemError` 404."""
 
         return await self._thumbnails.get(plan_id, lambda: self.compute(thumbnail_of, plan_id))
 
     async def export(self, plan_id: str, name: str) -> tuple[bytes, str, str]:
         """A plan in another format: its text, media type and file name; raises :class:`ProblemError` 404."""
-        # Imported here: formats bring their own heavy packages.
+        # Imported here because formats need heavy packages.
         from zbv_solver.export import FORMATS
 
         target = FORMATS.get(name)
@@ -176,17 +176,17 @@ class Plans:
 def plan_of(packed: bytes) -> Plan:
     """A packed plan."""
     plan = parse_plan(unpack(packed))
-    _ = plan.plan_id  # a hash of the whole document: taken here, it comes along with the plan
+    _ = plan.plan_id  # computes the cached hash here, in the other process
     return plan
 
 
 def import_text(max_cells: int, text: bytes | bytearray) -> tuple[NewPlan, tuple[Claim, ...]]:
-    """As :func:`import_plan`, of JSON text; raises :class:`ProblemError` 400 when it is none."""
+    """As :func:`import_plan` for JSON text; raises :class:`ProblemError` 400 if it is not JSON."""
     return import_plan(parse_json(text), max_cells)
 
 
 def import_plan(body: Any, max_cells: int) -> tuple[NewPlan, tuple[Claim, ...]]:
-    """Verify a plan document made elsewhere; the plan to store, computed from its orders, and its claims."""
+    """Verify an imported plan document; returns the plan to store and its claims."""
     from zbv_solver.search.claims import check_plan
     from zbv_solver.search.search import compare, make_plan
 
@@ -206,22 +206,22 @@ def import_plan(body: Any, max_cells: int) -> tuple[NewPlan, tuple[Claim, ...]]:
 
 def export_of(name: str, packed: bytes) -> bytes:
     """A packed plan in another format."""
-    # Imported here: formats bring their own heavy packages.
+    # Imported here because formats need heavy packages.
     from zbv_solver.export import FORMATS
 
     return FORMATS[name].render(parse_plan(unpack(packed))).encode()
 
 
 def thumbnail_of(packed: bytes) -> bytes:
-    """A packed plan at a glance, as PNG."""
-    # Imported here: Pillow and what draws are only needed for this.
+    """A thumbnail of a packed plan as PNG."""
+    # Imported here because only this needs Pillow and the drawing code.
     from zbv_service.plans.thumbnail import thumbnail
 
     return thumbnail(parse_plan(unpack(packed)))
 
 
 def joined_ranks_of(packed: bytes) -> bytes:
-    """The answer for every rank of a packed plan: a line of lengths, and then one after the other."""
+    """The texts of all ranks of a packed plan: a line of lengths, then the texts one after another."""
     texts = rank_texts(parse_plan(unpack(packed)))
     return b"".join([" ".join(str(len(text)) for text in texts).encode(), b"\n", *texts])
 
@@ -237,12 +237,12 @@ def _separate(joined: bytes) -> list[bytes]:
 
 
 def _bytes_of(plan: Plan) -> int:
-    """About what a plan takes in memory: 9 bytes per action, and the numbers of its stages."""
+    """Approximate memory of a plan in bytes: 9 per action, and the costs of its stages."""
     return 9 * len(plan.orders) + 400 * plan.problem.n_stages
 
 
 def rank_texts(plan: Plan) -> list[bytes]:
-    """The answer for every rank of a plan, as JSON text."""
+    """The parts of all ranks of a plan as JSON texts."""
     every = channels(plan.problem, plan.orders)
     ends: list[list[Channel]] = [[] for _ in range(plan.problem.pp_degree)]
     for channel in every:
@@ -252,7 +252,7 @@ def rank_texts(plan: Plan) -> list[bytes]:
 
 
 def cut_json(problem: Problem) -> dict[str, Any]:
-    """Which layers every stage has, and which are recomputed; nothing where the stages were given."""
+    """The layers of each stage, and which stages are recomputed; empty if the stages were given."""
     model = problem.model
     if model is None:
         return {}
@@ -263,7 +263,7 @@ def cut_json(problem: Problem) -> dict[str, Any]:
 
 
 def rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str, Any]:
-    """What one rank executes, and what it sends and receives on its channels."""
+    """The actions of one rank, and its channels."""
     problem, placement = plan.problem, plan.problem.placement
     listed = [
         {

@@ -1,4 +1,4 @@
-"""A plan at a glance: a small picture of its schedule for lists, with nothing but the bars.
+"""Thumbnails of plans for lists: the bars of the schedule and nothing else.
 
 Idle time is transparent, so that it looks right on light and dark.
 """
@@ -22,7 +22,7 @@ _ROWS_WITH_GAPS = HEIGHT // 6
 
 def thumbnail(plan: Plan) -> bytes:
     """The schedule as a PNG of :data:`WIDTH` by :data:`HEIGHT` pixels."""
-    from PIL import Image  # Bokeh brings it; only those who draw wait for it
+    from PIL import Image  # only thumbnails wait for it
 
     line = timeline(plan)
     pixels = image(line, WIDTH)

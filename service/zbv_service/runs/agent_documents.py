@@ -1,4 +1,4 @@
-"""What agents send and get over HTTP, as pydantic models: named schemas of the API."""
+"""JSON documents of agents, as pydantic models; they are named schemas of the API."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ Identifier = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 _MAX_SLOTS = 256
-"""Of one node. A heartbeat names every rank of it, and is read while everybody else waits."""
+"""Most ranks of one node. A heartbeat names every rank of its node, and is read in the event loop."""
 MAX_RANK_EVENTS = 100
 
 
 class AllowsDocument(RequestDocument):
-    """Which runs a node takes. Runs of other models or directories wait for other agents."""
+    """The runs that a node accepts. Runs with other models or directories wait for other agents."""
 
     models: Annotated[list[Line], Field(max_length=100)] = Field(
-        [], description="Patterns such as mypackage.models.*; with none, the node takes no run."
+        [], description="Patterns such as mypackage.models.*; without any, the node accepts no run."
     )
     checkpoint_directories: Annotated[list[Directory], Field(max_length=100)] | None = Field(
-        None, description="Ranks save checkpoints in these or below; null when the node does not say."
+        None, description="Ranks may save checkpoints in or below these; null if the node does not say."
     )
 
 
 class AgentRequest(RequestDocument):
-    """A node that offers to run ranks."""
+    """A node that registers to run ranks."""
 
-    id: Identifier = Field(description="Chosen at random by the agent: registering again is the same agent.")
-    name: Line = Field(description="The host, as people know it.")
+    id: Identifier = Field(description="Chosen at random by the agent; it may register again with it.")
+    name: Line = Field(description="Name of the host for display.")
     address: Line = Field(description="Host name or IP address at which the other nodes reach this one.")
-    port: Port = Field(description="A free port, where ranks meet when this is a run's first node.")
+    port: Port = Field(description="A free port, where the ranks of a run meet if this is its first node.")
     slots: Annotated[int, Field(strict=True, ge=1, le=_MAX_SLOTS)] = Field(
-        description="Ranks that it runs at the same time."
+        description="Number of ranks that it runs at the same time."
     )
     devices: Annotated[list[Line], Field(max_length=_MAX_SLOTS)] = Field([])
     versions: Annotated[dict[Line, Line], Field(max_length=50)] = Field({})
     allowed_models: Annotated[list[Line], Field(max_length=100)] = Field(
-        [], description="The models of allows, of agents that do not send that."
+        [], description="Former place of allows.models."
     )
     allows: AllowsDocument | None = None
 
@@ -83,12 +83,12 @@ class AgentDocument(BaseModel):
     versions: dict[str, str]
     allowed_models: list[str]
     checkpoint_directories: list[str] | None = Field(
-        description="Where its ranks may save checkpoints; null when it did not say."
+        description="Where its ranks may save checkpoints; null if the agent did not say."
     )
     state: AgentState
-    run_id: str | None = Field(description="The run that holds it.")
+    run_id: str | None = Field(description="The run that it works for.")
     created_at: datetime
-    seen_at: datetime = Field(description="Its last sign of life.")
+    seen_at: datetime = Field(description="The time of its last heartbeat.")
 
     @classmethod
     def of(cls, record: AgentRecord) -> AgentDocument:
@@ -97,15 +97,17 @@ class AgentDocument(BaseModel):
 
 
 class RegisteredAgent(BaseModel):
-    """An agent, and what it must keep to."""
+    """A registered agent, and the timing of its heartbeats."""
 
     agent: AgentDocument
-    heartbeat_seconds: float = Field(description="How often it should give a sign of life.")
-    timeout_seconds: float = Field(description="After this long without one it is lost, and its run fails.")
+    heartbeat_seconds: float = Field(description="Seconds between heartbeats.")
+    timeout_seconds: float = Field(
+        description="An agent that is silent for longer is lost, and its run fails."
+    )
 
 
 class AgentList(BaseModel):
-    """Some of the agents, the newest first."""
+    """A page of agents, newest first."""
 
     agents: list[AgentDocument]
     next: str | None = NEXT
@@ -121,7 +123,7 @@ class WorkDocument(BaseModel):
     nodes: int
     ranks_per_node: int
     rendezvous: str = Field(description="host:port of the first node.")
-    plan_id: str = Field(description="The plan's SHA-256: ranks with different ones refuse to start.")
+    plan_id: str = Field(description="SHA-256 of the plan; ranks with different ones refuse to start.")
     model: ModelDocument
     steps: int
     options: RunOptionsDocument
@@ -145,7 +147,7 @@ class WorkDocument(BaseModel):
 
 
 class RankPlace(RequestDocument):
-    """Where a rank is: the step and the action that it turned to last, null before the first."""
+    """The place of a rank: its current step and action, null before the first."""
 
     rank: Count
     step: Count | None = None
@@ -153,52 +155,52 @@ class RankPlace(RequestDocument):
 
 
 class Heartbeat(RequestDocument):
-    """A sign of life."""
+    """A heartbeat of an agent."""
 
-    port: Port | None = Field(None, description="A port that is free now.")
+    port: Port | None = Field(None, description="A port that is currently free.")
     run_id: Identifier | None = Field(None, description="The run that the agent works on.")
     ranks: Annotated[list[RankPlace], Field(max_length=_MAX_SLOTS)] = Field([])
 
 
 class HeartbeatAnswer(BaseModel):
-    """What an agent is to do about the run of its heartbeat."""
+    """What an agent must do about its run."""
 
-    stop: bool = Field(description="End its ranks.")
+    stop: bool = Field(description="Whether to stop its ranks.")
     cause: StopCause | None = Field(
-        None, description="Why to stop; after a failure ranks get a moment to say what they know."
+        None, description="Why to stop; after a failure, ranks get a moment to report."
     )
-    reason: str = Field("", description="The cause, for people.")
+    reason: str = Field("", description="The cause, as text.")
     plan_id: str | None = Field(
-        None, description="The plan to change over to: the agent of node 0 hands it to its ranks."
+        None, description="The plan to change to; the agent of node 0 passes it to its ranks."
     )
 
 
 class FailureFacts(RequestDocument):
-    """Where a failure happened, as far as it is known."""
+    """The known facts about a failure."""
 
     rank: Count | None = None
     step: Count | None = None
     action: Annotated[str, Field(max_length=32)] | None = None
-    peer: Count | None = Field(None, description="The rank that it waited for.")
+    peer: Count | None = Field(None, description="The rank that this rank waited for.")
     message: Text | None = None
 
 
 class RankFailure(RequestDocument):
-    """Why a rank ended, or why none was started (``rank`` is null then).
+    """Why a rank ended, or why no rank was started (``rank`` is null then).
 
-    The facts may stand here, or in ``failure``, which counts where both have one.
+    Facts may be given here or in ``failure``, which takes precedence.
     """
 
     kind: FailureKind
     rank: Count | None = None
     step: Count | None = None
     action: Annotated[str, Field(max_length=32)] | None = None
-    peer: Count | None = Field(None, description="The rank that it waited for.")
+    peer: Count | None = Field(None, description="The rank that this rank waited for.")
     detail: Text = ""
     failure: FailureFacts | None = None
 
     def stored(self) -> dict[str, Any]:
-        """As it is kept."""
+        """The failure in its stored form."""
         facts = {} if self.failure is None else self.failure.model_dump(exclude_none=True)
         message = facts.pop("message", "")
         return {
@@ -209,7 +211,7 @@ class RankFailure(RequestDocument):
 
 
 class NodeEnd(RequestDocument):
-    """How a node's part of a generation ended."""
+    """The end of a node's part of a generation."""
 
     run_id: Identifier
     generation: Count
@@ -218,7 +220,7 @@ class NodeEnd(RequestDocument):
 
 
 class RankEvent(RequestDocument):
-    """Something that happened on a rank and that people should know: a value that is not finite."""
+    """A notable event on a rank: a value that is not finite."""
 
     kind: Literal["non_finite"]
     step: Count
@@ -227,7 +229,7 @@ class RankEvent(RequestDocument):
 
 
 class RankEvents(RequestDocument):
-    """What happened on a rank of a generation; events that were sent before are known."""
+    """The events of a rank in one generation; repeated events are ignored."""
 
     rank: Count
     events: Annotated[list[RankEvent], Field(max_length=MAX_RANK_EVENTS)]

@@ -1,4 +1,4 @@
-"""Whose an agent is: only the token that registered it, or one with the scope admin, may act for it."""
+"""Owners of agents: only the token that registered an agent, or one with the scope admin, may act for it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ REMEMBERED = 16_384
 
 
 class AgentOwners:
-    """The owners of agents. An owner changes only when an agent that is gone registers again under its id, so
-    those seen last are remembered."""
+    """Checks owners of agents. An owner changes only if an agent that is gone registers again with its id, so
+    recent ones are cached."""
 
     def __init__(self, agents: AgentTable):
         self._agents = agents
         self._known: OrderedDict[str, str] = OrderedDict()
 
     async def require(self, grant: Grant, agent_id: str) -> None:
-        """Let those pass who may act for an agent; an unknown agent is everybody's.
+        """Require that a caller may act for an agent; anyone may act for an unknown agent.
 
-        An agent that was registered before owners were stored becomes the property of the first token that
+        An agent that was registered before owners were stored gets as its owner the first token that
         acts for it, other than one with the scope admin.
 
         Raises
         ------
         ProblemError
-            403 for anybody else.
+            403: the caller may not.
         """
         if "admin" in grant.scopes:
             return
@@ -46,7 +46,7 @@ class AgentOwners:
             )
 
     def forget(self, agent_id: str) -> None:
-        """Look an agent's owner up again: it has registered."""
+        """Forget the cached owner of an agent that has registered again."""
         self._known.pop(agent_id, None)
 
     def _remember(self, agent_id: str, owner: str) -> None:

@@ -1,4 +1,4 @@
-"""Registering agents, giving them work, and hearing from them. Gathering them is the dispatcher's."""
+"""Registers agents, hands out their work, and takes their heartbeats and reports."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Agents:
         Raises
         ------
         ProblemError
-            403 when another token has registered this agent.
+            403: another token has registered this agent.
         """
         record, is_new = await self._agents.add(replace(request.new_agent, owner=grant.owner))
         if is_new:
@@ -62,16 +62,16 @@ class Agents:
         return _found(await self._agents.get(agent_id), agent_id)
 
     async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
-        """Some agents, the newest first, from a position on."""
+        """One page of agents, newest first, starting at a position."""
         return await self._agents.page(wanted, limit, after)
 
     async def work(self, agent_id: str, wait_seconds: float) -> Work | None:
-        """An agent's work, waited for; asking is a sign of life.
+        """Wait for the work of an agent; the call counts as a heartbeat.
 
         Raises
         ------
         ProblemError
-            404 for an unknown agent, 410 for one that is lost or has left.
+            404: the agent is unknown. 410: it is lost or has left.
         """
         await self.require_present(agent_id)
         loop = asyncio.get_running_loop()
@@ -85,30 +85,30 @@ class Agents:
                 await happened(assigned, left)
 
     async def heartbeat(self, agent_id: str, beat: Heartbeat) -> HeartbeatAnswer:
-        """Note where an agent and its ranks are, and say whether to go on; raises as :meth:`work`."""
+        """Store the heartbeat of an agent, and return what it must do; raises as :meth:`work`."""
         places = tuple(place.model_dump() for place in beat.ranks)
         found = await self._store(Beat(agent_id, beat.port, beat.run_id, places))
         return HeartbeatAnswer(stop=False) if beat.run_id is None else _answer_of(found.orders)
 
     async def ended(self, agent_id: str, end: NodeEnd) -> None:
-        """Note how an agent's node ended; raises as :meth:`work`."""
+        """Record how an agent's node ended; raises as :meth:`work`."""
         await self.require_present(agent_id)
         failures = [failure.stored() for failure in end.failures]
         await self._runs.ended(agent_id, NodeReport(end.run_id, end.generation, end.outcome, failures))
         self._dispatcher.wake()
 
     async def require_present(self, agent_id: str) -> None:
-        """A sign of life of an agent that sends something; raises as :meth:`work`."""
+        """Record that an agent is alive; raises as :meth:`work`."""
         await self._store(Beat(agent_id))
 
     async def drain(self, agent_id: str) -> AgentRecord:
-        """Give an agent no more work; raises as :meth:`work`."""
+        """Stop assigning work to an agent; raises as :meth:`work`."""
         record = _found(await self._agents.drain(agent_id), agent_id)
         _require_present(agent_id, record.name, record.state)
         return record
 
     async def leave(self, agent_id: str) -> None:
-        """Deregister an agent; one that has left stays so. Raises :class:`ProblemError` 404."""
+        """Deregister an agent; a repeated call changes nothing. Raises :class:`ProblemError` 404."""
         _found(await self._agents.leave(agent_id), agent_id)
 
     async def _store(self, beat: Beat) -> BeatAnswer:
@@ -118,7 +118,7 @@ class Agents:
 
 
 def _answer_of(orders: RunOrders | None) -> HeartbeatAnswer:
-    """What an agent must do about its run."""
+    """The answer to a heartbeat."""
     if orders is None:
         return _stop("unknown-run", "the service does not know this run")
     if orders.cancel_requested:

@@ -1,4 +1,4 @@
-"""Waking agents that wait for work: one look at the database for all of them, however many wait."""
+"""Wakes agents that wait for work, with one query for all of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zbv_service.database import DatabaseAway, RunTable
 from zbv_service.runs.dispatch import Dispatcher
 
 POLL_SECONDS = 1.0
-"""How often work is looked for that another service may have assigned."""
+"""Seconds between queries for work that another service assigned."""
 
 logger = logging.getLogger(__name__)
 
 
 class Assignments:
-    """The agents that wait at one service."""
+    """The agents that wait for work at this service."""
 
     def __init__(self, runs: RunTable, dispatcher: Dispatcher):
         self._runs = runs
@@ -28,7 +28,7 @@ class Assignments:
 
     @contextmanager
     def expected(self, agent_id: str) -> Iterator[asyncio.Event]:
-        """An event that is set when an agent may have work, or nobody should wait any longer."""
+        """Within the block, an event that is set when an agent may have work, or when the service stops."""
         event = asyncio.Event()
         self._waiting.setdefault(agent_id, set()).add(event)
         if self._looker is None or self._looker.done():
@@ -43,14 +43,14 @@ class Assignments:
 
     async def _look_on(self) -> None:
         while self._waiting:
-            rung = self._dispatcher.assigned  # before the look: what is assigned during it rings, too
+            rung = self._dispatcher.assigned  # taken first, to notice assignments during the query
             if self._dispatcher.is_stopping:
                 self._wake(list(self._waiting))
                 return
             try:
                 self._wake(await self._runs.with_work(list(self._waiting)))
             except DatabaseAway as error:
-                logger.warning("%s Agents wait on for work.", error)
+                logger.warning("%s Agents continue to wait for work.", error)
             await happened(rung, POLL_SECONDS)
 
     def _wake(self, agent_ids: list[str]) -> None:

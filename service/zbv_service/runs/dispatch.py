@@ -1,6 +1,6 @@
-"""Moves runs on: their plans are found, agents gathered for them, and lost agents noticed.
+"""Advances runs: takes plans from their searches, assigns agents, and notices lost agents.
 
-The database is the truth: several services may do this at once, and one that dies takes nothing along.
+The database is the source of truth: several services may do this at once, and any of them may die.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from zbv_service.runs.watch import AgentWatch
 from zbv_service.settings import Settings
 
 POLL_SECONDS = 1.0
-"""How often waiting runs are looked at when nobody says that something changed."""
+"""Seconds between passes over waiting runs if nothing wakes the dispatcher."""
 _PLANNING_SECONDS = 0.2
-"""How often searches are looked at while a run waits for one; they may end in another service."""
+"""Seconds between passes while a run waits for a search, which may end in another service."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Dispatcher:
     Attributes
     ----------
     assigned
-        Set, and replaced by a new one, when agents got work.
+        Set, and replaced by a new event, when agents got work.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Dispatcher:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether nobody should wait any longer."""
+        """Whether the service stops, so that nobody should wait."""
         return self._stopped.is_set()
 
     @property
     def is_working(self) -> bool:
-        """Whether every loop is alive."""
+        """Whether all loops are alive."""
         return bool(self._loops) and not any(loop.done() for loop in self._loops)
 
     async def start(self) -> None:
@@ -75,14 +75,14 @@ class Dispatcher:
             self._loops.append(asyncio.create_task(self._forever(step), name=f"zbv-{name}"))
 
     def hang_up(self) -> None:
-        """Answer everybody who waits for work: the service stops."""
+        """Answer all agents that wait for work, because the service stops."""
         self._stopped.set()
         self._changed.set()
         self._submitted.set()
         self._ring()
 
     async def stop(self) -> None:
-        """End the loops, by themselves, so that no transaction is cut off in the middle."""
+        """Let the loops end by themselves, so that no transaction is interrupted."""
         self.hang_up()
         if not self._loops:
             return
@@ -91,7 +91,7 @@ class Dispatcher:
             loop.cancel()
 
     def wake(self) -> None:
-        """Say that a run waits, or that an agent is free."""
+        """Notice that a run waits or an agent is free."""
         self._changed.set()
         self._submitted.set()
 
@@ -100,15 +100,15 @@ class Dispatcher:
             try:
                 await step()
             except DatabaseAway as error:
-                logger.warning("%s It is tried again in %g s.", error, POLL_SECONDS)
+                logger.warning("%s Trying again in %g s.", error, POLL_SECONDS)
                 await happened(self._stopped, POLL_SECONDS)
             except Exception:
-                logger.exception("dispatching failed; it goes on in %g s", POLL_SECONDS)
+                logger.exception("dispatching failed; it continues in %g s", POLL_SECONDS)
                 await happened(self._stopped, POLL_SECONDS)
 
     async def _assign(self) -> None:
         self._changed.clear()
-        with suppress(AgentsTaken):  # by another service; the next look sees what it left
+        with suppress(AgentsTaken):  # by another service; the next pass sees the remaining ones
             started = await self._runs.assign(scheduler)
             for run_id in started:
                 logger.info("run %s has its agents", run_id)
@@ -117,7 +117,7 @@ class Dispatcher:
         await happened(self._changed, POLL_SECONDS)
 
     async def _take_plans(self) -> None:
-        """Move on the runs whose plan was searched."""
+        """Advance runs whose search has ended."""
         self._submitted.clear()
         moved, waiting = await self._run_plans.settle_planned()
         if moved:
@@ -125,7 +125,7 @@ class Dispatcher:
         await happened(self._submitted, _PLANNING_SECONDS if waiting else POLL_SECONDS)
 
     async def look(self) -> None:
-        """Look at what runs measure, now."""
+        """Check the measured costs of runs now."""
         async with self._looking:
             await self._replanner.step()
 

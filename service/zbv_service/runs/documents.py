@@ -1,4 +1,4 @@
-"""Runs as they enter and leave over HTTP, as pydantic models: named schemas of the API."""
+"""JSON documents of runs, as pydantic models; they are named schemas of the API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ModelDocument(RequestDocument):
-    """Which model to train: all nodes must have it, and allow it."""
+    """The model to train; all nodes must have it and allow it."""
 
     factory: Annotated[str, Field(max_length=300, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
         description="package.module:factory"
@@ -37,44 +37,44 @@ class ModelDocument(RequestDocument):
 
 
 class RunRequest(RequestDocument):
-    """A plan to be run, or a problem whose plan is to be searched and run: exactly one of the two."""
+    """A plan to run, or a problem to search a plan for and run it: exactly one of the two."""
 
     plan_id: PlanId | None = None
     problem: QuestionDocument | None = None
     search_options: OptionsDocument | None = Field(
-        None, description="Of the search for the problem's plan, and of those that measured costs call for."
+        None, description="Options of the search for the plan, and of searches for measured costs."
     )
     model: ModelDocument
     nodes: Annotated[int, Field(strict=True, ge=1, le=MAX_NODES)] = Field(
-        description="Agents; the ranks of all replicas are spread evenly over them."
+        description="Number of agents; the ranks of all replicas are spread evenly over them."
     )
     steps: Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
     options: RunOptionsDocument = RunOptionsDocument()
 
 
 class PlanChange(RequestDocument):
-    """The plan that a run is to change over to."""
+    """The plan that a run should change to."""
 
     plan_id: PlanId
 
 
 class OfferDocument(BaseModel):
-    """A plan that is better under the costs that were measured."""
+    """A plan that is better for the measured costs."""
 
     plan_id: str
-    objective_now: float = Field(description="Of the run's plan under the measured costs.")
-    objective_then: float = Field(description="Of the offered plan under the same costs.")
+    objective_now: float = Field(description="Objective of the run's plan for the measured costs.")
+    objective_then: float = Field(description="Objective of the offered plan for the same costs.")
 
 
 class NodeDocument(BaseModel):
-    """One node of a run, and where its ranks are."""
+    """One node of a run, and the places of its ranks."""
 
     node_rank: int
     agent_id: str
     agent: str = Field(description="The agent's name.")
     state: NodeState
     outcome: NodeOutcome | None
-    ranks: list[dict[str, Any]] = Field(description="rank, step and action, as last heard of.")
+    ranks: list[dict[str, Any]] = Field(description="rank, step and action, as last reported.")
 
     @classmethod
     def of(cls, record: NodeRecord) -> NodeDocument:
@@ -90,25 +90,25 @@ class NodeDocument(BaseModel):
 
 
 class CauseDocument(BaseModel):
-    """Why a generation of a run failed: the first cause, kept also when a later generation succeeds."""
+    """The first cause of a failed generation, kept even if a later generation succeeds."""
 
     generation: int
     at: datetime
     kind: FailureKind
     node_rank: int | None
     agent: str | None = Field(description="Name of the node's agent.")
-    rank: int | None = Field(description="null when the node failed as a whole.")
-    step: int | None = Field(description="Where the rank failed, as it or its agent said.")
+    rank: int | None = Field(description="null if the node failed as a whole.")
+    step: int | None = Field(description="The step in which the rank failed, as reported by it or its agent.")
     action: str | None
-    peer: int | None = Field(description="The rank that it waited for.")
-    last_step: int | None = Field(description="What the last heartbeat reported; it may lag behind.")
+    peer: int | None = Field(description="The rank that this rank waited for.")
+    last_step: int | None = Field(description="The step of the last heartbeat, which may lag behind.")
     last_action: str | None
     message: str
-    consequences: int = Field(description="Failures of the same generation that came with it.")
+    consequences: int = Field(description="Number of other failures in the same generation.")
 
 
 class RefusalDocument(BaseModel):
-    """An agent that refused a run, which is not given to it again."""
+    """An agent that refused a run; the run is not assigned to it again."""
 
     generation: int
     at: datetime
@@ -118,32 +118,30 @@ class RefusalDocument(BaseModel):
 
 
 class RunDocument(BaseModel):
-    """A run, waiting, under way or ended."""
+    """A training run in any state."""
 
     id: str
     state: RunState
-    plan_id: str | None = Field(description="null while it is searched.")
-    search_id: str | None = Field(description="The search for its plan, where it was submitted as a problem.")
-    target_plan_id: str | None = Field(description="The plan that it changes over to at its next step.")
-    offer: OfferDocument | None = Field(description="Take it with POST /v1/runs/{id}/plan.")
+    plan_id: str | None = Field(description="null while its search runs.")
+    search_id: str | None = Field(description="The search for its plan, if it was submitted as a problem.")
+    target_plan_id: str | None = Field(description="The plan that it changes to at its next step.")
+    offer: OfferDocument | None = Field(description="Accept it with POST /v1/runs/{id}/plan.")
     model: ModelDocument
     nodes: int
     ranks_per_node: int
     steps: int
     options: RunOptionsDocument
-    generation: int = Field(description="Counts how often the run was begun anew, from 0.")
+    generation: int = Field(description="Number of restarts, from 0.")
     cancel_requested: bool
     members: list[NodeDocument] = Field(description="The nodes of this generation, by node rank.")
     error: ProblemDetails | None = Field(
         None,
-        description="Why it failed; failures has every rank's story of the last generation, the events have "
-        "those of all.",
+        description="Why it failed; `failures` has the reports of the last generation's ranks, the events "
+        "those of all generations.",
     )
-    failures: list[CauseDocument] = Field(
-        description="The cause of every generation that failed, the oldest first."
-    )
+    failures: list[CauseDocument] = Field(description="The cause of each failed generation, oldest first.")
     refusals: list[RefusalDocument]
-    waits_for: str | None = Field(description="What a waiting run lacks, for people.")
+    waits_for: str | None = Field(description="What a waiting run lacks, as text.")
     created_at: datetime
     started_at: datetime | None
     updated_at: datetime
@@ -166,7 +164,7 @@ class RunDocument(BaseModel):
 
 
 class RunList(BaseModel):
-    """Some of the runs, the newest first."""
+    """A page of runs, newest first."""
 
     runs: list[RunDocument]
     next: str | None = NEXT
@@ -174,7 +172,7 @@ class RunList(BaseModel):
 
 
 class EventDocument(BaseModel):
-    """Something that happened to a run."""
+    """An event of a run."""
 
     id: int
     at: datetime
@@ -188,6 +186,6 @@ class EventDocument(BaseModel):
 
 
 class EventList(BaseModel):
-    """What happened to a run, the oldest first; ask again with ``after`` set to the last id."""
+    """Events of a run, oldest first; pass the last id as ``after`` to get the next ones."""
 
     events: list[EventDocument]

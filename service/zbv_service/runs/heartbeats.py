@@ -1,4 +1,4 @@
-"""Gathering heartbeats: those that come while others are stored are stored together."""
+"""Batches heartbeats: those that arrive during a write are stored together by the next one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from zbv_service.database import HeartbeatTable
 from zbv_service.records.runs import Beat, BeatAnswer
 
 PAUSE_SECONDS = 0.05
-"""Between two writes: with many agents each takes many heartbeats, and a lone one never waits."""
+"""Seconds between two writes, so that each stores many heartbeats; a single one does not wait."""
 MOST = 256
-"""Heartbeats of one write: it holds locks on as many agents."""
+"""Most heartbeats in one write, which locks as many agents."""
 
 _Waiting = tuple[Beat, "asyncio.Future[BeatAnswer]"]
 
@@ -25,7 +25,7 @@ class Heartbeats:
         self._writer: asyncio.Task[None] | None = None
 
     async def store(self, beat: Beat) -> BeatAnswer:
-        """Store a heartbeat, and return what its agent gets to hear; raises :class:`DatabaseAway`."""
+        """Store a heartbeat, and return the answer for its agent; raises :class:`DatabaseAway`."""
         future: asyncio.Future[BeatAnswer] = asyncio.get_running_loop().create_future()
         self._waiting.append((beat, future))
         if self._writer is None or self._writer.done():
@@ -33,7 +33,7 @@ class Heartbeats:
         return await future
 
     async def stop(self) -> None:
-        """Store what has come; nothing comes any more."""
+        """Store the remaining heartbeats; no more arrive."""
         if self._writer is not None:
             await self._writer
 
@@ -48,7 +48,7 @@ class Heartbeats:
         last = {(beat.agent_id, beat.run_id): beat for beat, _ in taken}
         try:
             answers = await self._table.store([*last.values()])
-        except Exception as error:  # everybody who waits gets it, as if each had asked alone
+        except Exception as error:  # all waiting requests get it, as if each had stored alone
             for _, future in taken:
                 if not future.done():
                     future.set_exception(error)

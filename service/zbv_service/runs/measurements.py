@@ -1,4 +1,4 @@
-"""A run's measured steps held against its plan: chosen, laid out and accounted for."""
+"""Compares measured steps of a run with its plan: choice of the step, its timeline and its account."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from zbv_service.runs.parts import RunParts, parse_traces
 
 MANY_ACTIONS = 100_000
 FEW_STEPS = 5
-"""Of plans with so many actions, only the newest steps are looked at."""
+"""For plans with more actions than this, only the newest steps are considered."""
 CACHED = 8
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which step is looked at; None leaves the choice: the newest generation, the step of median length."""
+    """The requested step; None selects the newest generation and the step of median length."""
 
     generation: int | None = None
     replica: int = 0
@@ -45,7 +45,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class NothingMeasured:
-    """Why there is nothing to hold against the plan: a word for it, and what to say."""
+    """Why there is nothing to compare with the plan: a keyword and a sentence."""
 
     reason: str
     detail: str
@@ -53,18 +53,18 @@ class NothingMeasured:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A step of a run, held against its plan.
+    """A step of a run, compared with its plan.
 
     Attributes
     ----------
     lengths
-        Of every step that the ranks have in common, in the plan's unit, by step.
+        The length of each step that all ranks have, in the plan's unit, by step.
     is_typical
         Whether the step was chosen for its median length.
     missing
-        Ranks of the pipeline that have not sent the step.
+        Pipeline ranks that have not sent the step.
     has_named_unit
-        Whether the plan says what its time unit is; else one was chosen that fits.
+        Whether the plan names its time unit; otherwise a fitting one was chosen.
     """
 
     plan: Plan
@@ -85,7 +85,7 @@ class Measured:
 
 
 class Measurements:
-    """Reads and accounts for measured steps; the same question twice is answered from memory."""
+    """Reads and analyses measured steps, and caches the results."""
 
     def __init__(self, parts: RunParts, plans: Plans, computations: Computations):
         self._computations = computations
@@ -94,7 +94,7 @@ class Measurements:
         self._made: Cache[Measured | NothingMeasured] = Cache(CACHED)
 
     async def of(self, run: RunRecord, chosen: Chosen) -> Measured | NothingMeasured:
-        """The chosen step of a run, or why there is none."""
+        """The requested step of a run, or why there is none."""
         index = [part for part in await self._parts.index(run.id) if part.kind == "trace"]
         generations = tuple(sorted({part.generation for part in index}))
         if not generations:
@@ -139,7 +139,7 @@ def measure_packed(
     replicas: tuple[int, ...],
     packed: Sequence[bytes],
 ) -> Measured | NothingMeasured:
-    """As :func:`measure`, of those packed traces that are the plan's."""
+    """The result of :func:`measure` for the packed traces of the plan."""
     traces = tuple(trace for trace in parse_traces(packed) if trace.plan_id == plan.plan_id)
     return measure(plan, traces, chosen, generation, generations, replicas)
 
@@ -152,16 +152,16 @@ def measure(
     generations: tuple[int, ...] = (0,),
     replicas: tuple[int, ...] = (0,),
 ) -> Measured | NothingMeasured:
-    """The account of a step of some ranks of one replica; takes seconds for the largest plans.
+    """Analyse a step of one replica; takes seconds for the largest plans.
 
     Raises
     ------
     InvalidInput
-        When a rank did not run its list of the plan.
+        A rank did not run its list of the plan.
     """
     numbers = most_shared(traces)
     if not numbers:
-        return NothingMeasured("no-step", "The ranks have sent traces without a finished step.")
+        return NothingMeasured("no-step", "The traces of the ranks have no finished step.")
     if chosen.step is not None and chosen.step not in numbers:
         return NothingMeasured(
             "unknown",
@@ -193,14 +193,14 @@ def measure(
 
 
 def most_shared(traces: Sequence[RankTrace]) -> tuple[int, ...]:
-    """The steps that the most ranks have, ascending: all ranks, unless some sent nothing or lag behind."""
+    """The steps that the most ranks have, ascending; some ranks may have sent nothing or lag behind."""
     counted = Counter(number for trace in traces for number in trace.numbers)
     most = max(counted.values(), default=0)
     return tuple(sorted(number for number, count in counted.items() if count == most))
 
 
 def _of_one_plan(parts: Sequence[PartInfo]) -> list[PartInfo]:
-    """Those of the plan that was measured last: around a change of plans, ranks send both."""
+    """The parts of the plan that was measured last; around a change of plans, ranks send traces of both."""
     if not parts:
         return []
     newest = max(parts, key=lambda part: -1 if part.last_step is None else part.last_step)
@@ -216,7 +216,7 @@ def _nothing_yet(run: RunRecord) -> NothingMeasured:
         return NothingMeasured("ended", "The run ended, and its ranks sent no trace.")
     return NothingMeasured(
         "early",
-        "Ranks send what they measured a few seconds after their first steps. This page shows it then.",
+        "Ranks send measurements a few seconds after their first steps. This page shows them then.",
     )
 
 

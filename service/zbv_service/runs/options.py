@@ -1,4 +1,4 @@
-"""The options of a run: how its ranks train, how often a failure is tried again, whether plans change."""
+"""The options of a run: training, retries and replanning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _require_absolute(directory: str) -> str:
 
 
 class CheckpointDocument(BaseModel):
-    """Where and how often the ranks save what they have learnt."""
+    """Where and how often the ranks save checkpoints."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -79,16 +79,16 @@ class RunOptionsDocument(BaseModel):
     )
     evaluate_every: Positive | None = Field(None, description="Steps between evaluations; null: never.")
     checkpoint: CheckpointDocument | None = Field(
-        None, description="null saves nothing: a run that is begun anew starts from its first step."
+        None, description="null saves nothing; a restarted run then begins with its first step."
     )
     retries: Annotated[int, Field(strict=True, ge=0, le=MAX_RETRIES)] = Field(
-        DEFAULT_RETRIES, description="How often a run that failed is begun anew."
+        DEFAULT_RETRIES, description="How often a failed run is restarted."
     )
     replan: Literal["auto", "ask", "off"] = Field(
         "off",
-        description="When measured costs differ from planned ones: auto changes over to a better plan, ask "
-        "offers it, off does not look.",
+        description="If measured costs drift from planned ones: auto changes to a better plan, ask "
+        "offers it, off does nothing.",
     )
     replan_threshold: Annotated[Number, Field(gt=0, allow_inf_nan=False)] = Field(
-        0.05, description="By which share the costs of a stage or the step must differ."
+        0.05, description="Relative drift of a stage's costs or of the step that starts replanning."
     )

@@ -1,7 +1,7 @@
-"""What ranks leave behind: taking their traces and logs from agents, and showing them.
+"""Traces and logs of ranks: taken from agents, stored, and read again.
 
-Of a rank's traces the newest steps are kept: ranks write theirs at different times, and what is looked at is
-the steps that they have in common. Shown, these become one picture of the newest, on rank 0's clock.
+The newest steps of each rank's traces are kept, because ranks write them at different times and a reader
+needs steps that all ranks have. The merged trace shows the newest such step on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from zbv_service.runs.agent_documents import RankEvents
 from zbv_service.runs.picture import picture
 
 MAX_LOG_BYTES = 256 * 1024
-"""The end of a rank's log, which is what explains a failure."""
+"""Bytes kept of the end of a rank's log, which explains failures."""
 
 KEPT_STEPS = 15
 _KEPT_ACTIONS = 60_000
-"""So many of a rank at most, unless one step alone has more."""
+"""Most records kept per rank, unless a single step has more."""
 
 
 @dataclass(frozen=True)
 class ReadTrace:
-    """A trace that was checked: what is stored of it, and what it says of itself."""
+    """A checked trace: the part to store and its metadata."""
 
     packed: bytes
     plan_id: str
@@ -46,17 +46,17 @@ class ReadTrace:
 
 
 def read_trace(rank: int, former: bytes | None, gzip_limit: int | None, body: bytes | bytearray) -> ReadTrace:
-    """Check a rank's trace, and join it with its former one.
+    """Check a rank's trace, and merge it with the stored one.
 
     Parameters
     ----------
     gzip_limit
-        Bytes that a gzip body may have once it is decompressed; None of one that is plain.
+        Most bytes of a gzip body after decompression; None for a plain body.
 
     Raises
     ------
     ProblemError, InvalidInput
-        When it is no trace, or of another rank.
+        It is not a trace, or belongs to another rank.
     """
     document = _parse_json(body if gzip_limit is None else decompressed(body, gzip_limit))
     trace = parse_rank_trace(document)
@@ -67,7 +67,7 @@ def read_trace(rank: int, former: bytes | None, gzip_limit: int | None, body: by
 
 
 def read_events(document: Any) -> RankEvents:
-    """What a rank says that happened on it; raises :class:`InvalidInput`."""
+    """The events in a decoded document of a rank; raises :class:`InvalidInput`."""
     return parse_body(RankEvents, document)
 
 
@@ -89,7 +89,7 @@ def merged(generation: int, packed: Sequence[bytes]) -> bytes:
     if not common or len({trace.plan_id for trace in traces}) > 1:
         raise ProblemError(
             NOT_FOUND,
-            f"the ranks of generation {generation} have sent no step in common. Ask again in seconds.",
+            f"the ranks of generation {generation} have no step in common yet. Try again in some seconds.",
         )
     newest = frozenset({max(common)})
     return picture([trace.only(newest) for trace in traces]).encode()
@@ -113,17 +113,17 @@ class RunParts:
     async def put_trace(
         self, run_id: str, generation: int, rank: int, body: bytes | bytearray, is_gzip: bool, limit: int
     ) -> None:
-        """Keep a rank's trace, with the newest steps of its former ones.
+        """Store a rank's trace together with the newest steps of its earlier ones.
 
         Parameters
         ----------
         body, is_gzip, limit
-            JSON text, or that as gzip, of at most so many bytes.
+            JSON text, possibly as gzip, of at most ``limit`` bytes.
 
         Raises
         ------
         ProblemError, InvalidInput
-            When it is no trace, or of another rank.
+            It is not a trace, or belongs to another rank.
         """
         former = await self._table.read(run_id, generation, "trace", [rank])
         read = partial(read_trace, rank, former[0].body if former else None, limit if is_gzip else None)
@@ -143,17 +143,17 @@ class RunParts:
         )
 
     async def put_log(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
-        """Keep the end of a rank's log."""
+        """Store the end of a rank's log."""
         packed = await asyncio.to_thread(zlib.compress, text)
         await self._table.put(NewPart(run_id, generation, rank, "log", packed))
 
     async def put_events(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
-        """Note what happened on a rank; what is known already is not noted again.
+        """Store events of a rank; repeated events are ignored.
 
         Raises
         ------
         ProblemError, InvalidInput
-            When the text does not say that, or it is of another rank.
+            The text is not a document of events, or belongs to another rank.
         """
         told = await self._computations.of_body(read_events, text)
         if told.rank != rank:
@@ -167,16 +167,16 @@ class RunParts:
     async def traces(
         self, run_id: str, generation: int, ranks: Sequence[int] | None = None
     ) -> tuple[RankTrace, ...]:
-        """The traces of these ranks, or of all, by rank."""
+        """The traces of these ranks, or of all ranks, by rank."""
         parts = await self._table.read(run_id, generation, "trace", ranks)
         return await self._computations.run(parse_traces, [part.body for part in parts])
 
     async def index(self, run_id: str) -> list[PartInfo]:
-        """What there is of a run, of all generations, without reading it."""
+        """The list of a run's parts in all generations, without their content."""
         return await self._table.index(run_id)
 
     async def packed_traces(self, run_id: str, generation: int, ranks: Sequence[int]) -> dict[int, bytes]:
-        """The traces of these ranks as they are stored, by rank."""
+        """The packed traces of these ranks, by rank."""
         parts = await self._table.read(run_id, generation, "trace", ranks)
         return {part.rank: part.body for part in parts}
 
@@ -186,7 +186,7 @@ class RunParts:
         Raises
         ------
         ProblemError
-            404 while a rank has sent no trace, or they have no step of one plan in common.
+            404: a rank has sent no trace yet, or the ranks have no step of one plan in common.
         """
         chosen = await self._generation(run.id, "trace", generation)
         parts = await self._table.read(run.id, chosen, "trace", None)
@@ -194,7 +194,8 @@ class RunParts:
         if missing:
             named = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
             raise ProblemError(
-                NOT_FOUND, f"ranks {named} of generation {chosen} have sent no trace. Ask again in seconds."
+                NOT_FOUND,
+                f"ranks {named} of generation {chosen} have sent no trace yet. Try again soon.",
             )
         return await self._computations.run(partial(merged, chosen), [part.body for part in parts])
 
@@ -208,7 +209,7 @@ class RunParts:
     async def _generation(
         self, run_id: str, kind: PartKind, wanted: int | None, rank: int | None = None
     ) -> int:
-        """The wanted generation, or the newest that has such a part."""
+        """The requested generation, or the newest one with such a part."""
         if wanted is not None:
             return wanted
         newest = await self._table.newest_generation(run_id, kind, rank)
@@ -220,7 +221,7 @@ class RunParts:
 
 
 def _joined(document: dict[str, Any], former: bytes | None) -> bytes:
-    """A trace with the steps of a former one, packed; of another plan or clock, these are nothing to it."""
+    """A trace with the steps of an earlier one, packed; steps of another plan or clock are dropped."""
     known = {} if former is None else unpack(former)
     steps = {entry["step"]: entry for entry in document["steps"]}
     if all(known.get(name) == document.get(name) for name in ("plan_id", "clock_offset_ns")):
@@ -236,7 +237,7 @@ def _joined(document: dict[str, Any], former: bytes | None) -> bytes:
 
 
 def _parse_json(text: bytes | bytearray) -> Any:
-    """JSON in which a loss may be NaN or infinite: it is then as if there were none."""
+    """Decode JSON with NaN or infinite losses, which become null."""
     try:
         return json.loads(text.decode(), parse_constant=lambda _name: None)
     except (ValueError, RecursionError) as error:

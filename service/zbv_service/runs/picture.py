@@ -1,7 +1,7 @@
-"""Measured steps as a picture: the Trace Event Format, which Perfetto and chrome://tracing open.
+"""Measured steps in the Trace Event Format, which Perfetto and chrome://tracing open.
 
 One process per replica, one thread per rank, one event per action and one per wait before it; plans are
-exported in the same form (:mod:`zbv_solver.export.chrome_trace`), so the two can be laid side by side.
+exported in the same form (:mod:`zbv_solver.export.chrome_trace`), so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MICROSECOND = 1e3
 
 
 def picture(traces: Sequence[RankTrace]) -> str:
-    """Traces on one clock as a document; times are microseconds since the first record of all."""
+    """Traces on one clock as a document; times are microseconds since the first record of any rank."""
     steps = [(trace, step) for trace in traces for step in trace.steps]
     origin = min((int(step.times.min()) for _, step in steps if step.times.size), default=0)
     events = [event for trace in traces for event in _names(trace)]

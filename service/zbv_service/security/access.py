@@ -1,6 +1,6 @@
-"""Deciding about a request: who sent it, and whether they may do what it asks for.
+"""Authenticates and authorizes requests.
 
-As RFC 6750 (bearer tokens) says: 401 without a token or with a wrong one, 403 with one that lacks the scope.
+It follows RFC 6750 (bearer tokens): 401 without a valid token, 403 for a token without the scope.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOW = "send it as Authorization: Bearer …; commands take it from ZBV_TOKEN or
 
 
 class Unauthenticated(WrongSecret, ProblemError):
-    """401: the request says not, or wrongly, who sends it."""
+    """401: the request has no valid token."""
 
     def __init__(self, detail: str, *, is_wrong: bool):
         error = ', error="invalid_token"' if is_wrong else ""
@@ -40,32 +40,32 @@ class Unauthenticated(WrongSecret, ProblemError):
 
 
 class InsufficientScope(ProblemError):
-    """403: the token does not allow what the request asks for."""
+    """403: the token lacks the required scope."""
 
     def __init__(self, grant: Grant, needed: Sequence[str]):
         held, wanted = ", ".join(sorted(grant.scopes)), " or ".join(needed)
         super().__init__(
             INSUFFICIENT_SCOPE,
-            f"found scope {held} of token {grant.name}; this needs {wanted}. Use another token, or have one "
-            f"made: zbv-service token create --scope {needed[0]} …",
+            f"found scope {held} of token {grant.name}; this needs {wanted}. Use another token, or create "
+            f"one: zbv-service token create --scope {needed[0]} …",
             headers={"WWW-Authenticate": f'{_REALM}, error="insufficient_scope", scope="{" ".join(needed)}"'},
         )
 
 
 class TooManyAttempts(ProblemError):
-    """429: one wrong token came from one address too often."""
+    """429: the same wrong token came from one address too often."""
 
     def __init__(self, address: str, wait: int):
         super().__init__(
             TOO_MANY_ATTEMPTS,
-            f"This wrong token came from {address} too often; wait {wait} s before it is sent again, or "
-            f"send one that works.",
+            f"This invalid token came from {address} too often; wait {wait} s before you send it again, or "
+            f"send a valid one.",
             headers={"Retry-After": str(wait)},
         )
 
 
 class Access:
-    """Finds out who sends a request."""
+    """Authenticates requests."""
 
     def __init__(self, tokens: Tokens, *, is_open: bool):
         self.tokens = tokens
@@ -74,13 +74,13 @@ class Access:
         self._turn = asyncio.Lock()
 
     async def require(self, request: Request, needed: Sequence[str]) -> Grant:
-        """The grant of a request that may do what needs one of these scopes.
+        """The grant of a request with one of these scopes.
 
         Raises
         ------
         Unauthenticated, InsufficientScope
         ProblemError
-            When another site's page sent it, or a wrong token came from there too often.
+            A page of another site sent the request, or a wrong token came from its address too often.
         """
         grant = await self.identify(request)
         if not allows(grant.scopes, needed):
@@ -88,7 +88,7 @@ class Access:
         return grant
 
     async def identify(self, request: Request) -> Grant:
-        """Who sends a request, by its Authorization field or else its cookie."""
+        """The grant of a request, by its Authorization header or its cookie."""
         if self.is_open:
             # Nothing but the sender's word tells a command from another site's page in a browser here.
             if request.method not in SAFE_METHODS and is_from_elsewhere(request):
@@ -100,7 +100,7 @@ class Access:
         text = session_of(request)
         if text is None:
             raise Unauthenticated(
-                f"This service asks who you are, and no token came; {_HOW}.", is_wrong=False
+                f"This service requires a token, and the request has none; {_HOW}.", is_wrong=False
             )
         grant = await self.check(request, text)
         if request.method not in SAFE_METHODS:
@@ -108,9 +108,9 @@ class Access:
         return grant
 
     async def is_still_allowed(self, request: Request, needed: Sequence[str]) -> bool:
-        """Whether a request that was let in, and is still being answered, would be let in again.
+        """Whether a request that is still being answered would still be authorized.
 
-        A database that does not answer revokes nothing.
+        True while the database is away.
         """
         if self.is_open:
             return True
@@ -127,25 +127,24 @@ class Access:
             grant = await self.tokens.grant(text)
             if grant is None:
                 raise Unauthenticated(
-                    "The token is unknown to this service, expired or revoked. Create a new one: zbv-service "
-                    "token create.",
+                    "Unknown, expired or revoked token. Create a new one: zbv-service token create.",
                     is_wrong=True,
                 )
         return grant
 
     @asynccontextmanager
     async def guarded(self, request: Request, text: str, *, is_known: bool = False) -> AsyncIterator[None]:
-        """Look a token or link up inside the block, which raises :class:`WrongSecret` when it is wrong.
+        """Count failures of a block, which raises :class:`WrongSecret` for an invalid token or link.
 
         Parameters
         ----------
         is_known
-            Whether it worked a short while ago. Others wait for their turn while many wrong ones come.
+            Whether it was valid a moment ago. Others queue while many wrong ones arrive.
 
         Raises
         ------
         TooManyAttempts
-            When this very one was wrong too often.
+            The same wrong one came too often.
         """
         address = _address(request)
         wait = 0 if is_known else self._attempts.wait_seconds(address, text)
@@ -163,7 +162,7 @@ class Access:
 
 
 def require_same_origin(request: Request) -> None:
-    """Refuse what another site's page has a browser send."""
+    """Refuse requests that a page of another site sends through a browser."""
     if not is_same_origin(request):
         raise _other_origin()
 
@@ -171,7 +170,7 @@ def require_same_origin(request: Request) -> None:
 def _other_origin() -> ProblemError:
     return ProblemError(
         OTHER_ORIGIN,
-        "A browser changes things only from this service's own pages, and this request comes from elsewhere "
+        "A browser may change things only from this service's own pages, and this request has another origin "
         "(Origin or Sec-Fetch-Site). Scripts send a token in Authorization instead.",
     )
 
@@ -181,6 +180,6 @@ def _address(request: Request) -> str:
 
 
 def _bearer(request: Request) -> str | None:
-    """The token in the Authorization field; None when there is none, or other credentials: a proxy's own."""
+    """The token in the Authorization header; None without one, or with credentials of another kind."""
     scheme, _, text = request.headers.get("authorization", "").partition(" ")
     return text.strip() if scheme.lower() == "bearer" else None

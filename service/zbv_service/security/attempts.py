@@ -1,11 +1,11 @@
-"""Slows down those who guess tokens, and stops those who send one wrong token over and over.
+"""Slows down guessing of tokens, and stops clients that repeat the same wrong token.
 
-A secret is too long to be guessed; this protects the database, which looks up every token that is not known
-already. Many clients may share one address, behind a proxy for example, so a valid token is never refused:
+A secret is too long to guess; this protects the database, which looks up every token that is not
+cached. Many clients may share one address, for example behind a proxy, so a valid token is never refused:
 
-- one wrong token that keeps coming from one address is answered without a look into the database;
-- while many different wrong ones come from an address, or from everywhere, the look for a token that is not
-  known waits for its turn, and the answer to a wrong one is delayed.
+- a wrong token that is repeated from one address is answered without a query;
+- while many different wrong tokens arrive from one address or in total, queries for tokens that are not
+  cached queue, and responses to wrong ones are delayed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from collections.abc import Callable, Hashable
 from ipaddress import IPv6Address, ip_address, ip_network
 
 ALLOWED = 20
-"""How often one wrong token may come from one address in a window, and how many different ones."""
+"""Most repetitions of a wrong token from one address in a window, and most different wrong tokens."""
 ALLOWED_EVERYWHERE = 1000
-"""Different wrong tokens from all addresses in a window."""
+"""Most different wrong tokens from all addresses in a window."""
 WINDOW_SECONDS = 60.0
 REMEMBERED = 10_000
-"""Addresses, and tokens of addresses. The oldest are forgotten."""
+"""Most addresses and tokens that are counted; the oldest are dropped."""
 DELAY_SECONDS = 1.0
-"""How much later a wrong token is answered while there are too many."""
+"""Delay of the response to a wrong token while there are too many."""
 
 
 class WrongSecret(Exception):
-    """A token or a link does not work."""
+    """A token or link is invalid."""
 
 
 class Attempts:
-    """Counts wrong tokens. Of a token only its hash is kept."""
+    """Counts wrong tokens, of which it keeps only hashes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._of_token = _Counts(clock)
@@ -48,12 +48,12 @@ class Attempts:
             self._everywhere.add(None)
 
     def wait_seconds(self, address: str, text: str) -> int:
-        """How long an address has to wait before it sends this very token again; 0 when it need not."""
+        """Seconds that an address must wait before it sends this token again; 0 if it need not wait."""
         count, left = self._of_token.of((_place(address), _digest(text)))
         return math.ceil(left) if count >= ALLOWED else 0
 
     def is_slowed(self, address: str) -> bool:
-        """Whether too many different wrong tokens came from an address, or from everywhere."""
+        """Whether too many different wrong tokens came from an address or in total."""
         return (
             self._of_place.of(_place(address))[0] >= ALLOWED
             or self._everywhere.of(None)[0] >= ALLOWED_EVERYWHERE
@@ -61,7 +61,7 @@ class Attempts:
 
 
 class _Counts:
-    """Counts by key, each within a window that begins with the key's first count."""
+    """Counts per key within a window that begins with the key's first count."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -89,7 +89,7 @@ def _digest(text: str) -> bytes:
 
 
 def _place(address: str) -> str:
-    """Whoever has one IPv6 address has a whole network of them."""
+    """The address, or the /64 network of an IPv6 address, which belongs to one client."""
     try:
         found = ip_address(address)
     except ValueError:

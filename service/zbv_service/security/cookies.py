@@ -1,4 +1,4 @@
-"""The cookie of a browser's session."""
+"""The cookie of a browser session."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def cookie_name(request: Request) -> str:
 
 
 def session_of(request: Request) -> str | None:
-    """What a browser's cookie holds."""
+    """The token in a browser's cookie."""
     return request.cookies.get(cookie_name(request))
 
 
 def set_session(response: Response, request: Request, text: str, max_age: int) -> None:
-    """Have a browser keep a session: scripts cannot read it, other sites cannot send it."""
+    """Set the cookie of a session. Scripts cannot read it, and other sites cannot send it."""
     response.set_cookie(
         cookie_name(request),
         text,
@@ -31,7 +31,7 @@ def set_session(response: Response, request: Request, text: str, max_age: int) -
 
 
 def end_session(response: Response, request: Request) -> None:
-    """Have a browser forget its session."""
+    """Delete the cookie of a session."""
     response.delete_cookie(
         cookie_name(request),
         path="/",

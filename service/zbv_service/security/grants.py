@@ -1,4 +1,4 @@
-"""What a request may do, and in whose name."""
+"""Grants: what a request may do, and on whose behalf."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Means = Literal["token", "session", "local", "open"]
 
 @dataclass(frozen=True)
 class Grant:
-    """What a request may do.
+    """What a request may do, and on whose behalf.
 
     Attributes
     ----------
     name
-        Of the token; None where nobody has to say who they are.
+        Name of the token; None if the service requires no token.
     means
-        A token, a browser's session, the token of this machine's user, or none where none is asked for.
+        A token, a browser session, the local token of this machine's user, or none if none is required.
     token_id
-        The stored token behind it; None for the last two means and for sessions begun with a local token.
+        The stored token; None for the last two means and for sessions of a local token.
     local_id
-        The local token behind it; None for all others.
+        The local token; None for all others.
     max_searches
-        Unfinished searches it may have; None leaves it to the service.
+        Limit of unfinished searches; None for the service's default.
     """
 
     name: str | None
@@ -39,12 +39,12 @@ class Grant:
 
     @property
     def owner(self) -> str:
-        """Who owns what a request creates: a token, with all its sessions; or ``local`` or ``open``."""
+        """The owner of created resources: a token with all its sessions, ``local`` or ``open``."""
         return self.token_id or ("open" if self.means == "open" else "local")
 
 
 OPEN = Grant(None, frozenset(SCOPES), "open")
-"""Everybody's grant in a service that asks for no token."""
+"""The grant of every request to a service that requires no token."""
 
 
 def grant_of(request: Request) -> Grant:
@@ -56,5 +56,5 @@ def grant_of(request: Request) -> Grant:
 
 
 def caller(request: Request) -> str | None:
-    """Name of the token that a request came with; None where nobody has to say who they are."""
+    """Name of the token of a request; None if the service requires no token."""
     return grant_of(request).name

@@ -1,4 +1,4 @@
-"""What every answer keeps browsers and caches from doing; plain ASGI, so that streams stay streams."""
+"""Security headers of every response, as plain ASGI middleware, which does not buffer streams."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ ALWAYS: tuple[tuple[bytes, bytes], ...] = (
     (b"cross-origin-resource-policy", b"same-origin"),
 )
 NO_PAGE = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
-"""Of answers that are no pages: whatever a browser takes them for, they load and run nothing."""
+"""For responses that are not pages: even if a browser renders them, they load and run nothing."""
 NOT_KEPT = (b"cache-control", b"no-store")
-"""Of answers that do not say how long they may be kept: left to themselves, caches would guess."""
+"""For responses without their own value; otherwise caches would guess."""
 CHECKED = (b"cache-control", b"no-cache")
-"""Of those that can be asked whether they are still the same: files, which change with the version."""
+"""For responses that can be revalidated: files, which change with the version."""
 OVER_TLS = (b"strict-transport-security", b"max-age=31536000")
 
 
 class SecurityHeaders:
-    """An application whose every answer carries them."""
+    """Adds the headers to every response of an application."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -1,8 +1,8 @@
-"""Refuses requests for names that are not the service's.
+"""Refuses requests for host names that do not belong to the service.
 
-A service that listens on this machine alone is reached by its names there. A page of another site can have
-its own name point to this machine, and a browser would then take the service for a part of that site ("DNS
-rebinding"): what gives it away is the name.
+A service that listens only on this machine is reached by local names. A page of another site can let
+its own name point to this machine, and a browser would then treat the service as part of that site ("DNS
+rebinding"). The name reveals this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def host_names(settings: Settings) -> frozenset[str] | None:
-    """The names under which a service is reached; None is any."""
+    """The names of a service; None accepts any name."""
     if "*" in settings.allowed_hosts or not (settings.allowed_hosts or settings.is_local):
         return None
     own = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -24,7 +24,7 @@ def host_names(settings: Settings) -> frozenset[str] | None:
 
 
 class KnownHosts:
-    """An application that answers to its own names only."""
+    """Answers only requests for the service's own names."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str] | None):
         self._app = app
@@ -40,8 +40,8 @@ class KnownHosts:
             await self._app(scope, receive, send)
             return
         detail = (
-            f"found host {name[:100]!r}; this service is reached as {', '.join(sorted(self._names))}. Use "
-            f"one of these, or have ZBV_ALLOWED_HOSTS name it."
+            f"found host {name[:100]!r}; this service is known as {', '.join(sorted(self._names))}. Use "
+            f"one of these, or add it to ZBV_ALLOWED_HOSTS."
         )
         await response_to(ProblemError(UNKNOWN_HOST, detail))(scope, receive, send)
 

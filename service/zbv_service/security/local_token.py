@@ -1,8 +1,8 @@
-"""The token of a service on the loopback interface, for the commands of its user.
+"""The local token: the token of a service on the loopback interface for commands of the same user.
 
-Two files hold it. One is private to the service and outlives it, so that the next start has the same token
-and clients that poll go on. The other is where commands look. It is there only while the service runs: a
-command must not send the token to somebody else's program that listens on the port afterwards.
+Two files contain it. One is private to the service and outlives it, so that the next start uses the same
+token and polling clients continue. The other one is for commands and exists only while the service runs: a
+command must not send the token to another program that listens on the port afterwards.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 def kept_token(port: int, database: str) -> TokenText:
-    """The token of the service on a port with a database: that of its last start, or a new one.
+    """The local token of the service with this port and database: the one of its last start, or a new one.
 
-    It is in ``secret-MACHINE-PORT-…`` in the state directory. A file that others could read or write is not
-    believed, and replaced. Where no file can be written, the token is good for this start only.
+    It is in ``secret-MACHINE-PORT-…`` in the state directory. A file that others could read or write is
+    replaced. If no file can be written, the token is valid for this start only.
     """
     name = _database_name(database)
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
@@ -61,7 +61,7 @@ def kept_token(port: int, database: str) -> TokenText:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a lock on a directory: two services may start at once. Raises TimeoutError."""
+    """Lock a directory within the block, because two services may start at once. Raises TimeoutError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         deadline = time.monotonic() + _LOCK_SECONDS
@@ -75,7 +75,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether a lock could be taken, or the file system has none."""
+    """Take a lock; True also if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -86,7 +86,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _read_kept(path: Path, database: str) -> TokenText | None:
-    """The token in a private file of this user for this database; None when there is none such."""
+    """The token in a private file of this user for this database, or None."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -109,7 +109,7 @@ def _write_kept(path: Path, text: str) -> None:
 
 
 def _forget_databases_that_are_gone(own: Path) -> None:
-    """Remove the tokens of other databases whose files are gone; those of trials lie in temporary folders."""
+    """Remove tokens of databases with deleted files, such as those of trials in temporary folders."""
     for path in own.parent.glob(f"{_KEPT}{platform.node()}-*"):
         with suppress(OSError):
             lines = path.read_text(errors="replace").splitlines()
@@ -119,17 +119,17 @@ def _forget_databases_that_are_gone(own: Path) -> None:
 
 
 def _database_name(url: str) -> str:
-    """What names a database for all starts: the path of a file, or a URL without its password."""
+    """A stable name of a database: the path of its file, or its URL without the password."""
     file = sqlite_file(url)
     return shown_url(url) if file is None else str(file.resolve())
 
 
 @contextmanager
 def left_behind(port: int, token: str) -> Iterator[Path | None]:
-    """Leave a token where commands of this user look for that of a port; gone at the end.
+    """Within the block, offer the token of a port to commands of this user in a file.
 
-    None where no directory can be written. What killed services left is removed by the next one: a service
-    that runs holds a lock on its file, which ends with its process.
+    None if no directory can be written. The next service removes files of killed services: a running service
+    holds a lock on its file, which ends with its process.
     """
     path, held = None, None
     for path in local_files(port):
@@ -146,7 +146,7 @@ def left_behind(port: int, token: str) -> Iterator[Path | None]:
 
 
 def _write(path: Path, token: str) -> int | None:
-    """Write a file that nobody else can read, whole or not at all; its descriptor, which holds a lock."""
+    """Atomically write a private file; returns its descriptor, which holds a lock."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = None
     try:
@@ -154,7 +154,7 @@ def _write(path: Path, token: str) -> int | None:
             path.parent.mkdir(mode=0o700, parents=True)
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         os.write(descriptor, f"{token}\n".encode())
-        with suppress(OSError):  # not every file system has locks; then nobody sweeps it either
+        with suppress(OSError):  # without locks, nobody removes the file either
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fresh.replace(path)
     except OSError:
@@ -167,7 +167,7 @@ def _write(path: Path, token: str) -> int | None:
 
 
 def _sweep(own: Path, port: int) -> None:
-    """Remove the files of services of this machine that are no more."""
+    """Remove the files of dead services of this machine."""
     for path in own.parent.glob(own.name.removesuffix(str(port)) + "*"):
         if path == own or not path.name.rpartition("-")[2].isdecimal():
             continue
@@ -177,7 +177,7 @@ def _sweep(own: Path, port: int) -> None:
 
 
 def _remove(path: Path, token: str) -> None:
-    """Remove the file, unless another service has left its own there meanwhile."""
+    """Remove the file, unless another service has replaced it in the meantime."""
     with suppress(OSError):
         if path.read_text().strip() == token:
             path.unlink()

@@ -1,4 +1,4 @@
-"""Whether a page of this service sent a request, for those that a browser signs with a cookie by itself."""
+"""Checks whether a page of this service sent a request, because browsers add cookies to all requests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def is_same_origin(request: Request) -> bool:
-    """Whether a browser says that the request comes from a page of this service, or from no page.
+    """Whether the browser declares that the request comes from a page of this service or from no page.
 
-    Every browser says it in one of two ways; a request that says nothing is not believed.
+    Every browser does so in one of two headers; a request without either is rejected.
     """
     site = request.headers.get("sec-fetch-site")
     if site is not None:
@@ -25,6 +25,6 @@ def is_same_origin(request: Request) -> bool:
 
 
 def is_from_elsewhere(request: Request) -> bool:
-    """Whether a browser says that another site's page sent the request; commands say nothing of the kind."""
+    """Whether the browser declares that a page of another site sent the request; commands declare nothing."""
     says = "sec-fetch-site" in request.headers or "origin" in request.headers
     return says and not is_same_origin(request)

@@ -1,6 +1,6 @@
-"""How a route says which scope it needs: ``dependencies=[needs("search")]``.
+"""Declares the scope that a route needs: ``dependencies=[needs("search")]``.
 
-This module does without postponed annotations: the framework reads those of a dependency that is an object,
+This module has no postponed annotations, because FastAPI reads those of a dependency that is an object
 and cannot resolve them as text.
 """
 
@@ -20,17 +20,17 @@ SCHEME = "token"
 
 
 class _TokenScheme(SecurityBase):
-    """Checks each request of a route that declares scopes; one of them suffices."""
+    """Checks that each request of a route has one of its declared scopes."""
 
     def __init__(self) -> None:
         self.scheme_name = SCHEME
         self.model = HTTPBearer(
             bearerFormat="zbv_<id>_<secret>",
-            description="A token of `zbv-service token create`. A browser's session, in its cookie, will do.",
+            description="A token of `zbv-service token create`. A session cookie is accepted too.",
         )
 
     async def __call__(self, request: Request, scopes: SecurityScopes) -> None:
-        """Leave the grant in ``request.state``; raises what :meth:`Access.require` raises."""
+        """Store the grant in ``request.state``; raises the errors of :meth:`Access.require`."""
         access: Access = request.app.state.application.access
         request.state.grant = grant = await access.require(request, scopes.scopes)
         request.state.caller = grant.name
@@ -41,11 +41,11 @@ _scheme = _TokenScheme()
 
 
 async def _anybody() -> None:
-    """Says of a route that it is for everybody."""
+    """Declares that a route needs no token."""
 
 
 def needs(*scopes: Scope) -> params.Security:
-    """A dependency that lets requests pass that have one of these scopes."""
+    """A dependency that requires one of these scopes."""
     return cast("params.Security", Security(_scheme, scopes=list(scopes)))
 
 
@@ -57,7 +57,7 @@ ANYBODY = cast("params.Depends", Depends(_anybody))
 
 
 def scopes_of(route: APIRoute) -> list[str] | None:
-    """The scopes of which a route needs one: none when it is for everybody, None when it does not say."""
+    """The scopes of a route, which needs one of them: [] for none, None if it declares nothing."""
     for found in route.dependant.dependencies:
         if found.call is _scheme:
             return list(found.own_oauth_scopes or [])
@@ -67,7 +67,7 @@ def scopes_of(route: APIRoute) -> list[str] | None:
 
 
 def require_declared(router: APIRouter) -> None:
-    """Raise RuntimeError when a route says neither which scope it needs nor that it is for everybody."""
+    """Raise RuntimeError if a route declares neither a scope nor that it needs no token."""
     for route in router.routes:
         if not isinstance(route, APIRoute) or scopes_of(route) is None:
             raise RuntimeError(f"{route} declares no scope; give it dependencies=[needs(…)] or [ANYBODY].")

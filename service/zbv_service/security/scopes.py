@@ -1,4 +1,4 @@
-"""What a token may do."""
+"""Scopes: what a token may do."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 MEANINGS: dict[Scope, str] = {
     "read": "see searches, plans, runs, agents, traces, logs and metrics",
     "search": "start, cancel and delete searches; store plans",
-    "agent": "be an agent: offer a node, take its work, send what its ranks measured; fetch plans",
+    "agent": "act as an agent: register a node, take its work, send measurements of its ranks; fetch plans",
     "launch": "start, change and cancel runs, which execute code on agents; store plans",
     "admin": "everything",
 }
 
 
 def allows(granted: Iterable[str], needed: Iterable[str]) -> bool:
-    """Whether scopes suffice where one of several is needed."""
+    """Whether these scopes include one of the needed ones."""
     held = frozenset(granted)
     return "admin" in held or not held.isdisjoint(needed)

@@ -1,4 +1,4 @@
-"""Signing in with a browser: a link, once, or a token becomes a session."""
+"""Signing in with a browser: a token or a one-time link becomes a session."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LINK_SECONDS = 24 * 3600.0
 
 
 class LinkUnusable(WrongSecret):
-    """A link that begins no session; the message says why."""
+    """A link that cannot begin a session; the message says why."""
 
 
 class SessionCreatesNothing(ProblemError):
-    """403: a browser's session asked for another credential."""
+    """403: a browser session asked for another credential."""
 
     def __init__(self, what: str):
         super().__init__(
             INSUFFICIENT_SCOPE,
-            f"A browser's session cannot create {what}: it would outlive its own end. Use a token of "
+            f"A browser session cannot create {what}, which could outlive the session. Use a token of "
             f"zbv-service token create, or zbv-service token link on the service's machine.",
         )
 
@@ -44,24 +44,24 @@ class SignIn:
         Raises
         ------
         SessionCreatesNothing
-            When the grant is that of a session.
+            The grant belongs to a session.
         """
         if grant.means == "session":
             raise SessionCreatesNothing("a link")
         return await self._add("link", grant, LINK_SECONDS)
 
     async def follow_link(self, text: str) -> str:
-        """The session that a link begins; raises :class:`LinkUnusable`."""
+        """Begin a session with a link; raises :class:`LinkUnusable`."""
         token = TokenText.parse(text)
         stored = None if token is None else await self._table.get(token.id)
         is_right = token is not None and stored is not None and token.is_hashed_as(stored.secret_hash)
         if token is None or stored is None or not is_right or stored.kind != "link":
-            raise LinkUnusable("This link is none of this service's, or too old.")
+            raise LinkUnusable("Unknown or expired link.")
         is_live = await self._table.live(token.id) is not None and self._tokens.has_root(stored)
         if not is_live:
-            raise LinkUnusable("This link is too old, or the token behind it was revoked.")
+            raise LinkUnusable("This link has expired, or its token was revoked.")
         if not await self._table.redeem(token.id):
-            raise LinkUnusable("This link was used before: it works once.")
+            raise LinkUnusable("This link was already used; a link works once.")
         grant = Grant(
             stored.name,
             frozenset(stored.scopes),
@@ -73,12 +73,12 @@ class SignIn:
         return await self.begin(grant)
 
     async def begin(self, grant: Grant) -> str:
-        """A new session with a grant; it ends with the token behind it at the latest.
+        """Begin a session with a grant; it ends with its token at the latest.
 
         Raises
         ------
         SessionCreatesNothing
-            When the grant is that of a session.
+            The grant belongs to a session.
         """
         if grant.means == "session":
             raise SessionCreatesNothing("another session")

@@ -1,4 +1,4 @@
-"""Which token may do what, remembered for a moment: thousands of ranks fetch their plans at once."""
+"""Looks tokens up, and caches them for a moment, because thousands of ranks fetch their plans at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zbv_service.security.scopes import SCOPES
 from zbv_service.security.token_text import TokenText
 
 FRESH_SECONDS = 1.0
-"""How long a token is believed to be what it was: the longest that a revoked one still works."""
+"""Seconds for which a token is cached, and so the longest time that a revoked one still works."""
 STALE_SECONDS = 60.0
-"""How long, when the database does not answer: nobody can revoke a token there either."""
+"""The same while the database is away, when nobody can revoke a token either."""
 REMEMBERED = 4096
 USED_SECONDS = 60.0
-"""How often it is noted that a token is in use."""
+"""Seconds between updates of a token's last use."""
 LOCAL_NAME = "local"
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Known:
-    """A token that works, as it was ``at`` some time."""
+    """A valid token, as looked up at the time ``at``."""
 
     hash: str
     grant: Grant
@@ -61,17 +61,17 @@ class Tokens:
 
     @property
     def local_grant(self) -> Grant | None:
-        """What the local token may do; None when there is none."""
+        """The grant of the local token; None without one."""
         if self._local is None:
             return None
         return Grant(LOCAL_NAME, frozenset(SCOPES), "local", local_id=self._local.id)
 
     async def close(self) -> None:
-        """Wait for what is still being asked or noted."""
+        """Wait for queries and updates in progress."""
         await asyncio.gather(*self._looks.values(), *self._notes, return_exceptions=True)
 
     def is_known(self, text: str) -> bool:
-        """Whether a token worked a short while ago, which is known without asking the database."""
+        """Whether a token is cached as valid."""
         token = TokenText.parse(text)
         if token is None:
             return False
@@ -79,7 +79,7 @@ class Tokens:
         return self._is_local(token) or (known is not None and token.is_hashed_as(known.hash))
 
     async def grant(self, text: str) -> Grant | None:
-        """What a token may do; None when it is none that works."""
+        """The grant of a token; None if it is not valid."""
         token = TokenText.parse(text)
         if token is None:
             return None
@@ -93,7 +93,7 @@ class Tokens:
         return known.grant
 
     def forget(self, token_id: str) -> None:
-        """Ask the database about a token next time."""
+        """Drop a token from the cache."""
         self._known.pop(token_id, None)
 
     def _is_local(self, token: TokenText) -> bool:

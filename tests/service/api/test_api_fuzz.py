@@ -1,4 +1,4 @@
-"""Malformed bodies get answers that say what is wrong; `python -m benchmarks service fuzz` sends ten thousand."""
+"""Malformed bodies get errors that say what is wrong; `benchmarks service fuzz` sends ten thousand."""
 
 from __future__ import annotations
 

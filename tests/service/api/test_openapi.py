@@ -23,6 +23,7 @@ OPERATIONS = {
     "cancel_search": ("post", "/v1/searches/{search_id}/cancel"),
     "discard_search": ("delete", "/v1/searches/{search_id}"),
     "follow_search": ("get", "/v1/searches/{search_id}/events"),
+    "compare_problem": ("post", "/v1/problems/compare"),
     "compare": ("post", "/v1/compare"),
     "check_problem": ("post", "/v1/problems/check"),
     "estimate_problem": ("post", "/v1/problems/estimate"),
@@ -124,7 +125,7 @@ def test_links_lead_to_parameters_that_exist(document: dict[str, Any]) -> None:
 async def test_the_examples_are_accepted(serving: Serving) -> None:
     paths = {name: path for name, (_, path) in OPERATIONS.items()}
     async with serving("immediate") as service:
-        assert EXAMPLES["compare"]["problem"] == EXAMPLES["submit_search"]["problem"]
+        assert EXAMPLES["compare_problem"]["problem"] == EXAMPLES["submit_search"]["problem"]
         for name in ("submit_search", "import_plan", "submit_run", "register_agent"):
             answer = await service.http.post(paths[name], json=EXAMPLES[name])
             assert answer.is_success, (name, answer.text)
@@ -174,6 +175,7 @@ def test_every_body_is_documented(document: dict[str, Any]) -> None:
             bodies[operation["operationId"]] = content["schema"].get("$ref", media_type)
     assert bodies == {
         "submit_search": "#/components/schemas/SearchRequest",
+        "compare_problem": "#/components/schemas/CompareRequest",
         "compare": "#/components/schemas/CompareRequest",
         "check_problem": "#/components/schemas/CheckRequest",
         "estimate_problem": "#/components/schemas/EstimateRequest",

@@ -22,7 +22,7 @@ KEY_2 = {"Idempotency-Key": "two"}
 KEY = {"Idempotency-Key": "one"}
 PROMISES = {
     "invalid-body": "Nothing of it was stored.",
-    "other-origin": "so they change nothing.",
+    "other-origin": "so it is refused.",
 }
 """What advice promises, by type; the tests below hold the service to it."""
 
@@ -79,7 +79,7 @@ async def test_a_commit_whose_answer_was_lost_is_not_denied(
                 lose_the_answers_to_commits(patch, 1)
                 answer = await send()
             assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
-            assert "may have been carried out" in answer.json()["detail"]
+            assert "may still have been carried out" in answer.json()["detail"]
             (stored,) = (await service.http.get(f"/v1/{listed}")).json()[listed]
             again = await send()
             assert (again.status_code, again.json()["id"]) == (202, stored["id"])
@@ -98,7 +98,7 @@ async def test_a_crash_after_a_commit_is_not_called_harmless(
             patch.setattr(service.app.state.application.dispatcher, "wake", failing)
             answer = await submit_run(service, plan_id)
         assert (answer.status_code, answer.json()["type"]) == (500, "/problems/internal-error")
-        assert "may have been carried out" in answer.json()["detail"]
+        assert "may still have been carried out" in answer.json()["detail"]
         (stored,) = (await service.http.get("/v1/runs")).json()["runs"]
         assert (await submit_run(service, plan_id)).json()["id"] == stored["id"]
 

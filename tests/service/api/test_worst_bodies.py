@@ -53,7 +53,7 @@ def test_every_address_that_takes_a_body_has_one() -> None:
         ("POST", "/v1/searches"),
         ("POST", "/v1/problems/check"),
         ("POST", "/v1/problems/estimate"),
-        ("POST", "/v1/compare"),
+        ("POST", "/v1/problems/compare"),
         ("POST", "/v1/plans"),
         ("POST", "/v1/runs"),
         ("POST", "/v1/agents"),

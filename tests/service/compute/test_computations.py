@@ -16,7 +16,7 @@ import pytest
 from support.serving import DEADLINE, until
 from zbv_service.compute import computations
 from zbv_service.compute.computations import LARGE, LIGHT_BYTES, Computations, is_light
-from zbv_service.compute.fair_queue import NoRoom, Turns
+from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.errors import ProblemError
 from zbv_service.observability.context import CALLER, CLIENT_GONE
 from zbv_solver.errors import InvalidInput
@@ -163,12 +163,12 @@ async def test_a_computation_ends_when_its_client_leaves(tmp_path: Path) -> None
         started = tmp_path / "process"
         await until(lambda: started.exists() and bool(started.read_text()), "it begins")
         gone.set()
-        with pytest.raises(ProblemError, match="went away"):
+        with pytest.raises(ProblemError, match="disconnected"):
             await waiting
         assert not is_alive(int(started.read_text()))
         # Nobody else is hurt, and those who only wait for their turn leave, too.
         assert await found.run(process_of, None)
-        with pytest.raises(ProblemError, match="went away"):
+        with pytest.raises(ProblemError, match="disconnected"):
             await found.for_client(partial(sleep, str(tmp_path)), None)
         assert found._turns.waiting == 0
 
@@ -182,7 +182,7 @@ async def test_lists_are_written_one_at_a_time_and_in_turns() -> None:
         assert names[0] != threading.current_thread().name
 
 
-async def order_of(turns: Turns, callers: str) -> str:
+async def order_of(turns: FairQueue, callers: str) -> str:
     """In which order callers get their turns, who ask in another while somebody works."""
     came: list[str] = []
 
@@ -199,11 +199,11 @@ async def order_of(turns: Turns, callers: str) -> str:
 
 
 async def test_callers_take_turns_however_many_requests_each_has() -> None:
-    assert await order_of(Turns(1, 1, 99, 99), "aaaaabbc") == "abcabaaa"
+    assert await order_of(FairQueue(1, 1, 99, 99), "aaaaabbc") == "abcabaaa"
 
 
 async def test_one_caller_leaves_room_for_others() -> None:
-    turns = Turns(3, 2, 99, 99)
+    turns = FairQueue(3, 2, 99, 99)
     async with turns.turn("a"), turns.turn("a"):
         waiting = asyncio.create_task(order_of(turns, ""))  # takes a turn for somebody at once
         third = asyncio.create_task(asyncio.wait_for(turns.turn("a").__aenter__(), DEADLINE))
@@ -213,16 +213,16 @@ async def test_one_caller_leaves_room_for_others() -> None:
 
 
 async def test_too_many_who_wait_are_sent_away() -> None:
-    turns = Turns(1, 1, 3, 2)
+    turns = FairQueue(1, 1, 3, 2)
     async with turns.turn("a"):
         own = [asyncio.create_task(turns.turn("a").__aenter__()) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(NoRoom) as caught:
+        with pytest.raises(QueueFull) as caught:
             await turns.turn("a").__aenter__()
         assert caught.value.is_own
         other = asyncio.create_task(turns.turn("b").__aenter__())
         await asyncio.sleep(0)
-        with pytest.raises(NoRoom) as caught:
+        with pytest.raises(QueueFull) as caught:
             await turns.turn("c").__aenter__()
         assert not caught.value.is_own
         for task in (*own, other):  # those who give up leave their places
@@ -234,7 +234,7 @@ async def test_too_many_who_wait_are_sent_away() -> None:
 
 
 async def test_a_caller_that_leaves_as_its_turn_comes_keeps_no_place() -> None:
-    turns = Turns(1, 1, 3, 3)
+    turns = FairQueue(1, 1, 3, 3)
     async with turns.turn("a"):
         leaving = asyncio.create_task(turns.turn("b").__aenter__())
         staying = asyncio.create_task(order_of(turns, ""))

@@ -201,7 +201,7 @@ def wrong_texts() -> dict[str, tuple[str, int, str]]:
     return {
         "broken JSON": ("{", 2, "not JSON"),
         "NaN": ("NaN", 2, "NaN"),
-        "wrong number": (json.dumps(negative), 2, "/problem/costs/forward"),
+        "wrong number": (json.dumps(negative), 2, "/costs/forward"),
         "infeasible": (json.dumps(tight), 3, "smallest feasible limit"),
     }
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def compared(service: Service, problem: Any = PROBLEM) -> httpx.Response:
-    return await service.http.post("/v1/compare", json={"problem": problem})
+    return await service.http.post("/v1/problems/compare", json={"problem": problem})
 
 
 async def test_all_baselines_are_given_and_the_best_plan_that_is_stored(serving: Serving) -> None:
@@ -36,11 +36,17 @@ async def test_all_baselines_are_given_and_the_best_plan_that_is_stored(serving:
         other = (await compared(service, {**PROBLEM, "microbatches": 5})).json()
         assert other["best"] is None
 
-        # A limit that nothing fits is no error here: the baselines say so themselves.
+        # A limit that nothing fits is not an error here: `fits` is false for every baseline.
         tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}
         assert {row["fits"] for row in (await compared(service, tight)).json()["baselines"]} == {False}
         single = {**PROBLEM, "placement": "single"}
         assert len((await compared(service, single)).json()["baselines"]) == len(before["baselines"])
+
+
+async def test_the_former_address_gives_the_same_answer(serving: Serving) -> None:
+    async with serving("honest") as service:
+        former = await service.http.post("/v1/compare", json={"problem": PROBLEM})
+        assert (former.status_code, former.json()) == (200, (await compared(service)).json())
 
 
 async def test_a_wrong_problem_is_refused(serving: Serving) -> None:
@@ -53,7 +59,7 @@ async def test_a_wrong_problem_is_refused(serving: Serving) -> None:
             answer = await compared(service, problem)
             assert answer.status_code == 422
             assert answer.json()["errors"][0]["pointer"] == pointer
-        unknown = await service.http.post("/v1/compare", json={"problem": PROBLEM, "options": {}})
+        unknown = await service.http.post("/v1/problems/compare", json={"problem": PROBLEM, "options": {}})
         assert unknown.json()["errors"][0]["pointer"] == "/options"
 
 

@@ -105,7 +105,7 @@ async def test_a_stored_plan_below_the_bound_of_its_problem_is_not_compared(
     await PlanTable(database).add(a_plan("p", 0.5, problem_key(document), lower_bound=0.5))
     await database.close()
     async with serving("immediate") as service:
-        answer = await service.http.post("/v1/compare", json={"problem": PROBLEM})
+        answer = await service.http.post("/v1/problems/compare", json={"problem": PROBLEM})
         assert (answer.status_code, answer.json()["type"]) == (500, "/problems/contradicted-bound")
         assert "the objective 0.5" in answer.json()["detail"]
         assert await counted(service, "zbv_contradicted_bounds_total") == 1

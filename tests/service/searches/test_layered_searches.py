@@ -70,7 +70,7 @@ async def test_layers_are_cut_and_the_plan_and_its_ranks_say_how(serving: Servin
         fixed = await service.ended((await service.submit(document["problem"], effort="quick")).json()["id"])
         assert fixed["problem_summary"]["layers"] == 8
         assert (await plan_of_search(service, fixed))["partition"] == document["partition"]
-        compared = await service.http.post("/v1/compare", json={"problem": document["problem"]})
+        compared = await service.http.post("/v1/problems/compare", json={"problem": document["problem"]})
         assert compared.json()["best"]["plan_id"] == ended["plan_id"]
 
 
@@ -154,7 +154,7 @@ async def test_a_wrong_layer_is_pointed_at_and_nothing_is_stored(serving: Servin
         answer = await service.http.post("/v1/searches", content=endless, headers=headers)
         assert answer.json()["errors"][0]["pointer"] == "/problem/costs/link/bandwidth"
         assert (await service.submit({**LAYERED, "microbatches": 4000})).status_code == 202
-        uncut = await service.http.post("/v1/compare", json={"problem": LAYERED})
+        uncut = await service.http.post("/v1/problems/compare", json={"problem": LAYERED})
         assert uncut.json()["errors"][0]["pointer"] == "/problem/partition"
         assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1
 

@@ -82,7 +82,7 @@ async def test_a_link_becomes_a_session_once(service: Service) -> None:
     service.http.cookies.clear()
     again = await service.http.get(url, headers=PAGE)
     assert again.status_code == 401
-    assert "was used before" in again.text
+    assert "was already used" in again.text
     assert "zbv-service token link" in again.text
     assert "set-cookie" not in again.headers
 
@@ -155,7 +155,7 @@ async def test_a_wrong_link_is_refused_at_last_and_a_right_one_works_all_the_sam
 
 @pytest.mark.parametrize("behind", ["local", "token"])
 async def test_a_session_creates_no_credentials(service: Service, behind: str) -> None:
-    """They would outlive its own end."""
+    """They could outlive the session."""
     await service.http.get(await link(service, await add(service, "admin") if behind == "token" else None))
     (session,) = service.http.cookies.values()
     for fields in (OURS, bearer(session)):

@@ -1,4 +1,4 @@
-"""``/v1/problems``: what can be said of a problem before it is searched. Nothing is stored."""
+"""``/v1/problems``: check, estimate and compare a problem without storing anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from zbv_service.errors import (
     UNSUPPORTED_MEDIA_TYPE,
 )
 from zbv_service.problems.check import check_text
-from zbv_service.problems.documents import CheckRequest, EstimateRequest, ProblemCheck, ProblemEstimate
+from zbv_service.problems.documents import (
+    CheckRequest,
+    CompareRequest,
+    Comparison,
+    EstimateRequest,
+    ProblemCheck,
+    ProblemEstimate,
+)
 from zbv_service.security.scheme import needs
 
 SEARCH = needs("search")
@@ -32,14 +39,14 @@ router = APIRouter(prefix="/v1/problems", tags=["problems"])
     "/check",
     dependencies=[SEARCH],
     operation_id="check_problem",
-    summary="Whether a search would be accepted, and what its numbers mean",
+    summary="Check a problem",
     response_model=ProblemCheck,
-    response_description="Every broken rule; and of a valid problem, limits, fractions and loads.",
+    response_description="Every broken rule; for a valid problem its limits, fractions and loads.",
     openapi_extra=body_of(CheckRequest),
     responses=documented(*_BODY_ERRORS),
 )
 async def check_problem(request: Request) -> Response:
-    """The body is that of `POST /v1/searches`. One that breaks a rule is no error here: it is the answer."""
+    """Says whether `POST /v1/searches` would accept this body. A broken rule is reported with status 200."""
     found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
         text = await found.computations.of_body(partial(check_text, found.settings), body)
@@ -50,13 +57,44 @@ async def check_problem(request: Request) -> Response:
     "/estimate",
     dependencies=[SEARCH],
     operation_id="estimate_problem",
-    summary="What a moment's search reaches",
-    response_description="A plan's metrics, a bound, and the classical schedules.",
+    summary="Estimate a problem",
+    response_description="The metrics of a plan, a bound, and the classical schedules.",
     openapi_extra=body_of(EstimateRequest),
     responses=documented(*_BODY_ERRORS, INVALID_BODY, INFEASIBLE_MEMORY, NOT_READY),
 )
 async def estimate_problem(request: Request) -> ProblemEstimate:
-    """A quick search of half a second; the plan is verified, and not stored."""
+    """Searches for half a second. The plan is verified but not stored."""
     found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
         return await found.estimates.estimate(body)
+
+
+@router.post(
+    "/compare",
+    dependencies=[SEARCH],
+    operation_id="compare_problem",
+    summary="Compare the classical schedules of a problem",
+    response_description="The metrics of each schedule, and the best stored plan.",
+    openapi_extra=body_of(CompareRequest),
+    responses=documented(*_BODY_ERRORS, INVALID_BODY, NOT_READY),
+)
+async def compare_problem(request: Request) -> Comparison:
+    """Searches and stores nothing."""
+    found = state_of(request)
+    async with read_text(request, found.settings.max_body_bytes) as body:
+        return await found.comparisons.compare(body)
+
+
+former_router = APIRouter(tags=["problems"])
+former_router.add_api_route(
+    "/v1/compare",
+    compare_problem,
+    methods=["POST"],
+    deprecated=True,
+    dependencies=[SEARCH],
+    operation_id="compare",
+    summary="Former address of `POST /v1/problems/compare`",
+    response_description="The metrics of each schedule, and the best stored plan.",
+    openapi_extra=body_of(CompareRequest),
+    responses=documented(*_BODY_ERRORS, INVALID_BODY, NOT_READY),
+)

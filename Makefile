@@ -9,8 +9,8 @@ MINUTES ?= 10
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test suite lint style types format docs prose bench soak explore browser postgres picture pictures openapi \
-  client freeze clean install
+.PHONY: help run test suite lint style scripts types format docs prose bench soak explore browser postgres picture \
+  pictures openapi client freeze clean install
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -62,10 +62,19 @@ explore: install ## Run property tests with random seeds until one fails or the 
 
 lint: style types ## Check only style and types
 
-style: install
+style: install scripts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
+
+# The scripts of the pages. Only developers need npm: zbv runs without it.
+scripts:
+	@if command -v npm >/dev/null; then \
+	  $(MAKE) --no-print-directory node_modules/.package-lock.json && npm run --silent check; \
+	else echo "npm is not installed: the scripts of the pages are not checked"; fi
+
+node_modules/.package-lock.json: package.json package-lock.json
+	npm ci --silent --no-audit --no-fund
 
 types: install
 	$(BIN)/mypy

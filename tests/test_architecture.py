@@ -109,7 +109,7 @@ def test_of_the_service_the_worker_knows_only_the_client() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("zbv_solver.search.search", ("torch", "fastapi", "ortools", "bokeh")),
+        ("zbv_solver.search.search", ("torch", "fastapi", "ortools", "jinja2")),
         ("zbv_solver.plans.plan", ("numba", "torch", "fastapi")),
         ("zbv_service.commands.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),
         ("zbv_service.commands.run", ("fastapi", "sqlalchemy", "torch")),

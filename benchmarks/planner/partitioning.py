@@ -14,7 +14,7 @@ from typing import Any
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.plans.certificate import gap_of
@@ -147,7 +147,7 @@ def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: Sea
     layered = gpt_layers(p, blocks, width, layers_per_block)
     evenly = {layers_per_block: layered, 1: gpt_layers(p, blocks, width)}
 
-    def on(layered: LayeredProblem, rule: Callable[[CutSpace], Bounds]) -> Plan:
+    def on(layered: LayeredProblem, rule: Callable[[CutSpace], Boundaries]) -> Plan:
         space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
         bounds = rule(space)
         recompute = space.fitting(bounds)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 DEADLINE = 60.0
 
-FairQueue = Callable[[int, float], Iterator[tuple[int, float]]]
+Turns = Callable[[int, float], Iterator[tuple[int, float]]]
 """Yields, for a connection, the number of each request and the time when it is due."""
 
 
@@ -134,7 +134,7 @@ async def offer(
     return await _load(address, requests, connections, turns)
 
 
-async def _load(address: str, requests: Sequence[bytes], connections: int, turns: FairQueue) -> Load:
+async def _load(address: str, requests: Sequence[bytes], connections: int, turns: Turns) -> Load:
     """Assign requests to connections in turns; yields the number of each and the time when it is due."""
     made = await _connect(address, connections)
     latencies: list[float] = []

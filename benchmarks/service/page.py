@@ -42,16 +42,10 @@ _FAILURE = """() => {
   return chart.dataset.state === "failed" ? chart.querySelector(".loading").textContent : null;
 }"""
 _DRAWN = "() => performance.getEntriesByName('zbv:drawn')[0].startTime"
-_ANSWERS = "() => performance.getEntriesByName('zbv:answers')[0].startTime"
-_FIRST = """() => new Promise((done) => {
-  new PerformanceObserver((list) => {
-    done(list.getEntries()[0].renderTime || list.getEntries()[0].loadTime);
-  }).observe({ type: "element", buffered: true });
-})"""
 _REDRAW = """async (how) => {
   const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
   const chart = document.getElementById("chart");
-  const range = Bokeh.documents[0].get_model_by_name("gantt").x_range;
+  const { range } = zbv.chart;
   const before = chart.dataset.window;
   const began = performance.now();
   document.querySelector(`[data-move="${how}"]`).click();
@@ -82,20 +76,18 @@ class Size:
 
     pp_degree: int
     microbatches: int
-    first: float
+    drawn: float
     redraw: float | None = None
     memory: float | None = None
 
 
-SIZES = (Size(8, 64, first=0.7), Size(64, 1024, first=2.0, redraw=0.5, memory=500.0))
+SIZES = (Size(8, 64, drawn=0.7), Size(64, 1024, drawn=2.0, redraw=0.5, memory=500.0))
 
 
 @dataclass
 class Seen:
     """Measurements of openings of a page, in seconds and bytes."""
 
-    firsts: list[float] = field(default_factory=list)
-    answers: list[float] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
     redraws: list[float] = field(default_factory=list)
     heap: float = 0.0
@@ -155,14 +147,8 @@ def _look(browser: Browser, served: Served, size: Size, plan_id: str) -> list[Fi
     data_bytes, data_seconds = _fetch(f"{address}/actions")
     name = f"{size.pp_degree} × {size.microbatches}:"
     return [
-        Finding(f"{name} first picture, the plan not in memory", seen.firsts[0], "s", at_most(size.first)),
-        Finding("  again, worst", max(seen.firsts[1:]), "s", at_most(size.first)),
-        Finding(
-            "  it answers to the pointer, the plan not in memory", seen.answers[0], "s", at_most(size.first)
-        ),
-        Finding("  response to the pointer, worst", max(seen.answers[1:]), "s", at_most(size.first)),
-        Finding("  the chart zooms, the plan not in memory", seen.drawn[0], "s", at_most(size.first)),
-        Finding("  the chart zooms, worst", max(seen.drawn[1:]), "s", at_most(size.first)),
+        Finding(f"{name} chart drawn, plan not in memory", seen.drawn[0], "s", at_most(size.drawn)),
+        Finding("  again, worst", max(seen.drawn[1:]), "s", at_most(size.drawn)),
         Finding("  zoom or pan redrawn, median", quantile(seen.redraws, 0.5), "s", at_most(size.redraw)),
         Finding("  worst", max(seen.redraws), "s", at_most(size.redraw)),
         Finding("  memory of the page's process", seen.resident / MEGABYTE, "MB", at_most(size.memory)),
@@ -175,7 +161,7 @@ def _look(browser: Browser, served: Served, size: Size, plan_id: str) -> list[Fi
 
 
 def _open(browser: Browser, address: str, seen: Seen) -> None:
-    """Open the page in a new profile without a cache: first picture, zooms and pans, memory."""
+    """Open the page in a fresh profile, where nothing is cached; zoom, pan, measure memory."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     try:
         page = context.new_page()
@@ -185,8 +171,6 @@ def _open(browser: Browser, address: str, seen: Seen) -> None:
         failure: str | None = page.evaluate(_FAILURE)
         if failure is not None:
             raise NotSeen(failure)
-        seen.firsts.append(page.evaluate(_FIRST) / 1e3)
-        seen.answers.append(page.evaluate(_ANSWERS) / 1e3)
         seen.drawn.append(page.evaluate(_DRAWN) / 1e3)
         for at in range(ZOOMS):
             for how in ("in", "right" if at % 2 else "left"):

@@ -77,7 +77,7 @@ class GptWorkload:
 
 
 @dataclass(frozen=True)
-class FairQueue:
+class Turns:
     """The measurements of the ranks.
 
     Attributes
@@ -90,7 +90,7 @@ class FairQueue:
     losses: Mapping[str, Sequence[float]]
 
     @classmethod
-    def of_ranks(cls, answers: Sequence[Mapping[str, Any]]) -> FairQueue:
+    def of_ranks(cls, answers: Sequence[Mapping[str, Any]]) -> Turns:
         """Combine the times and losses of the ranks; on one host they share a clock."""
         seconds: dict[str, list[float]] = {}
         losses: dict[str, list[float]] = {}
@@ -142,12 +142,12 @@ def _measure(workload: GptWorkload, plan: Plan) -> list[Finding]:
     from zbv_solver.plans.plan import plan_json
 
     request = {"workload": workload_json(workload), "plan": plan_json(plan)}
-    turns = FairQueue.of_ranks(on_ranks("gpt", request, workload.pp_degree))
+    turns = Turns.of_ranks(on_ranks("gpt", request, workload.pp_degree))
     turns.check_losses()
     return findings(turns, workload.pp_degree, plan.problem.microbatches, plan.metrics.makespan / 1e6)
 
 
-def findings(turns: FairQueue, p: int, microbatches: int, planned: float) -> list[Finding]:
+def findings(turns: Turns, p: int, microbatches: int, planned: float) -> list[Finding]:
     """Ratios of our times to those of the other schedules, and to the planned time in seconds."""
     targets = {
         "ScheduleZBVZeroBubble": Target(1.0, "at most within noise"),

@@ -103,7 +103,7 @@ class Settings(BaseSettings):
     )
     max_effort: Effort = Field("thorough", description="Highest effort of a search.")
     max_searches_per_token: int = Field(
-        2000, ge=1, description="Unfinished searches per token, for tokens without a limit of their own."
+        2000, ge=1, description="Unfinished searches per token, unless the token has its own limit."
     )
     max_running_per_token: int = Field(
         default_factory=lambda: max(1, cores() // 2),

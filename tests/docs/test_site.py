@@ -55,3 +55,12 @@ def test_no_page_replaces_one_that_sphinx_makes(site: Path) -> None:
 def test_every_export_format_is_documented() -> None:
     text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8").partition("## Exports")[2]
     assert [name for name in FORMATS if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("part", ["solver/zbv_solver", "service/zbv_service", "worker/zbv_worker"])
+def test_the_architecture_page_lists_every_folder_of_a_part(part: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = next(text for text in page.split("\n## ") if f"`{Path(part).name}`" in text.partition("|")[0])
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)/`", row)}
+    assert listed == {path.parent.name for path in (ROOT / part).glob("*/__init__.py")}

@@ -1,4 +1,4 @@
-"""Both clients behind one face, so that one test is about both."""
+"""One interface for both clients, so that each test covers both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import httpx
 from zbv_service.client import AsyncClient, Client, Retries
 
 Kind = Literal["sync", "async"]
@@ -17,7 +16,7 @@ AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
 
 
 class Driver:
-    """A client of either kind: :meth:`do` gives the outcome of a call of it, iterators as lists."""
+    """A client of either kind; :meth:`do` returns the result of a call, and the items of an iterator."""
 
     def __init__(self, client: Client | AsyncClient, runner: asyncio.Runner):
         self.client = client
@@ -38,7 +37,7 @@ class Driver:
 
 @contextmanager
 def driving(kind: Kind, address: str, **options: Any) -> Iterator[Driver]:
-    """A client of a kind; ``options`` are those of both."""
+    """A client of this kind; ``options`` are those of both kinds."""
     with asyncio.Runner() as runner:
         client = Client(address, **options) if kind == "sync" else AsyncClient(address, **options)
         driver = Driver(client, runner)
@@ -46,10 +45,3 @@ def driving(kind: Kind, address: str, **options: Any) -> Iterator[Driver]:
             yield driver
         finally:
             driver.do(lambda made: made.close())
-
-
-def transport(
-    answer: Callable[[httpx.Request], httpx.Response],
-) -> httpx.MockTransport:
-    """Answers of a service that is not there."""
-    return httpx.MockTransport(answer)

@@ -37,7 +37,7 @@ def random_orders(problem: Problem, random: Random) -> Orders:
 
 def _followers(problem: Problem, action: Action, random: Random) -> list[tuple[float, Action]]:
     stage, letter, j = action
-    transfer = problem.arrays.transfer
+    transfer = problem.arrays.latency
     if letter == "F" and stage + 1 < problem.n_stages:
         return [(float(transfer[stage]), Action(stage + 1, "F", j))]
     if letter == "F":

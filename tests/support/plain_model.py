@@ -36,7 +36,7 @@ class _Plain:
         self.problem, self.grid, self.model = problem, grid, cp_model.CpModel()
         self.duration: list[list[int]] = grid.problem.arrays.duration.astype(int).tolist()
         self.cells = list(product(range(problem.n_stages), range(problem.microbatches)))
-        lags = grid.problem.arrays.transfer.astype(int).tolist()
+        lags = grid.problem.arrays.latency.astype(int).tolist()
         self.most, self.horizon = most, 2 * most
         self.start = {(letter, *cell): self.time() for letter, cell in product((F, I, W, B), self.cells)}
         self.fused = {cell: self.model.new_bool_var("") for cell in self.cells}

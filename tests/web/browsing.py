@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from playwright.sync_api import Locator, Page
+from PIL import Image
+from playwright.sync_api import FloatRect, Locator, Page
 from support.paths import ROOT
 from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan, plan_json
@@ -44,10 +47,8 @@ BROWSER_FLAGS = (
 SCRIPT = Path(sys.executable).with_name("zbv-service")
 START_SECONDS = 120.0
 SEARCH_SECONDS = 120.0
-# The second is a remark on how fast the machine is: what a page preloads, it uses once the chart is drawn.
-HARMLESS = re.compile(
-    r"\[bokeh [\d.]+\] setting log level to|was preloaded using link preload but not used within"
-)
+# A remark on how fast the machine is.
+HARMLESS = re.compile("was preloaded using link preload but not used within")
 
 
 @dataclass
@@ -78,57 +79,52 @@ class Look:
         inside = (self.origin, "data:", "blob:")
         return [url for url in self.requests if not url.startswith(inside)]
 
-    def draw_area(self) -> tuple[float, float, float, float]:
-        """Left, top, width and height of the Gantt chart's frame in the window, in pixels."""
+    def draw_area(self, at: int = 0) -> tuple[float, float, float, float]:
+        """Left, top, width and height of the frame of a Gantt chart in the window, in pixels."""
         left, top, width, height = self.page.evaluate(
-            """() => {
-              const gantt = Bokeh.documents[0].get_model_by_name("gantt");
-              const view = Bokeh.index.find_one_by_id(gantt.id);
-              view.el.scrollIntoView({block: "center", behavior: "instant"});
-              const box = view.el.getBoundingClientRect(), frame = view.frame.bbox;
+            """(at) => {
+              const { canvas, frame } = zbv.chart.gantts[at].surface;
+              canvas.scrollIntoView({block: "center", behavior: "instant"});
+              const box = canvas.getBoundingClientRect();
               return [box.left + frame.left, box.top + frame.top, frame.width, frame.height];
-            }"""
+            }""",
+            at,
         )
         return left, top, width, height
 
     def window(self) -> tuple[float, float]:
         """The part of time that the chart shows."""
-        start, end = self.page.evaluate(
-            """() => {
-              const range = Bokeh.documents[0].get_model_by_name("gantt").x_range;
-              return [range.start, range.end];
-            }"""
-        )
+        start, end = self.page.evaluate("() => [zbv.chart.range.start, zbv.chart.range.end]")
         return start, end
 
     def settle(self) -> None:
-        """Wait until what is drawn is what the range says."""
+        """Wait until the chart shows the range."""
         self.page.wait_for_function(
             """() => {
-              const range = Bokeh.documents[0].get_model_by_name("gantt").x_range;
-              return document.getElementById("chart").dataset.window === `${range.start} ${range.end}`;
+              const { start, end } = zbv.chart.range;
+              return document.getElementById("chart").dataset.window === `${start} ${end}`;
             }"""
         )
 
-    def drawn(self) -> list[str]:
-        """Texts of the numbers on the bars."""
-        texts: list[str] = self.page.evaluate(
-            """() => {
-              const { data } = Bokeh.documents[0].get_model_by_name("gantt:labels");
-              return Array.from(data.text).filter((text) => text !== null);
-            }"""
-        )
-        return texts
+    def drawn(self, what: str, at: int = 0) -> Any:
+        """What a Gantt chart shows: ``bars``, ``labels``, ``idle.left``, ``path.x`` and so on."""
+        return self.page.evaluate(f"(at) => zbv.chart.gantts[at].drawn.{what}", at)
 
-    def point_at(self, time_at: float, rank: int, ranks: int) -> tuple[float, float]:
+    def colour_at(self, x: float, y: float) -> tuple[int, ...]:
+        """Red, green and blue of a point of the window, as it is painted."""
+        clip = FloatRect(x=x - 1, y=y - 1, width=2, height=2)
+        picture = Image.open(io.BytesIO(self.page.screenshot(clip=clip))).convert("RGB")
+        return tuple(np.asarray(picture)[0, 0].tolist())
+
+    def point_at(self, time_at: float, rank: int, ranks: int, lane: int = 0) -> tuple[float, float]:
         """Where a time on a rank is in the window, in pixels."""
-        left, top, width, height = self.draw_area()
+        left, top, width, height = self.draw_area(lane)
         start, end = self.window()
         return left + (time_at - start) / (end - start) * width, top + (rank + 0.5) / ranks * height
 
     def tooltip(self) -> Locator:
-        """The chart's tooltip that is open."""
-        return self.page.locator(".tip, .bk-tooltip-content").filter(visible=True).first
+        """The tooltip that is open."""
+        return self.page.locator(".tip").filter(visible=True).first
 
     def keep(self, name: str, *, whole: bool = True) -> None:
         """Store a screenshot as a test artefact."""

@@ -1,4 +1,4 @@
-"""The comparison in a browser: schedules above each other that move together."""
+"""The comparison in a browser: schedules above each other on one time axis."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ def opened(found: Look, address: str) -> Look:
     return found
 
 
-def settle(found: Look) -> None:
-    found.page.wait_for_function(
-        """() => {
-          const range = Bokeh.documents[0].get_model_by_name("lane0").x_range;
-          return document.getElementById("chart").dataset.window === `${range.start} ${range.end}`;
-        }"""
-    )
-
-
 def test_schedules_stand_above_each_other_and_zoom_together(
     look: Callable[..., Look], address: str, plan: Plan
 ) -> None:
@@ -45,12 +36,9 @@ def test_schedules_stand_above_each_other_and_zoom_together(
     bars = [int(count) for count in (page.get_attribute("#chart", "data-bars") or "").split()]
     assert bars == [len(plan.orders), 64, 128, 96]
     found.keep("compare-light")
-    ranges = """() => ["lane0", "lane1", "lane2", "lane3"].map(
-      (name) => Bokeh.documents[0].get_model_by_name(name).x_range.id)"""
-    assert len(set(page.evaluate(ranges))) == 1
     page.get_by_role("button", name="Zoom in").click()
     page.get_by_role("button", name="Zoom in").click()
-    settle(found)
+    found.settle()
     zoomed = [int(count) for count in (page.get_attribute("#chart", "data-bars") or "").split()]
     assert all(0 < now < before for now, before in zip(zoomed, bars, strict=True))
 
@@ -63,34 +51,24 @@ def test_schedules_stand_above_each_other_and_zoom_together(
     assert found.strangers() == []
 
 
-def test_clicking_an_action_points_its_microbatch_out_in_every_schedule(
+def test_clicking_an_action_highlights_its_microbatch_in_every_schedule(
     look: Callable[..., Look], address: str
 ) -> None:
     found = opened(look(address.partition("/plans")[0]), address)
     page = found.page
-    place = page.evaluate(
-        """() => {
-          const gantt = Bokeh.documents[0].get_model_by_name("lane1");
-          const view = Bokeh.index.find_one_by_id(gantt.id);
-          view.el.scrollIntoView({block: "center", behavior: "instant"});
-          const box = view.el.getBoundingClientRect(), frame = view.frame.bbox, {start, end} = gantt.x_range;
-          return [box.left + frame.left + (500 - start) / (end - start) * frame.width,
-                  box.top + frame.top + frame.height / 8];
-        }"""
-    )
+    place = found.point_at(500, 0, 4, lane=1)
     page.mouse.click(*place)
-    page.get_by_text("Microbatch 0 is pointed out").wait_for()
-    dimmed = """(name) => Array.from(Bokeh.documents[0].get_model_by_name(`${name}:drawn`).data.alpha)
-      .filter((alpha) => alpha < 1).length"""
-    assert page.evaluate(dimmed, "lane0") > 0
-    assert page.evaluate(dimmed, "lane2") > 0
+    page.get_by_text("Microbatch 0 is highlighted").wait_for()
+    dimmed = "(at) => zbv.chart.gantts[at].highlighted?.filter((each) => each === 0).length ?? 0"
+    assert page.evaluate(dimmed, 0) > 0
+    assert page.evaluate(dimmed, 2) > 0
     page.keyboard.press("Escape")
-    page.wait_for_function("() => document.getElementById('pointed-out').textContent === ''")
-    assert page.evaluate(dimmed, "lane0") == 0
+    page.wait_for_function("() => document.getElementById('highlighted').textContent === ''")
+    assert page.evaluate(dimmed, 0) == 0
     assert found.complaints == []
 
 
-def test_the_form_chooses_what_to_compare_with(
+def test_the_form_chooses_the_schedules_to_compare(
     look: Callable[..., Look], service: Service, address: str, plan: Plan
 ) -> None:
     other = service.search({**PROBLEM, "microbatches": 3})
@@ -126,7 +104,8 @@ def test_it_is_dark_at_night_and_fits_a_phone(
     found = opened(look(address.partition("/plans")[0], **options), address)
     page = found.page
     assert page.evaluate("() => document.documentElement.scrollWidth") == page.evaluate("() => innerWidth")
-    background = '() => Bokeh.documents[0].get_model_by_name("lane1").background_fill_color'
-    assert page.evaluate(background) == ("#0b0e14" if name == "dark" else "#ffffff")
+    left, top, width, _ = found.draw_area(1)
+    background = found.colour_at(left + width - 3, top + 2)  # rank 0 has long ended
+    assert background == ((11, 14, 20) if name == "dark" else (255, 255, 255))
     found.keep(f"compare-{name}")
     assert found.complaints == []

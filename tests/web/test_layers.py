@@ -51,7 +51,7 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     rows = page.locator("#table-layers tbody tr").all_inner_texts()
     assert [row.split("\t")[0] for row in rows] == ["embedding", "block × 6", "head"]
     said = page.locator("#layers-said").inner_text()
-    assert "A transfer takes 1 µs and its bytes at 100 B per µs." in said
+    assert "Transfers have a latency of 1 µs and a bandwidth of 100 B per µs." in said
     assert "embedding, block.0 stay together" in said
     page.locator("#bars .own").wait_for()
     assert "Histogram cut" in page.locator("#bars").inner_text()
@@ -83,7 +83,7 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     page.click("#submit")
 
     page.wait_for_url(f"{shared.origin}/searches/*")
-    assert "8 layers to be cut into stages" in page.locator(".sub").inner_text()
+    assert "divide 8 layers into stages" in page.locator(".sub").inner_text()
     page.locator("#to-plan").wait_for()
     asked_of = page.locator('section[aria-labelledby="asked"]').inner_text()
     assert "the best of V, interleaved × 2, interleaved × 3, one stage per rank" in asked_of
@@ -96,7 +96,7 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     assert "other cut" in text
     assert all(name in text for name in ("embedding", "head"))
     assert layers.locator("tbody tr").count() == 2
-    assert "histogram-cut" in page.locator('section[aria-labelledby="beside"]').inner_text()
+    assert "histogram-cut" in page.locator('section[aria-labelledby="baselines"]').inner_text()
     shared.keep("plan-of-layers")
 
     page.get_by_role("link", name="Compare", exact=True).click()
@@ -104,13 +104,13 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     numbers = page.locator('section[aria-labelledby="numbers"]').inner_text()
     assert all(name in numbers for name in ("1f1b", "even-cut", "histogram-cut"))
 
-    page.get_by_role("link", name="Time against memory").click()
+    page.get_by_role("link", name="Memory and time").click()
     page.wait_for_selector(".plot path.own")
     assert "cut anew for every limit" in page.locator(".sub").inner_text()
     assert "[MiB]" in page.locator(".below-axis").inner_text()
     assert page.get_by_role("button", name="missing points").is_visible()
     head = page.locator('section[aria-labelledby="limits"] thead').inner_text()
-    assert "Its cut" in head
+    assert "Cut" in head
     assert "Per rank" not in head
     shared.keep("frontier-of-layers")
 
@@ -179,7 +179,7 @@ def test_a_wrong_layer_is_said_and_what_is_no_number_is_shown_as_it_is(shared: L
 
     many = [{"name": f"layer {place}"} for place in range(500)]
     page = begin(shared, {**LAYERED, "layers": many, "cut": {}}, "many.json")
-    says(page, "100 things to correct.")  # the service tells no more
+    says(page, "100 errors to correct.")  # the service tells no more
     assert "/problem/layers/2/forward" in page.locator("#verdict").inner_text()
     assert page.locator("#verdict").inner_text().endswith("And 92 more.")
     assert "/problem/layers/3/" not in page.locator("#verdict").inner_text()

@@ -48,7 +48,7 @@ def test_a_plan_is_found_by_what_it_is_and_opened_by_its_row(
     assert page.get_by_label("Ranks").input_value() == "4"
     page.get_by_label("Ranks").fill("5")
     page.keyboard.press("Enter")
-    page.get_by_text("No plan matches").wait_for()
+    page.get_by_text("No plan matches these filters").wait_for()
     page.get_by_role("link", name="Show all").click()
     page.wait_for_url(f"{service.url}/plans")
     assert plan.plan_id[:12] in rows(page)

@@ -65,23 +65,23 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(
     box = page.locator("#course").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 100)
-    assert "no plan is below" in page.locator(".course-tip").inner_text()
+    assert "lower bound" in page.locator(".course-tip").inner_text()
     found.keep("live-search")
 
     second = ask(service, {**LONG, "microbatches": 5}, effort="quick")
     waits = look(service.url)
     waits.page.goto(f"{service.url}/searches/{second['id']}")
-    waits.page.get_by_text("Waiting for its turn: it is the next.").wait_for()
+    waits.page.get_by_text("Next in the queue.").wait_for()
     waits.keep("live-search-queued")
 
-    page.get_by_role("button", name="Stop and keep the best").click()
-    page.get_by_text("Stopped; the best plan is kept").wait_for()
+    page.get_by_role("button", name="Stop and keep best plan").click()
+    page.get_by_text("Stopped; best plan kept").wait_for()
     assert page.locator("#stop").count() == 0
     assert page.locator("#state").inner_text() == "cancelled"
     ended = service.call(f"/v1/searches/{going_on}")
     assert page.locator("#to-plan").get_attribute("href") == f"/plans/{ended['plan_id']}"
     assert f"{ended['objective']:,.0f}".replace(",", "\u202f") in values(page)["best"]
-    page.get_by_text("Every improvement as a table").click()
+    page.get_by_text("All improvements").click()
     page.locator("#steps-body tr").first.wait_for()
     rows = page.locator("#steps-body tr").all_inner_texts()
     assert len(rows) == drawn(page)
@@ -127,7 +127,7 @@ def test_an_infeasible_limit_leads_to_one_that_is_not(look: Callable[..., Look],
     page.get_by_role("link", name="Search with that limit").click()
     page.locator('#verdict[aria-busy="false"]').filter(has_text="Ready to search.").wait_for()
     page.locator("#submit").click()
-    page.get_by_role("link", name="Open the plan").wait_for()
+    page.get_by_role("link", name="Open plan").wait_for()
     assert found.complaints == []
 
 
@@ -145,15 +145,15 @@ def test_a_broken_stream_is_said_to_be_and_goes_on_where_it_broke(
         page.goto(f"{line.url}/searches/{going_on}")
         before = drawn(page)
         line.cut()
-        page.get_by_text("The connection is lost; trying again").wait_for()
+        page.get_by_text("Connection lost; reconnecting").wait_for()
         found.keep("live-search-broken")
         line.mend()
         page.get_by_text("Live", exact=True).wait_for()
-        page.get_by_role("button", name="Stop and keep the best").click()
+        page.get_by_role("button", name="Stop and keep best plan").click()
         page.locator("#to-plan").wait_for()
         assert drawn(page) >= before
         told = service.call(f"/v1/searches/{going_on}/events?after=0")["events"]
-        page.get_by_text("Every improvement as a table").click()
+        page.get_by_text("All improvements").click()
         course = [event for event in told if event["event"] in ("improvement", "bound")]
         page.locator("#steps-body tr").first.wait_for()
         shown = page.locator("#steps-body tr").count()
@@ -173,7 +173,7 @@ def test_without_streams_it_asks_now_and_then(
     found = look(service.url, **PHONE)
     found.page.route("**/events*", no_streams)
     found.page.goto(f"{service.url}/searches/{going_on}")
-    found.page.get_by_text("Asking every two seconds").wait_for()
+    found.page.get_by_text("Polling every two seconds").wait_for()
     assert drawn(found.page) > 0
     assert found.page.evaluate("document.documentElement.scrollWidth") == 390
     found.keep("live-search-phone")
@@ -191,7 +191,7 @@ def test_a_search_is_deleted_and_whoever_looks_at_it_is_told(
         drawn(each.page)
     deletes.page.get_by_role("button", name="Delete this search").click()
     deletes.page.wait_for_url(f"{service.url}/searches")
-    looks.page.get_by_text("This search was deleted; a plan that it found is still there.").wait_for()
+    looks.page.get_by_text("This search was deleted. Its plan, if any, is kept.").wait_for()
     assert looks.page.get_by_role("button", name="Delete this search").count() == 0
     assert deletes.complaints == []
     assert looks.complaints == []
@@ -202,5 +202,5 @@ def test_without_javascript_the_numbers_are_there(
 ) -> None:
     found = look(service.url, java_script_enabled=False)
     found.page.goto(f"{service.url}/searches/{going_on}")
-    assert "The picture needs JavaScript" in found.page.locator("main").inner_text()
+    assert "The chart needs JavaScript" in found.page.locator("main").inner_text()
     assert found.page.locator('noscript meta[http-equiv="refresh"], meta[http-equiv="refresh"]').count() == 1

@@ -97,7 +97,7 @@ def test_from_the_form_to_the_live_search_to_the_plan_and_its_export(form: Form,
 
     page.wait_for_url(f"{service.url}/searches/*")
     assert page.locator("h1").inner_text() == "3 ranks × 7 microbatches"
-    page.get_by_role("link", name="Open the plan").click()
+    page.get_by_role("link", name="Open plan").click()
     page.wait_for_selector('#chart[data-state="ready"]')
     link = page.locator(".exports a").filter(has_text="json").first.get_attribute("href") or ""
     plan = parse_plan(page.request.get(service.url + link).json())
@@ -117,7 +117,7 @@ def test_it_says_what_can_be_expected_before_anything_is_searched(form: Form) ->
         "1F1B",
         "GPipe",
     ]
-    assert "No schedule is below" in bars[-1]
+    assert "Lower bound:" in bars[-1]
     facts = form.page.locator("#facts").inner_text()
     assert "384 on 8 stages" in facts
     assert "89\u202f600 µs" in facts
@@ -136,7 +136,7 @@ def test_a_wrong_field_is_said_at_once_and_in_the_services_words(form: Form, ser
         if name == "time_unit":
             form.page.locator("#time_unit").evaluate("field => field.removeAttribute('maxlength')")
         form.field(name).fill(text)
-        form.says("One thing to correct.")
+        form.says("1 error to correct.")
         body: dict[str, Any] = {"problem": form.problem(), "options": {}}
         value = text if text in ("four", "half") else float(text) if name != "time_unit" else text
         if name == "limit_fraction":
@@ -159,7 +159,7 @@ def test_a_wrong_form_is_not_sent_and_leads_to_what_is_wrong(form: Form) -> None
     form.field("costs.backward_input").fill("-2")
     form.field("microbatches").press("Enter")
     summary = form.page.locator("#summary")
-    summary.get_by_text("Correct these first").wait_for()
+    summary.get_by_text("Correct these fields first").wait_for()
     assert form.page.evaluate("document.activeElement.id") == "summary"
     assert summary.get_by_role("link").count() == 2
     form.look.keep("new-search-wrong", whole=False)
@@ -247,7 +247,7 @@ def test_numbers_are_pasted_from_a_spreadsheet(form: Form) -> None:
 def test_a_list_of_numbers_is_read_as_it_was_meant_or_not_at_all(
     shared: Form, text: str, rows: list[list[str]]
 ) -> None:
-    module = "/static/pages/new-search/values.js"
+    module = "/static/new-search/values.js"
     if not shared.page.url.startswith(shared.look.origin):
         shared.open()
     read = "async ([module, text]) => (await import(module)).pasted(text)"
@@ -306,7 +306,7 @@ def test_a_limit_is_a_fraction_of_1f1bs_memory_or_an_amount_or_none(form: Form) 
     form.page.get_by_text("That is 9.6 per rank; no plan fits below 0.25.").wait_for()
     assert form.problem()["memory"]["limit"] == 9.6
     form.field("limit_fraction").fill("0.2")
-    form.says("No plan fits this memory limit. The smallest that does is 0.25 × 1F1B.")
+    form.says("No plan fits this memory limit. The smallest feasible one is 0.25 × 1F1B.")
     form.field("limit_kind").select_option("amount")
     assert form.cells("memory.limit") == ["3.2"]
     form.give("memory.limit", "each")
@@ -330,14 +330,14 @@ def test_a_file_fills_the_form_and_what_it_cannot_show_is_sent_along(form: Form,
     }
     form.upload("mine.json", json.dumps({**PROBLEM, "costs": costs}))
     form.says(READY)
-    assert form.note() == "This is mine.json."
+    assert form.note() == "Loaded mine.json."
     assert form.cells("costs.forward") == list("12345678")
     assert form.cells("costs.backward_input") == ["9", "4"]
     assert form.problem()["memory"]["limit"] == 16
 
     odd = {**PROBLEM, "colour": "red", "costs": {**costs, "forward": [1, 2, 3]}}
     form.upload("odd.json", json.dumps({"problem": odd, "options": {"effort": "quick", "speed": 1}}))
-    form.page.get_by_text("No field shows colour, options.speed, costs.forward").wait_for()
+    form.page.get_by_text("The form has no fields for colour, options.speed, costs.forward").wait_for()
     form.says("/problem/colour: unknown key; remove it or correct its spelling.")
     assert form.problem()["colour"] == "red"
     assert form.problem()["costs"]["forward"] == [1, 2, 3]
@@ -358,10 +358,10 @@ def test_a_file_fills_the_form_and_what_it_cannot_show_is_sent_along(form: Form,
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "It is no JSON: "),
-        ("[1, 2]", "It is JSON, but no object"),
-        ('{"a": 1}', "It is JSON, but no problem"),
-        ('{"problem": 7}', "It is JSON, but no problem"),
+        ("{", "It is not JSON: "),
+        ("[1, 2]", "It is JSON but not an object"),
+        ('{"a": 1}', "It is JSON but not a problem"),
+        ('{"problem": 7}', "It is JSON but not a problem"),
     ],
 )
 def test_a_file_of_rubbish_changes_nothing(form: Form, content: str, words: str) -> None:
@@ -373,10 +373,10 @@ def test_a_file_of_rubbish_changes_nothing(form: Form, content: str, words: str)
 
 def test_what_a_file_does_not_say_is_asked_for_and_not_made_up(form: Form) -> None:
     form.upload("half.json", json.dumps({"microbatches": 8, "costs": {"forward": 1}}))
-    form.says("3 things to correct.")
+    form.says("3 errors to correct.")
     assert form.field("pp_degree").input_value() == ""
     form.upload("bare.json", json.dumps({"pp_degree": 4, "microbatches": 8}))
-    form.says("3 things to correct.")
+    form.says("3 errors to correct.")
     assert form.cells("costs.forward") == [""]
 
 
@@ -390,12 +390,12 @@ def test_wrong_types_in_a_file_are_the_services_business(form: Form) -> None:
         "units": {"time": 5},
     }
     form.upload("wild.json", json.dumps(wild))
-    form.says("6 things to correct.")
+    form.says("6 errors to correct.")
     said = form.page.locator("main").inner_text()
     for words in ("found 'w'", "found [4]", "found {'a': 1}", "found 3;", "found [];", "found 5;"):
         assert words in said, words
     form.field("pp_degree").fill("2")
-    form.says("5 things to correct.")
+    form.says("5 errors to correct.")
     assert form.look.complaints == []
 
 
@@ -410,7 +410,7 @@ def test_a_file_may_be_dropped_anywhere(form: Form) -> None:
         }""",
         json.dumps({**PROBLEM, "microbatches": 11}),
     )
-    form.page.get_by_text("This is dropped.json.").wait_for()
+    form.page.get_by_text("Loaded dropped.json.").wait_for()
     assert form.field("microbatches").input_value() == "11"
     assert form.page.locator("#drop").is_hidden()
 
@@ -430,7 +430,7 @@ def test_sliders_ask_what_if_and_may_become_the_form(form: Form) -> None:
     form.look.keep("new-search-what-if")
     assert form.problem()["memory"]["limit"] == 16, "the form is as it was"
     form.page.get_by_label("Microbatches", exact=True).press("ArrowRight")
-    form.page.get_by_role("button", name="Take into the form").click()
+    form.page.get_by_role("button", name="Apply to the form").click()
     form.says(READY)
     assert form.field("limit_fraction").input_value() == "0.6"
     assert form.problem()["microbatches"] == 17
@@ -469,7 +469,7 @@ def test_a_request_that_got_lost_is_sent_again_under_the_same_name(form: Form) -
     form.field("microbatches").fill("5")
     form.says(READY)
     form.page.locator("#submit").click()
-    form.page.get_by_text("The service does not answer. What you typed is kept").wait_for()
+    form.page.get_by_text("The service does not answer. Your input is kept").wait_for()
     form.page.locator("#submit").click()
     form.page.wait_for_url("**/searches/*")
     form.page.unroute("**/v1/searches")
@@ -491,7 +491,7 @@ def test_what_was_typed_survives_a_session_that_ended(look: Callable[..., Look],
     form.look.sign_in()
     form.open()
     assert form.field("microbatches").input_value() == "12"
-    assert form.note() == "This is what you typed before you were signed out."
+    assert form.note() == "Restored from before you were signed out."
 
 
 def test_the_same_can_be_asked_from_a_script(form: Form, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import pytest
 from playwright.sync_api import Browser
 from web.oracle import Oracle
 from zbv_solver.export import quantities
+from zbv_solver.export.html import one_module
 from zbv_solver.export.palette import rgb
 from zbv_solver.export.raster import image
-from zbv_solver.export.report import STATIC
+from zbv_solver.export.report import CHART_MODULES
 from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_facts, timeline_text
 from zbv_solver.plans.plan import Plan
@@ -21,7 +22,10 @@ from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan, search
 from zbv_solver.timing.start_times import memory_profile
 
-SCRIPTS = ("numbers.js", "timeline.js", "raster.js", "words.js", "preview.js", "memory.js")
+NAMES = (
+    *("number", "percent", "storage", "amount", "axisNumbers", "loadTimeline", "raster", "idleBounds"),
+    *("waitedFor", "idleBefore", "spentInWords", "stepsIn", "columnPeaks", "extremes", "TimeRange"),
+)
 COSTS = {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50}
 MEMORY = {"forward": 2, "backward_input": -1, "backward_weight": -1, "static": 1}
 
@@ -30,10 +34,11 @@ Call = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def call(browser: Browser) -> Call:
-    """Call a function of a page that has nothing but the scripts."""
+    """Call a function in a page with nothing but the modules: ``zbv`` has what they export."""
     page = browser.new_page()
-    for name in SCRIPTS:
-        page.add_script_tag(path=STATIC / name)
+    script = f"{one_module(CHART_MODULES)}\nglobalThis.zbv = {{ {', '.join(NAMES)} }};"
+    page.add_script_tag(content=script, type="module")
+    page.wait_for_function("() => globalThis.zbv !== undefined")
     return page.evaluate
 
 
@@ -194,7 +199,7 @@ def test_the_picture_is_the_one_that_the_server_draws(call: Call, plans: dict[st
     line = timeline(plan)
     drawn = call(
         f"async ([facts, data]) => {{ {READ} "
-        "return Array.from(new Uint8Array(zbv.raster(timeline, 0, timeline.makespan, 90).buffer)); }",
+        "return Array.from(zbv.raster(timeline, 0, timeline.makespan, 90)); }",
         sent(plan),
     )
     ours = np.array(drawn).reshape(3, 90, 4)
@@ -220,7 +225,7 @@ def test_idle_time_is_hatched_where_the_objective_counts_it(call: Call, plans: d
           {READ}
           const idle = {{ fill: [255, 224, 138], hatch: [1, 2, 3] }};
           const pixels = zbv.raster(timeline, 0, timeline.makespan, 40, {{ idle }});
-          return Array.from(new Uint8Array(pixels.buffer));
+          return Array.from(pixels);
         }}""",
         sent(plans["one microbatch"]),
     )
@@ -231,14 +236,14 @@ def test_idle_time_is_hatched_where_the_objective_counts_it(call: Call, plans: d
     assert (middle[:, 0] == 1).sum() == len(middle) / 4
 
 
-def test_actions_that_are_not_emphasised_are_faint(call: Call, plans: dict[str, Plan]) -> None:
+def test_actions_that_are_not_highlighted_are_faint(call: Call, plans: dict[str, Plan]) -> None:
     drawn = call(
         f"""async ([facts, data]) => {{
           {READ}
-          const emphasis = new Uint8Array(timeline.count);
-          emphasis[0] = 1;
-          const pixels = zbv.raster(timeline, 0, timeline.makespan, 300, {{ emphasis }});
-          return Array.from(new Uint8Array(pixels.buffer));
+          const highlighted = new Uint8Array(timeline.count);
+          highlighted[0] = 1;
+          const pixels = zbv.raster(timeline, 0, timeline.makespan, 300, {{ highlighted }});
+          return Array.from(pixels);
         }}""",
         sent(plans["one rank"]),
     )
@@ -253,7 +258,7 @@ def test_actions_that_are_not_emphasised_are_faint(call: Call, plans: dict[str, 
 WORDS = f"""async ([facts, data, at]) => {{
   {READ}
   const spent = zbv.spentInWords(timeline, timeline.criticalPath(at));
-  return [zbv.waitedFor(timeline, at), zbv.idledBefore(timeline, at), spent];
+  return [zbv.waitedFor(timeline, at), zbv.idleBefore(timeline, at), spent];
 }}"""
 
 
@@ -262,9 +267,9 @@ def test_waiting_is_put_into_words(call: Call, plans: dict[str, Plan]) -> None:
     known, data = Oracle(plan), sent(plan)
     say = {text: call(WORDS, [*data, known.texts.index(text)]) for text in ("0F0", "1F0", "0I0", "0W0")}
     assert say["0F0"] == ["nothing", "first of its rank", "F 1\u202f000"]
-    assert say["1F0"] == ["its input 0F0 from rank 0", "first of its rank", "F 2\u202f000, transfers 50"]
+    assert say["1F0"] == ["input 0F0 from rank 0", "first of its rank", "F 2\u202f000, transfers 50"]
     waited, idled, _ = say["0I0"]
-    assert waited == "its input 1I0 from rank 1"
+    assert waited == "input 1I0 from rank 1"
     assert idled == quantities.figure(known.idle(known.texts.index("0I0")) or 0, 9)
     assert say["0W0"][:2] == ["the end of 0I0 on its rank", "none"]
     assert call(WORDS, [*sent(plans["no time at all"]), 0])[2] == ""
@@ -313,14 +318,7 @@ def test_what_is_in_view_is_all_that_overlaps_it(call: Call, plans: dict[str, Pl
             assert stop - first <= len(overlapping) + 1
 
 
-MEMORY_OF = f"""{READ}
-  const layer = () => ({{ data: {{}}, glyph: {{}}, tags: [1], label: "all" }});
-  const models = {{ memory: {{ tags: [2] }}, "memory:band": isBand ? layer() : null }};
-  const doc = {{ get_model_by_name: (name) => (name in models ? models[name] : (models[name] = layer())) }};
-  const memory = new zbv.Memory(doc, timeline);"""
-
-
-def holdings(plan: Plan, rank: int, times: list[float], scale: float) -> list[float]:
+def holdings(plan: Plan, rank: int, times: list[float]) -> list[float]:
     """What a rank holds at some times."""
     line = timeline(plan)
     part = line.slice_of(rank)
@@ -328,7 +326,7 @@ def holdings(plan: Plan, rank: int, times: list[float], scale: float) -> list[fl
     changes = [(0.0, plan.problem.memory.static[rank])]
     for start, stop, during, after in zip(*(column[part].tolist() for column in columns), strict=True):
         changes += [(start, during), (stop, after)]
-    return [[amount for changed, amount in changes if changed <= time][-1] / scale for time in times]
+    return [[amount for changed, amount in changes if changed <= time][-1] for time in times]
 
 
 @pytest.mark.parametrize("shares", [(0.0, 0.4), (0.3, 0.6)])
@@ -338,15 +336,15 @@ def test_the_memory_lines_are_every_step_of_a_window(
     plan = plans["uneven, memory grows with I"]
     begin, end = (share * timeline(plan).makespan for share in shares)
     lines = call(
-        f"async ([facts, data, isBand, begin, end]) => {{ {MEMORY_OF} "
-        "return [0, 1, 2].map((rank) => memory.steps(rank, begin, end)); }",
-        [*sent(plan), False, begin, end],
+        f"async ([facts, data, begin, end]) => {{ {READ} "
+        "return [0, 1, 2].map((rank) => zbv.stepsIn(timeline, rank, begin, end)); }",
+        [*sent(plan), begin, end],
     )
     times = np.linspace(begin, end, 97)[1:-1].tolist()
     for rank, drawn in enumerate(lines):
         points = list(zip(drawn["at"], drawn["held"], strict=True))
         seen = [[amount for changed, amount in points if changed <= time][-1] for time in times]
-        assert seen == holdings(plan, rank, times, 2.0)
+        assert seen == holdings(plan, rank, times)
         assert (points[0][0], points[-1][0]) == (begin, end)
 
 
@@ -354,78 +352,51 @@ def test_the_band_is_between_the_least_and_the_most_loaded_rank(call: Call, plan
     plan = plans["uneven, memory grows with I"]
     makespan = timeline(plan).makespan
     band, each, empty = call(
-        f"""async ([facts, data, isBand, end]) => {{ {MEMORY_OF}
-          const list = ([key, values]) => [key, Array.from(values)];
-          const lists = (found) => Object.fromEntries(Object.entries(found).map(list));
-          const each = [0, 1, 2].map((rank) => lists(memory.peaks(rank, 0, end, 50)));
-          return [lists(memory.least(0, end, 50)), each, lists(memory.least(2 * end, 3 * end, 50))];
+        f"""async ([facts, data, end]) => {{ {READ}
+          const each = [0, 1, 2].map((rank) => zbv.columnPeaks(timeline, rank, 0, end, 50));
+          const beyond = zbv.extremes(timeline, 2 * end, 3 * end, 50);
+          return [zbv.extremes(timeline, 0, end, 50), each, beyond];
         }}""",
-        [*sent(plan), True, makespan],
+        [*sent(plan), makespan],
     )
     held = np.array([one["held"] for one in each])
     assert band["low"] == held.min(axis=0).tolist()
     assert band["high"] == held.max(axis=0).tolist()
     times = (np.arange(1000) + 0.5) / 1000 * makespan
     for rank in range(3):
-        holds = np.array(holdings(plan, rank, times.tolist(), 2.0)).reshape(50, 20)
+        holds = np.array(holdings(plan, rank, times.tolist())).reshape(50, 20)
         assert np.all(held[rank][:50] >= holds.max(axis=1))
-    assert held.max(axis=1).tolist() == [peak / 2 for peak in plan.metrics.peak_memory]
-    assert len(empty["at"]) == 1
+    assert held.max(axis=1).tolist() == list(plan.metrics.peak_memory)
+    assert empty["at"] == []
 
 
-def test_the_rank_of_a_chosen_action_stands_out(call: Call, plans: dict[str, Plan]) -> None:
+def test_a_range_keeps_within_the_time_and_above_the_shortest_length(
+    call: Call, plans: dict[str, Plan]
+) -> None:
     plan = plans["uneven, memory grows with I"]
-    chosen = timeline(plan).slice_of(1).start
-    draw = f"""async ([facts, data, isBand, chosen]) => {{ {MEMORY_OF}
-      const end = timeline.makespan;
-      const alphaOf = (name) => models[name]?.glyph.line_alpha;
-      return [chosen, -1].map((action) => {{
-        memory.draw(0, end, 50, action);
-        const {{ visible, left }} = models["memory:chosen"];
-        const highest = Math.max(...(models["memory:one"].data.held ?? [0]));
-        const label = models["memory:one-label"].label;
-        return [alphaOf("memory:0-line"), alphaOf("memory:1-line"), visible, left, label, highest];
-      }});
-    }}"""
-    one, none = call(draw, [*sent(plan), False, chosen])
-    assert one[0] < one[1] == 1
-    assert one[2:4] == [True, timeline(plan).start[chosen]]
-    assert none[:3] == [1, 1, False]
-    peaks = [peak / 2 for peak in plan.metrics.peak_memory]
-    one, none = call(draw, [*sent(plan), True, timeline(plan).slice_of(2).start])
-    assert one[4:] == [{"value": "rank 2"}, peaks[2]]
-    assert none[4:] == ["all", peaks[1]]
-
-
-def test_a_first_picture_points_at_what_is_under_the_pointer(call: Call, plans: dict[str, Plan]) -> None:
-    plan = plans["looped"]
-    line = timeline(plan)
-    at, beside, again, frame = call(
-        f"""async ([facts, data]) => {{
-          {READ}
-          const picture = document.createElement("canvas");
-          picture.style = "position: absolute; left: 30px; top: 40px; width: 900px; height: 60px";
-          document.body.append(picture);
-          const preview = new zbv.Preview(picture, timeline);
-          const over = (x, y) => preview.pointedAt({{ clientX: x, clientY: y }});
-          const all = Array.from({{ length: timeline.count }}, (_, action) => preview.place(action));
-          preview.chosen = 5;
-          preview.draw();
-          const {{ left, top, width, height }} = preview.frame.style;
-          const beside = [over(29, 50), over(931, 50), over(100, 39), over(100, 100)];
-          const again = all.map(({{ x, y }}) => over(x, y));
-          picture.remove();
-          return [all.map(({{ x, y }}) => [x, y]), beside, again, [left, top, width, height].map(parseFloat)];
+    makespan = plan.metrics.makespan
+    windows = call(
+        f"""async ([facts, data]) => {{ {READ}
+          const range = new zbv.TimeRange([timeline]);
+          const seen = [];
+          range.changed = () => seen.push([range.start, range.end]);
+          range.zoom(0.5, range.last / 4);
+          range.pan(-range.last);
+          range.pan(range.last);
+          range.zoom(1e-9, range.last);
+          range.move("out");
+          range.move("all");
+          return [...seen, [range.shortest, range.last]];
         }}""",
         sent(plan),
     )
-    scale = 900 / line.makespan
-    middles = [
-        [30 + scale * (start + end) / 2, 40 + 30 * (rank + 0.5)]
-        for start, end, rank in zip(line.start, line.end, line.rank, strict=True)
-    ]
-    assert np.allclose(at, middles)
-    assert beside == [-1, -1, -1, -1]
-    assert again == list(range(len(line)))
-    expected = [30 + scale * line.start[5], 40 + 30 * line.rank[5], scale * (line.end[5] - line.start[5]), 30]
-    assert np.allclose(frame, expected, atol=0.01)
+    *seen, (shortest, last) = windows
+    assert last == makespan
+    assert seen[0] == pytest.approx([makespan / 8, makespan * 5 / 8]), (
+        "the time at the pointer stays in place"
+    )
+    assert seen[1] == [0, makespan / 2]
+    assert seen[2] == [makespan / 2, makespan]
+    assert seen[3] == pytest.approx([makespan - shortest, makespan])
+    assert seen[4] == pytest.approx([makespan - 2 * shortest, makespan])
+    assert seen[5] == [0, makespan]

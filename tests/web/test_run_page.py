@@ -30,7 +30,7 @@ def test_the_page_keeps_up_with_the_run_and_a_browser_stops_it(
     assert "starting" in state.inner_text()
     run.beat(3)
     state.get_by_text("running", exact=True).wait_for()
-    state.get_by_text("Every rank has reported step 3 of 40.").wait_for()
+    state.get_by_text("All ranks have reported step 3 of 40.").wait_for()
     run.measured(traces(plan, slower(plan.problem, 2, 1.4)))
     page.locator("[data-live=steps] rect.step").nth(5).wait_for()
     page.get_by_role("link", name="Planned against measured").wait_for()
@@ -40,12 +40,12 @@ def test_the_page_keeps_up_with_the_run_and_a_browser_stops_it(
     found.keep("run-light")
     assert page.locator("[aria-labelledby=events] li").first.inner_text().startswith(tuple("012"))
 
-    page.get_by_text("Cancel the run").click()
+    page.get_by_text("Cancel run").click()
     run.beat(4)
-    state.get_by_text("Every rank has reported step 4 of 40.").wait_for()
-    assert page.get_by_role("button", name="Yes, stop them").is_visible(), "what was opened stays open"
-    page.get_by_role("button", name="Yes, stop them").click()
-    page.get_by_text("Being cancelled").wait_for()
+    state.get_by_text("All ranks have reported step 4 of 40.").wait_for()
+    assert page.get_by_role("button", name="Stop all ranks").is_visible(), "what was opened stays open"
+    page.get_by_role("button", name="Stop all ranks").click()
+    page.get_by_text("Cancelling: its ranks are stopping").wait_for()
     run.end("stopped")
     page.locator("[data-live=state] .state.cancelled").wait_for()
     assert page.locator("[data-open]").count() == 0

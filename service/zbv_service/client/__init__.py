@@ -80,3 +80,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The server process: its socket, TLS, limits, and what it prints when it is ready."""
+"""The server process: its socket, TLS, limits, and its message when it is ready."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def serve(settings: Settings) -> bool:
     Raises
     ------
     CannotServe
-        When the address is taken or is not what its name promises, or certificates cannot be used.
+        When the address is in use or not the one that its name promises, or certificates are unusable.
     """
     _allow_files()
     with ExitStack() as stack:
@@ -54,41 +54,41 @@ def serve(settings: Settings) -> bool:
         if local is not None:
             path = stack.enter_context(left_behind(listener.getsockname()[1], str(local)))
             if path is None:
-                print("zbv-service: cannot leave a token for commands on this machine; set XDG_STATE_HOME.")
+                print("zbv-service: cannot write the token for commands on this machine; set XDG_STATE_HOME.")
         server = _Server(config, app, _address(listener, settings))
         server.run(sockets=[listener])
     return server.started
 
 
 def _require_loopback_if_local(listener: socket.socket, settings: Settings) -> None:
-    """A name for this machine, such as localhost, can stand for another address; raises CannotServe."""
+    """Raise :class:`CannotServe` when a local name, such as localhost, is not a loopback address."""
     address = listener.getsockname()[0]
     if settings.is_local and not is_loopback(address):
         raise CannotServe(
-            f"found host {settings.host}, which is {address} here: others can reach it. Use 127.0.0.1, or "
-            f"correct the name's entry (in /etc/hosts, for example)."
+            f"--host: found {settings.host}, which resolves to {address}, so other machines can reach it. "
+            f"Use 127.0.0.1, or correct the name's entry (in /etc/hosts, for example)."
         )
 
 
 def exposure(address: str, settings: Settings) -> str | None:
-    """What to warn of when a service listens on an address; None when there is nothing.
+    """The warning for a service that listens on an address; None if there is no reason to warn.
 
-    Who names proxies other than the default is taken to have one that speaks TLS.
+    An operator who configures proxies is assumed to have one that uses TLS.
     """
     has_proxy = settings.trusted_proxies != Settings.model_fields["trusted_proxies"].default
     if is_loopback(address) or settings.tls_cert is not None or has_proxy:
         return None
     return (
-        f"listening on {settings.host} ({address}) without TLS: whoever can see the traffic can take the "
-        f"tokens in it. Serve TLS (--tls-cert and --tls-key), or put a proxy that does before the service: "
-        f"on this machine with --host 127.0.0.1, or elsewhere with --trusted-proxies ADDRESS."
+        f"listening on {settings.host} ({address}) without TLS: anyone who can see the traffic can read the "
+        f"tokens in it. Use TLS (--tls-cert and --tls-key) or a proxy with TLS, on this machine with --host "
+        f"127.0.0.1 or elsewhere with --trusted-proxies ADDRESS."
     )
 
 
 def _local_token(settings: Settings) -> TokenText | None:
-    """The token for commands on this machine; None where there is none.
+    """The token for commands on this machine; None if the service has none.
 
-    A service that takes any free port gets a new one: its clients do not find it again either.
+    With port 0 every start gets a new token, because the port differs, too.
     """
     if not settings.is_local or settings.auth != "tokens":
         return None
@@ -96,7 +96,7 @@ def _local_token(settings: Settings) -> TokenText | None:
 
 
 class _Server(uvicorn.Server):
-    """Says when and where it listens, and lets agents go before it waits for requests to end."""
+    """Prints where it listens, and ends long requests before a shutdown waits for the others."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, address: str):
         super().__init__(config)
@@ -107,11 +107,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.started:
             return
-        # What was loaded stays. Without this the collector goes through all of it, a quarter of a second,
-        # while everybody waits.
+        # Loaded modules stay in memory. Without this the garbage collector scans them for a quarter of a
+        # second, while all requests wait.
         gc.collect()
         gc.freeze()
-        # A thread that writes a list lets the others on this often.
+        # Threads that write long lists must yield to the others this often.
         sys.setswitchinterval(SWITCH_SECONDS)
         print(f"zbv-service: listening on {self._address}", flush=True)
         application = self._app.state.application
@@ -124,14 +124,14 @@ class _Server(uvicorn.Server):
             )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Agents wait for work for seconds, and readers of events for hours; the server would wait as long.
+        # Agents wait seconds for work, and readers wait hours for events; the server would wait for them.
         self._app.state.application.dispatcher.hang_up()
         self._app.state.application.events.hang_up()
         await super().shutdown(sockets)
 
 
 def config_of(app: FastAPI, settings: Settings) -> uvicorn.Config:
-    """How the server serves an application; raises :class:`CannotServe`."""
+    """The server's configuration for an application; raises :class:`CannotServe`."""
     config = uvicorn.Config(
         app,
         http=limited(ConnectionLimits(settings.request_seconds, MAX_HEAD_BYTES, settings.max_connections)),
@@ -140,7 +140,7 @@ def config_of(app: FastAPI, settings: Settings) -> uvicorn.Config:
         forwarded_allow_ips=settings.trusted_proxies,
         server_header=False,
         log_config=None,
-        access_log=False,  # our own lines say more, and no query, which may hold a token
+        access_log=False,  # the service logs more, and omits the query, which may contain a token
         timeout_graceful_shutdown=max(1, round(settings.shutdown_seconds)),
         lifespan="on",
         ssl_certfile=settings.tls_cert,
@@ -155,13 +155,13 @@ def config_of(app: FastAPI, settings: Settings) -> uvicorn.Config:
         names = ", ".join(str(path) for path in paths if path)
         raise CannotServe(
             f"cannot use {names} for TLS: {error.strerror or error}. They must be PEM files, and the key "
-            f"that of the certificate, without a passphrase."
+            f"must belong to the certificate and have no passphrase."
         ) from None
     return config
 
 
 def _allow_files() -> None:
-    """Take as many files, and so connections, as the system lets this process have."""
+    """Raise the limit of open files, and thereby of connections, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -176,10 +176,11 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
-            stack.pop_all()  # open from here on
+            stack.pop_all()  # keep it open
     except OSError as error:
         raise CannotServe(
-            f"cannot listen on {host} port {port}: {error.strerror}. Choose others (--port 0)."
+            f"cannot listen on {host} port {port}: {error.strerror}. Choose another --host or --port (0 "
+            f"chooses a free one)."
         ) from None
     return listener
 
@@ -187,6 +188,6 @@ def _listen(host: str, port: int) -> socket.socket:
 def _address(listener: socket.socket, settings: Settings) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.tls_cert is None else "https"
-    # A certificate holds the name that was asked for, not the number that it stands for.
+    # A certificate contains the name, not the address to which it resolves.
     name = settings.host if settings.tls_cert is not None and not settings.host.startswith("0.") else host
     return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"

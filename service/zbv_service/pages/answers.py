@@ -1,4 +1,4 @@
-"""A page as an answer."""
+"""Pages as HTTP answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from fastapi.responses import HTMLResponse
 from zbv_service.api.negotiation import VARY
 from zbv_service.errors import ProblemError, problem_document
 from zbv_service.observability.context import REQUEST_ID
-from zbv_service.pages.shell import CHART_POLICY, CONTENT_SECURITY_POLICY, Shell
+from zbv_service.pages.shell import CONTENT_SECURITY_POLICY, Shell
 from zbv_service.pages.views.problem import problem_page
 from zbv_service.security.grants import Grant
 
 
-def page(
-    text: str, status: int = 200, headers: Mapping[str, str] | None = None, *, has_chart: bool = False
-) -> HTMLResponse:
-    """A page's text as an answer that lets a browser load what the page needs, and nothing else."""
-    policy = CHART_POLICY if has_chart else CONTENT_SECURITY_POLICY
-    return HTMLResponse(text, status, {"Content-Security-Policy": policy, **(headers or {})})
+def page(text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> HTMLResponse:
+    """The text of a page as an answer whose policy lets a browser load only the service's own files."""
+    return HTMLResponse(text, status, {"Content-Security-Policy": CONTENT_SECURITY_POLICY, **(headers or {})})
 
 
 def problem_answer(
@@ -45,7 +42,7 @@ def document_page(
 
 
 def shell_of(request: Request) -> Shell:
-    """What a page knows of its surroundings. Pages for anybody know nobody."""
+    """The surroundings of a page; public pages have no account."""
     grant: Grant | None = getattr(request.state, "grant", None)
     return Shell(
         root=root_of(request),

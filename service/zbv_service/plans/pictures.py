@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from typing import TYPE_CHECKING
 
 from zbv_service.compute.cache import Cache
@@ -22,23 +21,12 @@ class PlanPictures:
     def __init__(self, plans: Plans):
         self._plans = plans
         self._views: Cache[PlanView] = Cache(CACHED_VIEWS)
-        self._charts: Cache[bytes] = Cache(CACHED_VIEWS, CACHED_BYTES, len)
         self._actions: Cache[bytes] = Cache(CACHED_VIEWS, CACHED_BYTES, len)
 
     async def view(self, plan_id: str) -> PlanView:
         """A plan as its page shows it, without links; raises :class:`ProblemError` 404."""
 
         return await self._views.get(plan_id, lambda: self._plans.compute(view_of, plan_id))
-
-    async def chart(self, plan_id: str) -> bytes:
-        """What the script of a plan's page draws with, as JSON text; raises :class:`ProblemError` 404."""
-
-        async def make() -> bytes:
-            # Asked for at the same moment, but the reader sees the picture first.
-            await self._plans.thumbnail(plan_id)
-            return await self._plans.compute(chart_of, plan_id)
-
-        return await self._charts.get(plan_id, make)
 
     async def actions(self, plan_id: str) -> bytes:
         """A plan's actions as the script of its page takes them; raises :class:`ProblemError` 404."""
@@ -54,13 +42,6 @@ def view_of(packed: bytes) -> PlanView:
     return plan_view(plan_of(packed))
 
 
-def chart_of(packed: bytes) -> bytes:
-    """What the script of a packed plan's page draws with, as JSON text."""
-    from zbv_solver.export.report import chart_document
-
-    return json.dumps(chart_document(plan_of(packed))).encode()
-
-
 def actions_of(packed: bytes) -> bytes:
     """A packed plan's actions as the script of its page takes them."""
     from zbv_solver.export.timeline import timeline
@@ -70,8 +51,8 @@ def actions_of(packed: bytes) -> bytes:
 
 
 def load() -> None:
-    """Load Bokeh, its models' definitions, and the machine code of the timing, all by drawing once."""
-    from zbv_solver.export.report import chart_document, plan_view
+    """Load what pages are made of, and the machine code of the timing, by making one."""
+    from zbv_solver.export.report import plan_view
     from zbv_solver.problem.reading import parse_problem
     from zbv_solver.search.search import baseline_plan
 
@@ -81,7 +62,6 @@ def load() -> None:
     plan = baseline_plan("1f1b", parse_problem({"pp_degree": 2, "microbatches": 2, "costs": costs}))
     plan_view(plan)
     thumbnail(plan)
-    chart_document(plan)
     # What was loaded stays: without this the collector of every forked process goes through all of it.
     gc.collect()
     gc.freeze()

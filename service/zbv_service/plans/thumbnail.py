@@ -22,7 +22,7 @@ _ROWS_WITH_GAPS = HEIGHT // 6
 
 def thumbnail(plan: Plan) -> bytes:
     """The schedule as a PNG of :data:`WIDTH` by :data:`HEIGHT` pixels."""
-    from PIL import Image  # Bokeh brings it; only those who draw wait for it
+    from PIL import Image  # only thumbnails wait for it
 
     line = timeline(plan)
     pixels = image(line, WIDTH)

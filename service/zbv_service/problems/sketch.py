@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from zbv_solver.construct.baselines import without_limit
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.judge import Judge
 from zbv_solver.partition.roomy_cuts import roomy_cuts
@@ -76,7 +76,7 @@ def _best(space: CutSpace, starts: dict[str, Start], seconds: float) -> Start:
     return min(known, key=known.__getitem__)
 
 
-def _baseline(space: CutSpace, name: str, plan: Plan | None, bounds: Bounds, seconds: float) -> Baseline:
+def _baseline(space: CutSpace, name: str, plan: Plan | None, bounds: Boundaries, seconds: float) -> Baseline:
     """The plan of a simple cut, without the memory limit if the cut does not fit."""
     recompute = space.fitting(bounds)
     if plan is None:
@@ -94,6 +94,6 @@ def _plan(space: CutSpace, start: Start, seconds: float, is_limited: bool = True
     )
 
 
-def _simple(space: CutSpace) -> dict[str, Bounds]:
+def _simple(space: CutSpace) -> dict[str, Boundaries]:
     """The simple cuts for comparison, by name."""
     return {EVEN: even_cut(space), HISTOGRAM: histogram_cut(space)}

@@ -83,7 +83,7 @@ def directions(problem: Problem) -> tuple[Direction, Direction]:
     held = arrays.delta[F]
     by_input = np.clip(-arrays.delta[I], 0.0, held)
     zeros = np.zeros(problem.n_stages)
-    latency = np.append(arrays.transfer, 0.0)
+    latency = np.append(arrays.latency, 0.0)
     capacity = _capacity(problem) * (1 + AMOUNT_ROUNDING)
     in_flight = _in_flight(capacity, held[stages])
     is_split = np.where(fusable, 0, 1)[stages]

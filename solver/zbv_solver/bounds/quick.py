@@ -35,7 +35,7 @@ def one_machine_bounds(problem: Problem) -> list[float]:
     on_path = np.minimum(inputs, fused)
     rest = np.minimum(fused, inputs + weights) - on_path
     length = np.concatenate([forward, on_path[::-1]])
-    transfer = problem.arrays.transfer
+    transfer = problem.arrays.latency
     latency = np.concatenate([transfer, [0.0], transfer[::-1]])
     # When every position starts if one microbatch runs alone.
     start = np.concatenate([[0.0], np.cumsum(length[:-1] + latency)])

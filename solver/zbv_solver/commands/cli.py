@@ -27,7 +27,7 @@ EXIT_WRONG_INPUT = 2
 EXIT_INFEASIBLE = 3
 EXIT_CONTRADICTION = 70
 EXIT_INTERRUPTED = 130
-OPTIONAL_PACKAGES = ("numba", "ortools", "bokeh")
+OPTIONAL_PACKAGES = ("numba", "ortools", "jinja2", "markupsafe")
 
 EFFORTS = """\
 efforts, and about how long they take for 4 to 8 ranks on two cores:

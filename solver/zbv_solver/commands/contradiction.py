@@ -1,4 +1,4 @@
-"""What a command does with a contradicted bound: it keeps the problem, so that the user can report it."""
+"""Reports of contradicted bounds: the problem is kept in a file that the user can attach to a bug report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from zbv_solver.errors import ContradictedBound
 
 
 def report(error: ContradictedBound) -> str:
-    """Write the problem to a file in the working directory; a message that says where, or why it could not.
+    """Write the problem to a file in the working directory; returns the message for the user.
 
-    The file holds the problem document alone, so every command takes it as it is. Its name follows from its
-    content: the same problem is written once.
+    The file is a problem document that every command accepts. Its name is derived from its content, so the
+    same problem is written once.
     """
     text = json.dumps(error.problem, sort_keys=True) + "\n"
     path = f"zbv-contradiction-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"

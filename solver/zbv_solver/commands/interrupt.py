@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while machine code runs."""
+"""Handling of Ctrl-C and SIGTERM while kernels run."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ POLL_SECONDS = 0.2
 def interruptible(
     work: Callable[[Callable[[], bool]], Result], on_interrupt: Callable[[], None] | None = None
 ) -> Result:
-    """Do work on a thread of its own; it is given a function that says whether to stop.
+    """Run ``work`` on a separate thread; its argument is a function that returns True when it must stop.
 
-    Python raises KeyboardInterrupt wherever the main thread happens to be. Where that is a numba kernel
-    handing over its results, the process dies of a segmentation fault; no other thread is ever hit.
+    Python raises KeyboardInterrupt on the main thread, wherever that is. If it is in a Numba kernel that
+    returns its results, the process crashes with a segmentation fault. Other threads are not interrupted.
 
     Parameters
     ----------
     on_interrupt
-        Called at the first Ctrl-C. The work is then asked to stop, and its result is returned as if it had
-        ended by itself; a second Ctrl-C raises. Without it, the first one raises.
+        Called at the first Ctrl-C. The work is then asked to stop, and its result is returned as usual; a
+        second Ctrl-C raises. Without this callback, the first Ctrl-C raises.
 
     Raises
     ------
     KeyboardInterrupt
         After Ctrl-C, once the work has stopped.
     """
-    # The work waits for ``go``: Ctrl-C inside of ``submit`` may leave a thread that the pool does not know.
+    # The work waits for `go`: Ctrl-C inside `submit` may leave a running thread that the pool does not know.
     go, stop = Event(), Event()
 
     def begin() -> Result:
@@ -56,7 +56,7 @@ def interruptible(
                 on_interrupt()
                 return _wait(future)
         finally:
-            stop.set()  # leaving the pool waits for the work, so whatever ends this must end that
+            stop.set()  # leaving the pool waits for the work, so the work must end
 
 
 def _wait(future: Future[Result]) -> Result:
@@ -67,7 +67,7 @@ def _wait(future: Future[Result]) -> Result:
 
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: schedulers send it before a job's time is over. Main thread only."""
+    """Treat SIGTERM like Ctrl-C: schedulers send it before the time of a job ends. Main thread only."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -66,7 +66,7 @@ def watched_search(
 
 @contextmanager
 def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a text on standard error while something runs, if it is a terminal; yields what changes the text."""
+    """Show a text on standard error, if that is a terminal; yields the function that changes the text."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

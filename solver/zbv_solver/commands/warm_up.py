@@ -1,7 +1,7 @@
-"""Compile all kernels once: ``python -m zbv_solver.commands.warm_up``.
+"""Compile all kernels ahead of time: ``python -m zbv_solver.commands.warm_up``.
 
-Numba keeps the machine code on disk, so that no later command waits for it. Installing does this; without
-it the first plan takes some twenty seconds longer.
+Numba caches the machine code on disk. ``make install`` runs this; without it, the first plan takes about
+twenty seconds longer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zbv_solver.problem.reading import parse_any_problem, parse_problem
 
 
 def main() -> int:
-    """Plan tiny problems, which run every kernel."""
+    """Plan tiny problems that run every kernel."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         progress.add_task("compiling kernels (once)", total=None)

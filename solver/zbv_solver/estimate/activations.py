@@ -1,12 +1,13 @@
-"""Which tensors a microbatch keeps after F and after I, one by one, in bytes on one device.
+"""The tensors that a microbatch keeps after F and after I, in bytes on one device.
 
-After F it is what the backward reads (Korthikanti et al. 2022, §4.1, whose order is kept). After I it is what
-the queued weight gradients read: the input of every linear layer and the gradient of its output (Qi et al.
-2023, §2.3: 32 s b h for a GPT's block). Norms compute their weights' gradients during I.
+After F these are the tensors that the backward reads (Korthikanti et al. 2022, §4.1, in their order). After I
+these are the tensors that the queued weight gradients read: the input of every linear layer and the gradient
+of its output (Qi et al. 2023, §2.3: 32 s b h for a GPT block). Norms compute the gradients of their weights
+in I.
 
-Tensors that a tensor-parallel group divides are t times smaller; between its parts a tensor is whole, unless
-sequence parallelism divides it, too (Korthikanti et al. 2022, §4.2). The gradient behind a sum over the group
-is always whole: it is gathered for I and queued as it is.
+Tensors that a tensor-parallel group divides are t times smaller. The others are whole, unless sequence
+parallelism divides them, too (Korthikanti et al. 2022, §4.2). The gradient of a sum over the group is always
+whole: it is gathered for I and queued in that form.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from zbv_solver.estimate.config import ModelConfig
 
 INDEX_BYTES = 8
-"""Of a token's number, and of a target."""
+"""Size of a token index, and of a target."""
 STATISTIC_BYTES = 4
-"""Of a norm's mean or deviation, of a row's softmax normaliser, and of a logit in the loss: float32."""
+"""Size of a norm's mean or deviation, of a softmax normaliser, and of a logit in the loss: float32."""
 MASK_BYTES = 1
 
 
@@ -30,9 +31,9 @@ class Held:
     Attributes
     ----------
     after_forward, after_input
-        Whether it is there after F, and after I.
+        Whether it is kept after F, and after I.
     is_core
-        Whether selective recomputation leaves it out: scores and what is made of them.
+        Whether selective recomputation drops it: scores and tensors that are computed from them.
     is_input
         Whether it is the layer's input, which full recomputation keeps.
     """
@@ -69,17 +70,17 @@ class Shapes:
     Attributes
     ----------
     tokens
-        Number of tokens of which a device has norms and dropout.
+        Number of tokens for which a device computes norms and dropout.
     hidden
-        A tensor as wide as the residual stream, outside of the parts that tensor parallelism divides.
+        A tensor as wide as the residual stream, outside the parts that tensor parallelism divides.
     whole
-        The same of all tokens.
+        The same for all tokens.
     query, kv, ffn
         Queries; keys (or values); one tensor as wide as the MLP.
     scores
         Attention's scores.
     positions
-        What is added for positions: a sequence as wide as the residual stream.
+        The added position embeddings: a sequence as wide as the residual stream.
     logits
         Logits in the activations' type.
     """
@@ -113,7 +114,7 @@ class Shapes:
         )
 
     def mask(self, model: ModelConfig, of: int) -> int:
-        """The dropout mask of a tensor of so many bytes."""
+        """Size of the dropout mask of a tensor of the given size."""
         return of // model.dtype_bytes * MASK_BYTES
 
 
@@ -202,7 +203,7 @@ def head_tensors(model: ModelConfig, tensor_parallel: int, sequence_parallel: bo
 def block_activation_bytes(
     model: ModelConfig, *, tensor_parallel: int = 1, sequence_parallel: bool = False
 ) -> Activations:
-    """What one microbatch keeps of one transformer block, in bytes on one device.
+    """Memory that one microbatch keeps for one transformer block, in bytes on one device.
 
     For a GPT with plain attention and dropout in 16 bits: s b h (34 + 5 a s / h) after F (Korthikanti et al.
     2022, equation 1) and 32 s b h after I (Qi et al. 2023, table 1), plus statistics of two norms.

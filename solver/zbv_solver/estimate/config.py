@@ -1,16 +1,16 @@
-"""What an estimate starts from: a model, how it is spread over devices, and a device.
+"""The configuration of an estimate: a model, its parallelism, and a device.
 
-The objects are read from JSON and frozen. Types and ranges are checked by pydantic, rules between several
-numbers by :func:`parse_config`; an :class:`EstimateConfig` that it returned is valid.
+The objects are parsed from JSON and frozen. Pydantic checks types and ranges, and :func:`parse_config` checks
+the rules between several numbers. An :class:`EstimateConfig` that it returns is valid.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from zbv_solver.documents.validation import refusal
+from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.limits import MAX_CELLS, MAX_LAYERS, MAX_PP_DEGREE
 from zbv_solver.problem.problem import Objective
@@ -24,21 +24,21 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 OPTIMIZER_STATES = {"adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0}
-"""Values that an optimizer keeps per parameter, beside a master copy."""
+"""Values that an optimizer keeps per parameter, in addition to a master copy."""
 
 
 class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def but(self, **changes: Any) -> Self:
-        """A copy with some values changed, for comparisons; it is not checked."""
+        """A copy with changed values, for comparisons; it is not validated."""
         return self.model_copy(update=changes)
 
 
 class ModelConfig(_Config):
-    """A decoder-only transformer, and what one microbatch of it is.
+    """A decoder-only transformer, and the size of its microbatches.
 
-    Widths are of the whole model; what tensor parallelism makes of them is said by :class:`ParallelConfig`.
+    Widths are those of the whole model, before tensor parallelism divides them (:class:`ParallelConfig`).
     """
 
     hidden: Size = Field(description="width of the residual stream, h")
@@ -141,7 +141,7 @@ PrecisionChoice = Annotated[
 
 
 class ParallelConfig(_Config):
-    """How the model is spread over devices, and what training keeps."""
+    """How the model is distributed over devices, and what training keeps."""
 
     pp_degree: Size = Field(le=MAX_PP_DEGREE, description="pipeline ranks, p")
     microbatches: Size = Field(le=MAX_CELLS, description="per step and replica, m")
@@ -167,7 +167,7 @@ class ParallelConfig(_Config):
 
 
 class DeviceConfig(_Config):
-    """What a device and its links achieve in practice, not what they are sold for."""
+    """What a device and its links achieve in practice, as opposed to their specifications."""
 
     achieved_tflops: Rate = Field(description="TFLOP/s of matrix products")
     memory_bandwidth: Rate | None = Field(
@@ -185,7 +185,7 @@ class DeviceConfig(_Config):
 
 
 class EstimateConfig(_Config):
-    """All of it. Get one from :func:`parse_config`."""
+    """A complete configuration; made by :func:`parse_config`."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -206,7 +206,7 @@ class EstimateConfig(_Config):
 
     @property
     def recompute(self) -> str:
-        """The alternative that layers carry."""
+        """The recomputation that layers offer."""
         return self.parallel.recompute or ("selective" if self.model.attention == "plain" else "full")
 
     @property
@@ -216,17 +216,14 @@ class EstimateConfig(_Config):
 
 
 def parse_config(document: Any) -> EstimateConfig:
-    """A decoded JSON document, presets already merged, as a configuration.
+    """Parse a decoded JSON document with presets already merged.
 
     Raises
     ------
     InvalidInput
-        With one issue per broken rule, pointing into the document.
+        With one issue per broken rule; pointers are into the document.
     """
-    try:
-        config = EstimateConfig.model_validate(document)
-    except ValidationError as error:
-        raise refusal(error, document) from None
+    config = validated(EstimateConfig, document)
     issues = [*_model_issues(config.model), *_count_issues(config), *_parallel_issues(config)]
     if issues:
         raise InvalidInput(issues)
@@ -253,7 +250,7 @@ def _model_issues(model: ModelConfig) -> list[Issue]:
 
 
 def _count_issues(config: EstimateConfig) -> list[Issue]:
-    """Blocks or their halves, with embedding and head, are no more layers than a problem may have."""
+    """The layers, with embedding and head, must not be more than a problem may have."""
     layers, halves = config.model.layers, 2 if config.parallel.granularity == "half" else 1
     most = (MAX_LAYERS - 2) // halves
     if layers <= most:

@@ -1,9 +1,9 @@
 """Floating-point operations of F, I and W, per microbatch and for the whole tensor-parallel group.
 
-Only matrix products count, 2 operations per multiply-add (Narayanan et al. 2021, §5.1 and appendix). Of the
-two products that a backward has for every one of the forward, one belongs to I and one to W where the product
-is with a weight (Qi et al. 2023, §2.3 and table 1). Products of activations with each other, which are
-attention's scores, have no weight: both belong to I.
+Only matrix products count, with 2 operations per multiply-add (Narayanan et al. 2021, §5.1 and appendix). The
+backward has two products for every product of the forward. If the product is with a weight, one of them
+belongs to I and one to W (Qi et al. 2023, §2.3 and table 1). Attention's products of activations have no
+weight, so both belong to I.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zbv_solver.estimate.config import ModelConfig
 
 FLASH_BACKWARD = 2.5
-"""Backward over forward of flash attention: five products for two, as scores are computed again."""
+"""Ratio of backward to forward of flash attention: five products to two, because scores are recomputed."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The layers of a model on one device: what each costs and holds.
+"""Costs and memory of a model's layers on one device.
 
-A block is its two halves, attention and MLP, and every figure of it is the sum of theirs; only what is needed
-while an action runs is the larger of theirs, as a device runs one action at a time.
+A block consists of two halves, attention and MLP. Its figures are the sums of theirs, except for the
+workspace, which is the larger one, because a device runs one action at a time.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from zbv_solver.estimate.times import Triple
 
 @dataclass(frozen=True)
 class Running:
-    """What a layer costs and holds, one way of running it.
+    """Costs and memory of a layer, with or without recomputation.
 
     Attributes
     ----------
     times
         Microseconds of F, I and W.
     after_forward, after_input
-        Bytes of a microbatch held after F and after I; after W there are none.
+        Bytes that a microbatch holds after F and after I; after W it holds none.
     workspace
-        Bytes needed on top while an action runs.
+        Additional bytes while an action runs.
     """
 
     times: Triple
@@ -62,17 +62,17 @@ class LayerEstimate:
     Attributes
     ----------
     flops
-        Of matrix products.
+        Operations of its matrix products.
     recomputed
-        How it runs where its stage is recomputed; None where it cannot be.
+        Its costs when its stage is recomputed; None if it cannot be recomputed.
     parameters
-        Number of them.
+        Number of parameters.
     static
-        Whole bytes of parameters, gradients and optimizer.
+        Bytes of parameters, gradients and optimizer, as a whole number.
     output_bytes
-        What goes to the next layer, and the size of the gradient that comes back.
+        Size of the output, and of its gradient.
     repeat
-        Number of copies; None for one layer that keeps its name.
+        Number of copies; None for a single layer, which keeps its name.
     """
 
     name: str
@@ -241,7 +241,7 @@ def _layer(
 
 
 def _without_scores(config: EstimateConfig, plain: Running, tensors: list[Held]) -> Running:
-    """Scores and what is made of them exist within I alone (Korthikanti et al. 2022, §5)."""
+    """Selective recomputation: scores exist during I only (Korthikanti et al. 2022, §5)."""
     flops = core_flops(config.model) / config.parallel.tensor_parallel
     moved = traffic.core_traffic(config.model, _shapes(config))
     again = _times(config, flops, moved, times.Collectives()).forward
@@ -255,7 +255,7 @@ def _without_scores(config: EstimateConfig, plain: Running, tensors: list[Held])
 
 
 def _fully_recomputed(config: EstimateConfig, plain: Running, tensors: list[Held]) -> Running | None:
-    """F keeps the input alone, I begins with an F (Chen et al. 2016, §3; Korthikanti et al. 2022, §5)."""
+    """Full recomputation: F keeps only the input, and I begins with an F (Chen et al. 2016, §3)."""
     if config.recompute != "full":
         return None
     kept = totals(each for each in tensors if each.is_input).after_forward
@@ -264,7 +264,7 @@ def _fully_recomputed(config: EstimateConfig, plain: Running, tensors: list[Held
 
 
 def _whole_again(plain: Running, kept: int) -> int:
-    """Workspace of a recomputed layer: what F makes, beside the input, exists within its backward alone."""
+    """Workspace of a recomputed layer: the outputs of F, except the input, exist during its backward only."""
     return plain.workspace + plain.after_forward - kept
 
 
@@ -296,5 +296,5 @@ def _half_collectives(config: EstimateConfig) -> times.Collectives:
 
 
 def _weight(model: ModelConfig, size: int) -> int:
-    """A weight's gradient, which B makes before it is added to what there is."""
+    """Size of a weight's gradient, which B computes before it is accumulated."""
     return model.dtype_bytes * size

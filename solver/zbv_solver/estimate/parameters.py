@@ -1,4 +1,4 @@
-"""How many parameters layers have, and what training keeps per parameter."""
+"""Parameter counts of layers, and the memory that training keeps per parameter."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from zbv_solver.estimate.config import ModelConfig, Precision
 
 @dataclass(frozen=True)
 class Parameters:
-    """A count, by what tensor parallelism does to it.
+    """A parameter count, split by how tensor parallelism treats the parameters.
 
     Attributes
     ----------
     shared
-        Of matrices that the devices of a tensor-parallel group divide among them.
+        Parameters of matrices that a tensor-parallel group divides.
     replicated
-        That each of them has whole: norms, positions, and biases behind a sum over the group.
+        Parameters that every device has whole: norms, positions, and biases after a sum over the group.
     """
 
     shared: int
@@ -27,11 +27,11 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Of the model."""
+        """Count in the whole model."""
         return self.shared + self.replicated
 
     def on_device(self, tensor_parallel: int) -> int:
-        """On each device of a group of ``tensor_parallel``."""
+        """Count on each device of a tensor-parallel group."""
         return self.shared // tensor_parallel + self.replicated
 
 
@@ -70,13 +70,13 @@ def embedding_parameters(model: ModelConfig) -> Parameters:
 
 
 def head_parameters(model: ModelConfig) -> Parameters:
-    """Final norm and, unless it is the embedding's, the matrix to the vocabulary."""
+    """Final norm, and the matrix to the vocabulary unless it is tied to the embedding."""
     table = 0 if model.tied_embeddings else model.vocabulary * model.hidden
     return Parameters(shared=table, replicated=_norm(model))
 
 
 def model_parameters(model: ModelConfig) -> int:
-    """The model's parameters, tied ones counted once."""
+    """The model's parameters; tied ones are counted once."""
     blocks = model.layers * block_parameters(model).total
     return embedding_parameters(model).total + blocks + head_parameters(model).total
 
@@ -87,7 +87,7 @@ def _norm(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """What training holds all the time, in bytes on one device."""
+    """Memory that training holds all the time, in bytes on one device."""
 
     parameters: float
     gradients: float
@@ -102,7 +102,7 @@ class StaticBytes:
 
     @property
     def total(self) -> float:
-        """All kinds."""
+        """The sum of all kinds."""
         return self.parameters + self.gradients + self.optimizer
 
 

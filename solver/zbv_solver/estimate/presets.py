@@ -1,8 +1,8 @@
-"""Configurations that ship with the package: well-known models, and devices.
+"""Configurations that ship with the package: well-known models and devices.
 
-A preset is a JSON file in ``presets/`` with some of the sections ``model``, ``parallel`` and ``device``,
-``presets`` that it builds upon, ``about`` (one line), ``source`` (where its numbers are from) and
-``published`` (what its source says of it, for tests).
+A preset is a JSON file in ``presets/`` with some of the sections ``model``, ``parallel`` and ``device``, the
+``presets`` that it extends, ``about`` (one line), ``source`` (the source of its numbers) and ``published``
+(figures from its source, for tests).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Section = dict[str, Any]
 
 
 class Preset(BaseModel):
-    """A file of ours; its sections are checked when they are used."""
+    """A preset file. Its sections are validated when they are used."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,7 +37,7 @@ class Preset(BaseModel):
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """All of them, in alphabetical order."""
+    """The names of all presets, in alphabetical order."""
     listed = files(__package__).joinpath("presets").iterdir()
     return tuple(sorted(each.name.removesuffix(".json") for each in listed if each.name.endswith(".json")))
 
@@ -48,7 +48,7 @@ def preset(name: str, pointer: str = "") -> Preset:
     Raises
     ------
     InvalidInput
-        At ``pointer``, when there is none of that name.
+        At ``pointer``, when there is no preset of this name.
     """
     if name not in preset_names():
         known = ", ".join(preset_names())
@@ -58,10 +58,10 @@ def preset(name: str, pointer: str = "") -> Preset:
 
 
 def with_presets(document: Any, names: list[str], overrides: dict[str, Section]) -> dict[str, Any]:
-    """A configuration document on top of presets, and overrides on top of both.
+    """Merge presets, a configuration document, and overrides.
 
-    Presets come first, in the order given: those of the document's key ``presets``, then ``names``. Within a
-    section, later keys replace earlier ones; nothing is checked but that sections are objects.
+    Later values replace earlier ones within each section. First come the presets of the document's key
+    ``presets``, then those of ``names``, then the document, then the overrides. Values are not validated.
     """
     if not isinstance(document, dict):
         raise InvalidInput.at("", f"found {document!r:.60}; a configuration must be a JSON object.")

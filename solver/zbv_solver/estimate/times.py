@@ -1,7 +1,7 @@
-"""How long F, I and W of a layer take on a device, in microseconds.
+"""Times of F, I and W of a layer on a device, in microseconds.
 
-A layer's time is the sum of three: its matrix products at the device's achieved rate, the bytes that
-everything else moves through memory (:mod:`~zbv_solver.estimate.traffic`), and the collectives of its
+The time of a layer is the sum of three parts: its matrix products at the device's achieved rate, the memory
+traffic of all other operations (:mod:`zbv_solver.estimate.traffic`), and the collectives of its
 tensor-parallel group.
 """
 
@@ -20,7 +20,7 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Triple:
-    """One number each for F, I and W."""
+    """One number for each of F, I and W."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -34,21 +34,21 @@ class Triple:
         )
 
     def scaled(self, factor: float) -> Triple:
-        """Every number times a factor."""
+        """All numbers multiplied by a factor."""
         return Triple(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """What F, I and W exchange within a tensor-parallel group.
+    """Collectives of F, I and W within a tensor-parallel group.
 
     Attributes
     ----------
     passes
-        Ring passes, in each of which a device sends (t - 1) / t of a hidden tensor. An all-reduce is two, an
-        all-gather or a reduce-scatter one (Patarasuk and Yuan 2009, §3).
+        Ring passes, in each of which a device sends (t - 1) / t of a hidden tensor. An all-reduce has two
+        passes, an all-gather or a reduce-scatter one (Patarasuk and Yuan 2009, §3).
     calls
-        How many collectives that is.
+        Number of collectives.
     """
 
     passes: Triple = Triple()
@@ -56,20 +56,20 @@ class Collectives:
 
 
 def product_times(flops: Flops, device: DeviceConfig) -> Triple:
-    """Matrix products of one device."""
+    """Time of matrix products on one device."""
     unit = MICROSECONDS / (device.achieved_tflops * TERA)
     return Triple(flops.forward, flops.backward_input, flops.backward_weight).scaled(unit)
 
 
 def traffic_times(moved: Triple, device: DeviceConfig) -> Triple:
-    """Bytes through memory; none where no bandwidth is given."""
+    """Time of memory traffic; 0 if no bandwidth is given."""
     if device.memory_bandwidth is None:
         return Triple()
     return moved.scaled(MICROSECONDS / (device.memory_bandwidth * GIGA))
 
 
 def collective_times(collectives: Collectives, config: EstimateConfig) -> Triple:
-    """Collectives of the tensor-parallel group, less what compute hides."""
+    """Time of the tensor-parallel group's collectives that is not hidden by compute."""
     degree, device = config.parallel.tensor_parallel, config.device
     if degree == 1 or device.tensor_parallel_bandwidth is None:
         return Triple()

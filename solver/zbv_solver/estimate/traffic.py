@@ -1,4 +1,4 @@
-"""Bytes that F, I and W of a layer move through a device's memory beside matrix products.
+"""Memory traffic of F, I and W of a layer in bytes, without matrix products.
 
 Norms, softmax, dropout, activations and residual sums are bound by memory, not by arithmetic (Ivanov et al.
 2021, §4): each reads its inputs and writes its outputs once.

@@ -1,7 +1,9 @@
-"""The plan's page as one file: style, scripts and data inside it, so that it opens from disk, offline."""
+"""The page of a plan as one file with style, scripts and data, which opens from disk without a network."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from markupsafe import Markup
@@ -11,10 +13,12 @@ from zbv_solver.export import report
 from zbv_solver.export.timeline import timeline
 from zbv_solver.plans.plan import Plan
 
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
+
 
 def render(plan: Plan) -> str:
-    """The same content as the service's page of the plan, without links to the service."""
-    from bokeh.resources import Resources
+    """The content of the service's page of the plan, without links to the service."""
     from jinja2 import Environment, StrictUndefined
 
     from zbv_solver.export.timeline_data import timeline_text
@@ -26,19 +30,23 @@ def render(plan: Plan) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    bokeh = Resources(mode="inline", components=["bokeh"], minified=True)
-    theme, *own = (_text_of(name) for name in ("theme.js", *report.SCRIPTS))
+    environment.globals.update(report.GLOBALS)
     return environment.get_template("standalone.html.j2").render(
-        view=replace(
-            report.plan_view(plan),
-            chart=report.script_json(report.chart_document(plan)),
-            data=timeline_text(timeline(plan)),
-        ),
+        view=replace(report.plan_view(plan), data=timeline_text(timeline(plan))),
         version=__version__,
         style=Markup("".join(_text_of(name) for name in ("zbv.css", "chart.css"))),
-        theme=Markup(theme),
-        scripts=[Markup(script) for script in (*own, *bokeh.js_raw)],
+        theme=Markup(_text_of("theme.js")),
+        script=Markup(one_module()),
     )
+
+
+def one_module(names: Sequence[str] = report.MODULES) -> str:
+    """Modules of the page as one.
+
+    Browsers refuse to import modules from files on disk. One after the other in a single module, their names
+    are all in scope; no two modules define the same name at top level, which a test checks.
+    """
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _text_of(name))) for name in names)
 
 
 def _text_of(name: str) -> str:

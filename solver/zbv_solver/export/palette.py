@@ -1,4 +1,4 @@
-"""Colours of the pictures: letter by hue, chunk by lightness, shared by SVG, Bokeh and the page's legend.
+"""Colours of schedules: hue by letter, lightness by chunk; shared by SVG, pages and their legends.
 
 The fills were found by a random search in OKLab that maximises the smallest distance between any two of
 them as seen with normal vision, protanopia, deuteranopia and tritanopia (Machado 2009), under the condition
@@ -7,8 +7,6 @@ therefore serve light and dark. ``tests/solver/export/test_palette.py`` holds th
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from zbv_solver.problem.problem import LETTERS
 
@@ -30,52 +28,14 @@ NAMES: dict[str, str] = {
     "B": "full backward",
 }
 
-LINES: tuple[str, ...] = (
-    "#3e6ad4",
-    "#b4782f",
-    "#279a78",
-    "#d86ebc",
-    "#885303",
-    "#4796fb",
-    "#0a6e5d",
-    "#a94899",
-)
-"""Colours of per-rank lines, reused in turn beyond their number."""
-
 PALETTE_SHADES = 2
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colours around the data. ``idle`` lies under a hatch of ``muted``, which carries the contrast."""
-
-    background: str
-    surface: str
-    text: str
-    muted: str
-    grid: str
-    limit: str
-    idle: str
-
-
-LIGHT = Theme(
-    background="#ffffff",
-    surface="#ffffff",
-    text="#1b2230",
-    muted="#566074",
-    grid="#e4e8ef",
-    limit="#c02c38",
-    idle="#ffe08a",
-)
-DARK = Theme(
-    background="#0b0e14",
-    surface="#11161f",
-    text="#e7ebf2",
-    muted="#9aa5b8",
-    grid="#222a37",
-    limit="#ff7a80",
-    idle="#6b5710",
-)
+BACKGROUND = "#ffffff"
+TEXT = "#1b2230"
+MUTED = "#566074"
+GRID = "#e4e8ef"
+"""Colours around the data of a static picture, which is always light. Pages have theirs in ``zbv.css``."""
 
 
 def shade(chunk: int) -> int:

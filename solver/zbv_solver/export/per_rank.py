@@ -1,4 +1,4 @@
-"""Idle share and peak memory of every rank, as numbers and as small bar pictures that need no script."""
+"""Idle share and peak memory of every rank, as numbers and as small bar charts without scripts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zbv_solver.problem.numeric import SAME_METRIC, exceeds
 from zbv_solver.problem.problem import Problem
 
 _TALLEST = 96.0
-"""Of a picture's height of 100."""
+"""Height of the tallest bar in a chart of height 100."""
 
 
 @dataclass(frozen=True)
 class RankBar:
-    """One rank; heights are percentages of the picture's, ``limit`` None where none is drawn."""
+    """One rank; heights are percentages of the chart's, ``limit`` is None if none is drawn."""
 
     rank: int
     height: float
@@ -29,7 +29,7 @@ class RankBar:
 
 @dataclass(frozen=True)
 class RankBars:
-    """All ranks, and a sentence or two that say the same."""
+    """All ranks, with a summary in words."""
 
     name: str
     title: str
@@ -38,7 +38,7 @@ class RankBars:
 
 
 def accounts_for_memory(problem: Problem) -> bool:
-    """Whether the problem says anything about memory."""
+    """Whether the problem has memory costs."""
     memory = problem.memory
     return memory.limit is not None or any(memory.forward) or any(memory.static)
 
@@ -54,7 +54,7 @@ def idle_shares(plan: Plan) -> list[float]:
 
 
 def idle_bars(plan: Plan) -> RankBars:
-    """Idle share of the span of every rank, scaled so that the idlest nearly fills the picture."""
+    """Idle share of the span of every rank, scaled so that the largest nearly fills the chart."""
     shares = [max(0.0, share) for share in idle_shares(plan)]
     scale = _TALLEST / (max(shares, default=0.0) or 1.0)
     bars = tuple(
@@ -72,11 +72,11 @@ def idle_bars(plan: Plan) -> RankBars:
 
 
 def memory_bars(plan: Plan) -> RankBars:
-    """Peak memory of every rank, scaled so that the highest peak or limit nearly fills the picture."""
+    """Peak memory of every rank, scaled so that the highest peak or limit nearly fills the chart."""
     peaks, memory, units = plan.metrics.peak_memory, plan.problem.memory, plan.problem.units
     limits = memory.limit
     highest = max(peaks, default=0.0)
-    # A limit far above every peak would flatten the bars; it is then left to the sentence.
+    # A limit far above every peak would flatten the bars; then only the summary mentions it.
     drawn = limits if limits is not None and max(limits) <= 3 * (highest or 1.0) else None
     scale = _TALLEST / (max(highest, *(drawn or (0.0,))) or 1.0)
     bars = []

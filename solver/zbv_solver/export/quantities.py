@@ -1,4 +1,4 @@
-"""Numbers as people read them: four significant digits, thin spaces between thousands, units."""
+"""Readable numbers: four significant digits, narrow spaces between thousands, units."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def time(value: float, units: Units) -> str:
 
 
 def time_unit(units: Units) -> str:
-    """The name of the time unit as it is printed, empty when it has none."""
+    """The printed name of the time unit; empty if there is none."""
     return "µs" if units.time == "us" else units.time or ""
 
 
@@ -44,7 +44,7 @@ def titled(name: str, unit: str) -> str:
 
 
 def memory(value: float, units: Units) -> str:
-    """A memory amount with its unit; bytes in the binary unit that suits."""
+    """A memory amount with its unit; bytes in a binary unit of suitable size."""
     scale, unit = memory_scale(abs(value), units)
     return f"{figure(value / scale)} {unit}" if unit else figure(value)
 
@@ -54,7 +54,7 @@ def percent(fraction: float, digits: int = 2) -> str:
     if not math.isfinite(fraction):
         return "∞" if fraction > 0 else "−∞"
     text = f"{100 * fraction:.{digits}f}"
-    # Rounding leaves "-0.00", which reads as if it meant something.
+    # Rounding may leave "-0.00"; drop its sign.
     text = text.lstrip("-") if not text.strip("-0.") else text
     return f"{text}{_NARROW_SPACE}%".replace("-", "−")
 
@@ -68,7 +68,7 @@ def relative(value: float, base: float) -> str:
 
 
 def memory_scale(highest: float, units: Units) -> tuple[float, str]:
-    """What to divide memory amounts by on an axis that ends at ``highest``, and the unit they then have."""
+    """The divisor for memory amounts up to ``highest``, and the unit of the quotients."""
     if units.memory not in _BYTES:
         return 1.0, units.memory or ""
     exponent = 0

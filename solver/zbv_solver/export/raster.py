@@ -1,4 +1,4 @@
-"""A schedule as pixels: what is drawn when its actions are too many, or too thin, to be drawn one by one."""
+"""A schedule as pixels, for when its actions are too many or too thin to be drawn one by one."""
 
 from __future__ import annotations
 

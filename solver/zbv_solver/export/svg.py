@@ -1,4 +1,4 @@
-"""A static picture of the Gantt chart, for documents. No script, no dependency, bounded size.
+"""The Gantt chart as a static SVG for documents, without scripts and of bounded size.
 
 It carries its own light background, so that it reads the same on a dark page.
 """
@@ -13,7 +13,16 @@ import numpy as np
 
 from zbv_solver.export import quantities
 from zbv_solver.export.axis import ticks
-from zbv_solver.export.palette import KIND_FILLS, KIND_INKS, LIGHT, NAMES, PALETTE_SHADES
+from zbv_solver.export.palette import (
+    BACKGROUND,
+    GRID,
+    KIND_FILLS,
+    KIND_INKS,
+    MUTED,
+    NAMES,
+    PALETTE_SHADES,
+    TEXT,
+)
 from zbv_solver.export.raster import coverage
 from zbv_solver.export.timeline import Timeline, timeline
 from zbv_solver.plans.plan import Plan
@@ -21,7 +30,7 @@ from zbv_solver.problem.problem import LETTERS
 
 WIDTH = 1200
 MAX_BARS = 60_000
-"""More actions than this are merged into columns, each showing what its rank does most of that time."""
+"""With more actions, columns show what their rank does most of the time."""
 
 _MARGIN = 16
 _LEFT = 76
@@ -34,7 +43,7 @@ _WIDE_ENOUGH_FOR_A_GAP = 4.0
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where time and ranks lie on the picture, in pixels."""
+    """Maps time and ranks to pixels."""
 
     scale: float
     row: float
@@ -74,7 +83,7 @@ def render(plan: Plan) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
             f'height="{height:.0f}" role="img" {_FONT}>',
             f"<title>{escape(title)}</title>",
-            f'<rect width="100%" height="100%" rx="10" fill="{LIGHT.background}"/>',
+            f'<rect width="100%" height="100%" rx="10" fill="{BACKGROUND}"/>',
             *_heading(plan, line, title),
             *_axis(plan, line, frame),
             *_ranks(line, frame),
@@ -101,8 +110,7 @@ def _title(plan: Plan) -> str:
 
 def _heading(plan: Plan, line: Timeline, title: str) -> Iterator[str]:
     yield (
-        f'<text x="{_MARGIN}" y="28" font-size="15" font-weight="600" fill="{LIGHT.text}">'
-        f"{escape(title)}</text>"
+        f'<text x="{_MARGIN}" y="28" font-size="15" font-weight="600" fill="{TEXT}">{escape(title)}</text>'
     )
     used = np.unique(line.letter).tolist()
     chunked = plan.problem.placement.chunks > 1
@@ -114,29 +122,26 @@ def _heading(plan: Plan, line: Timeline, title: str) -> Iterator[str]:
             yield f'<rect x="{x + 16 * at:.1f}" y="44" width="14" height="12" rx="2" fill="{colour}"/>'
         x += 16 * len(shades) + 5
         name = f"{LETTERS[code]} {NAMES[LETTERS[code]]}"
-        yield f'<text x="{x:.1f}" y="54" font-size="12" fill="{LIGHT.text}">{name}</text>'
+        yield f'<text x="{x:.1f}" y="54" font-size="12" fill="{TEXT}">{name}</text>'
         x += 6.3 * len(name) + 18
     if chunked:
-        yield (
-            f'<text x="{x:.1f}" y="54" font-size="12" fill="{LIGHT.muted}">'
-            "dark: chunk 0, light: chunk 1</text>"
-        )
+        yield (f'<text x="{x:.1f}" y="54" font-size="12" fill="{MUTED}">dark: chunk 0, light: chunk 1</text>')
 
 
 def _axis(plan: Plan, line: Timeline, frame: _Frame) -> Iterator[str]:
     bottom = frame.bottom(line.pp_degree)
     for at in ticks(line.makespan, 10):
         x = frame.x(at)
-        yield f'<path d="M{x:.1f} {_TOP - 4}V{bottom + 5:.1f}" stroke="{LIGHT.grid}"/>'
+        yield f'<path d="M{x:.1f} {_TOP - 4}V{bottom + 5:.1f}" stroke="{GRID}"/>'
         yield (
             f'<text x="{x:.1f}" y="{bottom + 19:.1f}" font-size="11" text-anchor="middle" '
-            f'fill="{LIGHT.muted}">{quantities.figure(at)}</text>'
+            f'fill="{MUTED}">{quantities.figure(at)}</text>'
         )
     unit = quantities.titled("time", quantities.time_unit(plan.problem.units))
     middle = (_LEFT + WIDTH - _MARGIN) / 2
     yield (
         f'<text x="{middle:.1f}" y="{bottom + 38:.1f}" font-size="12" text-anchor="middle" '
-        f'fill="{LIGHT.muted}">{escape(unit)}</text>'
+        f'fill="{MUTED}">{escape(unit)}</text>'
     )
 
 
@@ -146,7 +151,7 @@ def _ranks(line: Timeline, frame: _Frame) -> Iterator[str]:
         y = frame.y(rank) + frame.row / 2 + 4
         yield (
             f'<text x="{_LEFT - 10}" y="{y:.1f}" font-size="12" text-anchor="end" '
-            f'fill="{LIGHT.text}">rank {rank}</text>'
+            f'fill="{TEXT}">rank {rank}</text>'
         )
 
 

@@ -1,6 +1,6 @@
-"""A plan laid out in time: what every picture of it draws.
+"""A plan laid out in time, for all charts and exports.
 
-Start times are the earliest ones, which is what ranks that run their lists as soon as inputs arrive do.
+Start times are the earliest possible ones: every rank runs its list as soon as inputs arrive.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def timeline(plan: Plan) -> Timeline:
     InvalidPlan
         When the plan's orders cannot be executed.
     """
-    from zbv_solver.timing.start_times import (  # numba: only those who draw wait for it
+    from zbv_solver.timing.start_times import (  # loads numba: only drawing needs it
         earliest_times,
         memory_profile,
     )

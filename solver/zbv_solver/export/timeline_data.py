@@ -1,7 +1,7 @@
-"""A timeline for the script that draws it: its actions as packed columns, and what they all have in common.
+"""A timeline for the script that draws it: facts as JSON, and actions as packed columns.
 
-``static/timeline.js`` reads both. Columns travel as one piece of binary data, because a plan reaches hundreds
-of thousands of actions; facts are JSON.
+``static/timeline.js`` reads both. The columns are binary data, because a plan may have hundreds of
+thousands of actions.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from zbv_solver.export.timeline import Timeline
 from zbv_solver.problem.problem import LETTERS, Problem
 
 MAX_GLYPHS = 8_000
-"""Above this many visible actions the script draws their picture; below, a bar for each."""
+"""With more visible actions the script draws an image of them, otherwise a bar for each."""
 
 
 def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = False) -> dict[str, Any]:
-    """What the script knows of a timeline beside its actions, as JSON takes it.
+    """What the script knows about a timeline apart from its actions, ready for JSON.
 
     Parameters
     ----------
     problem
-        Whose placement, costs and memory the actions have.
+        Gives the placement, costs and memory of the actions.
     is_measured
-        Whether actions took other times than the problem says: then their ends travel, too.
+        Whether the times were measured. If so, :func:`timeline_bytes` must contain the ends of actions.
     """
     arrays, units = problem.arrays, problem.units
     scale, memory_unit = quantities.memory_scale(float(line.during.max(initial=0.0)), units)
@@ -40,10 +40,11 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
         "offset": line.offset.tolist(),
         "stages": [list(stages) for stages in problem.placement.stages_of],
         "durations": arrays.duration.tolist(),
-        "transfers": arrays.transfer.tolist(),
+        "transfers": arrays.latency.tolist(),
         "memory": {
             "deltas": arrays.delta.tolist(),
             "static": arrays.static.tolist(),
+            "limits": sorted(set(problem.memory.limit or ())),
             "is_known": accounts_for_memory(problem),
             "scale": scale,
             "unit": memory_unit,
@@ -62,8 +63,8 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
 def timeline_bytes(line: Timeline, *, is_measured: bool = False) -> bytes:
     """The columns of n actions, one after the other, little-endian.
 
-    start (n float64), where ``is_measured`` end (n float64), microbatch (n uint16, or uint32 where it must),
-    letter (n uint8), chunk (n uint8).
+    start (n float64), if ``is_measured`` end (n float64), microbatch (n uint16, or n uint32 if 16 bits are
+    too few), letter (n uint8), chunk (n uint8).
     """
     columns = [line.start.astype("<f8")]
     if is_measured:
@@ -75,7 +76,7 @@ def timeline_bytes(line: Timeline, *, is_measured: bool = False) -> bytes:
 
 
 def timeline_text(line: Timeline, *, is_measured: bool = False) -> str:
-    """:func:`timeline_bytes` as Base64, for a page that carries its data itself."""
+    """:func:`timeline_bytes` as Base64, for a page that contains its data."""
     return b64encode(timeline_bytes(line, is_measured=is_measured)).decode()
 
 

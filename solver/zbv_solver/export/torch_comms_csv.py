@@ -61,7 +61,7 @@ class _History:
         self._problem = problem
         self._rank_of: Sequence[int] = problem.placement.rank_of
         self._duration: list[list[float]] = problem.arrays.duration.tolist()
-        self._transfer: list[float] = problem.arrays.transfer.tolist()
+        self._transfer: list[float] = problem.arrays.latency.tolist()
         self._actions = [orders.actions(rank) for rank in range(problem.pp_degree)]
         self._next = [0] * problem.pp_degree
         self._clock = [0.0] * problem.pp_degree

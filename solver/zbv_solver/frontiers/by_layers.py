@@ -1,8 +1,8 @@
-"""Time against memory where layers are to be cut: every limit has its own cut, and recomputes what it must.
+"""Memory limits of a frontier by layers, where every limit has its own cut and its own recomputed stages.
 
-What 1F1B would hold depends on the cut, so limits are amounts of memory, the same on every rank, and not
-fractions. They begin where the cut that needs least, recomputed as far as it can be, just fits, and go on to
-where recomputing has nothing left to give and beyond.
+The memory of 1F1B depends on the cut, so limits are amounts of memory, equal on all ranks, instead of
+fractions. The smallest limit is what the leanest cut needs with everything recomputed. The largest limits are
+beyond the point where recomputation no longer helps.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
 
 STEPS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
-"""Limits between the smallest and what 1F1B needs with nothing recomputed, as shares of what is between."""
+"""Limits between the smallest one (0) and the need of 1F1B without recomputation (1)."""
 BEYOND = (1.25, 1.5, 2.0)
-"""Limits above that: 1F1B's static memory, and that many times its activations."""
+"""Limits above that: the static memory of 1F1B and this multiple of its activations."""
 
 
 def limits(problem: LayeredProblem) -> tuple[float, ...]:
-    """The limits that are searched, ascending: the smallest that is known to be feasible comes first.
+    """The limits to search, ascending; the first one is the smallest that is known to be feasible.
 
     Raises
     ------
     InvalidInput
-        When the layers say nothing about memory.
+        When no layer holds memory.
     """
     plain = _level(replace(problem, limit=None))
     activations = memory_fraction.one_f_one_b_memory(plain)
     if activations == 0:
         raise InvalidInput.at(
             "/layers",
-            "no layer holds memory between its forward and its backward, so a limit changes nothing. Give "
+            "no layer holds memory between its forward and its backward, so a limit has no effect. Give "
             "the layers' memory.forward, memory.backward_input and memory.backward_weight.",
         )
     least = smallest_limit(problem)
@@ -55,10 +55,10 @@ def limits(problem: LayeredProblem) -> tuple[float, ...]:
 
 
 def smallest_limit(problem: LayeredProblem) -> float:
-    """The smallest limit of every rank that a cut is known to fit, whatever the problem's own limit is.
+    """The smallest limit that a cut is known to fit, whatever the problem's own limit is.
 
-    Exact for placements V and single; loop is looked at only where there is no other, and what was found
-    counts.
+    Exact for placements V and single. Loop, where only a heuristic is known, is used only if it is the only
+    placement.
     """
     exact = [placement for placement in problem.placements if placement.kind != "loop"]
     return min(_smallest(problem, placement) for placement in exact or problem.placements)
@@ -67,7 +67,7 @@ def smallest_limit(problem: LayeredProblem) -> float:
 def floor(problem: LayeredProblem) -> float:
     """A lower bound on the objective of every cut that fits the limit, on every placement.
 
-    Exact in the loads of V and single; what no cut fits has the bound that holds without its limit.
+    For V and single it uses the exact least load. If no cut fits, it is the bound without a limit.
     """
     tables = CutTables.of(problem)
     least = least_worst_load(problem, tables)
@@ -83,7 +83,7 @@ def floor(problem: LayeredProblem) -> float:
 
 
 def _level(problem: LayeredProblem) -> Problem:
-    """The layers cut so that work is about even, nothing recomputed, on the first placement."""
+    """The problem of a cut with about even work, without recomputation, on the first placement."""
     placement = problem.placements[0]
     space = CutSpace(problem, placement, CutTables.of(problem))
     cut = space.cut(level_cut(space), (False,) * placement.n_stages)
@@ -91,9 +91,9 @@ def _level(problem: LayeredProblem) -> Problem:
 
 
 def _smallest(problem: LayeredProblem, placement: Placement) -> float:
-    """What the fullest rank needs of the cut on which it needs least."""
+    """The least memory that the fullest rank needs in any cut on a placement."""
     tables = CutTables.of(problem)
-    # No rank can fit less than the mean, so what is made small is what ranks lack.
+    # With the mean need as the limit, no cut fits, so the excess over it is minimised.
     mean = float(tables.sums[:, 3, -1].min()) / problem.pp_degree
     tight = at_limit(problem, max(problem.static) + mean)
     space = CutSpace(tight, placement, CutTables.of(tight))
@@ -104,6 +104,6 @@ def _smallest(problem: LayeredProblem, placement: Placement) -> float:
     else:
         found = smallest_cut(space, level)
         if found is None:
-            raise RuntimeError("there is no cut at all; this is a fault of ours, please report it.")
+            raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
         cut = found.cut
     return max(tight.cut_into(placement, cut).smallest_limit)

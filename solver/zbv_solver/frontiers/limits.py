@@ -1,8 +1,8 @@
-"""Time against memory: the best objective that is known within every limit, and what is proven about it.
+"""Memory limits of a frontier, and which of the known plans and bounds apply at a limit.
 
-Limits are fractions of 1F1B's memory (:mod:`zbv_solver.frontiers.memory_fraction`). A plan stands at the fraction that
-it needs, not at the one it was searched for, and counts for every larger limit too: the frontier is a running
-minimum. In the same way a lower bound proven for a limit holds for every smaller one.
+Limits are fractions of 1F1B's memory (:mod:`zbv_solver.frontiers.memory_fraction`), or amounts of memory
+where layers are cut. A plan has its place on the frontier at the smallest limit that it fits, and it also
+counts at every larger limit. A lower bound that was proved for one limit also holds at every smaller limit.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import Problem
 
 LARGEST = 2.0
-"""The frontier ends at twice 1F1B's memory: hardly any schedule needs more."""
+"""Largest limit, because hardly any schedule needs more than twice the memory of 1F1B."""
 STEPS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25, 1.5, LARGEST)
-"""Limits that are searched beside the smallest: closer together where memory is what a schedule lacks."""
+"""Limits to search in addition to the smallest one; they are denser where memory is scarce."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A plan, or a classical schedule, that is known: what it needs, and its objective.
+    """A known plan or classical schedule: its name, the smallest limit that it fits, and its objective.
 
-    ``needs`` is a fraction of 1F1B's memory; where layers are cut anew, an amount.
+    ``needs`` is a fraction of 1F1B's memory, or an amount of memory where layers are cut.
     """
 
     name: str
@@ -34,35 +34,35 @@ class Known:
 
 
 def grid(problem: Problem) -> tuple[float, ...]:
-    """The fractions whose limits are searched: the smallest feasible one, then round ones above it.
+    """The limits to search, as fractions: the smallest feasible one, then round ones above it.
 
     Raises
     ------
     InvalidInput
-        When the problem says nothing about memory.
+        When no stage holds memory.
     """
     least = memory_fraction.smallest(problem)
     return (least, *(step for step in STEPS if step > least * (1 + MEMORY_TOLERANCE)))
 
 
 def at_limit(problem: LayeredProblem, limit: float) -> LayeredProblem:
-    """Layers with that limit on every rank, whatever their own is (:mod:`zbv_solver.frontiers.by_layers`)."""
+    """The problem with this limit on every rank, in place of its own limit."""
     return replace(problem, limit=(limit,) * problem.pp_degree)
 
 
 def fits(needs: float, limit: float) -> bool:
-    """Whether what needs a fraction, or an amount, fits in another one."""
+    """Whether a need is within a limit; both are fractions, or both are amounts."""
     return needs <= limit * (1 + MEMORY_TOLERANCE)
 
 
 def best_within(limit: float, known: Sequence[Known]) -> Known | None:
-    """The best of what fits a fraction, or an amount; of equally good ones, that which needs least."""
+    """The best plan that fits a limit; of equally good ones, the one that needs least."""
     fitting = [each for each in known if fits(each.needs, limit)]
     return min(fitting, key=lambda each: (each.value, each.needs), default=None)
 
 
 def staircase(known: Sequence[Known]) -> tuple[Known, ...]:
-    """Those that nothing else beats, by what they need: the corners of the frontier."""
+    """The Pareto-optimal plans, ascending by what they need."""
     corners: list[Known] = []
     for each in sorted(known, key=lambda each: (each.needs, each.value)):
         if not corners or each.value < corners[-1].value:
@@ -71,7 +71,7 @@ def staircase(known: Sequence[Known]) -> tuple[Known, ...]:
 
 
 def tightened(bounds: Sequence[float]) -> tuple[float, ...]:
-    """Bounds at ascending limits, each raised to those of larger limits, which hold there too."""
+    """Lower bounds at ascending limits, each raised to those of larger limits, which also hold there."""
     best, found = 0.0, []
     for bound in reversed(bounds):
         best = max(best, bound)

@@ -1,10 +1,9 @@
-"""Memory limits as a fraction of what 1F1B needs, the measure in which people compare schedules.
+"""Memory limits as fractions of the memory of 1F1B, the usual measure for comparing schedules.
 
-1.0 is the memory that 1F1B's activations take on the same model: the largest amount that any rank holds at
-once. Under 1F1B rank r has the forwards of p - r microbatches in flight (or of all m where there are fewer),
-each on the stages that are merged into its one stage; in a model of equal stages that is p times a
-microbatch's bytes on rank 0. Static memory comes on top and is never scaled: a limit at a fraction f is
-``static + f * one_f_one_b_memory`` on every rank.
+1.0 is the activation memory of 1F1B on the same model: the largest amount that any rank holds at once. Under
+1F1B, rank r has the forwards of p - r microbatches in flight (at most m), on the stages that are merged into
+its only stage. With equal stages this is p times the activations of a microbatch, on rank 0. Static memory is
+added and never scaled: the limit at a fraction f is ``static + f * one_f_one_b_memory`` on every rank.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ from zbv_solver.problem.problem import Problem
 
 
 def one_f_one_b_memory(problem: Problem) -> float:
-    """What 1F1B's activations take on the rank that holds most, in the problem's memory unit.
+    """Activation memory of 1F1B on the rank that holds most, in the problem's memory unit.
 
-    Its backward is fused and so never allocates; the peak is that of the forwards in flight.
+    Its backwards are fused and never allocate, so the peak is that of the forwards in flight.
     """
     p, m, chunks = problem.pp_degree, problem.microbatches, problem.placement.chunks
     forward = problem.memory.forward
-    # Its stages are neighbours merged in model order, whatever the placement (construct.baselines).
+    # 1F1B merges neighbouring stages in model order, whatever the placement (construct.baselines).
     held = (sum(forward[rank * chunks : (rank + 1) * chunks]) for rank in range(p))
     return max(min(p - rank, m) * amount for rank, amount in enumerate(held))
 
 
 def limits(problem: Problem, fraction: float) -> tuple[float, ...]:
-    """The limit of every rank, (p,), that is ``fraction`` of 1F1B's memory; static use comes on top."""
+    """The limits (p,) at a fraction of 1F1B's memory, static memory included."""
     activations = fraction * one_f_one_b_memory(problem)
     return tuple(static + activations for static in problem.memory.static)
 
 
 def at_fraction(problem: Problem, fraction: float) -> Problem:
-    """The problem with that limit, whatever its own is."""
+    """The problem with the limit of a fraction in place of its own limit."""
     return replace(problem, memory=replace(problem.memory, limit=limits(problem, fraction)))
 
 
 def needed(problem: Problem, memory: Sequence[float]) -> float:
-    """The fraction that a use of memory per rank, (p,), static included, amounts to: the largest rank's.
+    """The smallest fraction whose limit holds a memory use per rank (p,), static memory included.
 
     Raises
     ------
@@ -51,7 +50,7 @@ def needed(problem: Problem, memory: Sequence[float]) -> float:
 
 
 def of_limit(problem: Problem) -> float | None:
-    """The problem's limit as a fraction, that of the tightest rank; None where there is no limit.
+    """The problem's limit as a fraction, on the tightest rank; None without a limit.
 
     Raises
     ------
@@ -78,7 +77,7 @@ def _fractions(problem: Problem, memory: Sequence[float]) -> list[float]:
     if whole == 0:
         raise InvalidInput.at(
             "/memory",
-            "the stages hold no memory, so there is no fraction of it. Give memory.forward, "
+            "no stage holds memory, so limits have no fractions. Give memory.forward, "
             "memory.backward_input and memory.backward_weight.",
         )
     return [(held - static) / whole for held, static in zip(memory, problem.memory.static, strict=True)]

@@ -79,12 +79,12 @@ def make_grid(problem: Problem) -> Grid:
         cycles = math.lcm(*range(1, problem.pp_degree + 1))
         if cycles * most_parts > FINEST:
             cycles, slack = CYCLE_PARTS, 1
-    times = np.concatenate([arrays.duration.ravel(), arrays.transfer])
+    times = np.concatenate([arrays.duration.ravel(), arrays.latency])
     most_steps = LARGEST_INTEGER // (cycles * most_parts)
     exact = integer_scale(times.tolist(), most_steps)
     scale = min(GRID, most_steps) / float(times.max()) if exact is None else exact
     to_steps = np.floor if exact is None else np.rint
-    duration, transfer = to_steps(arrays.duration * scale), to_steps(arrays.transfer * scale)
+    duration, transfer = to_steps(arrays.duration * scale), to_steps(arrays.latency * scale)
     parts = most_parts if bool((duration == 0).any()) else 1
     fine = cycles * parts
     forward, inputs, weights, fused = (tuple(map(float, row)) for row in np.maximum(1.0, duration * fine))

@@ -74,7 +74,7 @@ class ExactModel:
         self.grid = grid
         self.model = cp_model.CpModel()
         self.duration = [list(map(int, row)) for row in grid.problem.arrays.duration]
-        self.transfer = [int(lag) for lag in grid.problem.arrays.transfer]
+        self.transfer = [int(lag) for lag in grid.problem.arrays.latency]
         self.cells = [(s, j) for s in range(problem.n_stages) for j in range(problem.microbatches)]
         self.known = known or [None] * problem.pp_degree
         self.upper = max(0, upper)

@@ -184,7 +184,7 @@ def _needs(problem: Problem, orders: Orders) -> tuple[IntArray, IntArray]:
     kind, stage, j = np.where(orders.letter == B, I, orders.letter), orders.stage + 1, orders.microbatch
     index[kind, stage, j] = np.arange(n)
     needs, latency = np.full((n, 3), -1), np.zeros((n, 3), np.int64)
-    transfer = np.concatenate([[0], problem.arrays.transfer, [0]]).astype(np.int64)
+    transfer = np.concatenate([[0], problem.arrays.latency, [0]]).astype(np.int64)
     for letter, above in ((F, -1), (I, 1), (W, 0)):
         own = np.flatnonzero(kind == letter)
         needs[own, 1] = index[min(letter, I), stage[own] + above, j[own]]

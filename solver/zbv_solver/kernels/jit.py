@@ -1,8 +1,8 @@
-"""How kernels are compiled: one way, so that all of them cache and release the GIL alike.
+"""Compilation of kernels: all of them are cached on disk and release the GIL.
 
-Numba decides by a kernel's own file whether its machine code on disk is fresh, and does not see that a
-kernel it calls, in another file, has changed. So code that is older than any file with kernels is dropped
-here before it can be loaded.
+Numba considers the cached code of a kernel fresh if the kernel's own file has not changed, even if it calls a
+changed kernel of another file. So this module deletes cached code that is older than any file with kernels
+before it can be loaded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 
 def compiled(function: Kernel) -> Kernel:
-    """Compile with numba at the first call; machine code is cached on disk beside the module.
+    """Compile with Numba at the first call; the machine code is cached on disk next to the module.
 
     Raises
     ------
     ModuleNotFoundError
-        Where numba is not installed.
+        When Numba is not installed.
     """
     from numba import njit
 
@@ -42,10 +42,10 @@ def compiled_leaf(function: Kernel) -> Kernel:
 
 
 def compiled_where_possible(function: Kernel) -> Kernel:
-    """:func:`compiled`, or the plain function where numba is not installed.
+    """:func:`compiled`, or the plain Python function if Numba is not installed.
 
-    For what GPU nodes need too, which install no planner: a plain loop over a plan is slow, not wrong. Numba
-    is imported at the first call: a rank that a service hands its list verifies no plan.
+    Verification also runs on GPU nodes, where the planner's dependencies are not installed; there it is slow
+    but correct. Numba is imported at the first call, because most ranks never verify a plan.
     """
 
     @cache
@@ -61,7 +61,7 @@ def compiled_where_possible(function: Kernel) -> Kernel:
 
 @cache
 def can_compile() -> bool:
-    """Whether numba is installed; imports it."""
+    """Whether Numba is installed; imports it."""
     try:
         import numba  # noqa: F401 - it can be installed and broken
     except ModuleNotFoundError:
@@ -71,7 +71,7 @@ def can_compile() -> bool:
 
 @cache
 def drop_stale_code(package: Path) -> None:
-    """Remove the package's cached machine code that is older than the newest file with kernels. Once."""
+    """Delete the package's cached machine code that is older than the newest file with kernels, once."""
     newest = max(
         path.stat().st_mtime_ns
         for path in package.rglob("*.py")
@@ -82,5 +82,5 @@ def drop_stale_code(package: Path) -> None:
             if index.stat().st_mtime_ns < newest:
                 index.unlink()
         except OSError:
-            # Another process was first, or the folder is not ours to write, and numba's is elsewhere.
+            # Another process deleted it first, or the folder is read-only and Numba caches elsewhere.
             continue

@@ -1,7 +1,7 @@
-"""What a rank measured: the trace that each rank of a run writes, read and checked at the edge.
+"""The trace that every rank of a run writes.
 
-A trace holds the newest steps of one plan, and per action when the rank turned to it, when its input was
-there and when it was done (docs/formats.md). :mod:`zbv_solver.measure.refit` makes costs of them.
+A trace holds the latest steps with one plan. Per action it has the times when the rank began to wait for the
+input, when the input had arrived, and when the action ended (docs/formats.md).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from zbv_solver.documents.fields import AtMost
-from zbv_solver.documents.validation import refusal
+from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.limits import MAX_ACTIONS
@@ -48,7 +48,7 @@ class StepTraceDocument(_Document):
 
 
 class RankTraceDocument(_Document):
-    """What one rank measured in the newest steps of one plan."""
+    """The measurements of one rank in the latest steps with one plan."""
 
     rank: Index
     pp_rank: Index = Field(description="Its rank of the pipeline.")
@@ -82,7 +82,7 @@ class StepTrace:
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """What one rank measured; ``steps`` ascend. ``uncertainty`` is that of its times, in nanoseconds."""
+    """The measurements of one rank; ``steps`` ascend. ``uncertainty`` of its times is in nanoseconds."""
 
     rank: int
     pp_rank: int
@@ -93,7 +93,7 @@ class RankTrace:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """The numbers of its steps."""
+        """The numbers of the steps."""
         return frozenset(step.step for step in self.steps)
 
     def only(self, numbers: frozenset[int]) -> RankTrace:
@@ -103,17 +103,14 @@ class RankTrace:
 
 
 def parse_rank_trace(document: Any) -> RankTrace:
-    """Read a decoded trace; its times are translated to rank 0's clock.
+    """Parse a decoded trace; its times are converted to rank 0's clock.
 
     Raises
     ------
     InvalidInput
-        When it has not the shape of a trace, or its steps do not ascend.
+        When the document does not have the shape of a trace, or its steps do not ascend.
     """
-    try:
-        parsed = RankTraceDocument.model_validate(document)
-    except ValidationError as error:
-        raise refusal(error, document) from None
+    parsed = validated(RankTraceDocument, document)
     steps = tuple(_step(index, step, parsed.clock_offset_ns) for index, step in enumerate(parsed.steps))
     for index in range(1, len(steps)):
         if steps[index].step <= steps[index - 1].step:

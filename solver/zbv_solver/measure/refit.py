@@ -1,10 +1,10 @@
-"""From what ranks measured to the problem that they really had: the costs a plan should have been made for.
+"""From traces of ranks to a problem with the costs that they measured.
 
-Per stage the median over all steps, replicas and microbatches counts: a garbage collection or a page fault
-in one of them says nothing about the next. A transfer is timed from its producer's end to its consumer's
-start, and only where the consumer was there before the producer was done: any other input may have lain
-there for long. What nobody measured stays as planned; where of B, I and W only some were run, the others keep
-their proportion to them.
+The cost of a stage is the median over all steps, replicas and microbatches, so that a single page fault or
+garbage collection has no effect. The latency of a transfer is the time from its producer's end to its
+consumer's start, but only if the consumer was already waiting; otherwise the input may have arrived long
+before. Costs that were not measured stay as planned. If only some of B, I and W were run, the others keep
+their planned proportion to them.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ NANOSECONDS: dict[str, float] = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s
 """Nanoseconds in one time unit."""
 
 _DIGITS = 6
-"""Significant digits of a measured cost: more would be noise, and make every plan another one."""
+"""Significant digits of a measured cost. More would be noise, which would change every plan."""
 
 
 def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
-    """The problem with its costs as they were measured; everything else stays, and layers say the same.
+    """The problem with its measured costs; layers are scaled with their stages.
+
+    If the problem's time unit is not one of :data:`NANOSECONDS`, only the proportions of its costs are known.
+    The unit is then chosen so that the measured actions take as long in total as planned.
 
     Parameters
     ----------
     traces
-        Of some or all ranks, replicas and steps of a plan of this problem, on one clock.
-
-    A problem whose time unit is none of :data:`NANOSECONDS` says only how costs relate to each other. Its
-    unit is then chosen so that the measured actions take as long in all as planned.
+        Traces of some or all ranks, replicas and steps of a plan of this problem, on one clock.
 
     Raises
     ------
     InvalidInput
-        When a trace is not of this problem, or none holds a step.
+        When a trace belongs to another problem, or no trace has a step.
     """
     samples = _collect(problem, traces)
     medians = _medians(samples, problem.n_stages)
@@ -63,7 +63,7 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
 
 
 def largest_change(planned: Problem, measured: Problem) -> float:
-    """The largest relative difference of any stage's F, I, W or B from what was planned; inf from 0."""
+    """The largest relative change of any stage's F, I, W or B; inf if the planned value is 0."""
     changes = [0.0]
     for letter in (F, I, W, B):
         before, after = planned.arrays.duration[letter], measured.arrays.duration[letter]
@@ -72,7 +72,7 @@ def largest_change(planned: Problem, measured: Problem) -> float:
 
 
 def relative_change(planned: float, measured: float) -> float:
-    """By which share of the planned number the measured one differs from it."""
+    """Relative change of a number; inf if the planned value is 0 and the measured one is not."""
     if planned == measured:
         return 0.0
     return abs(measured - planned) / planned if planned else math.inf
@@ -80,7 +80,7 @@ def relative_change(planned: float, measured: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Samples:
-    """All actions of all traces, n in all; ``run`` numbers replica and step together. Times are ns."""
+    """The n actions of all traces; ``run`` numbers the pairs of replica and step. Times are in ns."""
 
     run: NDArray[np.int64]
     stage: NDArray[np.int64]
@@ -128,13 +128,13 @@ def _require_of(
         if len(wrong):
             raise InvalidInput.at(
                 "/steps",
-                f"rank {trace.rank} ran {name} {wrong[0]}, which the problem does not give to rank "
-                f"{trace.pp_rank} of the pipeline; take traces of a plan of this very problem.",
+                f"rank {trace.rank} ran {name} {wrong[0]}, which does not belong to rank {trace.pp_rank} of "
+                f"the pipeline; use traces of a plan of this problem.",
             )
 
 
 def _medians(samples: _Samples, n_stages: int) -> NDArray[np.float64]:
-    """(4, S): median duration by letter and stage, in nanoseconds; nan where there was none."""
+    """(4, S): median duration by letter and stage, in nanoseconds; nan without measurements."""
     return _grouped_medians(
         samples.letter * n_stages + samples.stage, samples.duration, len(LETTERS) * n_stages
     ).reshape(len(LETTERS), n_stages)
@@ -143,7 +143,7 @@ def _medians(samples: _Samples, n_stages: int) -> NDArray[np.float64]:
 def _grouped_medians(
     group: NDArray[np.int64], values: NDArray[np.float64], groups: int
 ) -> NDArray[np.float64]:
-    """The median of the values of every group; nan of an empty one."""
+    """The median of every group of values; nan for an empty group."""
     by_group = np.argsort(group, kind="stable")
     begins = np.searchsorted(group[by_group], np.arange(groups + 1))
     found = np.full(groups, np.nan)
@@ -153,7 +153,7 @@ def _grouped_medians(
 
 
 def _fitted_unit(problem: Problem, samples: _Samples) -> float:
-    """Nanoseconds in a unit of the problem if its plan took as long as it says."""
+    """Nanoseconds per unit of the problem, such that the measured actions took as long as planned."""
     planned = problem.arrays.duration[samples.letter, samples.stage].sum()
     measured = samples.duration.sum()
     return float(measured / planned) if planned > 0 and measured > 0 else 1.0
@@ -183,7 +183,7 @@ def _fused(
     fused: NDArray[np.float64],
     planned: NDArray[np.float64],
 ) -> tuple[float, ...] | None:
-    """B per stage: measured, else in proportion to I and W; None where nothing says that it is not I + W."""
+    """B per stage: measured, else in proportion to I and W; None if B is I + W as far as known."""
     if costs.backward is None and np.isnan(fused).all():
         return None
     before = np.array(costs.backward_input) + np.array(costs.backward_weight)
@@ -192,12 +192,12 @@ def _fused(
 
 
 def _ratio(measured: NDArray[np.float64], planned: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Measured over planned, 1 where nothing was planned."""
+    """measured / planned; 1 where the planned value is 0."""
     return np.divide(measured, planned, out=np.ones_like(measured), where=planned > 0)
 
 
 def _latencies(problem: Problem, samples: _Samples) -> NDArray[np.float64]:
-    """(S-1,): median latency of every boundary in nanoseconds, both directions together; nan without one."""
+    """(S-1,): median latency of every boundary in ns, over both directions; nan without measurements."""
     n_stages, m = problem.n_stages, problem.microbatches
     down = samples.letter == F
     shape = (int(samples.run.max()) + 1, 2, n_stages, m)

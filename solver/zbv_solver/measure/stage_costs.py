@@ -1,7 +1,7 @@
-"""Layers whose stages turned out to cost something else: scaled, so that they say the same as the stages.
+"""Replace the costs of stages, and scale the layers that they come from.
 
-What is measured of a running model is measured per stage. A problem whose layers contradicted its stages
-would be none, and one without its layers would no longer say what a stage is made of.
+Costs of a running model are measured per stage. The layers of a problem must agree with its stages, so they
+are scaled to the measured costs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _Scale = Callable[[float], float]
 
 
 def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
-    """A problem with other costs of its stages and transfers; cut and memory stay.
+    """The problem with other costs of stages and transfers; cut and memory are unchanged.
 
-    Of a stage that is made of layers, each keeps its share of what the stage costs, and its alternative is
-    scaled alike; where the layers were thought to cost nothing they share evenly. A stage without layers
-    costs nothing, whatever was measured of it. Transfers are as given, and follow from no link any more.
+    Every layer keeps its share of the cost of its stage, and its recomputed costs are scaled alike. Layers
+    whose planned costs are all 0 share the cost evenly. A stage without layers costs nothing, whatever was
+    measured. Transfers get the given latencies instead of a link.
     """
     if problem.model is None:
         return replace(problem, costs=costs)
@@ -45,7 +45,7 @@ def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
 
 
 def _scaled_layers(cut: CutModel, costs: Costs) -> list[Layer]:
-    """Every copy as a layer of its own, as copies of different stages differ now."""
+    """The scaled layers; every copy becomes a separate layer, because stages scale differently."""
     names, each, found = cut.model.names, cut.model.each, []
     for stage, (begin, end) in enumerate(pairwise(cut.cut.bounds)):
         recomputed = cut.cut.recompute[stage]

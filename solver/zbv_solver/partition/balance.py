@@ -4,8 +4,8 @@ Under V a rank hosts one piece from either end of the parts that its outer neigh
 are served from the outside in. State (i, j) means that the parts before i and from j on are assigned. For a
 load limit T, a sweep marks the states that the first ranks can reach with no load above T. T is found by
 bisection. For every state that cannot be left without exceeding T, the sweep notes the load that it would
-take; the least of these loads is a lower bound, so the bisection ends at an exact value. The proof is Lemma 34
-of bounds/PROOFS.md.
+take; the least of these loads is a lower bound, so the bisection ends at an exact value. The proof is Lemma
+34 of bounds/PROOFS.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.kernels.jit import compiled
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.numeric import ROUNDING
@@ -52,7 +52,7 @@ class Balanced:
     worst: float
 
 
-def balanced_cut(space: CutSpace, reference: Bounds) -> Balanced | None:
+def balanced_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
     """The cut with the least load of its most loaded rank, among those that fit the memory limit; or None.
 
     The load of a rank is the sum of its forwards and its cheaper backwards for one microbatch, as in
@@ -67,13 +67,13 @@ def balanced_cut(space: CutSpace, reference: Bounds) -> Balanced | None:
     return _Balancer(space, reference, LOAD).solve()
 
 
-def smallest_cut(space: CutSpace, reference: Bounds) -> Balanced | None:
+def smallest_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
     """The cut with the least memory excess; ``worst`` is the excess, negative if the cut fits. Lemma 34."""
     return _Balancer(space, reference, EXCESS).solve()
 
 
 class _Balancer:
-    def __init__(self, space: CutSpace, reference: Bounds, mode: int):
+    def __init__(self, space: CutSpace, reference: Boundaries, mode: int):
         placement = space.placement
         self.space, self.tables, self.p = space, space.tables, placement.pp_degree
         self.two_sided = placement.kind == "v"

@@ -1,4 +1,4 @@
-"""The cuts that a layered problem allows on a placement, counted in parts that are never cut."""
+"""The cuts that a layered problem allows on a placement, in parts that are never cut."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.placement import Placement
 
 IntArray = NDArray[Any]
-Bounds = tuple[int, ...]
-"""(S+1,) of the parts: stage s has those from ``bounds[s]`` to before ``bounds[s + 1]``."""
+Boundaries = tuple[int, ...]
+"""(S+1,) boundaries of stages: stage s has the parts ``[bounds[s], bounds[s + 1])``."""
 
 MOST_TRIED = 8
-"""Stages per rank up to which every choice of recomputed ones is looked at."""
+"""Most stages per rank for which all choices of recomputed stages are tried."""
 
 
 @dataclass(frozen=True, eq=False)
 class CutSpace:
-    """A layered problem on one placement, and its tables."""
+    """The cuts of a layered problem on one placement, with its tables."""
 
     problem: LayeredProblem
     placement: Placement
@@ -44,7 +44,7 @@ class CutSpace:
 
     @cached_property
     def ranges(self) -> tuple[IntArray, IntArray]:
-        """Smallest and largest value of every bound, (S+1,) each."""
+        """Smallest and largest value of every boundary, (S+1,) each."""
         fixed = self.problem.fixed_bounds(self.n_stages) or {}
         number = np.arange(self.n_stages + 1)
         lower = np.zeros(self.n_stages + 1, np.int64)
@@ -56,29 +56,29 @@ class CutSpace:
             upper = np.minimum(upper, np.where(number <= bound, at + steps, self.tables.n))
         return lower, upper
 
-    def repaired(self, bounds: IntArray) -> Bounds:
-        """The nearest bounds that the rules allow, from left to right."""
+    def repaired(self, bounds: IntArray) -> Boundaries:
+        """The nearest boundaries that the rules allow, from left to right."""
         lower, upper = self.ranges
         repaired = np.clip(bounds, lower, upper)
         for number in range(1, len(repaired)):
             repaired[number] = max(repaired[number], repaired[number - 1] + self.least)
         return tuple(map(int, np.minimum(repaired, upper)))
 
-    def allows(self, bounds: Bounds) -> bool:
-        """Whether the rules allow these bounds."""
+    def allows(self, bounds: Boundaries) -> bool:
+        """Whether the rules allow these boundaries."""
         lower, upper = self.ranges
         inside = all(low <= bound <= high for low, bound, high in zip(lower, bounds, upper, strict=True))
         return inside and all(end - begin >= self.least for begin, end in pairwise(bounds))
 
-    def cut(self, bounds: Bounds, recompute: tuple[bool, ...]) -> Cut:
-        """A cut of the model's layers."""
+    def cut(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> Cut:
+        """The cut of the model's layers at these boundaries."""
         return Cut.at(self.problem.places[list(bounds)], recompute)
 
-    def bounds_of(self, cut: Cut) -> Bounds:
-        """The bounds of a cut, in parts."""
+    def bounds_of(self, cut: Cut) -> Boundaries:
+        """The boundaries of a cut, in parts."""
         return tuple(map(int, np.searchsorted(self.problem.places, cut.bounds)))
 
-    def load(self, bounds: Bounds, rank: int, recompute: tuple[bool, ...]) -> float:
+    def load(self, bounds: Boundaries, rank: int, recompute: tuple[bool, ...]) -> float:
         """Work of a rank for one microbatch; ``recompute`` is one value per stage of the rank."""
         sums, total = self.tables.sums, 0.0
         for stage, variant in zip(self.placement.stages_of[rank], recompute, strict=True):
@@ -88,8 +88,8 @@ class CutSpace:
             total += float(forward + min(split, fused))
         return total
 
-    def needs(self, bounds: Bounds, rank: int, recompute: tuple[bool, ...]) -> float:
-        """Least memory that a rank's layers need."""
+    def needs(self, bounds: Boundaries, rank: int, recompute: tuple[bool, ...]) -> float:
+        """Least memory that a rank's layers need: that of one microbatch, static memory and workspace."""
         held, workspace = 0.0, 0.0
         for stage, variant in zip(self.placement.stages_of[rank], recompute, strict=True):
             begin, end, at = bounds[stage], bounds[stage + 1], int(variant)
@@ -97,10 +97,10 @@ class CutSpace:
             workspace = max(workspace, float(self.tables.workspace[at, begin, end]))
         return held + workspace
 
-    def fitting(self, bounds: Bounds, with_these: tuple[bool, ...] = ()) -> tuple[bool, ...] | None:
-        """The stages to recompute (S,) so that every rank fits with the least work; None where none fits.
+    def fitting(self, bounds: Boundaries, with_these: tuple[bool, ...] = ()) -> tuple[bool, ...] | None:
+        """The stages to recompute (S,) so that every rank fits with the least work; None if one cannot fit.
 
-        ``with_these`` (S,) are recomputed in any case.
+        The stages of ``with_these`` (S,) are always recomputed.
         """
         recompute = [False] * self.n_stages
         for rank, stages in enumerate(self.placement.stages_of):
@@ -118,7 +118,7 @@ class CutSpace:
                 recompute[stage] = variant
         return tuple(recompute)
 
-    def leanest(self, bounds: Bounds) -> tuple[bool, ...]:
+    def leanest(self, bounds: Boundaries) -> tuple[bool, ...]:
         """The stages to recompute (S,) so that every rank needs the least memory."""
         recompute = [False] * self.n_stages
         for rank, stages in enumerate(self.placement.stages_of):
@@ -128,15 +128,15 @@ class CutSpace:
                 recompute[stage] = variant
         return tuple(recompute)
 
-    def excess(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
-        """What the worst rank needs beyond its room; not positive where every rank fits."""
+    def excess(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
+        """Largest excess of any rank's need over its room; at most 0 if every rank fits."""
         return max(
             self.needs(bounds, rank, tuple(recompute[stage] for stage in stages))
             - float(self.tables.room[rank])
             for rank, stages in enumerate(self.placement.stages_of)
         )
 
-    def worst_load(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+    def worst_load(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         """Work of the most loaded rank for one microbatch."""
         return max(
             self.load(bounds, rank, tuple(recompute[stage] for stage in stages))
@@ -144,7 +144,7 @@ class CutSpace:
         )
 
     def _variants(self, chunks: int) -> list[tuple[bool, ...]]:
-        """Choices of recomputed stages of a rank, fewest first."""
+        """The choices of recomputed stages of a rank that are tried, fewest stages first."""
         if self.tables.variants == 1:
             return [(False,) * chunks]
         if chunks > MOST_TRIED:

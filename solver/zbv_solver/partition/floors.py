@@ -1,4 +1,4 @@
-"""What no cut can beat, whatever the placement: bounds on the load of the most loaded rank."""
+"""Lower bounds on the load of the most loaded rank over all cuts, for any placement."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import ROUNDING
 
 MOST_SUMS = 200_000
-"""Loads that are told apart; where layers are of more kinds, the mean load has to do."""
+"""Most distinct loads that are listed; with more kinds of layers, the mean load is the bound."""
 
 
 def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
     """A lower bound on the most loaded rank's work for one microbatch, for any placement.
 
-    It is at least the mean, with as much recomputed as the memory of all ranks together demands; it is
-    at least what the rank with the most parts has; and it is a sum of whole layers. Lemmas 31, 32, 33 and
-    37 of bounds/PROOFS.md.
+    The load is at least the mean, with as much recomputed as the total memory demands. It is at least the
+    load of the rank with the most parts. And it is a sum of whole layers. Lemmas 31, 32, 33 and 37 of
+    bounds/PROOFS.md.
     """
     mean = max(_least_total(tables) / problem.pp_degree, _most_parts(problem.pp_degree, tables))
     sums = _possible_loads(problem)
@@ -28,7 +28,7 @@ def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
 
 
 def _most_parts(p: int, tables: CutTables) -> float:
-    """Of the kp + 1 largest parts some rank has k + 1, whatever the cut: at least the smallest of them.
+    """In every cut, some rank has k + 1 of the kp + 1 largest parts: at least the k + 1 smallest of these.
 
     The pigeonhole bound of scheduling on identical machines (Dell'Amico and Martello 1995, section 2.2).
     """
@@ -40,9 +40,10 @@ def _most_parts(p: int, tables: CutTables) -> float:
 
 
 def _least_total(tables: CutTables) -> float:
-    """Least work of all layers together, where their memory together has to fit all ranks together.
+    """Least total work of all layers such that their total memory fits the total room of all ranks.
 
-    Parts may be recomputed in fractions (a knapsack's relaxation): those first whose memory costs least.
+    This is the relaxation of a knapsack: fractions of parts may be recomputed, in ascending order of the work
+    per saved memory.
     """
     plain, again = np.diff(tables.sums, axis=2)
     load, held = plain[0] + np.minimum(plain[1], plain[2]), plain[3]
@@ -65,7 +66,7 @@ def _least_total(tables: CutTables) -> float:
 
 
 def _possible_loads(problem: LayeredProblem) -> np.ndarray | None:
-    """Every load that a set of layers can have, ascending; None where there are too many to list."""
+    """All loads that a set of layers can have, ascending; None if there are too many."""
     counts: dict[tuple[float, ...], int] = {}
     gains = set()
     for layer in problem.model.each:
@@ -74,7 +75,7 @@ def _possible_loads(problem: LayeredProblem) -> np.ndarray | None:
         loads = tuple(costs.forward + min(costs.fused, costs.split) for costs in variants)
         counts[loads] = counts.get(loads, 0) + 1
     if {-1.0, 1.0} <= gains:
-        return None  # a stage's cheaper backward is not the sum of its layers' cheaper ones
+        return None  # then the cheaper backward of a stage is not the sum of its layers' cheaper ones
     sums = np.zeros(1)
     for loads, count in counts.items():
         taken = np.arange(count + 1)

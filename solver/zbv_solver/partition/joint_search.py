@@ -1,8 +1,8 @@
-"""Cut and order optimised together: bounds move while the constructors find better orders for it.
+"""Improve a cut by local search, where constructed orders estimate its objective.
 
-A cut that only evens out the loads says nothing about how well its stages can be ordered. From the best
-start, a part at a time moves between two stages, or a stage begins or ends to be recomputed; what cannot beat
-the best by load alone is not judged.
+Even loads do not tell how well stages can be ordered. Starting from the best cut, a move shifts one part
+between two stages or changes which stages are recomputed. Cuts whose load alone is too large are not
+estimated.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.judge import Judge
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 
 MOST_IN_VAIN = 12
-"""Times the number of stages: moves in a row without a gain, after which the climb ends."""
+"""The search ends after this many moves in a row without a gain, in multiples of the number of stages."""
 RECOMPUTING = 0.4
-"""Share of the moves that change what is recomputed, where anything can be."""
+"""Share of moves that change which stages are recomputed, if any layer can be recomputed."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A cut, what made it, and what it is judged to reach."""
+    """A cut, the name of the method that made it, and the estimate of its objective."""
 
     name: str
-    bounds: Bounds
+    bounds: Boundaries
     recompute: tuple[bool, ...]
     value: float
 
@@ -35,12 +35,12 @@ class Candidate:
 def improve_cut(
     judge: Judge, start: Candidate, placements: int, seed: int, is_over: Callable[[], bool]
 ) -> Candidate:
-    """The best cut found by moves from a start.
+    """The best cut found by moves from a first one.
 
     Parameters
     ----------
     placements
-        Actions that the judge may place.
+        Actions that estimates may place.
     is_over
         Polled between cuts.
     """
@@ -62,8 +62,8 @@ def improve_cut(
 
 def neighbour(
     space: CutSpace, start: Candidate, random: np.random.Generator
-) -> tuple[Bounds, tuple[bool, ...]] | None:
-    """A random cut beside another; None where the rules or the memory limit forbid what was drawn."""
+) -> tuple[Boundaries, tuple[bool, ...]] | None:
+    """A random neighbour of a cut; None if the rules or the memory limit forbid it."""
     if space.tables.variants > 1 and random.random() < RECOMPUTING:
         recompute = _recomputed_elsewhere(start.recompute, random)
         return (start.bounds, recompute) if _fits(space, start.bounds, recompute) else None
@@ -86,7 +86,7 @@ def neighbour(
 
 
 def _recomputed_elsewhere(recompute: tuple[bool, ...], random: np.random.Generator) -> tuple[bool, ...]:
-    """One stage changes, or a run of stages becomes alike, or a stage is recomputed in place of another."""
+    """Change one stage, make a run of stages equal, or swap two stages."""
     changed, stages = list(recompute), len(recompute)
     one, other = sorted(map(int, random.integers(stages, size=2)))
     kind = int(random.integers(3))
@@ -99,7 +99,7 @@ def _recomputed_elsewhere(recompute: tuple[bool, ...], random: np.random.Generat
     return tuple(changed)
 
 
-def _fits(space: CutSpace, bounds: Bounds, recompute: tuple[bool, ...]) -> bool:
+def _fits(space: CutSpace, bounds: Boundaries, recompute: tuple[bool, ...]) -> bool:
     return all(
         space.needs(bounds, rank, tuple(recompute[stage] for stage in stages)) <= space.tables.room[rank]
         for rank, stages in enumerate(space.placement.stages_of)

@@ -1,4 +1,4 @@
-"""What the constructors make of a cut, at few microbatches: how cuts are told apart while searching."""
+"""Estimates of the objective of cuts, from orders that constructors make for few microbatches."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 from zbv_solver.construct.greedy_v import GREEDY_COST, get_v_schedule
 from zbv_solver.construct.list_scheduling import ListScheduler, simple_rule
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.roomy_cuts import with_room
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 
 FEW, FEWER = 2, 1
-"""Times p: microbatches at which cuts are judged; more of them only repeat the steady state.
+"""Microbatches of the orders that estimate a cut, in multiples of p. More would only repeat the steady state.
 
-Where memory is short, what a microbatch of it takes is more than the most loaded rank's work, and is told
-from the difference between the two.
+If memory is scarce, a microbatch of the steady state takes longer than the most loaded rank's work. Its time
+is then the difference between orders with the two numbers of microbatches.
 """
 ENOUGH = 0.75
-"""Times p: microbatches on all stages of a rank for which there is room where memory is not short."""
+"""Microbatches (in multiples of p) that every rank must have room for, or memory counts as scarce."""
 GREEDY_ORDERS = 4
 RULES = (
     ("backward-deep", 1.0, 0.5),
@@ -32,7 +32,7 @@ RULES = (
 
 
 class Judge:
-    """Judges cuts of one space, each once, and counts what that costs.
+    """Estimates cuts of one space, each of them once, and counts the actions that this places.
 
     Attributes
     ----------
@@ -45,21 +45,21 @@ class Judge:
         p, microbatches = space.problem.pp_degree, space.problem.microbatches
         self.few = replace(space.problem, microbatches=min(max(FEW * p, 8), microbatches))
         self.fewer = replace(space.problem, microbatches=min(max(FEWER * p, 4), microbatches))
-        self.known: dict[tuple[Bounds, tuple[bool, ...]], float] = {}
+        self.known: dict[tuple[Boundaries, tuple[bool, ...]], float] = {}
         self.roomy = with_room(space, np.full((2, space.tables.n), max(1.0, ENOUGH * p)))
 
-    def floor(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
-        """What no order of the cut can beat: the most loaded rank's work."""
+    def floor(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
+        """A lower bound on the objective of the cut: the work of the most loaded rank."""
         return self.space.problem.microbatches * self.space.worst_load(bounds, recompute)
 
-    def value(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
-        """An estimate of the objective that the search will reach; inf where nothing was constructed."""
+    def value(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
+        """An estimate of the objective that the search will reach; inf if no order was constructed."""
         key = (bounds, recompute)
         if key not in self.known:
             self.known[key] = self._construct(bounds, recompute)
         return self.known[key]
 
-    def _construct(self, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+    def _construct(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         cut, problem = self.space.cut(bounds, recompute), self.space.problem
         value, each = self._best(self.few, cut), self.space.worst_load(bounds, recompute)
         more = problem.microbatches - self.few.microbatches
@@ -69,7 +69,7 @@ class Judge:
         return float(value + more * each)
 
     def _best(self, layered: LayeredProblem, cut: Cut) -> float:
-        """The best of a few orders for a cut; inf where none was constructed."""
+        """The best objective of a few orders of a cut; inf if no order was constructed."""
         problem = layered.cut_into(self.space.placement, cut)
         best = np.inf
         if problem.placement.kind == "v":

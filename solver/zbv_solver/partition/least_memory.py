@@ -1,8 +1,7 @@
-"""The cut that needs the least memory, on any placement; and that none needs less.
+"""The cut that needs the least memory, with a proof, on any placement.
 
-Under V and single :mod:`.balance` knows it. Under loop a rank's stages lie all over the model: there a search
-by moves is followed by CP-SAT, on the literals "part i lies before bound s", in which all that a rank holds
-is linear.
+For V and single, :mod:`.balance` finds it. For loop, where a rank's stages are spread over the model, a local
+search is followed by CP-SAT with the literals "part i is before boundary s", in which memory is linear.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zbv_solver.partition.balance import smallest_cut
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.plans.certificate import certify
 from zbv_solver.problem.cut import Cut
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 EFFORT = 1.0
-"""CP-SAT's deterministic time, some seconds, after which what is known has to do."""
+"""CP-SAT's deterministic time, which is some seconds."""
 GRID = 1 << 36
-"""Steps into which the largest amount is divided."""
+"""Steps of the integer grid in the largest amount."""
 
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """A cut, and what its worst rank needs beyond its room (negative where it fits).
+    """A cut and its memory excess: the most that any rank needs beyond its room, negative if the cut fits.
 
     Attributes
     ----------
     bound
-        No cut's worst rank needs less beyond its room; -inf where all that was asked is whether one fits.
+        A lower bound on the excess of all cuts; -inf if the search only looked for a cut that fits.
     """
 
     cut: Cut
@@ -45,32 +44,32 @@ class LeastMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the room."""
+        """Whether every rank has enough room."""
         return self.excess <= 0
 
 
 def least_memory_cut(
     space: CutSpace,
-    start: Bounds,
+    start: Boundaries,
     *,
     enough: float = -np.inf,
     seed: int = 0,
     seconds: float | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> LeastMemory:
-    """The cut whose worst rank needs least beyond its room; every rank's room is finite. Lemma 36.
+    """The cut with the least memory excess; every rank must have a limit. Lemma 36.
 
     Parameters
     ----------
     enough
-        An excess that no smaller one is looked for below; 0 asks for any cut that fits.
+        Stop once the excess is at most this; 0 asks for any cut that fits.
     seconds
-        A cap on the search, beside its effort.
+        Time limit of the search, in addition to its effort.
     """
     if space.placement.kind != "loop":
         found = smallest_cut(space, start)
         if found is None:
-            raise RuntimeError("there is no cut at all; this is a fault of ours, please report it.")
+            raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
         return LeastMemory(found.cut, found.worst, found.worst)
     settled = settled_cut(space, start, seed)
     cut = space.cut(settled, space.leanest(settled))
@@ -82,7 +81,7 @@ def least_memory_cut(
 
 
 def surely_lacking(space: CutSpace) -> float:
-    """What some rank needs beyond its room whatever the cut: for one part, or of all together. Lemma 35."""
+    """A lower bound on the excess of every cut, from single parts and from the total. Lemma 35."""
     tables = space.tables
     held = np.diff(tables.sums[:, 3], axis=1)
     workspace = np.array([np.diagonal(each, offset=1) for each in tables.workspace])
@@ -92,7 +91,7 @@ def surely_lacking(space: CutSpace) -> float:
 
 
 class _Model:
-    """The literals, in a grid that rounds what is needed down: a bound of it is one of the truth."""
+    """The CP-SAT model. Needs are rounded down to the grid, so its lower bounds hold for the real excess."""
 
     def __init__(self, space: CutSpace):
         from ortools.sat.python import cp_model
@@ -122,7 +121,7 @@ class _Model:
         return self.space.n_stages
 
     def _keep_the_rules(self) -> None:
-        """Bounds ascend, by at least a part where no stage may be empty, within their ranges."""
+        """Boundaries ascend within their ranges, by at least one part if no stage may be empty."""
         model, n = self.model, self.tables.n
         for bound, (low, high) in enumerate(zip(*self.space.ranges, strict=True)):
             literals = self.before[bound]
@@ -141,7 +140,7 @@ class _Model:
                 model.add(upper[0] == 1)
 
     def _need(self, rank: int) -> None:
-        """What the rank holds and its largest workspace are within its room, but for the excess."""
+        """What the rank holds plus its largest workspace is at most its room plus the excess."""
         model, needs = self.model, []
         largest = model.new_int_var(0, GRID, "workspace")
         for stage in self.space.placement.stages_of[rank]:
@@ -167,14 +166,14 @@ class _Model:
         seconds: float | None,
         cancelled: Callable[[], bool] | None,
     ) -> LeastMemory:
-        """A cut that needs less than the known one, or that one, and the bound that was proved."""
+        """The better one of a found cut and the known cut, and the proved bound."""
         from ortools.sat.python import cp_model
 
         from zbv_solver.improve.exact import make_solver, stopped_when
 
         self._hint(known.cut)
         solver = make_solver(EFFORT, seconds, seed)
-        solver.parameters.linearization_level = 1  # without recomputation the relaxation says nearly all
+        solver.parameters.linearization_level = 1  # without recomputation the relaxation is nearly exact
         if np.isfinite(enough):
             self.model.add(self.excess >= self._steps(enough))
         with stopped_when(cancelled, solver):
@@ -188,7 +187,7 @@ class _Model:
         bound = max(solver.best_objective_bound * self.step, surely_lacking(self.space))
         if bound <= enough:
             return LeastMemory(cut, excess, -np.inf)
-        # Both are differences of amounts, so rounding is relative to the amounts.
+        # Excess and bound are differences of amounts, so rounding is relative to the amounts.
         proven = certify(self.space.problem, self.largest + excess, self.largest + bound, "cp-sat, cuts")
         return LeastMemory(cut, excess, proven.lower_bound - self.largest)
 

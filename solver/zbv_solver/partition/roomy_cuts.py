@@ -1,8 +1,8 @@
-"""Cuts whose ranks have room for several microbatches at once: what is recomputed to fill the pipeline.
+"""Cuts whose ranks have room for several microbatches at once.
 
-That one microbatch fits makes a plan possible, not good: with one in flight, ranks wait for each other. How
-many a rank should be able to hold is not known beforehand, so cuts with the most even load are made for
-several answers, and the constructors tell which is best.
+If only one microbatch fits, a plan is possible but slow, because ranks wait for each other. The best number
+of microbatches is not known in advance. So the most even cut is computed for several numbers, and constructed
+orders show which one is best.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from dataclasses import replace
 import numpy as np
 
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import FloatArray
 
 IN_FLIGHT = (0.15, 0.25, 1 / 3, 0.5, 2 / 3, 1.0)
-"""Microbatches on all stages of a rank, in multiples of p: 1F1B and ZB-V hold 1, V-Half 1/2, V-Min 1/3."""
+"""Microbatches that a rank has room for on all its stages, in multiples of p: 1F1B and ZB-V hold 1, V-Half
+1/2 and V-Min 1/3."""
 FIRST_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of the model's work, from its beginning, that are recomputed whatever room there is."""
+"""Shares of the model's work, from its beginning, that are recomputed in any case."""
 NEVER = 1e12
-"""Times a part's activations that no rank has room for."""
+"""A multiple of a part's activations for which no rank has room."""
 
 
-def roomy_cuts(space: CutSpace, start: Bounds) -> Iterator[tuple[Bounds, tuple[bool, ...]]]:
-    """Bounds and recomputed stages of cuts with the most even load that leave room.
+def roomy_cuts(space: CutSpace, start: Boundaries) -> Iterator[tuple[Boundaries, tuple[bool, ...]]]:
+    """Boundaries and recomputed stages of the most even cuts with room for several microbatches.
 
-    Either every stage has room for as many microbatches, or an early one for more than a late one: an
-    activation is held from a stage's forward until the backward comes back to it (Qi et al. 2024, "Pipeline
-    Parallelism with Controllable Memory", section 3: the lifespan of a stage). Or the early ones are
-    recomputed, and all have room for one.
+    In some of them, all stages have room for the same number of microbatches. In others, early stages have
+    room for more than late ones, because they hold an activation longer (Qi et al. 2024, "Pipeline
+    Parallelism with Controllable Memory", section 3: the lifespan of a stage). In others again, early stages
+    are recomputed, and all have room for one microbatch.
     """
     if not np.isfinite(space.tables.room).all():
         return
@@ -41,7 +42,7 @@ def roomy_cuts(space: CutSpace, start: Bounds) -> Iterator[tuple[Bounds, tuple[b
 
 
 def rooms(space: CutSpace) -> Iterator[FloatArray]:
-    """How many times each part's activations there is to be room for: (2, n), as it is and recomputed."""
+    """Multiples of every part's activations to make room for: (2, n), plain and recomputed."""
     work = np.diff(space.tables.cheapest)
     done = (np.cumsum(work) - work / 2) / (float(work.sum()) or 1.0)
     for share in IN_FLIGHT:
@@ -54,14 +55,14 @@ def rooms(space: CutSpace) -> Iterator[FloatArray]:
 
 
 def with_room(space: CutSpace, times: FloatArray) -> CutSpace:
-    """The space with room for each part's activations so many times (2, n): as it is, and recomputed."""
+    """The space with each part's activation memory multiplied by ``times`` (2, n), plain and recomputed."""
     tables = space.tables
     sums = tables.sums.copy()
     sums[:, 3, 1:] += np.cumsum(np.diff(tables.held, axis=1) * (times - 1), axis=1)
     return replace(space, tables=replace(tables, sums=sums))
 
 
-def _most_even(space: CutSpace, start: Bounds) -> tuple[Bounds, tuple[bool, ...]] | None:
+def _most_even(space: CutSpace, start: Boundaries) -> tuple[Boundaries, tuple[bool, ...]] | None:
     """Under loop the bounds stay as they are: they were settled, and will be moved."""
     if space.placement.kind != "loop":
         balanced = balanced_cut(space, start)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.kernels.jit import compiled
-from zbv_solver.partition.cut_space import MOST_TRIED, Bounds, CutSpace
+from zbv_solver.partition.cut_space import MOST_TRIED, Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import EXCESS, LOAD, FloatArray, KernelTables
 from zbv_solver.problem.numeric import ROUNDING
 
@@ -43,7 +43,7 @@ class _Settling(NamedTuple):
     warmest: float
 
 
-def settled_cut(space: CutSpace, start: Bounds, seed: int = 0) -> Bounds:
+def settled_cut(space: CutSpace, start: Boundaries, seed: int = 0) -> Boundaries:
     """Boundaries with even loads that fit the memory limit, or exceed it by as little as was found."""
     if space.fitting(start) is None:
         start = _annealed(space, start, EXCESS, seed)
@@ -52,7 +52,7 @@ def settled_cut(space: CutSpace, start: Bounds, seed: int = 0) -> Bounds:
     return _annealed(space, start, LOAD, seed)
 
 
-def _annealed(space: CutSpace, start: Bounds, mode: int, seed: int) -> Bounds:
+def _annealed(space: CutSpace, start: Boundaries, mode: int, seed: int) -> Boundaries:
     """Anneal from a start. In mode LOAD the start must fit, and no cut that does not fit is accepted."""
     tables = space.tables
     lower, upper = space.ranges

@@ -1,4 +1,4 @@
-"""Cuts that need no search: what users have today, to stand beside the planner's, and one to start from."""
+"""Cuts that need no search: the usual ones, for comparison, and one to start a search from."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 
 LONGEST_PERIOD = 4
-"""Parts after which a model repeats itself, at most: a block is one part, or attention and MLP, or finer."""
+"""Most parts per repeated block of a model: a block is one part, attention and MLP, or finer."""
 
 
-def even_cut(space: CutSpace) -> Bounds:
-    """The longest run of repeated layers dealt evenly; what comes before and after goes to the end stages.
+def even_cut(space: CutSpace) -> Boundaries:
+    """Deal the longest run of repeated layers evenly; layers before and after it go to the end stages.
 
-    That is what Megatron-LM does without first and last pipeline layers being set: transformer blocks are
-    dealt, the embedding and the head come on top. Without a run long enough, all parts are dealt evenly.
+    Megatron-LM does this if the first and last pipeline stages are not configured: it deals the transformer
+    blocks, and adds the embedding and the head. Without a run that is long enough, all parts are dealt
+    evenly.
     """
     problem, stages = space.problem, space.n_stages
     each = problem.model.each
@@ -37,7 +38,7 @@ def even_cut(space: CutSpace) -> Bounds:
 
 
 def _longest_run(parts: Sequence[object], period: int) -> tuple[int, int]:
-    """Begin and end of the longest run in which every part is that of a period before; at least twice."""
+    """Begin and end of the longest run with a period, repeated at least twice."""
     best, begin = (0, 0), 0
     for place in range(period, len(parts) + 1):
         if place == len(parts) or parts[place] != parts[place - period]:
@@ -47,11 +48,11 @@ def _longest_run(parts: Sequence[object], period: int) -> tuple[int, int]:
     return best
 
 
-def histogram_cut(space: CutSpace) -> Bounds:
+def histogram_cut(space: CutSpace) -> Boundaries:
     """GPipe's cut: a layer's stage is its place in the cumulative histogram of costs (Huang et al. 2019).
 
-    Lingvo's ``PartitionSequentialLayers``: of K partitions, the layer after which the share c of the cost is
-    done goes to partition int(c K). Partitions that stay empty take a layer of their neighbour.
+    This is Lingvo's ``PartitionSequentialLayers``: of K partitions, the layer with the cumulative cost share
+    c goes to partition int(c K). Empty partitions take a layer from their neighbour.
     """
     sums, stages = space.tables.sums[0], space.n_stages
     done = sums[0] + np.minimum(sums[1], sums[2])
@@ -62,8 +63,8 @@ def histogram_cut(space: CutSpace) -> Bounds:
     return space.repaired(bounds)
 
 
-def level_cut(space: CutSpace) -> Bounds:
-    """Every bound where the work done so far is nearest to its even share: where searches start."""
+def level_cut(space: CutSpace) -> Boundaries:
+    """Place every boundary where the cumulative work is nearest to an even share: the start of searches."""
     done, stages = space.tables.cheapest, space.n_stages
     shares = done[-1] * np.arange(stages + 1) / stages
     after = np.clip(np.searchsorted(done, shares), 1, space.tables.n)

@@ -1,4 +1,4 @@
-"""What a lower bound says about a plan: the one place that decides it, and the one that computes a gap."""
+"""What a lower bound proves about a plan. The gap and the status are computed here only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Certificate:
     Attributes
     ----------
     lower_bound
-        Never above the objective: a bound that exceeds it by rounding alone is the objective.
+        Never above the objective: a bound that exceeds it by rounding only is set to the objective.
     gap
         objective / lower_bound - 1.
     """
@@ -32,14 +32,14 @@ class Certificate:
 
 
 def verdict(objective: float, lower_bound: float) -> Literal["contradicted", "optimal", "feasible"]:
-    """What a lower bound says about the objective of a verified plan; only rounding is forgiven."""
+    """Whether a lower bound proves a verified plan optimal, or contradicts it by more than rounding."""
     if lower_bound > objective * (1 + OPTIMAL_GAP):
         return "contradicted"
     return "optimal" if gap_of(objective, lower_bound) == 0 else "feasible"
 
 
 def gap_of(objective: float, lower_bound: float) -> float:
-    """Relative distance of an objective from a lower bound; 0 when both are 0, and for rounding alone."""
+    """objective / lower_bound - 1, relative; 0 when both are 0 or the difference is rounding."""
     if lower_bound > 0:
         gap = objective / lower_bound - 1
         return 0.0 if abs(gap) <= OPTIMAL_GAP else gap
@@ -52,12 +52,12 @@ def certify(problem: AnyProblem, objective: float, lower_bound: float, source: s
     Parameters
     ----------
     source
-        Where the bound comes from, for the report of a contradiction.
+        Where the bound comes from, for error messages.
 
     Raises
     ------
     ContradictedBound
-        Where the objective is below the bound by more than rounding.
+        When the objective is below the bound by more than rounding.
     """
     found = verdict(objective, lower_bound)
     if found == "contradicted":

@@ -1,12 +1,11 @@
-"""What the ranks of a plan send each other, and in which order.
+"""What the ranks of a plan send to each other, and in which order.
 
-A tensor crosses a stage boundary twice per microbatch: the activation on the way down, its gradient on
-the way back. Tensors of one kind from one rank to another form a *channel*, and both of its ends must
-agree on their order: some transports match sends and receives by nothing else. Here that order is the
-one in which the sender's list produces the tensors. A rank can then receive in the right order knowing
-nothing of its peers but these channels.
+Two tensors cross a stage boundary per microbatch: the activation, and its gradient in the other direction.
+All tensors of one kind from one rank to another form a *channel*. Both ends of a channel must agree on the
+order of its tensors, because some transports match sends and receives by order alone. The order is the one in
+which the sender's list produces the tensors, so a rank needs no other knowledge about its peers to receive.
 
-This module reads orders and does not check them: :mod:`zbv_solver.verify.verifier` does that.
+Orders are not checked here: see :mod:`zbv_solver.verify`.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ ChannelKind = Literal["activation", "gradient"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """One tensor that crosses from rank to rank.
+    """One tensor that is sent from a rank to another.
 
     Attributes
     ----------
     boundary
-        Boundary s lies between stages s and s + 1. Its activation is made by F of stage s and used by F
-        of stage s + 1; its gradient is made by I or B of stage s + 1 and used by I or B of stage s.
+        Boundary s is between stages s and s + 1. F of stage s produces the activation for F of stage s + 1;
+        I or B of stage s + 1 produces the gradient for I or B of stage s.
     """
 
     boundary: int
@@ -55,13 +54,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Channel:
-    """Everything of one kind that one rank sends another.
-
-    Attributes
-    ----------
-    transfers
-        In the order in which the sender's list produces them.
-    """
+    """All transfers of one kind from one rank to another, in the order in which the sender produces them."""
 
     sender: int
     receiver: int
@@ -72,8 +65,8 @@ class Channel:
 def channels(problem: Problem, orders: Orders) -> tuple[Channel, ...]:
     """Every channel of a plan, sorted by sender, receiver and kind.
 
-    Boundaries inside one rank transfer nothing and appear in none. ``orders`` must be complete and
-    correctly placed, see :func:`zbv_solver.verify.verifier.verify_orders`.
+    Boundaries inside one rank need no transfer. ``orders`` must be complete and correctly placed; see
+    :func:`zbv_solver.verify.verifier.verify_orders`.
     """
     ranks = np.array(problem.placement.rank_of, dtype=np.int32)
     forward = orders.letter == F
@@ -93,12 +86,12 @@ def channels_of(rank: int, all_channels: Iterable[Channel]) -> tuple[Channel, ..
 def _channels_of_kind(
     kind: ChannelKind, orders: Orders, producing: NDArray[np.bool_], ranks: NDArray[np.int32], step: int
 ) -> list[Channel]:
-    """Channels of the tensors that go from a producing action's stage to the stage ``step`` further."""
+    """Channels of the tensors from a producing action's stage to the stage at distance ``step``."""
     stage = orders.stage[producing]
     microbatch = orders.microbatch[producing]
     sender, receiver = ranks[stage], ranks[stage + step]
     crossing = sender != receiver
-    # Flat orders list rank after rank, each in execution order: a stable selection keeps that order.
+    # The flat arrays have each rank's actions in execution order, and the selection keeps that order.
     pairs = np.stack([sender[crossing], receiver[crossing]], axis=1)
     boundary = np.minimum(stage, stage + step)[crossing].tolist()
     moved = microbatch[crossing].tolist()

@@ -1,7 +1,7 @@
-"""Execution orders: every rank's list of actions, as arrays and as text.
+"""Execution orders: the list of actions of every rank, as arrays and as text.
 
-An action is a stage, a letter and a microbatch; ``7I3`` in text. An order of p ranks keeps its actions
-in three flat arrays, rank after rank, because plans reach hundreds of thousands of actions.
+An action is a stage, a letter and a microbatch, such as ``7I3``. Plans may have millions of actions, so the
+actions of all ranks are kept in three flat arrays, rank after rank.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Orders:
     __hash__ = None  # type: ignore[assignment]  # arrays are compared, not hashed
 
     def slice_of(self, rank: int) -> slice:
-        """Where a rank's actions lie in the flat arrays."""
+        """The slice of the flat arrays with a rank's actions."""
         return slice(int(self.offset[rank]), int(self.offset[rank + 1]))
 
     def rank_index(self) -> NDArray[np.int32]:
@@ -132,26 +132,26 @@ class Orders:
         ]
 
     def text_at(self, index: int) -> str:
-        """The action at a place in the flat arrays, as text; for messages, so it knows no wrong letter."""
+        """The action at an index of the flat arrays as text, for messages; letter codes may be invalid."""
         code = int(self.letter[index])
         letter = LETTERS[code] if 0 <= code < len(LETTERS) else f"(letter {code})"
         return f"{self.stage[index]}{letter}{self.microbatch[index]}"
 
     def text(self, rank: int, at_most: int | None = None) -> list[str]:
-        """A rank's actions as text; the first ones where only some are asked for."""
+        """A rank's actions as text, or the first ``at_most`` of them."""
         part = self.slice_of(rank)
         stop = part.stop if at_most is None else min(part.stop, part.start + at_most)
         return self._texts(slice(part.start, stop))
 
     def all_text(self) -> list[list[str]]:
-        """Every rank's actions as text, as a plan file carries them."""
+        """The actions of all ranks as text, as in a plan file."""
         texts = self._texts(slice(None))
         return [texts[begin:end] for begin, end in pairwise(self.offset.tolist())]
 
     def _texts(self, part: slice) -> list[str]:
         stage, letter, microbatch = self.stage[part], self.letter[part], self.microbatch[part]
         if not all(n.min(initial=0) >= 0 and n.max(initial=0) <= MAX_CELLS for n in (stage, microbatch)):
-            # No problem has such numbers, but a list may say so until it is verified: no tables of them.
+            # Orders that are not verified yet may have such numbers, for which a table would be too large.
             return [
                 f"{s}{LETTERS[k]}{j}"
                 for s, k, j in zip(stage.tolist(), letter.tolist(), microbatch.tolist(), strict=True)
@@ -165,7 +165,7 @@ class Orders:
 
 
 def _spelled(numbers: NDArray[np.int32], spell: Callable[[int], str]) -> NDArray[np.object_]:
-    """The text of every number; equal ones are spelled once."""
+    """The text of every number; equal numbers are converted once."""
     seen = np.flatnonzero(np.bincount(numbers))
     table = np.empty(int(seen.max(initial=-1)) + 1, dtype=object)
     table[seen] = [spell(number) for number in seen.tolist()]
@@ -173,14 +173,14 @@ def _spelled(numbers: NDArray[np.int32], spell: Callable[[int], str]) -> NDArray
 
 
 def _offsets(ranks: Sequence[Sequence[object] | NDArray[np.int32]]) -> NDArray[np.int64]:
-    """Where every list begins when they are joined, and where the last one ends."""
+    """Begin of every list in their concatenation, and the end of the last one."""
     offset = np.zeros(len(ranks) + 1, dtype=np.int64)
     np.cumsum([len(actions) for actions in ranks], out=offset[1:])
     return offset
 
 
 def _parse_each(ranks: Sequence[Sequence[str]]) -> list[list[Action]]:
-    """Parse action by action: slow, but it can point at a wrong one."""
+    """Parse action by action, which is slow but finds the wrong one."""
     parsed = []
     for rank, texts in enumerate(ranks):
         actions = []
@@ -194,7 +194,7 @@ def _parse_each(ranks: Sequence[Sequence[str]]) -> list[list[Action]]:
 
 
 def _parse(texts: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32]] | None:
-    """Stages, letters and microbatches of all texts at once, or None when one of them is no action."""
+    """Stages, letters and microbatches of all texts at once; None if one of them is not an action."""
     try:
         joined = "\n".join([*texts, ""]).encode("ascii")
     except (TypeError, UnicodeEncodeError):
@@ -214,7 +214,7 @@ def _parse(texts: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArr
 def _numbers(
     characters: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64]
 ) -> NDArray[np.int32] | None:
-    """Decimal numbers of 1 to 9 digits without leading zeros at ``begin:end``, or None when one is not."""
+    """The decimal numbers at ``begin:end``; None unless all have 1 to 9 digits and no leading zeros."""
     width = end - begin
     if not len(width):
         return np.zeros(0, dtype=np.int32)
@@ -222,7 +222,7 @@ def _numbers(
         return None
     value = np.zeros(len(begin), dtype=np.int32)
     for place in range(int(width.max())):
-        # Numbers that end before this place read a digit of theirs once more, and drop it.
+        # Shorter numbers read their last digit again, and ignore it.
         digit = characters[np.minimum(begin + place, end - 1)] - np.int32(ord("0"))
         value = np.where(place < width, value * 10 + digit, value)
     return value
@@ -230,7 +230,7 @@ def _numbers(
 
 _DIGIT, _END, _STRANGE = -1, len(LETTERS), len(LETTERS) + 1
 _CODE = np.full(256, _STRANGE, dtype=np.int8)
-"""What a character of an action is: a letter by its code, a digit, the end, or nothing of these."""
+"""Class of every character: the code of a letter, a digit, the end of an action, or anything else."""
 _CODE[[ord(digit) for digit in "0123456789"]] = _DIGIT
 _CODE[ord("\n")] = _END
 _CODE[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
@@ -239,8 +239,9 @@ _CODE[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
 def first_in_first_out(orders: Orders, n_stages: int) -> Orders:
     """The same order with microbatches relabelled so that every stage runs every letter in ascending order.
 
-    Always executable when the original is, and never slower: microbatches are alike, so the k-th action
-    of a stage may as well be microbatch k's. I and B share one line; a W takes the oldest I without one.
+    The result is executable if the original is, and never slower: microbatches are equal, so the k-th action
+    of a stage may as well belong to microbatch k. I and B are numbered together; a W takes the oldest I that
+    has no W yet.
     """
     letter, stage = orders.letter, orders.stage
     microbatch = np.zeros(len(orders), dtype=np.int32)
@@ -252,8 +253,8 @@ def first_in_first_out(orders: Orders, n_stages: int) -> Orders:
 
 
 def _by_stage(at: NDArray[np.int64], stage: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Actions sorted by stage, in order within each."""
-    # Numpy sorts numbers of 16 bits by counting, several times faster; no problem has more stages.
+    """Indices of actions, sorted by stage and in order within each stage."""
+    # NumPy uses radix sort for 16-bit numbers, which is several times faster.
     return at[np.argsort(stage[at].astype(np.uint16), kind="stable")]
 
 

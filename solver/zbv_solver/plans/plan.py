@@ -1,7 +1,7 @@
-"""The answer: an order for every rank, what it achieves, and its identity.
+"""Plans: orders for all ranks, their metrics, and their identity.
 
-A plan's identity is the SHA-256 of the canonical JSON of its problem and ranks; metrics, baselines and
-provenance describe it and are not part of it.
+The identity of a plan is the SHA-256 of the canonical JSON of its problem and ranks. Metrics, baselines and
+provenance are not part of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zbv_solver.problem.writing import problem_json
 
 @dataclass(frozen=True)
 class Metrics:
-    """What an order achieves (definitions: docs/formats.md).
+    """Metrics of a plan's orders; docs/formats.md defines them.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a classical schedule achieves on the same model."""
+    """Metrics of a classical schedule on the same model; ``fits`` says whether it keeps the memory limit."""
 
     name: str
     span: float
@@ -61,15 +61,15 @@ class Baseline:
 
 @dataclass(frozen=True)
 class CutCertificate:
-    """How the layers of a plan came to be cut, and what no other cut can beat.
+    """How the cut of a plan's layers was found, and a lower bound over all cuts.
 
     Attributes
     ----------
     method
-        What made the cut.
+        The method that found the cut.
     lower_bound
-        A proven bound: no plan of any contiguous cut of the layers, on the placements that were asked for,
-        has a smaller objective.
+        A proven bound: no plan of any contiguous cut of the layers, on any placement that the problem
+        allows, has a smaller objective.
     gap
         objective / lower_bound - 1.
     """
@@ -81,7 +81,7 @@ class CutCertificate:
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a plan came to be."""
+    """How a plan was found."""
 
     method: str
     seed: int = 0
@@ -139,16 +139,16 @@ notebook_html: Callable[[Plan], str] | None = None
 
 
 def identity(problem: dict[str, Any], ranks: list[list[str]]) -> str:
-    """The ``plan_id`` of a normalised problem document and its action texts."""
+    """The ``plan_id`` of a normalised problem document and the text of its actions."""
     text = canonical_json({"problem": problem, "ranks": ranks})
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan as a JSON document."""
+    """A plan as a JSON document."""
     metrics, provenance = plan.metrics, plan.provenance
     problem, ranks = problem_json(plan.problem), plan.orders.all_text()
-    # The identity is a hash of these texts: a large plan should not write them twice.
+    # The identity is a hash of these texts. For large plans it saves time not to make them twice.
     if "plan_id" not in vars(plan):
         vars(plan)["plan_id"] = identity(problem, ranks)
     document = {
@@ -178,7 +178,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _layers_json(plan: Plan) -> dict[str, Any]:
-    """What a plan says of the layers that were cut; nothing where its problem was given by stages."""
+    """The keys of a plan whose problem was given by layers; empty for other plans."""
     model, cut = plan.problem.model, plan.cut
     if model is None:
         return {}

@@ -24,7 +24,7 @@ from zbv_solver.problem.writing import problem_json
 
 MAX_BASELINES = 100
 Stated = Annotated[Number, Field(allow_inf_nan=False)]
-"""A number that a plan states. No comparison with NaN or infinity would show that it is false."""
+"""A number that a plan states. It must be finite, because no comparison could refute NaN or infinity."""
 PerRank = Annotated[list[Stated], AtMost(MAX_PP_DEGREE)]
 Ranks = Annotated[list[Annotated[list[str], AtMost(MAX_ACTIONS)]], AtMost(MAX_PP_DEGREE)]
 """Every rank's actions."""
@@ -61,7 +61,7 @@ class BaselineDocument(_Lenient):
 
 
 class ProvenanceDocument(_Lenient):
-    """How a plan came to be."""
+    """How a plan was found."""
 
     version: _Line = "unknown"
     seed: int = 0
@@ -70,7 +70,7 @@ class ProvenanceDocument(_Lenient):
 
 
 class CutDocument(_Lenient):
-    """Stated certificate of a cut."""
+    """The stated certificate of a cut."""
 
     method: _Text = "unknown"
     lower_bound: Stated = 0.0
@@ -78,7 +78,7 @@ class CutDocument(_Lenient):
 
 
 class PlanDocument(_Lenient):
-    """A plan file. Only ``problem`` and ``ranks`` are needed; stated metrics are checked when present."""
+    """A plan file. Only ``problem`` and ``ranks`` are required."""
 
     plan_id: _Line | None = None
     problem: dict[str, Any]
@@ -117,7 +117,7 @@ def parse_plan_document(document: Any) -> PlanDocument:
 
 
 def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
-    """The problem and orders of a plan document, metrics left aside; raises :class:`InvalidInput`."""
+    """The problem and the orders of a plan document, without its metrics; raises :class:`InvalidInput`."""
     try:
         problem = parse_problem(document.problem)
     except InvalidInput as error:
@@ -142,7 +142,7 @@ def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
 
 
 def _require_possible_length(document: PlanDocument, problem: Problem) -> None:
-    """Raise for lists that are far too long: whoever verifies them looks at every action."""
+    """Raise when the lists are far too long: verification would look at every action."""
     found, most = sum(map(len, document.ranks)), 2 * problem.max_actions
     if found > most:
         raise InvalidInput.at(
@@ -153,13 +153,13 @@ def _require_possible_length(document: PlanDocument, problem: Problem) -> None:
 
 
 def _require_layers(document: PlanDocument, problem: Problem) -> None:
-    """Raise where a plan states another partition than its problem has."""
+    """Raise when the plan states another partition than its problem."""
     model = problem.model
-    for name, stated, ours in (
+    for name, stated, expected in (
         ("partition", document.partition, None if model is None else list(map(list, model.partition))),
         ("recompute", document.recompute, None if model is None else list(model.cut.recompute)),
     ):
-        if stated is not None and stated != ours:
+        if stated is not None and stated != expected:
             raise InvalidInput.at(
                 f"/{name}", f"differs from the problem's; remove it, or correct /problem/{name}."
             )

@@ -13,13 +13,13 @@ from zbv_solver.problem.numeric import MIN_NUMBER
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two ranks: a transfer takes ``latency + bytes / bandwidth``, in the unit of time."""
+    """A link between ranks: a transfer takes ``latency + bytes / bandwidth``, in the problem's time unit."""
 
     latency: float
     bandwidth: float
 
     def transfer(self, output_bytes: float) -> float:
-        """Duration of sending so many bytes; 0 where it is shorter than any duration that zbv accepts."""
+        """Duration of a transfer; 0 if it is shorter than any duration that zbv accepts."""
         duration = self.latency + output_bytes / self.bandwidth
         return duration if duration >= MIN_NUMBER else 0.0
 
@@ -34,9 +34,9 @@ class CutRules:
         Groups of names; the layers from the first to the last of a group stay in one stage.
     first, last
         Number of layers of the first and the last stage (Megatron-LM's first and last pipeline stage); None
-        leaves it open.
+        lets the planner choose.
     allow_empty
-        Whether a stage may have no layer: it passes on what it gets.
+        Whether a stage may have no layers; it then forwards its input.
     """
 
     together: tuple[tuple[str, ...], ...] = ()
@@ -52,7 +52,7 @@ class Cut:
     Attributes
     ----------
     bounds
-        (S+1,) places: stage s has the layers from ``bounds[s]`` to before ``bounds[s + 1]``.
+        (S+1,) boundaries as layer indices: stage s has the layers ``[bounds[s], bounds[s + 1])``.
     recompute
         (S,): which stages are recomputed.
     """
@@ -67,7 +67,7 @@ class Cut:
 
     @classmethod
     def at(cls, bounds: Iterable[int], recompute: Iterable[bool] | None = None) -> Cut:
-        """A cut; recomputes nothing unless told."""
+        """A cut; without ``recompute``, no stage is recomputed."""
         places = tuple(map(int, bounds))
         if recompute is None:
             recompute = (False,) * (len(places) - 1)
@@ -80,14 +80,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class CutModel:
-    """The layers of a problem whose costs are those of a cut of them.
+    """The layers and the cut that the stages of a problem come from.
 
     Attributes
     ----------
     link
-        What p2p costs were computed from; None where they were given.
+        The link that p2p costs were computed from; None if p2p was given.
     static
-        (p,) memory of every rank beside its layers.
+        (p,) static memory of every rank in addition to that of its layers.
     """
 
     model: Model
@@ -102,7 +102,7 @@ class CutModel:
         return self.cut.partition(self.model)
 
     def static_of(self, hosted: Sequence[Sequence[int]]) -> tuple[float, ...]:
-        """(p,) static memory of ranks with these stages: their own, the layers', the largest workspace."""
+        """(p,) static memory of ranks with these stages, including layers and the largest workspace."""
         totals = []
         for own, stages in zip(self.static, hosted, strict=True):
             of_layers = [
@@ -115,7 +115,7 @@ class CutModel:
         return tuple(totals)
 
     def merged(self, chunks: int) -> CutModel | None:
-        """Every ``chunks`` neighbouring stages as one; None where only some of them are recomputed."""
+        """Merge every ``chunks`` neighbouring stages; None if only some of them are recomputed."""
         groups = [self.cut.recompute[k : k + chunks] for k in range(0, self.cut.n_stages, chunks)]
         if any(len(set(group)) > 1 for group in groups):
             return None
@@ -123,12 +123,12 @@ class CutModel:
 
 
 def cut_of_partition(model: Model, partition: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """The bounds of a partition given by names.
+    """The boundaries of a partition given by layer names.
 
     Raises
     ------
     InvalidInput
-        When it is not the model's layers in their order.
+        When the partition does not list the model's layers in their order.
     """
     bounds = [0]
     for stage, names in enumerate(partition):
@@ -138,10 +138,10 @@ def cut_of_partition(model: Model, partition: Sequence[Sequence[str]]) -> tuple[
                 expected = repr(model.names[place]) if place < model.n_layers else "no more layers"
                 raise InvalidInput.at(
                     f"/partition/{stage}/{index}",
-                    f"found {name!r}; here comes {expected}. A partition has all layers in model order.",
+                    f"found {name!r}, expected {expected}. A partition lists all layers in model order.",
                 )
         bounds.append(bounds[stage] + len(names))
     if bounds[-1] != model.n_layers:
         missing = model.names[bounds[-1]]
-        raise InvalidInput([Issue("/partition", f"{missing!r} and what follows is in no stage.")])
+        raise InvalidInput([Issue("/partition", f"{missing!r} and later layers are in no stage.")])
     return tuple(bounds)

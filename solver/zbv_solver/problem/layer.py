@@ -1,7 +1,7 @@
-"""A model as a sequence of layers, and what each costs.
+"""A model as a sequence of layers with their costs.
 
-A :class:`Model` that exists is valid. Layers are given in model order; a layer with ``repeat`` stands for
-that many copies, ``block.0``, ``block.1``, ….
+A :class:`Model` that exists is valid. Layers are in model order. A layer with ``repeat`` stands for that many
+copies, named ``block.0``, ``block.1``, ….
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ MAX_LAYERS = 512
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What a layer holds, in the caller's unit of memory.
+    """Memory of a layer, in the caller's unit.
 
     Attributes
     ----------
     forward, backward_input, backward_weight
-        Changes by the layer's F, I and W; they sum to 0.
+        Deltas of the layer's F, I and W; they sum to 0.
     static
-        Held whether or not the layer runs: parameters, gradients, optimizer states.
+        Held all the time: parameters, gradients, optimizer states.
     workspace
-        Needed on top while an action of the layer runs, and free again at its end. A rank runs one action at
-        a time, so it needs the largest of its layers'.
+        Needed in addition while an action of the layer runs, and released at its end. A rank runs one action
+        at a time, so it needs the largest workspace of its layers.
     """
 
     forward: float = 0.0
@@ -40,7 +40,7 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Durations and memory of a layer. ``backward`` is the fused one; None means I + W."""
+    """Durations and memory of a layer. ``backward`` is the fused backward; None means I + W."""
 
     forward: float
     backward_input: float
@@ -50,12 +50,12 @@ class LayerCosts:
 
     @property
     def split(self) -> float:
-        """I and W together."""
+        """Duration of I and W together."""
         return self.backward_input + self.backward_weight
 
     @property
     def fused(self) -> float:
-        """B."""
+        """Duration of the fused backward B."""
         return self.split if self.backward is None else self.backward
 
 
@@ -66,13 +66,13 @@ class Layer:
     Attributes
     ----------
     recompute
-        What it costs where its stage is recomputed; None where it cannot be.
+        Its costs when its stage is recomputed; None if it cannot be recomputed.
     parameters_bytes
-        Of its parameters alone.
+        Size of its parameters alone.
     output_bytes
-        What is sent where the model is cut after it.
+        Size of the transfer when the model is cut after this layer.
     repeat
-        Number of copies; None for one layer that keeps its name.
+        Number of copies; None for a single layer, which keeps its name.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Layer:
         return (self.name,) if self.repeat is None else tuple(f"{self.name}.{k}" for k in range(self.repeat))
 
     def costs_when(self, recomputed: bool) -> LayerCosts:
-        """What it costs in a stage that is recomputed, or is not."""
+        """Its costs in a stage that is recomputed, or in one that is not."""
         return self.recompute if recomputed and self.recompute is not None else self.costs
 
 
@@ -99,7 +99,7 @@ class Model:
     Raises
     ------
     InvalidInput
-        Naming every broken rule; its pointers are those of the JSON document.
+        With all broken rules; pointers are those of the JSON document.
     """
 
     layers: tuple[Layer, ...]
@@ -120,7 +120,7 @@ class Model:
 
     @cached_property
     def each(self) -> tuple[Layer, ...]:
-        """One entry per layer: a repeated one is there as often as it has copies."""
+        """One entry per layer; a repeated layer has one entry per copy."""
         return tuple(layer for layer in self.layers for _ in layer.names)
 
     @cached_property
@@ -130,12 +130,12 @@ class Model:
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """Place of every name in ``names``."""
+        """Index of every name in ``names``."""
         return {name: place for place, name in enumerate(self.names)}
 
     @property
     def can_recompute(self) -> bool:
-        """Whether any layer has an alternative."""
+        """Whether any layer can be recomputed."""
         return any(layer.recompute is not None for layer in self.layers)
 
 
@@ -147,12 +147,12 @@ def _count_issues(model: Model) -> list[Issue]:
     if model.n_layers > MAX_LAYERS:
         count = model.n_layers if model.n_layers < 10**12 else "more than 10^12"
         rule = f"found {count} layers, copies counted; must be at most {MAX_LAYERS}. "
-        return [Issue("/layers", rule + "Join some: nobody cuts a model between all of them.")]
+        return [Issue("/layers", rule + "Join neighbouring layers.")]
     seen: set[str] = set()
     for index, layer in enumerate(model.layers):
         for name in layer.names:
             if name in seen:
-                return [Issue(f"/layers/{index}/name", f"found {name!r} twice; a name is one layer's.")]
+                return [Issue(f"/layers/{index}/name", f"found {name!r} twice; names must be unique.")]
             seen.add(name)
     return []
 

@@ -1,4 +1,4 @@
-"""Layered problems as JSON documents: their shape (docs/formats.md, "Layers")."""
+"""The shape of problem documents whose costs are given per layer (docs/formats.md, "Layers")."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zbv_solver.problem.stage_document import NumberOrList, UnitsDocument
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Flag = Annotated[bool, Field(strict=True)]
-# A name with the number of its copy is a little longer than the name.
+# The name of a copy is a little longer than the layer's name.
 _CopyName = Annotated[str, Field(max_length=MAX_NAME + 10)]
 Partition = Annotated[list[Annotated[list[_CopyName], AtMost(MAX_LAYERS)]], AtMost(MAX_STAGES)]
 """Layer names of every stage."""
 
 
 class LayerMemoryDocument(Document):
-    """Memory deltas of a layer, what it holds always, and what it needs while it runs."""
+    """Memory of a layer: deltas, static memory, and workspace while it runs."""
 
     forward: Number = 0.0
     backward_input: Number = 0.0
@@ -30,19 +30,19 @@ class LayerMemoryDocument(Document):
 
 
 class RecomputeDocument(Document):
-    """What a layer costs where its stage is recomputed; absent keys are the layer's own."""
+    """Costs of a layer when its stage is recomputed; absent keys keep the layer's values."""
 
     forward: Number | None = None
     backward_input: Number | None = None
     backward_weight: Number | None = None
     backward: Number | None = Field(
-        None, description="Absent: the layer's own fused backward and what I and W grew by."
+        None, description="Absent: the layer's own fused backward plus the increase of I and W."
     )
     memory: LayerMemoryDocument | None = None
 
 
 class LayerDocument(Document):
-    """A layer, or `repeat` equal copies of it."""
+    """A layer, or `repeat` equal copies."""
 
     name: Name
     forward: Number
@@ -64,7 +64,7 @@ class LinkDocument(Document):
 
 
 class LayeredCostsDocument(Document):
-    """How transfers cost; the costs of stages once there is a partition."""
+    """Costs of transfers; with a partition, also the costs of its stages."""
 
     p2p: NumberOrList | None = None
     link: LinkDocument | None = None
@@ -75,12 +75,12 @@ class LayeredCostsDocument(Document):
 
 
 class LayeredMemoryDocument(Document):
-    """Static use beside the layers and limit; the deltas of stages once there is a partition."""
+    """Limit and static memory in addition to the layers'; with a partition, also the deltas of its stages."""
 
     static: NumberOrList = 0.0
     limit: NumberOrList | None = Field(None, description="null means unlimited.")
     static_beside_layers: NumberOrList | None = Field(
-        None, description="Of a plan's problem, whose `static` holds the layers too."
+        None, description="In a plan's problem, where `static` includes the layers."
     )
     forward: NumberOrList | None = None
     backward_input: NumberOrList | None = None
@@ -92,7 +92,7 @@ class CutRulesDocument(Document):
 
     together: Annotated[list[Annotated[list[Name], AtMost(MAX_LAYERS)]], AtMost(MAX_LAYERS)] = Field(
         [],
-        description="Groups of names; from a group's first layer to its last nothing is cut.",
+        description="Groups of names; the model is not cut between a group's first and last layer.",
     )
     first: Annotated[int, Field(strict=True, ge=0)] | None = None
     last: Annotated[int, Field(strict=True, ge=0)] | None = None
@@ -112,7 +112,7 @@ class LayeredProblemDocument(Document):
     memory: LayeredMemoryDocument | None = None
     cut: CutRulesDocument | None = None
     units: UnitsDocument | None = None
-    partition: Partition | None = Field(None, description="Layer names of every stage: a cut that is given.")
+    partition: Partition | None = Field(None, description="Layer names of every stage, if the cut is given.")
     recompute: Annotated[list[Flag], AtMost(MAX_STAGES)] | None = Field(
-        None, description="Of a given partition: the stages recomputed."
+        None, description="Which stages of the partition are recomputed."
     )

@@ -24,30 +24,30 @@ PlacementChoice = Literal["auto", "v", "loop", "single"]
 _COSTS = ("forward", "backward_input", "backward_weight", "fused")
 _MEMORY = ("forward", "backward_input", "backward_weight", "static")
 AUTO_CHUNKS = (2, 3, 4)
-"""Chunks per rank of the loop placements that ``auto`` tries."""
+"""Chunks per rank of the loop placements that `auto` tries."""
 
 
 @dataclass(frozen=True)
 class LayeredProblem:
-    """One pipeline-parallel training iteration of a model that is still to be cut into stages.
+    """One pipeline-parallel training iteration of a model that zbv cuts into stages.
 
     Attributes
     ----------
     placement
-        ``auto`` leaves the choice to the planner.
+        With ``auto``, the planner chooses the placement.
     chunks
         Stages per rank of placement loop; None means 2.
     p2p
-        Latency of every stage boundary, where no ``link`` says what it follows from.
+        Latency of every stage boundary; ignored when ``link`` is given.
     static
-        (p,) memory of every rank beside its layers.
+        (p,) static memory of every rank in addition to that of its layers.
     limit
         (p,) or None.
 
     Raises
     ------
     InvalidInput
-        Naming every broken rule; its pointers are those of the JSON document.
+        With all broken rules; pointers are those of the JSON document.
     """
 
     model: Model
@@ -70,7 +70,7 @@ class LayeredProblem:
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """The placements to plan; of ``auto`` those that have layers enough, V first."""
+        """The placements to plan, V first; `auto` stands for all those with enough layers."""
         p = self.pp_degree
         if self.placement != "auto":
             return (Placement.of(self.placement, p, self.chunks),)
@@ -79,13 +79,13 @@ class LayeredProblem:
             *(Placement.of("loop", p, chunks) for chunks in AUTO_CHUNKS),
             Placement.of("single", p),
         )
-        if p == 1:  # all the same
+        if p == 1:  # then all placements are the same
             candidates = (candidates[-1],)
         return tuple(placement for placement in candidates if self.has_room(placement.n_stages))
 
     @cached_property
     def places(self) -> NDArray[np.int64]:
-        """Places where the model may be cut, from 0 to the number of layers."""
+        """Layer indices where the model may be cut, from 0 to the number of layers."""
         model, may_cut = self.model, np.ones(self.model.n_layers + 1, np.bool_)
         for group in self.rules.together:
             inside = [model.place[name] for name in group]
@@ -94,11 +94,11 @@ class LayeredProblem:
 
     @property
     def n_atoms(self) -> int:
-        """Number of parts that are never cut."""
+        """Number of parts that are never cut: layers, or groups of layers that stay together."""
         return len(self.places) - 1
 
     def fixed_bounds(self, n_stages: int) -> dict[int, int] | None:
-        """Places of bounds that are not to be chosen, by number; None where they contradict each other."""
+        """The prescribed boundaries: their layer index by number; None if they contradict each other."""
         n, rules = self.model.n_layers, self.rules
         fixed = {0: 0, n_stages: n}
         for bound, place in (
@@ -110,7 +110,7 @@ class LayeredProblem:
         return fixed
 
     def has_room(self, n_stages: int) -> bool:
-        """Whether there is any cut into so many stages that the rules allow."""
+        """Whether the rules allow any cut into that many stages."""
         fixed = self.fixed_bounds(n_stages)
         if fixed is None:
             return False
@@ -122,7 +122,7 @@ class LayeredProblem:
         )
 
     def cut_into(self, placement: Placement, cut: Cut) -> Problem:
-        """The problem of ordering the stages of a cut."""
+        """The problem by stages that a cut results in."""
         model = CutModel(self.model, cut, self.rules, self.link, self.static)
         stages = [
             [layer.costs_when(recomputed) for layer in self.model.each[begin:end]]
@@ -159,12 +159,12 @@ class LayeredProblem:
         )
 
     def as_cut_in(self, other: Problem) -> Problem:
-        """This problem with its layers cut, placed and recomputed as in another.
+        """This problem, cut, placed and recomputed like another one.
 
         Raises
         ------
         InvalidInput
-            When that is not a cut of these layers, or on a placement that was not asked for.
+            When the other problem has other layers, or a cut or a placement that this one does not allow.
         """
         model = other.model
         if model is None or model.model != self.model:
@@ -183,7 +183,7 @@ class LayeredProblem:
         return self.cut_into(other.placement, model.cut)
 
     def _transfer(self, place: int) -> float:
-        """Duration of sending what the layer before a place puts out."""
+        """Latency of the boundary at a layer index."""
         if self.link is None:
             return self.p2p
         return self.link.transfer(self.model.each[place - 1].output_bytes if place else 0.0)
@@ -210,7 +210,7 @@ def _shape_issues(problem: LayeredProblem) -> list[Issue]:
     for index, group in enumerate(problem.rules.together):
         unknown = [name for name in group if name not in problem.model.place]
         if unknown or not group:
-            found = f"{unknown[0]!r}, which is no layer" if unknown else "no names"
+            found = f"{unknown[0]!r}, which is not a layer" if unknown else "no names"
             issues.append(Issue(f"/cut/together/{index}", f"found {found}; name layers of the model."))
     return issues
 
@@ -251,13 +251,13 @@ def _rule_issues(problem: LayeredProblem) -> list[Issue]:
             issues.append(Issue(f"/cut/{name}", f"found {count}; must be from 1 to the model's {n} layers."))
         elif place not in problem.places:
             issues.append(
-                Issue(f"/cut/{name}", f"found {count}; that cuts layers apart that cut.together keeps.")
+                Issue(f"/cut/{name}", f"found {count}; this separates layers that cut.together keeps.")
             )
     return issues or _too_few(problem)
 
 
 def _sum_issues(problem: LayeredProblem) -> list[Issue]:
-    """A stage may get any of the layers, so all of them together must be what a stage may cost and hold."""
+    """A stage may get any of the layers, so the sums over all of them must be valid costs of a stage."""
     each, link = problem.model.each, problem.link
     kinds = [[layer.costs_when(variant) for layer in each] for variant in (False, True)]
     longest = max(sum(getattr(costs, name) for costs in kind) for kind in kinds for name in _COSTS)
@@ -267,7 +267,7 @@ def _sum_issues(problem: LayeredProblem) -> list[Issue]:
     )
     issues = []
     if broken_rule(3 * max(longest, largest + max(problem.static))):
-        rule = f"found {max(longest, largest):.6g} for all of them together; must be at most "
+        rule = f"found {max(longest, largest):.6g} as the sum over all layers; must be at most "
         rule += f"{MAX_NUMBER / 3:.6g}, for memory less memory.static. Use a larger unit."
         issues.append(Issue("/layers", rule))
     if link is not None and broken_rule(link.transfer(max(layer.output_bytes for layer in each))):
@@ -277,15 +277,15 @@ def _sum_issues(problem: LayeredProblem) -> list[Issue]:
 
 
 def _too_few(problem: LayeredProblem) -> list[Issue]:
-    """Stages that would stay empty."""
+    """An issue if some stage would have to stay empty."""
     if problem.placements and all(problem.has_room(each.n_stages) for each in problem.placements):
         return []
     fewest = min((each.n_stages for each in problem.placements), default=problem.pp_degree)
     return [
         Issue(
             "/layers",
-            f"found {problem.n_atoms} layers that may be cut apart for {fewest} stages; a stage has at least "
-            f"one, beside what cut.first and cut.last take. Give finer layers, fewer ranks, another "
+            f"found {problem.n_atoms} separable layers for {fewest} stages; every stage needs at least one, "
+            f"in addition to those of cut.first and cut.last. Give finer layers, fewer ranks, another "
             f"placement, or cut.allow_empty.",
         )
     ]

@@ -1,7 +1,7 @@
-"""Which numbers zbv accepts, and how far rounding may move them: the only place that defines a tolerance.
+"""Which numbers zbv accepts, and every numeric tolerance.
 
-Every tolerance is relative, to the quantity that its comment names, so that a plan does not depend on the
-unit of time or memory.
+Every tolerance is relative to the quantity that its comment names, so that a plan does not depend on the
+units of time and memory.
 """
 
 from __future__ import annotations
@@ -13,62 +13,62 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_NUMBER = 1e15
-"""Largest cost or memory figure accepted, so that sums stay far from overflow and float rounding."""
+"""Largest cost or memory figure, so that sums stay far from overflow and large rounding errors."""
 MIN_NUMBER = 1e-100
-"""Smallest cost or memory figure accepted besides 0. Floats below 1e-308 lose digits, and products of two
-figures must stay above that."""
+"""Smallest cost or memory figure other than 0. Floats below 1e-308 lose digits, and products of two figures
+must stay above that."""
 MIN_DELTA = 1e-120
-"""Smallest memory delta accepted besides 0. It may be the difference of two figures, which is 0 or at least
+"""Smallest memory delta other than 0. A delta may be the difference of two figures, which is 0 or at least
 the rounding of the smaller one."""
 
 ROUNDING = 1e-12
-"""Relative to a sum of times: what the order of its additions can change. Real differences are larger."""
+"""Relative to a sum of times: how much the order of additions can change it. Real differences are larger."""
 OPTIMAL_GAP = 1e-9
-"""Relative to a lower bound: a plan this near is optimal, and one this far below contradicts the bound. A sum
-of six million floats, the longest that a plan has, is off by less."""
+"""Relative to a lower bound: a plan this close is optimal, and a plan further below contradicts the bound.
+The longest sum in a plan has six million floats, and its rounding error is smaller."""
 SAME_METRIC = 1e-7
-"""Relative to a metric: a stated and a recomputed one this near agree. Files may hold fewer digits."""
+"""Relative to a metric: a stated and a recomputed metric agree within this. Files may hold fewer digits."""
 SAME_FIGURE = 1e-6
-"""Relative to a figure: published results this near tie, as their authors print few digits."""
+"""Relative to a figure: published results tie within this, because authors print few digits."""
 
 MEMORY_TOLERANCE = 1e-9
-"""Relative to a limit or an amount of memory: what the verifier accepts above a limit.
+"""Relative to a limit or an amount of memory: how far above a limit the verifier accepts.
 
-A cut is chosen, then its problem is found feasible, then orders are searched, then the verifier looks. Each
-of these adds its amounts in another order, so each tolerates twice as much as the one before: what one
-accepts, the next accepts as well.
+A plan passes four checks: of its cut, of the problem's feasibility, of the search, and of the verifier. Each
+adds amounts in another order, so each tolerates twice as much as the one before. Whatever one check accepts,
+the next one accepts, too.
 """
 SEARCH_MEMORY = MEMORY_TOLERANCE / 2
-"""What the search accepts above a limit."""
+"""How far above a limit the search accepts."""
 FEASIBLE_MEMORY = MEMORY_TOLERANCE / 4
-"""What is feasible although it needs more than the limit."""
+"""How far a need may exceed the limit and still count as feasible."""
 CUT_MEMORY = MEMORY_TOLERANCE / 8
-"""What a cut of layers may need above the limit."""
+"""How far above the limit a cut of layers may be."""
 
 AMOUNT_ROUNDING = 1e-12
-"""Relative to an amount of memory: what a lower bound adds to the memory that is free before it subtracts
-amounts, as their difference may be far smaller than the rounding of each."""
+"""Relative to an amount of memory: lower bounds add this to the free memory before they subtract amounts,
+because the difference may be far smaller than the rounding of its terms."""
 
 INTEGER_ROUNDING = 1e-13
-"""Relative to a number: costs this near to multiples of a common unit are such multiples."""
+"""Relative to a number: costs this close to multiples of a common unit count as multiples."""
 DECIMAL_ROUNDING = 4e-15
-"""As :data:`INTEGER_ROUNDING`, where the multiples are so large that others come near by chance."""
+"""The same for multiples so large that other numbers come close by chance."""
 STEP_ROUNDING = 1e-6
-"""In steps of CP-SAT's grid, whose times are integers: what floats add to an integer."""
+"""In steps of CP-SAT's integer grid: how far float rounding may move an integer."""
 LARGEST_DENOMINATOR = 1_000_000
-"""Ratios of costs are looked for among fractions with denominators up to this."""
+"""Largest denominator of the fractions that cost ratios are matched with."""
 SIGNIFICANT_BITS = 36
-"""Of costs without a common unit, the search sees this many bits: 4e-12 of a cost, far below
-:data:`OPTIMAL_GAP`, and far above what a change of unit rounds."""
+"""Bits of a cost that the search uses when costs have no common unit: a precision of 4e-12, far finer than
+:data:`OPTIMAL_GAP` and far coarser than the rounding of a change of units."""
 
 
 def exceeds(amount: float, limit: float, tolerance: float = MEMORY_TOLERANCE) -> bool:
-    """Whether a memory amount is over a limit, by more than float rounding of its sum can explain."""
+    """Whether a memory amount exceeds a limit by more than the rounding of its sum."""
     return amount > limit + tolerance * max(abs(amount), abs(limit))
 
 
 def broken_rule(value: float, signed: bool = False) -> str | None:
-    """What is wrong with a number, as a sentence; None where nothing is."""
+    """The rule that a number breaks, as a sentence; None for a valid number."""
     if not math.isfinite(value):
         return f"found {value}; must be a finite number."
     if value < 0 and not signed:
@@ -85,9 +85,9 @@ def broken_rule(value: float, signed: bool = False) -> str | None:
 def delta_rule(
     forward: float, backward_input: float, backward_weight: float, tolerance: float = MEMORY_TOLERANCE
 ) -> tuple[str, str] | None:
-    """What is wrong with the three memory deltas of a stage or layer: the key at fault and a sentence.
+    """The rule that the memory deltas of a stage or layer break: the key at fault and a sentence; or None.
 
-    They must be finite. F allocates, W releases, and what is held in between adds up to nothing.
+    The deltas must be finite. F allocates, W releases, and the three sum to 0.
     """
     deltas = (forward, backward_input, backward_weight)
     if abs(sum(deltas)) > tolerance * sum(map(abs, deltas)):
@@ -104,27 +104,27 @@ def delta_rule(
 
 
 def clean_deltas(forward: float, backward_input: float) -> tuple[float, float]:
-    """What I and W add to a rank's memory so that F, I and W add up to exactly 0.
+    """Memory deltas of I and W such that those of F, I and W sum to exactly 0.
 
-    A document states all three, and they add up to 0 only up to rounding (:func:`delta_rule`). Taken as
-    stated, every microbatch would leak the difference. W releases what F and I leave; where they leave less
-    than nothing, that is rounding, and I releases what F holds.
+    The stated deltas sum to 0 only up to rounding (:func:`delta_rule`), and every microbatch would leak the
+    difference. Here W releases exactly what F and I leave. If F and I leave less than 0, which is rounding, I
+    releases what F allocated.
     """
     left = forward + backward_input
     return (backward_input, -left) if left > 0 else (0.0 - forward, 0.0)
 
 
 def integer_scale(values: Iterable[float], largest_integer: int) -> float | None:
-    """A factor that makes all values integers without a common divisor; None where there is no such factor.
+    """A factor that makes all values integers without a common divisor; None if there is none.
 
-    Changing the unit of the values does not change the integers, but for what rounding decides.
+    The integers do not depend on the unit of the values, up to rounding.
 
     Parameters
     ----------
     values
-        Finite; zeros say nothing.
+        Finite; zeros are ignored.
     largest_integer
-        The largest value must not become more than this.
+        No value may become larger than this.
     """
     numbers = np.unique(np.abs(np.fromiter(values, dtype=np.float64)))
     numbers = numbers[numbers > 0]
@@ -138,7 +138,7 @@ def integer_scale(values: Iterable[float], largest_integer: int) -> float | None
 
 
 def _by_ratio(shares: NDArray[np.float64], largest_integer: int) -> float | None:
-    """The factor where every value is a simple fraction of the largest."""
+    """The factor if every value is a simple fraction of the largest."""
     ratios, common = shares / shares[-1], 1
     while True:
         wrong = _far_from_integers(ratios * common, INTEGER_ROUNDING)
@@ -160,7 +160,7 @@ def _denominator(ratio: float) -> int | None:
 
 
 def _by_decimals(shares: NDArray[np.float64], largest_integer: int) -> float | None:
-    """The factor where the values have few decimals, in some unit that is a power of two."""
+    """The factor if the values have few decimals in a unit that is a power of two."""
     for decimals in range(13):
         room = largest_integer / (float(shares[-1]) * 10.0**decimals)
         if room < 1:
@@ -173,7 +173,7 @@ def _by_decimals(shares: NDArray[np.float64], largest_integer: int) -> float | N
 
 
 def _far_from_integers(values: NDArray[np.float64], tolerance: float) -> int | None:
-    """The index of a positive value that is no positive integer, up to a share of it; None without one."""
+    """The index of a value that is not close to a positive integer; None if all are."""
     nearest = np.rint(values)
     far = (np.abs(values - nearest) > tolerance * values) | (nearest < 1)
     return int(np.argmax(far)) if far.any() else None

@@ -1,8 +1,7 @@
-"""The question: a pipeline, what its stages cost, and the memory they may use.
+"""Problems by stages: a pipeline, the costs of its stages, and their memory.
 
-A :class:`Problem` that exists is valid: constructing one checks every rule and raises
-:class:`~zbv_solver.errors.InvalidInput` naming each broken one. Reading JSON is the business of
-:mod:`zbv_solver.problem.stage_document`; this module knows only numbers.
+A :class:`Problem` that exists is valid: its constructor checks every rule and raises
+:class:`~zbv_solver.errors.InvalidInput` with all broken ones.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Objective = Literal["span", "makespan"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 LETTERS = "FIWB"
-"""Action letters; an action's code is its letter's index here."""
+"""Action letters; the code of an action is the index of its letter."""
 F, I, W, B = range(4)  # noqa: E741 - the field's own letter
 
 MAX_PP_DEGREE = 1024
@@ -84,9 +83,9 @@ class Costs:
 class Memory:
     """Memory deltas, one per stage (S,), and static use and limit, one per rank (p,).
 
-    ``forward + backward_input + backward_weight`` is 0 per stage, up to rounding: these are the numbers as
-    the user stated them, and part of a plan's identity. Whoever adds them up over microbatches takes
-    :attr:`ProblemArrays.delta` instead, where the sum is exact. ``limit`` is None when unlimited.
+    ``forward + backward_input + backward_weight`` is 0 per stage, up to rounding. These are the numbers that
+    the user stated, and they are part of a plan's identity. Sums over microbatches must use
+    :attr:`ProblemArrays.delta` instead, whose deltas sum to exactly 0. ``limit`` is None when unlimited.
     """
 
     forward: PerStage
@@ -97,7 +96,7 @@ class Memory:
 
     @classmethod
     def unlimited(cls, placement: Placement) -> Memory:
-        """No memory accounted for and no limit."""
+        """All deltas 0 and no limit."""
         zeros = (0.0,) * placement.n_stages
         return cls(zeros, zeros, zeros, (0.0,) * placement.pp_degree)
 
@@ -112,25 +111,25 @@ class Units:
 
 @dataclass(frozen=True)
 class ProblemArrays:
-    """A problem as arrays, the form that kernels take.
+    """A problem as arrays, for kernels.
 
     Attributes
     ----------
     duration
         (4, S) float64, indexed [letter code, stage].
     delta
-        (4, S) float64, change of the rank's memory by an action. F + I + W and F + B are exactly 0.
-    transfer
+        (4, S) float64, change of the rank's memory at an action. F + I + W and F + B are exactly 0.
+    latency
         (S-1,) float64, latency of a boundary; 0 inside one rank.
     rank_of
         (S,) int32.
     static, limit
-        (p,) float64; the limit is inf where there is none.
+        (p,) float64; the limit is inf when unlimited.
     """
 
     duration: NDArray[np.float64]
     delta: NDArray[np.float64]
-    transfer: NDArray[np.float64]
+    latency: NDArray[np.float64]
     rank_of: NDArray[np.int32]
     static: NDArray[np.float64]
     limit: NDArray[np.float64]
@@ -138,17 +137,17 @@ class ProblemArrays:
 
 @dataclass(frozen=True)
 class Problem:
-    """One pipeline-parallel training iteration to be ordered.
+    """One pipeline-parallel training iteration whose actions are to be ordered.
 
     Attributes
     ----------
     model
-        The layers that the stages are made of, where they were cut here.
+        The layers and the cut that the stages come from; None for a problem given by stages.
 
     Raises
     ------
     InvalidInput
-        When a rule is broken; its pointers are those of the JSON document.
+        When a rule is broken; pointers are those of the JSON document.
     """
 
     placement: Placement
@@ -187,12 +186,12 @@ class Problem:
         cleaned = list(map(clean_deltas, memory.forward, memory.backward_input))
         inputs, weights = zip(*cleaned, strict=True)
         freed = [0.0 - forward for forward in memory.forward]
-        transfer = [0.0 if placement.is_local(boundary) else cost for boundary, cost in enumerate(costs.p2p)]
+        latency = [0.0 if placement.is_local(boundary) else cost for boundary, cost in enumerate(costs.p2p)]
         unlimited = (math.inf,) * self.pp_degree
         arrays = ProblemArrays(
             duration=np.array([costs.forward, costs.backward_input, costs.backward_weight, fused]),
             delta=np.array([memory.forward, inputs, weights, freed]),
-            transfer=np.array(transfer, dtype=np.float64),
+            latency=np.array(latency, dtype=np.float64),
             rank_of=np.array(placement.rank_of, dtype=np.int32),
             static=np.array(memory.static, dtype=np.float64),
             limit=np.array(memory.limit or unlimited, dtype=np.float64),
@@ -205,10 +204,10 @@ class Problem:
     def smallest_limit(self) -> tuple[float, ...]:
         """The smallest feasible memory limit of every rank, exact.
 
-        Of every microbatch, a rank holds the forwards of all its stages at once: the first backward of
-        any of them waits for the last forward of the model, which waits for all of them. So no order
-        needs less than static + the sum of its stages' forward deltas; and one microbatch at a time with
-        fused backwards (which never allocate) needs no more.
+        A rank holds the forwards of all its stages for every microbatch at some time: the first backward
+        waits for the model's last forward, which waits for all other forwards. So every order needs at least
+        static + the sum of the stages' forward deltas. One microbatch at a time with fused backwards, which
+        never allocate, needs exactly that.
         """
         forward = self.memory.forward
         return tuple(
@@ -217,7 +216,7 @@ class Problem:
         )
 
     def require_feasible(self) -> None:
-        """Raise :class:`InfeasibleMemory` when a rank's limit is below its smallest feasible one."""
+        """Raise :class:`InfeasibleMemory` when a rank's limit is below its smallest feasible limit."""
         limits = self.memory.limit
         if limits is not None and any(
             exceeds(need, limit, FEASIBLE_MEMORY)
@@ -226,7 +225,7 @@ class Problem:
             raise InfeasibleMemory(self.smallest_limit, limits)
 
     def busy_time(self, rank: int) -> float:
-        """Least total work of a rank: m times F and the cheaper of B and I + W on each of its stages."""
+        """Least total work of a rank: m times F and the cheaper of B and I + W, over its stages."""
         costs = self.costs
         return self.microbatches * math.fsum(
             costs.forward[s] + min(costs.fused(s), costs.backward_input[s] + costs.backward_weight[s])
@@ -235,16 +234,13 @@ class Problem:
 
 
 def require_same_problem(asked: Problem, of_plan: Problem) -> None:
-    """Raise :class:`InvalidPlan` where a plan was made for another problem than the one that was asked.
-
-    Names of units may differ.
-    """
+    """Raise :class:`InvalidPlan` when a plan was made for another problem. Names of units may differ."""
     names = [name for name in Problem.__dataclass_fields__ if name != "units"]
     differing = [name for name in names if getattr(asked, name) != getattr(of_plan, name)]
     if differing:
         raise InvalidPlan(
             f"the plan was made for another problem; they differ in {', '.join(differing)}. Start from a "
-            f"plan of this problem, or from none."
+            f"plan of this problem, or start without a plan."
         )
 
 
@@ -304,14 +300,14 @@ def _check_values(pointer: str, values: Sequence[float], length: int, signed: bo
     for index, value in enumerate(values):
         rule = broken_rule(value, signed)
         if rule is not None:
-            # Of equal values, the user wrote one.
+            # Equal values usually come from one scalar in the document.
             at = f"{pointer}/{index}" if len(set(map(repr, values))) > 1 else pointer
             return [Issue(at, rule)]
     return []
 
 
 def _check_sums(pointer: str, values: Sequence[float], chunks: int) -> list[Issue]:
-    """Classical schedules merge as many neighbouring stages as a rank has into one."""
+    """Sums of neighbouring stages must be valid, too: classical schedules merge a rank's worth of stages."""
     for first in range(0, len(values), chunks):
         together = sum(values[first : first + chunks])
         if abs(together) > MAX_NUMBER:
@@ -332,7 +328,7 @@ def _delta_rules(problem: Problem) -> list[Issue]:
     ):
         if not all(map(math.isfinite, deltas)):
             return []  # reported by _number_rules
-        # A stage may be a sum of layers, each within the tolerance, and adding them up rounds too.
+        # A stage may be a sum of layers, each within the tolerance, and the sum rounds again.
         broken = delta_rule(*deltas, tolerance=2 * MEMORY_TOLERANCE)
         if broken is not None:
             return [Issue(f"/memory{broken[0]}", f"stage {stage}: {broken[1]}")]

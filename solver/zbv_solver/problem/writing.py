@@ -17,7 +17,7 @@ def any_problem_json(problem: AnyProblem) -> dict[str, Any]:
 
 
 def problem_json(problem: Problem) -> dict[str, Any]:
-    """The problem normalised: every key present, every value one per stage, boundary or rank."""
+    """A problem, normalised: every key present, every value one per stage, boundary or rank."""
     costs, memory, units = problem.costs, problem.memory, problem.units
     document: dict[str, Any] = {
         "pp_degree": problem.pp_degree,
@@ -50,14 +50,14 @@ def problem_json(problem: Problem) -> dict[str, Any]:
 
 
 def units_json(units: Units) -> dict[str, Any]:
-    """Named units as the key ``units``; nothing where none is named."""
+    """The key ``units`` with the units that have names; empty if none has."""
     named = {"time": units.time, "memory": units.memory}
     given = {key: value for key, value in named.items() if value is not None}
     return {"units": given} if any(given.values()) else {}
 
 
 def cut_model_json(model: CutModel) -> dict[str, Any]:
-    """What a plan's problem says of its layers, beside costs and memory of its stages."""
+    """The keys that a plan's problem has in addition if its stages come from layers."""
     document: dict[str, Any] = {
         "layers": [_layer_json(layer) for layer in model.model.layers],
         "partition": [list(names) for names in model.partition],
@@ -109,7 +109,7 @@ def _costs_json(costs: LayerCosts) -> dict[str, Any]:
 
 
 def layered_json(problem: LayeredProblem) -> dict[str, Any]:
-    """A layered problem normalised: every key present, layers as given."""
+    """A layered problem, normalised: every key present, layers as given."""
     document: dict[str, Any] = {
         "pp_degree": problem.pp_degree,
         "microbatches": problem.microbatches,

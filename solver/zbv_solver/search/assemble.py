@@ -1,4 +1,4 @@
-"""Verified plans from orders: of a search, of a baseline, or made elsewhere."""
+"""Verified plans from orders, and from plan files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_plan(
     seconds: float = 0.0,
     extra: dict[str, Any] | None = None,
 ) -> Plan:
-    """A verified plan, without baselines, from orders made elsewhere.
+    """A verified plan from orders, without baselines.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def make_plan(
     InvalidPlan
         When the orders break a rule of the problem.
     ContradictedBound
-        When the orders undercut the bound, which is then none.
+        When the orders undercut the bound.
     """
     verify_orders(problem, orders)
     timing = evaluate(problem, orders)
@@ -89,9 +89,10 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def baseline_plan(name: str, problem: Problem) -> Plan:
-    """A classical schedule of the same model as a verified plan, under its own placement.
+    """A classical schedule of the same model as a verified plan, on the placement of that schedule.
 
-    Its memory limit is dropped when it does not fit, so that it can be shown and run all the same.
+    If the schedule exceeds the memory limit, the plan's problem has no limit, so that it can still be shown
+    and run.
     """
     own_problem, orders = baseline(name, problem)
     unlimited = without_limit(own_problem)
@@ -100,7 +101,7 @@ def baseline_plan(name: str, problem: Problem) -> Plan:
 
 
 def compare(problem: Problem) -> tuple[Baseline, ...]:
-    """What every baseline achieves on the problem's model; ``fits`` judges its memory limit."""
+    """Metrics of all classical schedules on the problem's model, whether or not they fit its memory limit."""
     results = []
     for name in BASELINES:
         own_problem, orders = baseline(name, problem)

@@ -1,12 +1,11 @@
-"""Which claims of a plan file are verified, and which are only claims.
+"""Which claims of a plan file are verified.
 
-The orders and everything that follows from them are recomputed by :mod:`zbv_solver.verify.verifier`, the
-baselines by the planner. A lower bound does not follow from the orders: that no other order is better takes
-a proof. By default a bound is reported as not verified, and so is the status "optimal", which depends on
-it. With ``prove`` the proof is made again, and a bound that zbv cannot prove is refused.
+:mod:`zbv_solver.verify` recomputes the metrics of the orders, and the planner recomputes the baselines. A
+lower bound does not follow from the orders: it takes a proof that no other order is better. By default a
+bound is listed as not verified, and so is the status "optimal", which depends on it. With ``prove``, the
+bound is proved again, and the plan is rejected if zbv cannot prove it.
 
-This is not :mod:`zbv_solver.verify.verifier`: the proofs use the planner's own bounds and CP-SAT, so they are no
-independent check of these.
+In contrast to `verify`, this is not an independent check: the proofs use the planner's own bounds and CP-SAT.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class Claim:
     pointer
         JSON pointer to the claim in the plan file.
     text
-        What is claimed.
+        The claim.
     is_verified
-        Whether it was checked and holds; a claim that was checked and does not hold raises instead.
+        Whether the claim was checked and is true. A false claim raises an error instead.
     reason
-        How it was checked, or why it was not.
+        How the claim was checked, or why it was not.
     """
 
     pointer: str
@@ -62,7 +61,7 @@ class CheckedPlan:
 
     @property
     def verified(self) -> tuple[Claim, ...]:
-        """The claims that hold."""
+        """The claims that were checked and are true."""
         return tuple(claim for claim in self.claims if claim.is_verified)
 
     @property
@@ -85,16 +84,16 @@ def check_plan(
     document
         A decoded plan file, or one that is parsed already.
     asked
-        The problem that the plan must answer; None accepts the plan's own.
+        The problem that the plan must be for; None accepts the plan's own problem.
     prove
         Prove the stated bounds again. This can take as long as a thorough search.
     cancelled
-        Polled during a proof; once true, the proof ends without a result, and the bound is refused.
+        Polled during a proof; once true, the proof ends without a result, and the plan is rejected.
 
     Raises
     ------
     InvalidInput
-        When the document is no plan, or answers another problem.
+        When the document is not a plan, or is a plan for another problem.
     InvalidPlan
         When a claim is false, or ``prove`` finds no proof.
     """
@@ -130,7 +129,7 @@ def check_plan(
 
 
 def require_answer(problem: Problem, asked: Problem | LayeredProblem) -> None:
-    """Raise :class:`InvalidInput` when a plan's problem is not the one that was asked."""
+    """Raise :class:`InvalidInput` when a plan is for another problem than the given one."""
     wanted = asked.as_cut_in(problem) if isinstance(asked, LayeredProblem) else asked
     if problem != wanted:
         names = Problem.__dataclass_fields__
@@ -162,7 +161,7 @@ def _metric_claims(parsed: PlanDocument) -> Iterator[Claim]:
 
 
 def _baseline_claims(parsed: PlanDocument, problem: Problem) -> Iterator[Claim]:
-    """Baselines are recomputed where they are classical schedules of the same stages."""
+    """Claims about baselines. Classical schedules of the same stages are recomputed."""
     if not parsed.baselines:
         return
     if not can_compile():
@@ -172,7 +171,7 @@ def _baseline_claims(parsed: PlanDocument, problem: Problem) -> Iterator[Claim]:
         from zbv_solver.search.assemble import compare as baselines_of
 
         known = {baseline.name: baseline for baseline in baselines_of(problem)}
-        reason = "no classical schedule of the same stages; it comes from a search of its own"
+        reason = "not a classical schedule of the same stages; it comes from another search"
     for index, stated in enumerate(parsed.baselines):
         pointer, text = f"/baselines/{index}", f"baseline {stated.name}"
         found = known.get(stated.name)
@@ -217,7 +216,7 @@ def _bound_claims(
 
 
 def _require_met(plan: Plan, bound: float) -> None:
-    """Raise :class:`InvalidPlan` where the orders, timed again, miss a bound by more than rounding."""
+    """Raise :class:`InvalidPlan` when the recomputed objective is above a bound by more than rounding."""
     from zbv_solver.timing.start_times import objective_of
 
     value = objective_of(plan.problem, plan.orders)
@@ -229,23 +228,23 @@ def _require_met(plan: Plan, bound: float) -> None:
 
 
 def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None = None) -> str:
-    """Prove a stated lower bound of a plan's problem; returns how.
+    """Prove a stated lower bound of a plan's problem; returns a description of the proof.
 
-    First the closed bounds (:mod:`zbv_solver.bounds`), then CP-SAT where the problem is as small as those
-    that a thorough search gives to it.
+    The closed-form bounds (:mod:`zbv_solver.bounds`) are tried first, then CP-SAT if the problem is small
+    enough that a thorough search would use it.
 
     Raises
     ------
     InvalidPlan
-        When neither proves it, or a better plan refutes it.
+        When there is no proof, or when a better plan refutes the bound.
     """
     from zbv_solver.bounds import lower_bound
     from zbv_solver.search.options import BUDGETS
     from zbv_solver.search.search_unit import in_search_unit
 
-    # As a search does: in the caller's unit, CP-SAT's grid may be coarser and prove less.
+    # In the caller's unit, CP-SAT's grid may be coarser and prove less.
     problem, unit = in_search_unit(plan.problem)
-    # Stricter than a metric: "optimal" is decided by differences of this size.
+    # Stricter than the tolerance of metrics, because differences of this size decide about "optimal".
     enough = stated * (1 - OPTIMAL_GAP)
     bound = lower_bound(problem).value * unit
     if bound >= enough:
@@ -275,7 +274,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
 
 
 def _cut_claims(plan: Plan, asked: Problem | LayeredProblem | None, prove: bool) -> Iterator[Claim]:
-    """The bound over all cuts of a layered problem."""
+    """Claims about the bound over all cuts of a layered problem."""
     if plan.cut is None:
         return
     stated, value = plan.cut.lower_bound, plan.objective
@@ -287,8 +286,8 @@ def _cut_claims(plan: Plan, asked: Problem | LayeredProblem | None, prove: bool)
         yield Claim("/cut/lower_bound", text, False, "a proof is needed: zbv check --prove")
     elif not isinstance(asked, LayeredProblem):
         raise InvalidPlan(
-            f"the stated bound {stated:.15g} over all cuts cannot be proved for a problem whose layers are "
-            f"cut already. Check the plan against the problem without a partition, or leave `cut` out."
+            f"the stated bound {stated:.15g} over all cuts cannot be proved for a problem with a given cut. "
+            f"Check the plan against the problem without a partition, or leave `cut` out."
         )
     else:
         from zbv_solver.search.layered import bound_over_all_cuts
@@ -305,8 +304,8 @@ def _cut_claims(plan: Plan, asked: Problem | LayeredProblem | None, prove: bool)
 def _check_cut_gap(gap: float, bound: float, value: float) -> None:
     if bound > value * (1 + SAME_METRIC):
         raise InvalidPlan(
-            f"the stated bound {bound:.15g} over all cuts is above the objective {value:.15g}, so it is no "
-            f"bound."
+            f"the stated bound {bound:.15g} over all cuts is above the objective {value:.15g}, so it is not "
+            f"a lower bound."
         )
     if bound > 0:
         compare("gap of the cut", 1 + gap, value / bound)

@@ -1,4 +1,4 @@
-"""Ending machine code that is under way: a flag that kernels look at, set by a thread that watches."""
+"""Stopping kernels: a flag that they poll, set by a thread at a deadline or a cancellation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 POLL_SECONDS = 0.05
 LEAST_SECONDS = 1e-6
-"""A turn is never shorter."""
+"""Shortest turn."""
 
 
 class Halt:
-    """Says when to stop: at a deadline, or when ``cancelled`` turns true.
+    """Says when a search must stop: at a deadline, or when ``cancelled`` returns True. A context manager.
 
     Attributes
     ----------
     flag
         (1,) uint8 that kernels poll; 1 once it is time to stop.
     reason
-        "cancelled" or "time limit" once it is time to stop, else None.
+        "cancelled" or "time limit" once the search must stop, else None.
     """
 
     def __init__(self, cancelled: Callable[[], bool] | None, deadline: float | None):
@@ -49,7 +49,7 @@ class Halt:
             self._watcher.join(timeout=1)
 
     def check(self) -> bool:
-        """Look now; whether it is time to stop."""
+        """Whether the search must stop now."""
         if self.reason is None:
             if self._cancelled is not None and self._cancelled():
                 self.reason = "cancelled"
@@ -67,14 +67,14 @@ class Halt:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """When a chain runs.
+    """The share of the time in which a chain may run.
 
     Attributes
     ----------
     flag
         (1,) uint8 that kernels poll: 1 once the turn is over.
     seconds
-        How long it may take, or None.
+        Length of the turn, or None without a time limit.
     """
 
     flag: NDArray[Any]
@@ -82,7 +82,7 @@ class Turn:
     seconds: float | None
 
     def spent(self, share: float = 1.0) -> float:
-        """How much has gone of the turn, or of its first ``share``; 1 is all, 0 without a time limit."""
+        """Elapsed fraction of the turn, or of its first ``share``; 0 without a time limit."""
         if self.seconds is None:
             return 0.0
         return (time.monotonic() - self.began) / max(share * self.seconds, LEAST_SECONDS)

@@ -1,8 +1,8 @@
-"""From layers to a verified plan: placement, cut and order chosen together.
+"""From layers to a verified plan: placement, cut and order are chosen together.
 
-Every placement's cuts are judged briefly and improved (:mod:`.joint_search`); then the real search runs on
-the best of all, and on every other finalist that its lower bound does not rule out. So the plan is never
-worse than the search on GPipe's histogram cut, which is always among them.
+Cuts on every placement are estimated and improved (:mod:`zbv_solver.partition.joint_search`). Then the full
+search runs on the most promising cut, and on every other finalist that its lower bound does not exclude. So
+the plan is never worse than that of GPipe's histogram cut, which is always a finalist.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput, InvalidPlan
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.joint_search import Candidate, improve_cut
@@ -38,11 +38,11 @@ from zbv_solver.search.options import STAGES, SearchOptions
 from zbv_solver.search.pipeline import Cancelled, OnProgress, Pipeline, Progress
 
 JUDGED = {"quick": 1_500_000, "standard": 15_000_000, "thorough": 150_000_000}
-"""Actions that may be placed to tell cuts apart, on all placements together."""
+"""Actions that may be placed to estimate cuts, on all placements together."""
 FINALISTS = {"quick": 3, "standard": 4, "thorough": 6}
-"""Cuts that the real search may run on."""
+"""Cuts that the full search may run on."""
 JUDGE_SHARE, SEARCH_SHARE = 0.25, 0.85
-"""Of a time limit: until when cuts are told apart, and searched; the rest is for what stands beside."""
+"""Shares of a time limit at which estimating cuts and searching finalists end; the rest is for baselines."""
 LEAST_SECONDS = 0.01
 Starts = dict[str, Start]
 
@@ -63,21 +63,21 @@ def plan_layers(
     cancelled: Cancelled | None = None,
     incumbent: Plan | None = None,
 ) -> Plan:
-    """Cut the model, place and order its stages, prove a bound over all cuts, verify.
+    """Cut the model, place and order its stages, prove a bound over all cuts, and verify the plan.
 
     Parameters
     ----------
     on_progress, cancelled
-        As in :func:`zbv_solver.search.search.search`; progress carries the problem whose orders it reports.
+        As in :func:`zbv_solver.search.search.search`; every report has the problem of its orders.
     incumbent
-        A plan to start from, as of an earlier search of the same layers that was cut short.
+        A plan of the same layers to start from.
 
     Raises
     ------
     InfeasibleMemory
         When no cut has a plan that fits the memory limit.
     InvalidPlan
-        When the incumbent is no plan of these layers, or its orders break a rule.
+        When the incumbent is not a plan of these layers, or its orders break a rule.
     ContradictedBound
         When a plan undercuts a bound.
     """
@@ -92,7 +92,7 @@ def plan_layers(
 
 
 def bound_over_all_cuts(problem: LayeredProblem) -> float:
-    """A lower bound on the objective of every plan of every cut, on every placement asked for.
+    """A lower bound on the objective of every plan of every cut, on all placements that the problem allows.
 
     Raises
     ------
@@ -125,7 +125,7 @@ class _LayersSearch:
         self.heard = np.inf
 
     def feasible(self) -> list[tuple[CutSpace, Starts]]:
-        """Cuts to begin with on every placement where one fits; also computes the bounds over all cuts."""
+        """First cuts on every placement with a cut that fits; also computes the bounds over all cuts."""
         starts = [(space, self._starts(space, level_cut(space))) for space in self.spaces]
         return [(space, found) for space, found in starts if found] or self._hard_starts()
 
@@ -140,15 +140,15 @@ class _LayersSearch:
         self._search(entrants)
         return self._finish(entrants)
 
-    def _starts(self, space: CutSpace, level: Bounds) -> Starts:
-        """Cuts to begin with, by name, that fit; also notes what no cut of the placement can beat."""
+    def _starts(self, space: CutSpace, level: Boundaries) -> Starts:
+        """First cuts that fit, by name; also stores the lower bound over all cuts on the placement."""
         found, worst = fitting_starts(space, level, self.options.seed)
         if worst is not None:
             self.floors[space.placement] = max(self.least, worst) * self.problem.microbatches
         return found
 
     def _hard_starts(self) -> list[tuple[CutSpace, Starts]]:
-        """Cuts that fit where none was found at first sight; that there are none is an error."""
+        """First cuts that need an exhaustive search to fit; raises :class:`InfeasibleMemory` without any."""
         limit, found = self.options.time_limit, []
         for space in self.spaces:
             seconds = None if limit is None else JUDGE_SHARE * limit / len(self.spaces)
@@ -176,7 +176,7 @@ class _LayersSearch:
         )
 
     def _begin(self, space: CutSpace, starts: Starts) -> None:
-        """A first plan, as soon as can be: telling cuts apart takes a while."""
+        """Find a first plan quickly, because estimating cuts takes a while."""
         name, (bounds, recompute) = next(iter(starts.items()))
         problem = self.problem.cut_into(space.placement, space.cut(bounds, recompute))
         options = replace(self._limited(JUDGE_SHARE), effort="quick", without=STAGES)
@@ -185,7 +185,7 @@ class _LayersSearch:
             self.best, self.method = pipeline.finish(), name
 
     def _entrants(self, feasible: list[tuple[CutSpace, Starts]]) -> list[_Entrant]:
-        """What the real search is to run on, the most promising first."""
+        """The candidates for the full search, the most promising first."""
         judges = [Judge(space) for space, _ in feasible]
         judged = [
             [
@@ -206,7 +206,7 @@ class _LayersSearch:
             )
             if moved is not start:
                 judged[number].append(moved)
-        entrants: dict[tuple[Placement, Bounds, tuple[bool, ...]], _Entrant] = {}
+        entrants: dict[tuple[Placement, Boundaries, tuple[bool, ...]], _Entrant] = {}
         for (space, _), candidates in zip(feasible, judged, strict=True):
             for each in sorted(candidates, key=lambda candidate: candidate.value):
                 key = space.placement, each.bounds, each.recompute
@@ -214,8 +214,8 @@ class _LayersSearch:
                     entrants[key] = _Entrant(each.name, each.value, self._problem_of(space, each))
         return sorted(entrants.values(), key=lambda entrant: entrant.judged)
 
-    def _judged(self, space: CutSpace, found: Starts) -> Iterator[tuple[str, Bounds, tuple[bool, ...]]]:
-        """What is judged on a placement: cuts that just fit, and such that have room to spare."""
+    def _judged(self, space: CutSpace, found: Starts) -> Iterator[tuple[str, Boundaries, tuple[bool, ...]]]:
+        """The cuts to estimate on a placement: some that just fit, and some that have spare memory."""
         for name, (bounds, recompute) in found.items():
             yield name, bounds, recompute
         start, _ = next(iter(found.values()))
@@ -225,7 +225,7 @@ class _LayersSearch:
             yield "roomy", bounds, recompute
 
     def _search(self, entrants: list[_Entrant]) -> None:
-        """The real search on the most promising, and on the rest while they could be better."""
+        """Run the full search on the finalists, except those that cannot be better."""
         most = FINALISTS[self.options.effort]
         histograms = [entrant for entrant in entrants[most:] if entrant.name == HISTOGRAM]
         finalists = [*entrants[:most], *histograms]
@@ -245,7 +245,7 @@ class _LayersSearch:
         self._take(entrant.name, plan)
 
     def _take(self, name: str, plan: Plan) -> None:
-        """Make a plan the best if it is; one as good of the same cut too: it knows a better bound."""
+        """Keep a plan if it is the best, or equal and of the same cut: it has a better bound."""
         best = self.best
         if (
             best is None
@@ -255,22 +255,22 @@ class _LayersSearch:
             self.best, self.method = plan, name
 
     def _limited(self, share: float) -> SearchOptions:
-        """The options with a share of the time limit, where there is one."""
+        """The options with a share of the time limit, if there is one."""
         limit = self.options.time_limit
         if limit is None:
             return self.options
         return replace(self.options, time_limit=max(LEAST_SECONDS, share * limit))
 
     def _spent(self) -> float:
-        """Share of the time limit that has gone; 0 without one."""
+        """Elapsed share of the time limit; 0 without one."""
         limit = self.options.time_limit
         return 0.0 if limit is None else (time.monotonic() - self.began) / limit
 
     def _finish(self, entrants: list[_Entrant]) -> Plan:
         if self.best is None:
-            raise RuntimeError("no cut was searched; this is a fault of ours, please report it.")
+            raise RuntimeError("no cut was searched; this is a bug in zbv, please report it.")
         is_cancelled = self.cancelled is not None and self.cancelled()
-        # Whoever interrupts a search waits for its plan: the baselines would take some searches more.
+        # After a cancellation the caller waits for the plan, and baselines would take more searches.
         beside = () if is_cancelled else tuple(self._beside(entrants))
         best = self.best
         certificate = certify(self.problem, best.objective, min(self.floors.values()), "cuts")
@@ -288,7 +288,7 @@ class _LayersSearch:
         )
 
     def _beside(self, entrants: list[_Entrant]) -> Iterator[Baseline]:
-        """The simple cuts on the plan's placement, and the best of every other placement."""
+        """Baselines: the simple cuts on the plan's placement, and the best cut of every other placement."""
         if self.best is None:
             return
         chosen = self.best.problem.placement
@@ -305,7 +305,7 @@ class _LayersSearch:
             yield self._baseline(name, others[placement].problem, share)
 
     def _baseline(self, name: str, problem: Problem, share: float) -> Baseline:
-        """What a brief search finds for another cut; without the limit where it does not fit."""
+        """The result of a quick search for another cut, without the memory limit if the cut does not fit."""
         fits = True
         try:
             problem.require_feasible()
@@ -316,12 +316,12 @@ class _LayersSearch:
             pipeline.run()
             plan = pipeline.finish()
         if fits:
-            self._take(name, plan)  # where time was short, it may be the better one
+            self._take(name, plan)  # with little time, it may be better than the plan
         metrics = plan.metrics
         return Baseline(name, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits)
 
     def _hear(self, progress: Progress) -> None:
-        """Pass on what is better than every cut before, with the bound over all cuts."""
+        """Report progress that is better than that of all cuts before, with the bound over all cuts."""
         bound = min(self.floors.values())
         if self.on_progress is None or progress.objective >= self.heard * (1 - OPTIMAL_GAP):
             return
@@ -342,7 +342,7 @@ class _LayersSearch:
         return self.best is not None and lower_bound(problem).value >= self.best.objective * (1 - OPTIMAL_GAP)
 
     def _is_over(self, share: float) -> bool:
-        """Whether a share of the time limit has gone, or nobody wants to know more."""
+        """Whether a share of the time limit has elapsed, or the search was cancelled."""
         return self._spent() >= share or (self.cancelled is not None and self.cancelled())
 
     def _problem_of(self, space: CutSpace, candidate: Candidate) -> Problem:
@@ -350,11 +350,11 @@ class _LayersSearch:
 
 
 def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:
-    """The incumbent, checked, with metrics computed here; raises :class:`InvalidPlan`."""
+    """The incumbent, verified, with recomputed metrics; raises :class:`InvalidPlan`."""
     try:
         cut = problem.as_cut_in(incumbent.problem)
     except InvalidInput as error:
-        raise InvalidPlan(f"the incumbent is no plan of these layers: {error}") from None
+        raise InvalidPlan(f"the incumbent is not a plan of these layers: {error}") from None
     require_same_problem(cut, incumbent.problem)
     plan = make_plan(cut, incumbent.orders, method=incumbent.provenance.method)
     return replace(plan, baselines=compare(cut), provenance=incumbent.provenance)

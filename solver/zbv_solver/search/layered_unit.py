@@ -1,4 +1,4 @@
-"""Layers in the unit of time of a search (see :mod:`zbv_solver.search.search_unit`), and plans in the caller's."""
+"""Layered problems in the unit of the search (:mod:`zbv_solver.search.search_unit`), and plans back again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class OwnUnit:
     Attributes
     ----------
     given, problem
-        As the caller gave it, and as the search takes it.
+        In the caller's unit, and in the unit of the search.
     length
-        Of the search's unit, in the caller's.
+        Length of the search's unit in the caller's unit.
     """
 
     given: LayeredProblem
@@ -33,7 +33,7 @@ class OwnUnit:
 
     @classmethod
     def of(cls, given: LayeredProblem) -> OwnUnit:
-        """The problem with all costs converted; memory stays."""
+        """Convert all costs; memory is unchanged."""
         link, each = given.link, given.model.layers
         transfers = [given.p2p] if link is None else [link.latency, *(_transfer(link, it) for it in each)]
         times = [time for layer in each for costs in _variants(layer) for time in _times(costs)]
@@ -63,7 +63,7 @@ class OwnUnit:
         return _same_cut(self.given, problem)
 
     def progress(self, heard: Progress) -> Progress:
-        """What the search reports, in the caller's unit."""
+        """Progress of the search in the caller's unit."""
         return replace(
             heard,
             objective=heard.objective * self.length,
@@ -72,7 +72,7 @@ class OwnUnit:
         )
 
     def incumbent(self, plan: Plan) -> Plan:
-        """A plan of the caller's in the unit of the search."""
+        """A plan in the caller's unit, converted to the unit of the search."""
         own = make_plan(_same_cut(self.problem, plan.problem), plan.orders, method=plan.provenance.method)
         baselines = tuple(
             replace(row, span=row.span / self.length, makespan=row.makespan / self.length)
@@ -81,7 +81,7 @@ class OwnUnit:
         return replace(own, baselines=baselines, provenance=plan.provenance)
 
     def plan(self, found: Plan) -> Plan:
-        """A plan of the search's in the caller's unit; raises :class:`ContradictedBound`."""
+        """A plan in the unit of the search, converted to the caller's; raises :class:`ContradictedBound`."""
         plan = make_plan(
             self.given_cut(found.problem),
             found.orders,
@@ -101,7 +101,7 @@ class OwnUnit:
 
 def _same_cut(problem: LayeredProblem, other: Problem) -> Problem:
     if other.model is None:
-        raise TypeError("a problem of layers remembers how they are cut.")
+        raise TypeError("the problem was not given by layers.")
     return problem.cut_into(other.placement, other.model.cut)
 
 

@@ -1,4 +1,4 @@
-"""How hard to search: efforts, the budgets behind them, and what a caller may choose."""
+"""Options of a search: efforts and their budgets, time limit, seed and workers."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
 STAGES = ("tune", "anneal", "windows", "exact")
-"""Stages of the pipeline that can be left out, to see what they add; orders are always constructed."""
+"""Stages of the search that can be left out to measure their contribution. Orders are always constructed."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What an effort spends, in units that are the same on every machine.
+    """The budget of an effort, in units that do not depend on the machine.
 
     Attributes
     ----------
     constructed
-        Actions that the portfolio of constructors may place, beyond its first orders.
+        Actions that the constructors may place after their first orders.
     tuned
-        Actions that the parameter search may place, and the most orders that it may make of them.
+        Actions that the parameter search may place.
     most_tuned
-        Orders that the parameter search may make.
+        Orders that the parameter search may construct.
     annealed
-        Actions that annealing may look at, all moves together.
+        Actions that all moves of annealing together may touch.
     most_annealed
         Moves of annealing.
     window_actions
         Largest problem, in actions, whose order CP-SAT improves window by window.
     window_time
-        CP-SAT's deterministic time for all windows of one size; one of it is some ten seconds.
+        CP-SAT's deterministic time for all windows of one size; one unit is about ten seconds.
     exact_actions
-        Largest problem, in actions, that goes to CP-SAT whole.
+        Largest problem, in actions, that CP-SAT solves as a whole.
     exact_time
-        CP-SAT's deterministic time for that.
+        CP-SAT's deterministic time for the whole problem.
     """
 
     constructed: int
@@ -51,7 +51,7 @@ class Budget:
     exact_time: float
 
     def of(self, actions: int) -> Budget:
-        """The budget for a size: what CP-SAT is asked to prove needs no long search before."""
+        """The budget for a number of actions: problems that CP-SAT can solve need no long search before."""
         if actions > self.exact_actions:
             return self
         return replace(
@@ -72,16 +72,21 @@ BUDGETS: dict[str, Budget] = {
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How hard to search.
+    """Options of a search.
 
     Attributes
     ----------
     time_limit
-        Seconds, or None. A cap that makes the result depend on the machine.
+        Seconds, or None. With a limit, the plan may depend on the speed of the machine.
     workers
-        Threads that a search may use; the plan does not depend on it.
+        Threads of the search; the plan does not depend on their number.
     without
-        Stages to leave out, of ``STAGES``.
+        Stages of ``STAGES`` to leave out.
+
+    Raises
+    ------
+    InvalidInput
+        When an option is out of range; the pointer is its name.
     """
 
     effort: Effort = "standard"

@@ -1,8 +1,7 @@
-"""The stages of a search: construct, tune, anneal, prove.
+"""The stages of a search: construct, tune, anneal, improve by CP-SAT, prove.
 
-Tuning and annealing run as two chains with seeds of their own, on two threads where the caller allows; what
-they find is put together at the end of a stage in the chains' order, so threads change the time and not the
-plan.
+Tuning and annealing run as two chains with different seeds, on two threads if the caller allows. At the end
+of a stage the results are combined in the order of the chains, so threads change the time but not the plan.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ from zbv_solver.verify.verifier import verify_orders
 
 CHAINS = 2
 REST_SHARE = 0.5
-"""Of what tuning may place: for laying the rest of the best order again."""
+"""Share of the tuning budget that is spent on suffix search."""
 TUNE_SHARE, ANNEAL_SHARE = 0.8, 0.8
-"""Of a time limit's rest, for these stages."""
+"""Shares of the remaining time limit for these stages."""
 ROUNDS = 12
-"""Of annealing; every third starts again from the best order."""
+"""Rounds of annealing; every third one starts from the best order."""
 WARMEST = 0.1
-"""Temperature of annealing's first round of three, as a share of the mean duration."""
+"""Temperature in the first of three rounds of annealing, as a share of the mean duration."""
 FIRST_ATTEMPTS = 8
-"""Constructed orders that are tried whatever the size."""
+"""Orders that are constructed whatever the size of the problem."""
 FINISH_SECONDS = 1.3e-6
-"""Per action: what timing, verifying and comparing the final plan takes, kept free before a deadline."""
+"""Seconds per action that timing, verifying and comparing the final plan take; reserved before a deadline."""
 
 
 @dataclass(frozen=True, eq=False)
 class Progress:
     """A better plan or a better bound, as reported while searching.
 
-    ``orders`` are verified, and of ``problem``: where layers are cut, that may be another one each time.
-    ``objective`` may still be lowered a little at the end, when a span is computed exactly instead of from
-    earliest starts.
+    ``orders`` are verified orders of ``problem``, which may change from report to report where layers are
+    cut. The final ``objective`` may be a little lower, because the span is then computed exactly instead of
+    from earliest starts.
     """
 
     objective: float
@@ -82,16 +81,19 @@ class Found:
 
 
 class Pipeline:
-    """State of one search: incumbent, bound, budget, and who wants to hear of it. A context manager.
+    """State of one search: incumbent, lower bound, budget and progress reports. A context manager.
 
     Attributes
     ----------
     given
-        The caller's problem: orders are verified, and the plan is timed, by its numbers.
+        The caller's problem, with which orders are verified and the final plan is timed.
     problem, unit
-        The same in the unit of the search, in which all times are here (:mod:`zbv_solver.search.search_unit`).
+        The same problem in the unit of the search (:mod:`zbv_solver.search.search_unit`), and that unit. All
+        times here are in this unit.
     bound, source
         The best proven bound, and where it comes from.
+    heard
+        The best objective that was reported.
     """
 
     def __init__(
@@ -124,18 +126,18 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.halt.flag[0] = 1  # whatever ends the search ends its chains
+        self.halt.flag[0] = 1  # stops chains that still run
         self.pool.shutdown()
         self.halt.__exit__(kind, error, trace)
 
     def resume_from(self, incumbent: Orders) -> None:
-        """Start from an order found earlier; raises :class:`InvalidPlan` where the problem forbids it."""
+        """Start from a known order; raises :class:`InvalidPlan` when it is not an order of the problem."""
         verify_orders(self.given, incumbent)
         orders = first_in_first_out(incumbent, self.problem.n_stages)
         self._take(Found(objective_of(self.problem, orders), orders, "resumed"))
 
     def run(self) -> None:
-        """All stages, until the bound is met or the search is cut."""
+        """Run all stages until the bound is met or the search is stopped."""
         stages: tuple[tuple[str | None, Callable[[], None]], ...] = (
             (None, self._begin),
             (None, self._bound),
@@ -150,17 +152,15 @@ class Pipeline:
                 stage()
 
     def finish(self) -> Plan:
-        """The verified plan of the incumbent, with baselines beside it.
+        """The verified plan of the incumbent, with baselines.
 
         Raises
         ------
         ContradictedBound
-            Where the plan undercuts the bound.
+            When the plan undercuts the bound.
         """
         if self.found is None:
-            raise RuntimeError(
-                "the search ended without an order; this is a fault of ours, please report it."
-            )
+            raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
         extra: dict[str, object] = {"effort": self.options.effort}
         if self.options.without:
             extra["without"] = list(self.options.without)
@@ -179,7 +179,7 @@ class Pipeline:
         return replace(plan, baselines=compare(self.given))
 
     def _begin(self) -> None:
-        """A first plan, as soon as can be."""
+        """Find a first order as quickly as possible."""
         self.bound = lower_bound(self.problem, effort="quick").value
         rule = simple_rule(self.problem, "backward-deep", 1.0, 0.5)
         attempt = ListScheduler(self.problem).attempt(rule, "list(first)") or serial(self.problem)
@@ -187,11 +187,11 @@ class Pipeline:
             self._take(_of(attempt))
 
     def _bound(self) -> None:
-        """The full bound."""
+        """Compute the full lower bound."""
         self._raise_bound(lower_bound(self.problem).value, "bounds")
 
     def _construct(self) -> None:
-        """Greedy and list-scheduled orders, in turns."""
+        """Construct greedy and list-scheduled orders alternately."""
         listed = priority_schedules(self.problem)
         attempts = listed
         if self.problem.placement.kind == "v":
@@ -204,7 +204,7 @@ class Pipeline:
                 return
 
     def _tune(self) -> None:
-        """Constructors with searched parameters."""
+        """Search the parameters of constructors, then the suffix of the best order."""
         most = self.budget.most_tuned * at_few_microbatches(self.problem).max_actions
         most += CHAINS * 2 * FINALISTS * self.problem.max_actions if self.budget.most_tuned else 0
         placements = min(self.budget.tuned, most) // CHAINS
@@ -225,7 +225,7 @@ class Pipeline:
         self._race(chain_of, TUNE_SHARE)
 
     def _anneal(self) -> None:
-        """Single actions moved, from the incumbent."""
+        """Move single actions, starting from the incumbent."""
         moves = min(self.budget.most_annealed, self.budget.annealed // self.problem.max_actions)
         moves //= CHAINS * ROUNDS
         if moves < 1 or self.found is None:
@@ -255,10 +255,10 @@ class Pipeline:
         self._race(chain_of, ANNEAL_SHARE)
 
     def _windows(self) -> None:
-        """CP-SAT on one stretch of time after another, where the size allows."""
+        """Improve one window of time after another by CP-SAT, if the problem is small enough."""
         if self.problem.max_actions > self.budget.window_actions or self.found is None:
             return
-        # OR-Tools takes a second to import; many searches never get here.
+        # Imported here because OR-Tools takes a second to import and many searches do not need it.
         from zbv_solver.improve.windows import sweep_windows
 
         orders = sweep_windows(
@@ -275,7 +275,7 @@ class Pipeline:
                 self._take(Found(value, orders, "cp-sat windows"))
 
     def _refine(self) -> None:
-        """CP-SAT on the whole problem, where its size allows."""
+        """Solve the whole problem by CP-SAT, if it is small enough."""
         if self.problem.max_actions > self.budget.exact_actions or self.found is None:
             return
         from zbv_solver.improve.exact import refine  # late, as above
@@ -298,11 +298,11 @@ class Pipeline:
         return max(0.01, self.options.time_limit - (time.monotonic() - self.began))
 
     def _race(self, chain_of: Callable[[int, Turn], Iterator[Found | None]], share: float) -> None:
-        """Run the chains; the best order of all becomes the incumbent.
+        """Run the chains; the best of their orders becomes the incumbent.
 
-        A chain that meets the bound ends the others, each as soon as it has made as many steps: so the plan
-        does not depend on which chain was faster. Of a time limit a stage takes no more than ``share`` of
-        what is left, and where one worker runs the chains one after another, they divide that evenly.
+        When a chain meets the bound, every other chain ends once it has made as many steps, so that the plan
+        does not depend on which chain was faster. A stage takes at most ``share`` of the remaining time. A
+        single worker runs the chains one after another, and they divide that time evenly.
         """
         left = self._seconds_left()
         until = None if left is None else time.monotonic() + share * left
@@ -330,7 +330,7 @@ class Pipeline:
 
     @contextmanager
     def _turn(self, until: float | None, waiting: int) -> Iterator[Turn]:
-        """The turn of a chain: with others waiting for theirs, an even part of the time until then."""
+        """The turn of a chain: an even share of the time until then if other chains wait for their turn."""
         began = time.monotonic()
         if until is None:
             yield Turn(self.halt.flag, began, None)
@@ -342,7 +342,7 @@ class Pipeline:
                 yield Turn(halt.flag, began, seconds)
 
     def _hear(self, found: Found) -> None:
-        """Report a chain's order before the stage has ended."""
+        """Report the order of a chain before the stage has ended."""
         with self.lock:
             if found.value < self.heard * (1 - OPTIMAL_GAP):
                 verify_orders(self.given, found.orders)
@@ -366,7 +366,7 @@ class Pipeline:
                     self._report(self.found)
 
     def _report(self, found: Found) -> None:
-        # A contradicted bound ends the search at once, and then finish() raises: it is no progress.
+        # A contradicted bound ends the search, and finish() raises; it is not reported as progress.
         if self.on_progress is None or verdict(found.value, self.bound) == "contradicted":
             return
         certificate = certify(self.problem, found.value, self.bound, self.source)
@@ -397,7 +397,7 @@ def _of(attempt: Attempt) -> Found:
 
 
 def _in_turns(*attempts: Iterator[Attempt]) -> Iterator[Attempt]:
-    """One of each in turns, until all are used up."""
+    """Alternate between the iterators until all are exhausted."""
     waiting = list(attempts)
     while waiting:
         for iterator in list(waiting):

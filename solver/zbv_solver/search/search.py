@@ -1,8 +1,8 @@
-"""From a problem to a verified plan, anytime: the public face of the pipeline.
+"""From a problem to a verified plan: the entry point of the search.
 
-Budgets are counted in placed actions, moves and CP-SAT's deterministic time, never in seconds, so the same
-problem, options and version give the same plan on every machine. A time limit is a cap on top; the plan's
-provenance says when it, or a cancellation, cut the search short.
+Budgets are counted in placed actions, moves and CP-SAT's deterministic time, never in seconds. So the same
+problem, options and version give the same plan on every machine, unless a time limit or a cancellation ends
+the search early; the plan's provenance records that.
 """
 
 from __future__ import annotations
@@ -44,31 +44,30 @@ def search(
     Parameters
     ----------
     problem
-        Where layers are still to be cut, cut, placement and order are chosen together
-        (:mod:`zbv_solver.search.layered`).
+        For layers, cut, placement and order are chosen together (:mod:`zbv_solver.search.layered`).
     on_progress
         Called at every better plan or bound, one call at a time.
     cancelled
         Polled from another thread twenty times a second; once true, the best plan so far is returned.
     incumbent
-        An order to start from, as of an earlier search that was cut short; for layers a whole plan, since
-        the order is one of its cut.
+        An order to start from, such as that of an earlier search; for layers a plan, because orders alone do
+        not define the cut.
 
     Raises
     ------
     InfeasibleMemory
         When no plan fits the memory limit.
     InvalidPlan
-        When ``incumbent`` is not an order of this problem, or a plan of another one.
+        When ``incumbent`` is not an order of this problem, or is a plan of another problem.
     ContradictedBound
         When the plan undercuts a lower bound: one of the two is wrong, and neither is returned.
     """
     if isinstance(problem, LayeredProblem):
-        # Layers are rare, and their kernels take a moment to load.
+        # Imported here because loading the kernels for layers takes a moment.
         from zbv_solver.search.layered import plan_layers
 
         if isinstance(incumbent, Orders):
-            raise TypeError("an incumbent of layers is a Plan: orders alone do not say where they are cut.")
+            raise TypeError("for layers the incumbent must be a Plan: orders alone do not define the cut.")
         return plan_layers(problem, options, on_progress, cancelled, incumbent)
     problem.require_feasible()
     if isinstance(incumbent, Plan):

@@ -1,8 +1,8 @@
-"""The costs that a search computes with: the caller's, in a unit of the search's own.
+"""The unit of time in which a search computes.
 
-A search decides by comparing sums of times. In the caller's unit, 0.1 + 0.2 and 0.3 differ, and the same
-costs in seconds and in milliseconds tie in different places, so the plan would depend on the unit. Costs with
-a common divisor become integers here, whose sums are exact; others become shares of the largest cost with
+A search compares sums of times. In the caller's unit, 0.1 + 0.2 and 0.3 differ, and ties differ between
+seconds and milliseconds, so the plan would depend on the unit. Costs with a common divisor are therefore
+converted to integers, whose sums are exact. Other costs become fractions of the largest cost with
 :data:`~zbv_solver.problem.numeric.SIGNIFICANT_BITS` binary digits.
 """
 
@@ -17,7 +17,7 @@ from zbv_solver.problem.numeric import MIN_NUMBER, integer_scale, rounded_to_bit
 from zbv_solver.problem.problem import Costs, Problem
 
 LARGEST_COST = 1 << 32
-"""Integer costs up to this are exact in sums of a million of them."""
+"""Sums of a million integer costs up to this are exact."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SearchUnit:
     length
         In the caller's unit.
     scale
-        What makes costs integers; None where they have no common divisor.
+        Factor that makes all costs integers; None if they have no common divisor.
     """
 
     length: float
@@ -37,29 +37,29 @@ class SearchUnit:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> SearchUnit:
-        """The unit of all times that a search adds up."""
+        """The unit for all times that a search adds up."""
         scale = integer_scale(times, LARGEST_COST)
         return cls(max(times), None) if scale is None else cls(1 / scale, scale)
 
     def converted(self, times: Sequence[float]) -> tuple[float, ...]:
-        """Times of the caller's in this unit."""
+        """Times in the caller's unit, converted to this unit."""
         row = np.array(times, dtype=np.float64)
         found = rounded_to_bits(row / self.length) if self.scale is None else np.rint(row * self.scale)
         return tuple(np.where(found < MIN_NUMBER, 0.0, found).tolist())
 
 
 def in_search_unit(problem: Problem) -> tuple[Problem, float]:
-    """The problem in the unit of the search, without its layers; and how long that unit is.
+    """The problem in the unit of the search, without its layers, and the length of that unit.
 
-    Times of the returned problem, times that length, are times of the given one, up to rounding.
+    A time of the returned problem multiplied by the length is a time of the given problem, up to rounding.
     """
     arrays, costs = problem.arrays, problem.costs
-    unit = SearchUnit.of([*arrays.duration.ravel().tolist(), *arrays.transfer.tolist()])
+    unit = SearchUnit.of([*arrays.duration.ravel().tolist(), *arrays.latency.tolist()])
     own = Costs(
         unit.converted(costs.forward),
         unit.converted(costs.backward_input),
         unit.converted(costs.backward_weight),
-        unit.converted(arrays.transfer.tolist()),
+        unit.converted(arrays.latency.tolist()),
         None if costs.backward is None else unit.converted(costs.backward),
     )
     return replace(problem, costs=own, model=None), unit.length

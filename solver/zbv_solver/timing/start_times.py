@@ -1,8 +1,8 @@
-"""When every action starts and ends under an order, and what the order achieves.
+"""Start and end times of actions, and the metrics of an order; docs/formats.md defines them.
 
-One pass executes the order, or finds it deadlocked: it yields earliest times, and the *runs* in which it
-executed, stretches of consecutive actions of one rank. Each further longest-path question is then a linear
-sweep along the runs (kernels: :mod:`zbv_solver.timing.sweeps`). Definitions: docs/formats.md.
+One pass executes the order, or finds a deadlock. It yields earliest times, and the *runs* of the execution:
+consecutive actions of one rank that execute without waiting for another rank's progress. Every further
+longest-path problem is then a linear sweep over the runs (kernels: :mod:`zbv_solver.timing.sweeps`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IntArray = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """An order's earliest-start times and metrics.
+    """Earliest times and metrics of an order.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
     Raises
     ------
     InvalidPlan
-        When the order deadlocks, or an action's input is produced nowhere before it.
+        When the order deadlocks, or the input of an action is not produced before it.
     """
     executed = _execute_orders(problem, orders)
     span = _exact_span(executed, orders)[0]
@@ -96,7 +96,7 @@ def objective_of(problem: Problem, orders: Orders) -> float:
 
 
 def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
-    """Earliest start and end of every action, each (n,): what drawing needs, without the exact span.
+    """Earliest start and end of every action, each (n,), without the exact span.
 
     Raises
     ------
@@ -108,9 +108,9 @@ def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 
 
 def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, float]:
-    """Makespan, and the largest (last end - first start) over the ranks at earliest start.
+    """Makespan, and the largest (last end - first start) of any rank at earliest times.
 
-    The latter is an upper bound of the span. Costs a fraction of :func:`evaluate`.
+    The latter is an upper bound on the span. This is much cheaper than :func:`evaluate`.
 
     Raises
     ------
@@ -124,15 +124,15 @@ def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, floa
 
 
 def earliest_start_span(problem: Problem, orders: Orders) -> float:
-    """Largest (last end - first start) over the ranks at earliest start: an upper bound of the span."""
+    """Largest (last end - first start) of any rank at earliest times: an upper bound on the span."""
     return earliest_start_values(problem, orders)[1]
 
 
 def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
-    """Start times (n,) under which every rank's window fits the exact span.
+    """Start times (n,) with which every rank finishes within the exact span.
 
-    The first starts x solve x[q] >= x[r] + D[r][q] - span, a system without positive cycles; every other
-    action then starts as early as its rank's first start allows.
+    The first starts x solve x[q] >= x[r] + D[r][q] - span, a system without positive cycles. All other
+    actions then start as early as possible.
     """
     executed = _execute_orders(problem, orders)
     _, release = _exact_span(executed, orders)
@@ -143,9 +143,9 @@ def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
 
 
 def memory_profile(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
-    """Memory held by an action's rank while the action runs and after it has ended, each (n,).
+    """Memory of an action's rank while the action runs and after it has ended, each (n,).
 
-    Independent of time: for a fixed order it is a prefix sum per rank.
+    For a given order this does not depend on times: it is a prefix sum per rank.
     """
     arrays = problem.arrays
     delta = arrays.delta[orders.letter, orders.stage]
@@ -158,7 +158,7 @@ def memory_profile(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 
 
 def _ends_of_ranks(orders: Orders) -> tuple[IntArray, IntArray]:
-    """First and last action of every rank that has any."""
+    """First and last action of every rank that has actions."""
     filled = np.diff(orders.offset) > 0
     return orders.offset[:-1][filled], orders.offset[1:][filled] - 1
 
@@ -180,7 +180,7 @@ def _execute_orders(problem: Problem, orders: Orders) -> _Executed:
             )
     arrays = problem.arrays
     duration, latency = arrays.duration.ravel(), np.full((4, n_stages), -1.0)
-    latency[F, 1:] = latency[I, :-1] = latency[B, :-1] = arrays.transfer
+    latency[F, 1:] = latency[I, :-1] = latency[B, :-1] = arrays.latency
     row = orders.letter * np.int32(n_stages) + orders.stage
     cell = orders.stage * np.int32(m) + orders.microbatch
     start, end, source, runs, reached = sweeps.execute(
@@ -203,10 +203,10 @@ def _deadlock_message(orders: Orders, reached: IntArray) -> str:
 
 
 def _exact_span(executed: _Executed, orders: Orders) -> tuple[float, FloatArray]:
-    """The span, and first starts of the ranks (p,) under which every window fits it."""
+    """The span, and first starts of the ranks (p,) with which every rank finishes within it."""
     release = np.zeros(orders.pp_degree)
     filled = np.diff(orders.offset) > 0
-    # Where nothing can be gained by starting later, earliest starts are the answer already.
+    # If no rank gains from starting later, the earliest starts are the solution.
     release[filled] = executed.start[orders.offset[:-1][filled]]
     span = sweeps.policy_iteration(executed.graph, release, ROUNDING)
     return float(span), release

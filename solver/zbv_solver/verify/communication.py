@@ -1,8 +1,8 @@
-"""An independent check of lists with communication, as PyTorch's pipelining runtime walks them.
+"""An independent check of action lists with communication for PyTorch's pipelining runtime.
 
-That runtime checks little: with a wrong order of receives, of losses, or without the division of the
-gradients it computes something else and says nothing. Every rule here is one of those faults. Like
-:mod:`zbv_solver.verify.verifier` it shares no code with what makes the lists.
+That runtime checks little: if receives or losses are in a wrong order, or gradients are not divided, it
+computes wrong results without an error. Every rule here prevents such a fault. Like the verifier, this module
+shares no code with the export that makes the lists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Lists = Sequence[Sequence[str]]
 
 
 class _Step(NamedTuple):
-    """One entry of a rank's list; the microbatch is -1 where there is none."""
+    """One entry of a rank's list; the microbatch is -1 for entries without one."""
 
     text: str
     stage: int
@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """One tensor on its way: what is sent, by which stage's action."""
+    """One tensor that is sent: its kind, and the stage and microbatch that produce it."""
 
     kind: str
     stage: int
@@ -50,19 +50,20 @@ class _Transfer(NamedTuple):
 
 
 def verify_comms(problem: Problem, orders: Orders, lists: Lists) -> None:
-    """Check that lists with communication execute a plan's orders, and step into no trap of the runtime.
+    """Check that lists with communication execute a plan's orders, and are safe for the runtime.
 
     Parameters
     ----------
     orders
-        Checked already by :func:`zbv_solver.verify.verifier.verify_orders`; microbatches as in ``lists``.
+        Orders that :func:`zbv_solver.verify.verifier.verify_orders` accepts, with the microbatches of
+        ``lists``.
     lists
-        Per rank, in PyTorch's spelling: ``0UNSHARD``, ``0F0``, ``0SEND_F0``, ….
+        One list per rank, in PyTorch's notation: ``0UNSHARD``, ``0F0``, ``0SEND_F0``, ….
 
     Raises
     ------
     InvalidPlan
-        Naming the entry, the rank, and the rule that it breaks.
+        With the entry, the rank, and the broken rule.
     """
     if len(lists) != problem.pp_degree:
         raise InvalidPlan(f"found lists of {len(lists)} ranks; the plan has {problem.pp_degree}.")
@@ -88,7 +89,7 @@ def _parse(text: str, rank: int) -> _Step:
 
 
 def _check_compute(orders: Orders, ranks: Sequence[Sequence[_Step]]) -> None:
-    """The actions of every list are the plan's, in its order: none twice, none left out."""
+    """Every list must have the actions of the plan in its order, each exactly once."""
     for rank, steps in enumerate(ranks):
         found = [step.text for step in steps if step.is_compute]
         planned = orders.text(rank)
@@ -101,7 +102,7 @@ def _check_compute(orders: Orders, ranks: Sequence[Sequence[_Step]]) -> None:
 
 
 def _check_losses(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
-    """The runtime appends losses in run order and looks them up by microbatch."""
+    """Losses must come in microbatch order: the runtime appends them and looks them up by microbatch."""
     last = problem.n_stages - 1
     ran = [s.microbatch for steps in ranks for s in steps if (s.stage, s.name) == (last, "F")]
     wrong = next((k for k, microbatch in enumerate(ran) if microbatch != k), None)
@@ -114,7 +115,7 @@ def _check_losses(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
 
 
 def _check_once_per_stage(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
-    """Every stage is unsharded before its first action, reduced after its last, and released after that."""
+    """Every stage must be unsharded before its first action, then reduced and resharded after its last."""
     for stage in range(problem.n_stages):
         rank = problem.placement.rank_of[stage]
         names = [step.name for step in ranks[rank] if step.stage == stage and step.name[:4] not in _MOVES]
@@ -132,13 +133,13 @@ _MOVES = ("SEND", "RECV")
 
 
 def _found(names: Sequence[str]) -> str:
-    """Where the entries without microbatch stand among a stage's actions."""
+    """The positions of entries without microbatch among a stage's entries."""
     said = [f"{name} at {at}" for at, name in enumerate(names) if len(name) > 1]
     return f"{', '.join(said) or 'none'} of {len(names)}"
 
 
 def _check_ends(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
-    """Every tensor that crosses is sent once after it was made, and received once before it is used."""
+    """Every tensor must be sent once, after it is produced, and received once, before it is used."""
     for rank, steps in enumerate(ranks):
         done: set[str] = set()
         for step in steps:
@@ -163,7 +164,7 @@ def _check_ends(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
 
 
 def _needs(problem: Problem, step: _Step) -> Iterator[tuple[str, ...]]:
-    """For each thing that an entry needs on its own rank, the entries that provide it."""
+    """For each input that an entry needs on its rank, the entries that can provide it."""
     stage, name, j = step.stage, step.name, step.microbatch
     rank_of = problem.placement.rank_of
     if name == "SEND_F":
@@ -179,7 +180,7 @@ def _needs(problem: Problem, step: _Step) -> Iterator[tuple[str, ...]]:
 
 
 def _crosses(problem: Problem, rank: int, step: _Step) -> bool:
-    """Whether a send or receive is one that the plan has on this rank."""
+    """Whether the plan has this send or receive on this rank."""
     source, target = _ends_of(_transfer_of(step))
     if min(source, target) < 0 or max(source, target) >= problem.n_stages:
         return False
@@ -194,7 +195,7 @@ def _transfer_of(step: _Step) -> _Transfer:
 
 
 def _ends_of(transfer: _Transfer) -> tuple[int, int]:
-    """The stages that a transfer comes from and goes to."""
+    """The source and target stages of a transfer."""
     return transfer.stage, transfer.stage + (1 if transfer.kind == "F" else -1)
 
 
@@ -204,7 +205,7 @@ def _peer_of(problem: Problem, rank: int, transfer: _Transfer) -> int:
 
 
 def _check_pairs(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
-    """Two ranks list what moves between them in one order: messages carry no other name."""
+    """Two ranks must list the transfers between them in the same order, which is how messages are matched."""
     between: dict[tuple[int, int], list[_Transfer]] = defaultdict(list)
     for rank, steps in enumerate(ranks):
         for step in steps:
@@ -224,7 +225,7 @@ def _check_pairs(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
 
 
 def _check_progress(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
-    """Nobody waits for ever, not even where a send waits until its receive is posted."""
+    """No rank may wait forever, even if a send blocks until its receive is posted."""
     at = [0] * len(ranks)
     woken = list(range(len(ranks)))
     while woken:
@@ -242,8 +243,8 @@ def _check_progress(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
     for rank, steps in enumerate(ranks):
         if at[rank] < len(steps):
             raise InvalidPlan(
-                f"rank {rank} can wait for ever at {steps[at[rank]].text}: the ranks' sends and receives "
-                f"wait for each other in a circle. List them in the order of one execution, as `zbv export "
+                f"rank {rank} can wait forever at {steps[at[rank]].text}: the ranks' sends and receives "
+                f"wait for each other in a cycle. List them in the order of one execution, as `zbv export "
                 f"--format torch-comms-csv` does."
             )
 

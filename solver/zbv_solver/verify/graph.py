@@ -1,8 +1,8 @@
-"""The verifier's own view of time: an order's precedence graph, and how a span is proved or refuted.
+"""The verifier's precedence graph of an order, and how it proves or refutes a stated span.
 
-A span needs no algorithm that computes it to be checked: a window that all ranks fit is shown by start
-times that meet every inequality, and one that they cannot fit by paths that lead from rank to rank in a
-circle and are longer than it on average. Both are looked for by pushing starts, and checked action by action.
+The span is not computed. Start times that satisfy every inequality prove that all ranks fit a window. A cycle
+of paths from rank to rank whose mean length exceeds the window proves that they do not. Both witnesses are
+found by delaying starts, and checked action by action.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ IntArray = NDArray[Any]
 
 
 def for_loops(array: IntArray) -> IntArray:
-    """What a kernel should read an array from: a list where it runs as plain Python, in half the time."""
+    """The array, or a list if kernels run as plain Python, which reads lists in half the time."""
     return array if can_compile() else cast(IntArray, array.tolist())
 
 
 def columns(orders: Orders) -> tuple[IntArray, IntArray, IntArray]:
-    """Stages, letters and microbatches, :func:`for_loops`."""
+    """Stages, letters and microbatches as :func:`for_loops` returns them."""
     return for_loops(orders.stage), for_loops(orders.letter), for_loops(orders.microbatch)
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class PrecedenceGraph:
     """The precedence graph of an order, and a sequence in which it can execute.
 
     Attributes
     ----------
     previous
-        (n,) the action before on the same rank; -1 - rank for its first.
-    feed, delay
-        (n,) the action of another stage that an action waits for, or -1, and the transfer in between.
+        (n,) the preceding action on the same rank; -1 - rank for the first action of a rank.
+    feed, latency
+        (n,) the action of another stage whose output is the input, or -1, and the latency of the transfer.
     duration
         (n,) float64.
     sequence
-        (n,) every action after those that it waits for.
+        (n,) a topological order of the actions.
     first, last
-        (p,) every rank's first and last action.
+        (p,) first and last action of every rank.
     """
 
     previous: IntArray
     feed: IntArray
-    delay: FloatArray
+    latency: FloatArray
     duration: FloatArray
     sequence: IntArray
     first: IntArray
     last: IntArray
 
     @classmethod
-    def of(cls, problem: Problem, orders: Orders, where: IntArray) -> Graph:
+    def of(cls, problem: Problem, orders: Orders, where: IntArray) -> PrecedenceGraph:
         """The graph of a complete order; ``where`` as in :mod:`zbv_solver.verify.verifier`.
 
         Raises
@@ -73,54 +73,54 @@ class Graph:
         durations[F], durations[I], durations[W] = costs.forward, costs.backward_input, costs.backward_weight
         durations[B] = [costs.fused(stage) for stage in range(problem.n_stages)]
         transfers = [
-            0.0 if placement.rank_of[boundary] == placement.rank_of[boundary + 1] else latency
-            for boundary, latency in enumerate(costs.p2p)
+            0.0 if placement.rank_of[boundary] == placement.rank_of[boundary + 1] else cost
+            for boundary, cost in enumerate(costs.p2p)
         ]
-        lag = np.array(transfers, dtype=np.float64)
+        at_boundary = np.array(transfers, dtype=np.float64)
         previous = np.arange(-1, len(orders) - 1, dtype=np.int32)
         filled = np.flatnonzero(np.diff(orders.offset))
         previous[orders.offset[filled]] = -1 - filled
-        feed, delay = _feeds(*columns(orders), for_loops(where), lag, m)
+        feed, latency = _feeds(*columns(orders), for_loops(where), at_boundary, m)
         sequence, done = _kahn(for_loops(previous), for_loops(feed))
         if done < len(orders):
             stuck = np.ones(len(orders), dtype=bool)
             stuck[sequence[:done]] = False
             raise InvalidPlan(
-                f"the order deadlocks: {len(orders) - done} actions wait in a circle, among them "
+                f"the order deadlocks: {len(orders) - done} actions wait in a cycle, among them "
                 f"{orders.text_at(int(np.argmax(stuck)))}."
             )
         duration = durations[orders.letter, orders.stage]
-        return cls(previous, feed, delay, duration, sequence, orders.offset[:-1], orders.offset[1:] - 1)
+        return cls(previous, feed, latency, duration, sequence, orders.offset[:-1], orders.offset[1:] - 1)
 
     def earliest(self, release: FloatArray) -> FloatArray:
         """Earliest starts (n,) when rank r may not start before ``release[r]``."""
-        return _earliest(self.sequence, self.previous, self.feed, self.delay, self.duration, release)
+        return _earliest(self.sequence, self.previous, self.feed, self.latency, self.duration, release)
 
     def waits(self, start: FloatArray) -> bool:
-        """Whether start times meet every inequality: nothing starts before what it waits for has ended."""
-        return bool(_waits(self.previous, self.feed, self.delay, self.duration, start))
+        """Whether start times satisfy every inequality: no action starts before its inputs are available."""
+        return bool(_waits(self.previous, self.feed, self.latency, self.duration, start))
 
     def trace(self, start: FloatArray, release: FloatArray, rank: int) -> tuple[int, float]:
-        """A path to the rank's last action: the rank with whose first action it begins, and its length."""
+        """A critical path to the rank's last action: the rank where it begins, and its length."""
         at = int(self.last[rank])
-        origin, length = _trace(at, self.previous, self.feed, self.delay, self.duration, start, release)
+        origin, length = _trace(at, self.previous, self.feed, self.latency, self.duration, start, release)
         return int(origin), float(length)
 
 
-def circle(graph: Graph, window: float, release: FloatArray) -> float | None:
-    """Decide whether start times exist that keep every rank within a window, with a witness either way.
+def refuting_cycle(graph: PrecedenceGraph, window: float, release: FloatArray) -> float | None:
+    """Decide whether start times exist that keep every rank within a window, with a witness in both cases.
 
-    Pushes first starts up (``release``, in place) until every window fits. A push follows a path: it ties
-    a rank to the one where the path to its last end begins. Paths that close a circle take longer on
-    average than the window, so no start times can help.
+    First starts (``release``, in place) are delayed until every rank fits the window. Every delay follows a
+    critical path, which links the rank to the one where the path begins. If such links form a cycle, its
+    paths are longer on average than the window, and no start times exist.
 
     Returns
     -------
-    The mean length of such a circle's paths, each walked action by action; or None, once start times have
-    been found and every inequality checked.
+    The mean length of the paths of such a cycle, each traced action by action; or None when start times were
+    found that satisfy every inequality.
     """
     pushed_by: dict[int, tuple[int, float]] = {}
-    # Without a circle, no chain of pushes passes a rank twice; the rest is for rounding.
+    # Without a cycle, no chain of delays visits a rank twice. The extra rounds are for rounding.
     for _ in range(2 * len(release) + 8):
         start = graph.earliest(release)
         needed = start[graph.last] + graph.duration[graph.last] - window
@@ -131,15 +131,15 @@ def circle(graph: Graph, window: float, release: FloatArray) -> float | None:
             return None
         for rank in late.tolist():
             pushed_by[rank] = graph.trace(start, release, rank)
-        mean = _longest_circle(pushed_by)
+        mean = _longest_cycle(pushed_by)
         if mean > window:
             return mean
         release[late] = needed[late]
-    raise InvalidPlan("the span cannot be checked: neither start times nor a circle of paths decides it.")
+    raise InvalidPlan("the span cannot be checked: neither start times nor a cycle of paths decides it.")
 
 
-def _longest_circle(pushed_by: dict[int, tuple[int, float]]) -> float:
-    """Largest mean length of a circle of pushes, or -inf."""
+def _longest_cycle(pushed_by: dict[int, tuple[int, float]]) -> float:
+    """Largest mean length of a cycle of delays, or -inf."""
     best = -math.inf
     for begin in pushed_by:
         total, count, rank = 0.0, 0, begin
@@ -155,26 +155,26 @@ def _longest_circle(pushed_by: dict[int, tuple[int, float]]) -> float:
 
 @compiled_where_possible
 def _feeds(
-    stage: IntArray, letter: IntArray, microbatch: IntArray, where: IntArray, lag: FloatArray, m: int
+    stage: IntArray, letter: IntArray, microbatch: IntArray, where: IntArray, at_boundary: FloatArray, m: int
 ) -> tuple[IntArray, FloatArray]:  # pragma: no cover - compiled
-    """What every action takes from a neighbouring stage, and the transfer's latency."""
-    n, last_stage = len(stage), len(lag)
-    feed, delay = np.full(n, -1, np.int32), np.zeros(n)
+    """The action whose output is the input of every action, or -1, and the latency of the transfer."""
+    n, last_stage = len(stage), len(at_boundary)
+    feed, latency = np.full(n, -1, np.int32), np.zeros(n)
     for at in range(n):
         s, k, j = stage[at], letter[at], microbatch[at]
         if k == F and s > 0:
             feed[at] = where[4 * ((s - 1) * m + j) + F]
-            delay[at] = lag[s - 1]
+            latency[at] = at_boundary[s - 1]
         elif k != F and k != W and s < last_stage:
             above = 4 * ((s + 1) * m + j)
             feed[at] = max(where[above + I], where[above + B])
-            delay[at] = lag[s]
-    return feed, delay
+            latency[at] = at_boundary[s]
+    return feed, latency
 
 
 @compiled_where_possible
 def _kahn(previous: IntArray, feed: IntArray) -> tuple[IntArray, int]:  # pragma: no cover - compiled
-    """Actions in a sequence where each follows what it waits for, and how many can execute at all."""
+    """A topological order of the actions, and how many of them can be executed."""
     n = len(previous)
     takes, waiting = np.full(n, -1, np.int32), np.zeros(n, np.int8)
     queue, size, done = np.empty(n, np.int32), 0, 0
@@ -210,7 +210,7 @@ def _earliest(
     sequence: IntArray,
     previous: IntArray,
     feed: IntArray,
-    delay: FloatArray,
+    latency: FloatArray,
     duration: FloatArray,
     release: FloatArray,
 ) -> FloatArray:  # pragma: no cover - compiled
@@ -219,20 +219,20 @@ def _earliest(
         before, remote = previous[at], feed[at]
         begin = start[before] + duration[before] if before >= 0 else release[-1 - before]
         if remote >= 0:
-            begin = max(begin, start[remote] + duration[remote] + delay[at])
+            begin = max(begin, start[remote] + duration[remote] + latency[at])
         start[at] = begin
     return start
 
 
 @compiled_where_possible
 def _waits(
-    previous: IntArray, feed: IntArray, delay: FloatArray, duration: FloatArray, start: FloatArray
+    previous: IntArray, feed: IntArray, latency: FloatArray, duration: FloatArray, start: FloatArray
 ) -> bool:  # pragma: no cover - compiled
     for at in range(len(start)):
         before, remote = previous[at], feed[at]
         if before >= 0 and start[at] < start[before] + duration[before]:
             return False
-        if remote >= 0 and start[at] < start[remote] + duration[remote] + delay[at]:
+        if remote >= 0 and start[at] < start[remote] + duration[remote] + latency[at]:
             return False
     return True
 
@@ -242,19 +242,19 @@ def _trace(
     at: int,
     previous: IntArray,
     feed: IntArray,
-    delay: FloatArray,
+    latency: FloatArray,
     duration: FloatArray,
     start: FloatArray,
     release: FloatArray,
 ) -> tuple[int, float]:  # pragma: no cover - compiled
-    """Walk back from an action along what it waited for longest; the rank of the first action, the length."""
+    """Trace the critical path back from an action: the rank where it begins, and its length."""
     length = 0.0
     while True:
         length += duration[at]
         before, remote = previous[at], feed[at]
         free = start[before] + duration[before] if before >= 0 else release[-1 - before]
-        if remote >= 0 and start[remote] + duration[remote] + delay[at] > free:
-            length += delay[at]
+        if remote >= 0 and start[remote] + duration[remote] + latency[at] > free:
+            length += latency[at]
             at = remote
         elif before >= 0:
             at = before

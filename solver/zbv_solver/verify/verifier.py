@@ -1,8 +1,9 @@
-"""An independent check of plans: nothing leaves the solver, the service or the command line without it.
+"""An independent check of plans. Every plan passes it before it leaves the library, the command or the
+service.
 
-Shares no code with timing or search, on purpose: every rule is a plain loop of its own, the precedence
-graph is ordered by Kahn's algorithm, and a stated span is checked by the definition instead of computed
-(:mod:`zbv_solver.verify.graph`). A fault would have to be made twice, in two different ways, to pass.
+It deliberately shares no code with timing or search: every rule is a plain loop, the precedence graph is
+sorted by Kahn's algorithm, and a stated span is checked against its definition instead of being computed
+(:mod:`zbv_solver.verify.graph`). An undetected mistake would have to be made twice, in two different ways.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zbv_solver.plans.plan import Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.numeric import SAME_METRIC as RELATIVE
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
-from zbv_solver.verify.graph import Graph, circle, columns, for_loops
+from zbv_solver.verify.graph import PrecedenceGraph, columns, for_loops, refuting_cycle
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
@@ -34,25 +35,25 @@ def verify_orders(problem: Problem, orders: Orders) -> None:
     Raises
     ------
     InvalidPlan
-        Naming a broken rule, with the action and rank that break it.
+        With the broken rule, and the action and rank that break it.
     """
     where = _check_actions(problem, orders)
     _check_memory(problem, orders)
-    Graph.of(problem, orders, where)
+    PrecedenceGraph.of(problem, orders, where)
 
 
 def verify(plan: Plan) -> None:
-    """:func:`verify_orders`, and stated against recomputed metrics.
+    """Check the orders (:func:`verify_orders`), and compare stated metrics with recomputed ones.
 
     Raises
     ------
     InvalidPlan
-        As there, or naming the metric with its stated and recomputed value.
+        With the broken rule, or with the stated and the recomputed value of a metric.
     """
     problem, orders, metrics = plan.problem, plan.orders, plan.metrics
     where = _check_actions(problem, orders)
     peaks = _check_memory(problem, orders)
-    graph = Graph.of(problem, orders, where)
+    graph = PrecedenceGraph.of(problem, orders, where)
     _check_finite(metrics)
     start = graph.earliest(np.zeros(problem.pp_degree))
     compare("makespan", metrics.makespan, float(np.max(start + graph.duration) - np.min(start)))
@@ -69,7 +70,7 @@ def verify(plan: Plan) -> None:
 
 
 def _check_finite(metrics: Metrics) -> None:
-    """Comparisons with NaN are false and differences of infinities NaN: neither may come that far."""
+    """Reject NaN and infinities, because later comparisons could not refute them."""
     for name in ("makespan", "span", "bubble_rate", "lower_bound"):
         value = getattr(metrics, name)
         if not math.isfinite(value):
@@ -83,15 +84,15 @@ def _check_finite(metrics: Metrics) -> None:
         raise InvalidPlan("the stated gap is nan; it must be a number.")
 
 
-def _check_span(graph: Graph, span: float, release: FloatArray) -> None:
-    """Refute a span that is too small by a circle of paths, and one that is too large by start times."""
-    mean = circle(graph, span * (1 + RELATIVE), release)
+def _check_span(graph: PrecedenceGraph, span: float, release: FloatArray) -> None:
+    """Refute a span that is too small by a cycle of paths, and one that is too large by start times."""
+    mean = refuting_cycle(graph, span * (1 + RELATIVE), release)
     if mean is not None:
         raise InvalidPlan(
-            f"the stated span {span:.15g} is too small: paths of {mean:.15g} on average lead in a circle "
+            f"the stated span {span:.15g} is too small: paths of {mean:.15g} on average form a cycle "
             f"through the ranks."
         )
-    if span > 0 and circle(graph, span * (1 - RELATIVE), release) is None:
+    if span > 0 and refuting_cycle(graph, span * (1 - RELATIVE), release) is None:
         raise InvalidPlan(f"the stated span {span:.15g} is too large: the order reaches less.")
 
 
@@ -110,7 +111,7 @@ def _check_bound(plan: Plan) -> None:
 
 
 def compare(name: str, stated: float, recomputed: float) -> None:
-    """Raise :class:`InvalidPlan` when a stated number is not the recomputed one, rounding aside."""
+    """Raise :class:`InvalidPlan` when a stated and a recomputed number differ by more than rounding."""
     if abs(stated - recomputed) > RELATIVE * max(abs(stated), abs(recomputed)):
         raise InvalidPlan(f"the stated {name} {stated:.15g} is {recomputed:.15g} recomputed.")
 
@@ -127,7 +128,7 @@ def _check_actions(problem: Problem, orders: Orders) -> IntArray:
     if orders.pp_degree != problem.pp_degree:
         raise InvalidPlan(f"found {orders.pp_degree} ranks; the problem has {problem.pp_degree}.")
     if offset[0] != 0 or offset[-1] != len(orders) or np.any(np.diff(offset) < 0):
-        raise InvalidPlan("the ranks' lists overlap or leave actions out; each action is in one list.")
+        raise InvalidPlan("the ranks' lists overlap or miss actions; every action is in exactly one list.")
     rank_of = for_loops(np.array(problem.placement.rank_of))
     where = np.full(4 * problem.n_stages * m, -1, dtype=np.int32)
     rule, at = _locate(*columns(orders), offset, rank_of, m, where)
@@ -139,7 +140,7 @@ def _check_actions(problem: Problem, orders: Orders) -> IntArray:
 
 
 def _fault(problem: Problem, orders: Orders, rule: int, at: int) -> str:
-    """What is wrong with an action, or with a cell stage * m + microbatch that misses one."""
+    """Describe the fault of an action, or of a cell stage * m + microbatch without all its actions."""
     m = problem.microbatches
     if rule == _OUT_OF_RANGE:
         return (
@@ -155,7 +156,7 @@ def _fault(problem: Problem, orders: Orders, rule: int, at: int) -> str:
     if rule == _EARLY:
         needed = "I" if orders.letter[at] == W else "F"
         needs = f"{orders.stage[at]}{needed}{orders.microbatch[at]}"
-        return f"{orders.text_at(at)} comes before {needs} on its rank, which it needs."
+        return f"{orders.text_at(at)} comes before {needs} on its rank, but depends on it."
     stage, microbatch = divmod(at, m) if rule == _MISSING else (orders.stage[at], orders.microbatch[at])
     here = orders.letter[(orders.stage == stage) & (orders.microbatch == microbatch)]
     found = ", ".join(f"{np.count_nonzero(here == k)} {LETTERS[k]}" for k in range(4))
@@ -166,12 +167,12 @@ def _fault(problem: Problem, orders: Orders, rule: int, at: int) -> str:
 
 
 def _check_memory(problem: Problem, orders: Orders) -> list[float]:
-    """Peaks (p,), none over its limit."""
+    """Peak memory (p,); raises when it exceeds a limit."""
     memory = problem.memory
     delta = np.zeros((4, problem.n_stages))
     forward, inputs = np.array(memory.forward), np.array(memory.backward_input)
-    # W releases what F and I leave. The three add up to 0 as stated only up to rounding, and over many
-    # microbatches the rounding would add up.
+    # W releases what F and I leave. The stated deltas sum to 0 only up to rounding, and the rounding would
+    # accumulate over many microbatches.
     left = np.maximum(forward + inputs, 0.0)
     delta[F], delta[I] = forward, np.where(left > 0, inputs, -forward)
     delta[W], delta[B] = -left, -forward
@@ -193,7 +194,7 @@ def _locate(
     m: int,
     where: IntArray,
 ) -> tuple[int, int]:  # pragma: no cover - compiled
-    """Fill ``where``; the first action that is out of range, on another rank than its stage, or a repeat."""
+    """Fill ``where``; returns the first action that is out of range, on a wrong rank, or repeated."""
     for rank in range(len(offset) - 1):
         for at in range(offset[rank], offset[rank + 1]):
             s, k, j = stage[at], letter[at], microbatch[at]
@@ -210,7 +211,7 @@ def _locate(
 
 @compiled_where_possible
 def _misses(where: IntArray) -> tuple[int, int]:  # pragma: no cover - compiled
-    """The first cell without its F and either B or I and W, or the first action before what it needs."""
+    """The first cell without F and either B or I and W, or the first action before one it depends on."""
     for cell in range(len(where) // 4):
         forward, inputs = where[4 * cell + F], where[4 * cell + I]
         weights, fused = where[4 * cell + W], where[4 * cell + B]
@@ -235,7 +236,7 @@ def _misses(where: IntArray) -> tuple[int, int]:  # pragma: no cover - compiled
 def _highest(
     stage: IntArray, letter: IntArray, offset: IntArray, delta: FloatArray, static: FloatArray
 ) -> FloatArray:  # pragma: no cover - compiled
-    """Most memory held by every rank before, during or after any action, (p,)."""
+    """Peak memory of every rank (p,): before, during and after all actions."""
     highest = static.copy()
     for rank in range(len(static)):
         held = static[rank]

@@ -97,7 +97,7 @@ def test_a_local_name_that_stands_for_a_public_address_is_refused(
 ) -> None:
     """Its token would be one that does everything, and hosts would be checked as if nobody else came in."""
     resolve(monkeypatch, "localhost", "0.0.0.0")
-    with pytest.raises(CannotServe, match=r"localhost, which is 0\.0\.0\.0 here"):
+    with pytest.raises(CannotServe, match=r"localhost, which resolves to 0\.0\.0\.0"):
         serving.serve(settings.model_copy(update={"host": "localhost", "port": 0, "auth": "tokens"}))
 
 

@@ -1,4 +1,4 @@
-"""Both clients against the real service over a real socket."""
+"""Both clients with a real service over a real socket."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def driver(request: pytest.FixtureRequest, live: Live) -> Iterator[Driver]:
         yield made
 
 
-def test_a_search_is_followed_from_its_beginning_to_its_plan(driver: Driver, folder: Path) -> None:
+def test_a_search_is_followed_from_start_to_plan(driver: Driver, folder: Path) -> None:
     release = folder / "release"
     release.unlink(missing_ok=True)
     search: Search = driver.do(lambda made: made.submit(PROBLEM, {"seed": hash(driver.client) % 2**31}))
@@ -70,7 +70,7 @@ def test_a_search_is_followed_from_its_beginning_to_its_plan(driver: Driver, fol
     assert [str(action) for action in rank.actions] == document["ranks"][1]
 
 
-def test_searches_are_cancelled_listed_and_discarded(driver: Driver, folder: Path) -> None:
+def test_searches_are_cancelled_listed_and_deleted(driver: Driver, folder: Path) -> None:
     (folder / "release").unlink(missing_ok=True)
     seeds = [hash((driver.client, number)) % 2**31 for number in range(3)]
     ids = [driver.do(partial(_submit, seed)).id for seed in seeds]
@@ -86,7 +86,7 @@ def test_searches_are_cancelled_listed_and_discarded(driver: Driver, folder: Pat
         driver.do(lambda made: made.search(ids[1]))
 
 
-def test_layers_are_checked_searched_and_their_cut_fetched(driver: Driver, folder: Path) -> None:
+def test_a_problem_with_layers_is_checked_searched_and_fetched(driver: Driver, folder: Path) -> None:
     (folder / "release").touch()
     checked = driver.do(lambda made: made.check(LAYERED))
     assert (checked.is_valid, checked.facts, checked.layers["layers"]) == (True, None, 8)
@@ -106,7 +106,7 @@ def _cancel(search_id: str, made: Any) -> Any:
     return made.cancel(search_id)
 
 
-def test_a_key_makes_submissions_one(driver: Driver, folder: Path) -> None:
+def test_submissions_with_the_same_key_are_one(driver: Driver, folder: Path) -> None:
     (folder / "release").touch()
     key = f"key-{id(driver)}"
     first = driver.do(lambda made: made.submit(PROBLEM, key=key))
@@ -124,7 +124,7 @@ def test_plans_are_imported_read_and_exported(driver: Driver) -> None:
         driver.do(lambda made: made.export(plan_id, "none"))
 
 
-def test_baselines_of_a_problem_are_compared(driver: Driver) -> None:
+def test_compare_returns_the_baselines(driver: Driver) -> None:
     unplanned = {**PROBLEM, "microbatches": 3}  # the service's fake plans state made-up metrics
     found: dict[str, Any] = driver.do(lambda made: made.compare(unplanned))
     assert {row["name"] for row in found["baselines"]} >= {"1f1b", "interleaved-1f1b"}
@@ -146,7 +146,7 @@ def test_a_problem_is_checked_and_estimated_before_it_is_searched(driver: Driver
         driver.do(lambda made: made.estimate({**PROBLEM, "microbatches": 0}))
 
 
-def test_what_is_wrong_is_said(driver: Driver) -> None:
+def test_a_wrong_problem_raises_its_issues(driver: Driver) -> None:
     wrong = json.loads(json.dumps(PROBLEM))
     wrong["costs"]["forward"] = -1
     with pytest.raises(InvalidRequest) as caught:

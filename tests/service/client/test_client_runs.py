@@ -1,4 +1,4 @@
-"""The thin client's calls for runs and agents: errors that tell cases apart."""
+"""The calls for runs and agents."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def problem(status: int) -> dict[str, Any]:
     return {"type": "t", "title": "T", "status": status, "detail": "D"}
 
 
-def test_a_run_whose_answer_was_lost_is_asked_for_again_under_the_same_key() -> None:
+def test_a_lost_answer_to_a_new_run_is_retried_under_the_same_key() -> None:
     keys: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -61,7 +61,7 @@ def test_a_run_whose_answer_was_lost_is_asked_for_again_under_the_same_key() -> 
     assert (len(keys), len(set(keys))) == (4, 1)
 
 
-def test_no_work_is_none_and_work_is_read() -> None:
+def test_next_work_is_read_or_none() -> None:
     assert answering(204).next_work("a", 1) is None
     work = answering(200, WORK).next_work("a", 1)
     assert work is not None
@@ -71,7 +71,7 @@ def test_no_work_is_none_and_work_is_read() -> None:
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_an_agent_that_the_service_does_not_hold_is_gone(status: int) -> None:
+def test_a_call_of_an_unknown_agent_raises_agent_gone(status: int) -> None:
     client = answering(status, problem(status))
     calls: list[Callable[[], object]] = [
         lambda: client.next_work("a", 1),
@@ -87,13 +87,13 @@ def test_an_agent_that_the_service_does_not_hold_is_gone(status: int) -> None:
             call()
 
 
-def test_a_refused_request_is_no_lost_agent() -> None:
+def test_a_refused_request_does_not_raise_agent_gone() -> None:
     with pytest.raises(InvalidRequest) as found:
         answering(422, problem(422)).heartbeat("a", {})
     assert not isinstance(found.value, AgentGone)
 
 
-def test_waiting_for_a_run_ends_with_it_or_with_the_time() -> None:
+def test_wait_run_ends_with_the_run_or_raises_after_its_timeout() -> None:
     assert answering(200, {**RUN, "state": "succeeded"}).wait_run("r", 5).is_finished
     with pytest.raises(RunTimeout, match="still running"):
         answering(200, RUN).wait_run("r", 0)
@@ -105,14 +105,14 @@ def test_failures_of_a_run_are_empty_without_an_error() -> None:
     assert answering(200, failed).run("r").failures == [{"rank": 1}]
 
 
-def test_a_heartbeats_answer_is_read_whole() -> None:
+def test_the_answer_to_a_heartbeat_is_read() -> None:
     told = {"stop": True, "cause": "cancelled", "reason": "why", "plan_id": None}
     assert answering(200, told).heartbeat("a", {}) == HeartbeatReply(True, "cancelled", "why", None)
     on = {"stop": False, "cause": None, "reason": "", "plan_id": "p"}
     assert answering(200, on).heartbeat("a", {}) == HeartbeatReply(False, plan_id="p")
 
 
-def test_traces_and_logs_travel_packed_to_their_own_address() -> None:
+def test_traces_and_logs_are_sent_compressed_to_their_paths() -> None:
     seen: list[httpx.Request] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

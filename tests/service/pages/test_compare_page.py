@@ -73,7 +73,7 @@ async def test_a_plan_stands_beside_the_usual_schedules_unless_others_are_chosen
         other = await import_plan(service, {**PROBLEM, "microbatches": 6})
         page = await page_of(service, plan_id)
         groups = dict(re.findall(r'<optgroup label="([^"]+)">(.*?)</optgroup>', page, re.DOTALL))
-        assert alike in groups["Of the same shape"]
+        assert alike in groups["Same shape"]
         assert other in groups["Others"]
         assert plan_id not in "".join(groups.values())
 
@@ -87,7 +87,7 @@ async def test_other_problems_are_told_apart_and_what_cannot_be_drawn_is_left_ou
         other = await import_plan(service, {**PROBLEM, "costs": costs, "microbatches": 6})
         page = await page_of(service, plan_id, other)
         assert titles(page) == ["this plan", f"plan {other[:12]}"]
-        assert "solves another problem" in page
+        assert "solves a different problem" in page
         lines = re.findall(r'<tr><th scope="row">([^<]+)</th><td>([^<]+)</td><td>([^<]+)</td></tr>', page)
         assert ("microbatches", "4", "6") in lines
         assert ("forward F", "1", "2") in lines
@@ -121,6 +121,6 @@ async def test_schedules_that_take_long_are_awaited(
         answer = await service.http.get(f"/plans/{plan_id}/compare", params={"with": ["1f1b", "gpipe"]})
         assert answer.status_code == 200
         assert AGAIN in answer.text
-        assert "Making 1f1b, gpipe for this problem" in answer.text
+        assert "Computing 1f1b, gpipe for this problem" in answer.text
         assert re.findall(r'value="([^"]+)" checked', answer.text) == ["gpipe", "1f1b"]
         assert titles(await page_of(service, plan_id, "1f1b", "gpipe")) == ["this plan", "1f1b", "gpipe"]

@@ -168,10 +168,10 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
     assert facts["Layers"] == "8"
     # One stage per rank would be two stages, which three and one layers do not fill.
     assert facts["Placement"] == "the best of V, interleaved × 2, interleaved × 3, interleaved × 4"
-    assert facts["Transfer"] == "1 µs and its bytes at 100 B per µs"
+    assert facts["Transfer"] == "latency 1 µs, bandwidth 100 B per µs"
     assert facts["Memory limit"] == "24 MiB to 30 MiB"
     assert (facts["First stage"], facts["Last stage"]) == ("3 layers", "1 layer")
-    assert (facts["Not cut apart"], facts["Empty stages"]) == ("embedding to block.0", "allowed")
+    assert (facts["In one stage"], facts["Empty stages"]) == ("embedding to block.0", "allowed")
     table = layers_table(asked.model, asked.units)
     assert [(line.name, line.copies) for line in table.lines] == [
         ("embedding", ""),
@@ -186,8 +186,8 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
     )
     assert (table.has_fused, table.has_recompute, table.is_long) == (False, True, False)
     text = page_of(record(), asked)
-    assert "8 layers to be cut into stages" in text
-    assert "no plan of this problem is shorter, wherever it is cut" in text
+    assert "divide 8 layers into stages" in text
+    assert "no plan of this problem is shorter, with any division into stages" in text
     # Of a cut that is given the layers are there, and nothing is said of others.
     assert "block" in page_of(record(), cut())
     assert "wherever it is cut" not in page_of(record(), cut())
@@ -198,7 +198,7 @@ def test_what_no_cut_fits_is_said_for_the_cut_that_lacks_the_least() -> None:
     found = record(state="infeasible", plan_id=None, objective=None, error=error)
     view = search_view(found, layered(), None, AT)
     assert view.shortages == (Shortage(0, 0, "24 MiB", "25 MiB"),)
-    assert "the cut that lacks the least" in search_page(view, Shell())
+    assert "what the closest cut would need" in search_page(view, Shell())
 
 
 def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
@@ -211,7 +211,7 @@ def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
     # A plan's problem is a cut: what was asked was its layers.
     again = start_from(cut(), {}, "From a plan.")
     assert again.problem == {**start_from_layers(layered(), {}, "").problem}
-    assert again.note == "From a plan. Its layers are cut anew."
+    assert again.note == "From a plan. The planner chooses its stages again."
     with pytest.raises(ValueError, match="without layers"):
         uncut(uniform(2, 4))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -36,24 +35,9 @@ def view_of(plan: Plan, actual: Plan, *, steps: int = 1, ranks: tuple[int, ...] 
 
 
 def idle_notes(view: MeasuredView) -> list[list[str]]:
-    """What is told beside the rows of each lane, the first rank first."""
+    """The idle shares beside the rows of each lane, the first rank first."""
     assert view.lanes is not None
-    found: list[list[str]] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, dict):
-            labels = value.get("attributes", {}).get("major_label_overrides")
-            texts = [text for _, text in labels["entries"]] if isinstance(labels, dict) else []
-            if any(str(text).endswith("%") for text in texts):
-                found.append([text.replace("\u202f", "") for text in texts])
-            for each in value.values():
-                look(each)
-        elif isinstance(value, list):
-            for each in value:
-                look(each)
-
-    look(json.loads(view.lanes.chart))
-    return found
+    return [canvas.idle.replace("\u202f", "").split(" ") for canvas in view.lanes.canvases]
 
 
 @pytest.mark.parametrize(("objective", "length"), [("span", 13), ("makespan", 14)])

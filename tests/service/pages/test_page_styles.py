@@ -1,4 +1,4 @@
-"""Files that only the service's pages load: colours are the style sheet's tokens, and scripts are strict."""
+"""Files that pages load: their colours are tokens, and their scripts are strict."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
+from zbv_service.pages import shell
 from zbv_service.pages.shell import STATIC_DIRECTORIES
+from zbv_solver.export import report
 from zbv_solver.export.report import STATIC
 
-PAGES = STATIC_DIRECTORIES["/static/pages"]
-STYLES = sorted(PAGES.rglob("*.css"))
-SCRIPTS = sorted([*PAGES.rglob("*.js"), *STATIC.rglob("*.js")])
+TEMPLATES = Path(shell.__file__).parent / "templates"
+STYLES = sorted(
+    {path for place in STATIC_DIRECTORIES for path in place.rglob("*.css")} - {STATIC / "zbv.css"}
+)
+CLASSIC = {"theme.js", "reload.js"}
+SCRIPTS = sorted(path for place in STATIC_DIRECTORIES for path in place.rglob("*.js"))
 TOKENS = set(re.findall(r"--([\w-]+):", (STATIC / "zbv.css").read_text(encoding="utf-8")))
 
 
@@ -26,7 +31,29 @@ def test_a_style_takes_its_colours_from_the_tokens(path: Path) -> None:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_strict_and_leaves_themes_to_the_one_that_knows(path: Path) -> None:
     script = path.read_text(encoding="utf-8")
-    is_module = re.search(r"^(import|export) ", script, re.MULTILINE) is not None
-    assert is_module or '"use strict";' in script
-    assert not re.search(r"\beval\(|new Function|innerHTML|document\.write|onclick=", script)
+    assert ('"use strict";' in script) == (path.name in CLASSIC), "modules are strict by themselves"
+    assert not re.search(
+        r"\beval\(|new Function|innerHTML|document\.write|onclick=|[sS]tyle\s*=\s*[`'\"]", script
+    )
     assert ("prefers-color-scheme" in script) == (path.name == "theme.js")
+
+
+def test_no_template_has_a_style_or_a_script_inside() -> None:
+    """The content security policy allows neither."""
+    for place in (TEMPLATES, report.TEMPLATES):
+        for path in sorted(place.glob("*.j2")):
+            if path.name != "standalone.html.j2":
+                text = path.read_text(encoding="utf-8")
+                assert not re.search(r"<style|\sstyle=|\son\w+=\"", text), path.name
+                inline = re.findall(r"<script(?![^>]*src=)([^>]*)>", text)
+                assert all("application/json" in each or "text/plain" in each for each in inline), path.name
+
+
+def test_no_two_directories_have_a_file_of_the_same_name() -> None:
+    names = [
+        str(path.relative_to(place))
+        for place in STATIC_DIRECTORIES
+        for path in place.rglob("*")
+        if path.is_file()
+    ]
+    assert len(set(names)) == len(names)

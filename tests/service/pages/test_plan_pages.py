@@ -10,7 +10,7 @@ import pytest
 from support.runs_over_http import import_plan
 from support.serving import PROBLEM, Serving
 from zbv_service.api.caching import IMMUTABLE
-from zbv_service.pages.shell import BOKEH_VERSION, Shell, assets
+from zbv_service.pages.shell import Shell, assets
 from zbv_service.pages.views.plan import plan_page
 from zbv_solver.export import report
 from zbv_solver.export.timeline import timeline
@@ -32,11 +32,6 @@ async def test_a_chart_loads_the_actions_of_its_plan_once(serving: Serving) -> N
         assert page.status_code == 200
         [facts] = re.findall(r'id="chart-timeline">([^<]+)<', page.text)
         assert json.loads(facts) == timeline_facts(timeline(plan), plan.problem)
-        [chart] = re.findall(r'data-chart="([^"]+)"', page.text)
-        assert f'<link rel="preload" as="fetch" href="{chart}"' in page.text
-        drawn = await service.http.get(chart)
-        assert set(drawn.json()) == {"item", "rules"}
-        assert drawn.headers["cache-control"] == IMMUTABLE
         [address] = re.findall(r'data-actions="([^"]+)"', page.text)
         assert f'<link rel="preload" as="fetch" href="{address}"' in page.text
 
@@ -48,7 +43,7 @@ async def test_a_chart_loads_the_actions_of_its_plan_once(serving: Serving) -> N
         assert (again.status_code, again.content) == (304, b"")
 
 
-@pytest.mark.parametrize("path", ["", "/actions", "/chart"])
+@pytest.mark.parametrize("path", ["", "/actions"])
 async def test_what_is_not_there_is_not_found(serving: Serving, path: str) -> None:
     async with serving("immediate") as service:
         assert (await service.http.get(f"/plans/{UNKNOWN}{path}")).status_code == 404
@@ -60,48 +55,46 @@ async def test_scripts_and_styles_are_kept_for_good_under_the_address_of_their_v
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
         page = await service.http.get(f"/plans/{plan_id}")
-        addresses = re.findall(r'(?:src|href|data-bokeh)="(/static/[^"?]+)\?v=([^"]+)"', page.text)
-        names = [address.removeprefix("/static/") for address, _ in addresses]
-        scripts = [name for name in names if name in report.SCRIPTS]
-        assert scripts == list(report.SCRIPTS)
-        assert {"zbv.css", "chart.css", "theme.js", "bokeh/js/bokeh.min.js"} <= set(names)
-        for address, version in addresses:
-            assert version == (BOKEH_VERSION if "/bokeh/" in address else assets())
-            kept = await service.http.get(f"{address}?v={version}")
-            assert kept.status_code == 200
+        addresses = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
+        names = [address.removeprefix(f"/static/{assets()}/") for address in addresses]
+        assert [name for name in names if name in report.MODULES] == [*report.MODULES, "plan.js"]
+        assert {"zbv.css", "pages.css", "chart.css", "theme.js", "icon.svg"} <= set(names)
+        for address in addresses:
+            kept = await service.http.get(address)
+            assert kept.status_code == 200, address
             assert "immutable" in kept.headers["cache-control"], address
-        for other in ("", "?v=", "?v=0.0.0", f"?w={assets()}"):
-            changing = await service.http.get(f"/static/plan.js{other}")
-            assert "immutable" not in changing.headers.get("cache-control", ""), other
-        missing = await service.http.get(f"/static/nothing.js?v={assets()}")
+        older = f"/static/{'0' * 12}/plan.js"
+        for other in ("/static/plan.js", older, f"/static/plan.js?v={assets()}"):
+            changing = await service.http.get(other)
+            assert changing.status_code == 200, other
+            assert changing.headers["cache-control"] == "no-cache", other
+        missing = await service.http.get(f"/static/{assets()}/nothing.js")
         assert missing.status_code == 404
         assert "immutable" not in missing.headers.get("cache-control", "")
 
 
-async def test_scripts_travel_packed_to_those_who_take_it(serving: Serving) -> None:
+async def test_every_module_imports_only_what_the_page_preloads(serving: Serving) -> None:
     async with serving("immediate") as service:
-        address = f"/static/bokeh/js/bokeh.min.js?v={BOKEH_VERSION}"
+        for at, name in enumerate(report.MODULES):
+            text = (await service.http.get(f"/static/{assets()}/{name}")).text
+            imported = re.findall(r'^import .* from "\./([^"]+)";', text, re.MULTILINE)
+            assert set(imported) <= set(report.MODULES[:at]), name
+
+
+async def test_scripts_travel_compressed_to_clients_that_accept_it(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        address = f"/static/{assets()}/timeline.js"
         plain = await service.http.get(address, headers={"Accept-Encoding": "identity"})
-        for asked in ("gzip", "br, GZIP;q=0.5", "gzip"):
-            packed = await service.http.get(address, headers={"Accept-Encoding": asked})
-            assert packed.content == plain.content
-            assert packed.headers["content-encoding"] == "gzip"
-            assert 3 * int(packed.headers["content-length"]) < len(plain.content)
-            assert packed.headers["vary"] == "Accept-Encoding"
-            assert packed.headers["content-type"] == plain.headers["content-type"]
-        for refused in ("", "identity", "gzip;q=0", "xgzip"):
-            found = await service.http.get(address, headers={"Accept-Encoding": refused})
-            assert "content-encoding" not in found.headers
-            assert found.content == plain.content
-        for known in (packed.headers["etag"], plain.headers["etag"]):
-            again = await service.http.get(address, headers={"If-None-Match": known})
-            assert (again.status_code, again.content) == (304, b"")
-        part = await service.http.get(address, headers={"Range": "bytes=2-5"})
-        assert (part.status_code, part.content) == (206, plain.content[2:6])
+        packed = await service.http.get(address, headers={"Accept-Encoding": "gzip"})
+        assert packed.content == plain.content
+        assert packed.headers["content-encoding"] == "gzip"
+        assert packed.headers["vary"] == "Accept-Encoding"
+        assert packed.headers["content-type"] == plain.headers["content-type"]
+        assert "content-encoding" not in plain.headers
+        again = await service.http.get(address, headers={"If-None-Match": plain.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
         head = await service.http.head(address)
         assert (head.status_code, head.content) == (200, b"")
-        changing = await service.http.get("/static/plan.js")
-        assert "content-encoding" not in changing.headers
 
 
 async def test_every_address_is_under_the_prefix_of_a_proxy(serving: Serving) -> None:
@@ -110,7 +103,7 @@ async def test_every_address_is_under_the_prefix_of_a_proxy(serving: Serving) ->
         transport = httpx.ASGITransport(service.app, root_path="/planner")
         async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as behind:
             page = await behind.get(f"/planner/plans/{plan_id}")
-    addresses = re.findall(r'(?:src|href|action|data-actions|data-chart|data-bokeh)="(/[^"]*)"', page.text)
+    addresses = re.findall(r'(?:src|href|action|data-actions)="(/[^"]*)"', page.text)
     assert len(addresses) > 20
     assert [address for address in addresses if not address.startswith("/planner/")] == []
 

@@ -57,13 +57,13 @@ async def test_a_run_that_waits_says_for_what(serving: Serving) -> None:
     async with serving("held") as service:
         run_id = (await submit(service)).json()["id"]
         seen = await words(service, f"/runs/{run_id}")
-        assert "waiting Waits for 2 agents" in seen
-        assert "Ranks send what they measured a few seconds after their first steps" in seen
-        assert "Cancel the run" in seen
+        assert "waiting Waiting for 2 agents" in seen
+        assert "Ranks send measurements a few seconds after their first steps" in seen
+        assert "Cancel run" in seen
         assert 'data-live="state" data-open' in await page_of(service, f"/runs/{run_id}")
         body = {"problem": TIMED, "plan_id": None}
         planning = (await submit(service, **body)).json()
-        assert "Its plan is being searched" in await words(service, f"/runs/{planning['id']}")
+        assert "Searching for a plan" in await words(service, f"/runs/{planning['id']}")
         nothing = await words(service, f"/runs/{run_id}/measured")
         assert "Nothing measured yet" in nothing
         assert "http-equiv" in await page_of(service, f"/runs/{run_id}/measured")
@@ -82,7 +82,7 @@ async def test_a_run_that_goes_on_shows_its_ranks_steps_and_losses(serving: Serv
         await send(service, second, run_id, 1, made[1])
         await send(service, second, run_id, 1, "a log", "log")
         seen = await words(service, f"/runs/{run_id}")
-        assert "Every rank has reported step 3 of 5" in seen
+        assert "All ranks have reported step 3 of 5" in seen
         assert re.search(r"Step time [\d.]+ µs median|Step time [\d.]+ µs planned", seen)
         assert "Loss 2 of step 2" in seen
         assert "rank 1 host-b node 1 running" in seen
@@ -94,13 +94,13 @@ async def test_a_run_that_goes_on_shows_its_ranks_steps_and_losses(serving: Serv
 
         measured = await words(service, f"/runs/{run_id}/measured")
         assert "F took 3.00 × what was planned, over all ranks" in measured
-        assert "Step 1, the one of median length of the 3 newest, generation 0." in measured
+        assert "Step 1, the median of the 3 newest steps by length, generation 0." in measured
         for step in (0, 2):
             assert f"Step {step}, generation 0." in await words(
                 service, f"/runs/{run_id}/measured?step={step}"
             )
         for query in ("step=9", "generation=4", "replica=2"):
-            assert "Not there" in await words(service, f"/runs/{run_id}/measured?{query}")
+            assert "Not found" in await words(service, f"/runs/{run_id}/measured?{query}")
         assert (await service.http.get(f"/runs/{run_id}/measured?step=x")).status_code == 422
         assert (await service.http.get(f"/runs/{run_id}/measured?generation=-1")).status_code == 422
 
@@ -139,7 +139,7 @@ async def test_only_what_ranks_have_sent_is_measured(serving: Serving) -> None:
         await send(service, first, run_id, 0, shifted)
         seen = await words(service, f"/runs/{run_id}/measured")
         assert "has not sent" not in seen
-        assert "The ranks' clocks do not agree" in seen
+        assert "The clocks of the ranks disagree" in seen
         for rank, agent in enumerate((first, second)):
             other = traces(TIMED, plan_id, first_step=7)[rank]
             other["steps"][0]["actions"] = [
@@ -160,11 +160,11 @@ async def test_a_run_that_failed_says_why_and_where_its_logs_are(serving: Servin
         seen = await words(service, f"/runs/{run_id}")
         assert "failed <b>boom</b>" in seen
         assert "Rank 0 on host-a error step 3, at 0F1" in seen
-        assert "Cancel the run" not in seen
+        assert "Cancel run" not in seen
         text = await page_of(service, f"/runs/{run_id}")
         assert "<b>boom" not in text
         assert "data-open" not in text
-        assert "Its ranks sent no measured step" in seen
+        assert "The ranks sent no measurements" in seen
         assert "The run ended before its ranks had sent a trace" in await words(
             service, f"/runs/{run_id}/measured"
         )
@@ -193,12 +193,12 @@ async def test_a_browser_cancels_a_run_and_takes_an_offer(serving: Serving) -> N
         answer = await service.http.post(change, data={"plan_id": offer}, headers=SAME_ORIGIN)
         assert (answer.status_code, answer.headers["location"]) == (303, f"/runs/{run_id}")
         assert (await run_of(service, run_id))["target_plan_id"] == offer
-        assert "change over to it between two steps" in await words(service, f"/runs/{run_id}")
+        assert "switch to it between two steps" in await words(service, f"/runs/{run_id}")
 
         answer = await service.http.post(f"/runs/{run_id}/cancel", headers=SAME_ORIGIN)
         assert (answer.status_code, answer.headers["location"]) == (303, f"/runs/{run_id}")
         assert (await run_of(service, run_id))["cancel_requested"]
-        assert "Being cancelled" in await words(service, f"/runs/{run_id}")
+        assert "Cancelling: its ranks are stopping" in await words(service, f"/runs/{run_id}")
         unknown = await service.http.post(f"/runs/{'e' * 32}/cancel", headers=SAME_ORIGIN)
         assert unknown.status_code == 404
 
@@ -217,7 +217,7 @@ async def test_what_ranks_left_behind_stays_when_the_run_begins_anew(serving: Se
             await send(service, agent, run_id, rank, traces(SLOW, plan_id, first_step=1)[rank], generation=1)
         seen = await words(service, f"/runs/{run_id}")
         assert "log of generation 0 , trace" in seen
-        assert "begun anew 1 time" in seen
+        assert "restarted 1 time" in seen
         assert "Generations 0 , 1" in seen
         assert "generation 1." in await words(service, f"/runs/{run_id}/measured")
         assert "as long as planned" in await words(service, f"/runs/{run_id}/measured?generation=0")

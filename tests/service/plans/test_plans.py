@@ -203,7 +203,7 @@ async def test_pages_show_the_plan_and_the_list(serving: Serving, ranks: list[li
         missing = await service.http.get("/plans/nothing")
         assert (missing.status_code, missing.headers["content-type"]) == (404, "text/html; charset=utf-8")
         assert (await service.http.get("/static/zbv.css")).status_code == 200
-        assert (await service.http.get("/static/bokeh/js/bokeh.min.js")).status_code == 200
+        assert (await service.http.get("/static/plan.js")).status_code == 200
 
 
 async def test_an_import_says_which_claims_it_verified(serving: Serving) -> None:

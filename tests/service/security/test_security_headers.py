@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.runs_over_http import import_plan
 from support.serving import Serving
 from support.tokens import kind_of
 from zbv_service.pages import shell
@@ -73,11 +74,22 @@ async def test_pages_may_load_what_is_the_services_own_and_nothing_inline(servin
         assert document.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
 
 
-def test_a_chart_needs_inline_styles_and_no_inline_scripts() -> None:
-    rules = dict(rule.split(" ", 1) for rule in shell.CHART_POLICY.split("; "))
-    assert rules["script-src"] == "'self'"
-    assert rules["style-src"] == "'self' 'unsafe-inline'"
-    assert (rules["default-src"], rules["base-uri"], rules["frame-ancestors"]) == ("'none'",) * 3
+@pytest.mark.parametrize("path", ["", "/compare", "/frontier"])
+async def test_pages_with_charts_keep_the_same_policy(serving: Serving, path: str) -> None:
+    async with serving("immediate") as service:
+        plan_id = await import_plan(service)
+        answer = await service.http.get(f"/plans/{plan_id}{path}", headers={"Accept": "text/html"})
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"] == shell.CONTENT_SECURITY_POLICY
+
+
+def test_the_policy_allows_the_services_own_files_alone() -> None:
+    rules = dict(rule.split(" ", 1) for rule in shell.CONTENT_SECURITY_POLICY.split("; "))
+    assert rules.pop("img-src") == "'self' data:"
+    assert {rules.pop(kind) for kind in ("script-src", "style-src", "connect-src", "form-action")} == {
+        "'self'"
+    }
+    assert set(rules.values()) == {"'none'"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Exports for people: SVG, raster, Bokeh layout, the standalone page and its numbers."""
+"""Exports for people: SVG, raster, the standalone page and its numbers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zbv_solver.export import export, palette, quantities
 from zbv_solver.export.axis import ticks
-from zbv_solver.export.bokeh_parts import Colours
-from zbv_solver.export.dimensions import rows_height
-from zbv_solver.export.gantt import gantt_figure, time_range
 from zbv_solver.export.per_rank import RankBars, idle_bars, idle_shares, memory_bars
 from zbv_solver.export.raster import coverage, image
-from zbv_solver.export.report import PlanView, chart_document, plan_view, script_json
+from zbv_solver.export.report import MODULES, PlanView, gantt_canvas, plan_view, script_json
 from zbv_solver.export.svg import MAX_BARS, WIDTH
 from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_bytes, timeline_facts, timeline_text
@@ -308,39 +305,6 @@ def test_a_large_plan_lists_the_beginning_of_every_rank_and_draws_a_picture() ->
     assert view.ranks[0].text.startswith("0F0 3F0 3I0")
 
 
-def chart_models(view_chart: str, kind: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-
-    def walk(node: Any) -> None:
-        if isinstance(node, dict):
-            if node.get("type") == "object" and node.get("name") == kind:
-                found.append(node)
-            for child in node.values():
-                walk(child)
-        elif isinstance(node, list):
-            for child in node:
-                walk(child)
-
-    walk(json.loads(view_chart))
-    return found
-
-
-def test_the_chart_has_linked_figures_and_runs_no_code_of_its_own(plan: Plan) -> None:
-    chart = json.dumps(chart_document(plan)["item"])
-    figures = {figure["attributes"]["name"] for figure in chart_models(chart, "Figure")}
-    assert figures == {"gantt", "memory", "overview"}
-    assert chart_models(chart, "CustomJS") == []  # it needs eval, which the pages forbid
-    assert len([r for r in chart_models(chart, "Range1d") if r["attributes"].get("name") == "time"]) == 1
-    assert len(chart_models(chart, "Span")) == 1  # every rank has the same limit
-
-
-def test_many_ranks_are_one_band_of_memory_and_few_are_lines() -> None:
-    for p, steps in ((16, 2 * 16), (17, 2 * 1)):  # each also has the faint one of a muted line
-        chart = json.dumps(chart_document(sequential_plan(p, 1, memory={**MEMORY, "limit": None}))["item"])
-        assert len(chart_models(chart, "Step")) == steps
-        assert len(chart_models(chart, "VAreaStep")) == (0 if p == 16 else 2)
-
-
 def test_the_table_says_what_fits_and_how_long_each_takes() -> None:
     plan = plan_of(2, 6, memory={**MEMORY, "limit": 7})
     slowest = max(plan.metrics.span, *(b.span for b in plan.baselines))
@@ -353,33 +317,14 @@ def test_the_table_says_what_fits_and_how_long_each_takes() -> None:
     assert {name: row.share for name, row in rows.items()} == {n: s / slowest for n, s in spans.items()}
 
 
-def test_rows_are_never_too_low_to_point_at_and_few_take_little_room() -> None:
-    assert [rows_height(ranks) for ranks in (1, 8, 64, 300)] == [34, 272, 640, 2100]
+def test_rows_are_high_enough_to_point_at_and_few_ranks_take_little_room() -> None:
+    assert [gantt_canvas(ranks).rows for ranks in (1, 8, 64, 300)] == [34, 272, 640, 2100]
 
 
-def test_several_gantts_share_an_axis_and_keep_their_names_apart(plan: Plan) -> None:
-    line, colours = timeline(plan), Colours()
-    x_range = time_range(line, line)
-    figures = [
-        gantt_figure(line, x_range, colours, name=name, has_toolbar=False) for name in ("one", "other")
-    ]
-    assert all(figure.x_range is x_range for figure in figures)
-    for figure in figures:
-        layers = {renderer.name for renderer in figure.renderers}
-        assert {name.split(":")[0] for name in layers} == {figure.name}
-        assert {"picture", "idle-bars", "bars", "casing", "path-line"} <= {
-            name.split(":")[1] for name in layers
-        }
-
-
-def test_the_colour_rules_name_models_of_the_chart(plan: Plan) -> None:
-    document = chart_document(plan)
-    item = json.dumps(document["item"])
-    assert document["rules"]
-    for rule in document["rules"]:
-        assert f'"id": "{rule["model"]}"' in item
-        assert rule["light"].startswith("#")
-        assert rule["dark"].startswith("#")
+def test_a_canvas_says_how_idle_each_rank_is(plan: Plan) -> None:
+    canvas = plan_view(plan).canvas
+    assert canvas.idle.split(" ") == [quantities.percent(share, 1) for share in idle_shares(plan)]
+    assert (canvas.axis, canvas.height) == ("time [µs]", canvas.top + canvas.rows + canvas.bottom)
 
 
 def test_json_cannot_end_the_script_that_carries_it() -> None:
@@ -395,6 +340,14 @@ def test_the_standalone_page_refers_to_nothing_outside(plan: Plan) -> None:
     assert plan.plan_id in text
     assert timeline_text(timeline(plan)) in text
     assert "<nav" not in text
+
+
+def test_the_standalone_page_contains_every_module_without_imports(plan: Plan) -> None:
+    script = export(plan, "html").rpartition('<script type="module">')[2].partition("</script>")[0]
+    assert not re.findall(r"^(?:import|export) ", script, re.MULTILINE)
+    names = re.findall(r"^(?:async )?(?:const|function|class) (\w+)", script, re.MULTILINE)
+    assert len(names) > len(MODULES)
+    assert len(set(names)) == len(names), "modules share one scope: no name may be defined twice"
 
 
 def test_the_standalone_page_escapes_what_a_user_wrote() -> None:

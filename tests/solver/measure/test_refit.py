@@ -241,7 +241,7 @@ def test_the_command_writes_the_measured_problem(tmp_path: Path, capsys: pytest.
     assert "3 ranks measured" in capsys.readouterr().err
     paths[1].write_text(paths[1].read_text().replace(plan.plan_id, "0" * 64))
     assert main(["refit", str(tmp_path / "plan.json"), *names]) == 2
-    assert "was measured with plan 000000000000" in capsys.readouterr().err
+    assert "/plan_id: found 000000000000; the plan given is" in capsys.readouterr().err
 
 
 def test_times_are_those_of_rank_0() -> None:

@@ -256,7 +256,7 @@ def test_the_bound_over_all_cuts_is_proved_from_the_layers() -> None:
     document, asked = planned(LAYERS), parse_any_problem(LAYERS)
     assert "/cut/lower_bound" in pointers(check_plan(document, asked), verified=False)
     assert "/cut/lower_bound" in pointers(check_plan(document, asked, prove=True), verified=True)
-    with pytest.raises(InvalidPlan, match="for a problem whose layers are cut already"):
+    with pytest.raises(InvalidPlan, match="for a problem with a given cut"):
         check_plan(document, prove=True)
 
 

@@ -11,7 +11,7 @@ from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut,
 from zbv_solver.bounds import lower_bound
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import Bounds, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.joint_search import Candidate, improve_cut
 from zbv_solver.partition.judge import Judge
@@ -121,7 +121,7 @@ def test_the_certificate_is_what_no_cut_can_beat_and_not_what_was_reached() -> N
 
 
 def test_a_judge_that_is_wrong_costs_time_and_not_the_better_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    def worst_first(judge: Judge, bounds: Bounds, recompute: tuple[bool, ...]) -> float:
+    def worst_first(judge: Judge, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         return -judge.floor(bounds, recompute)
 
     problem = layered(microbatches=8)
@@ -167,7 +167,7 @@ def test_however_short_the_time_no_baseline_that_fits_is_better(seconds: float) 
 def test_an_incumbent_is_where_the_search_starts(plan: Plan) -> None:
     resumed = search(layered(placement="auto"), SearchOptions(), cancelled=lambda: True, incumbent=plan)
     assert resumed.objective <= plan.objective * (1 + 1e-9)
-    with pytest.raises(TypeError, match="an incumbent of layers is a Plan"):
+    with pytest.raises(TypeError, match="the incumbent must be a Plan"):
         search(layered(), incumbent=plan.orders)
 
 

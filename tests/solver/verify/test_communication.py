@@ -289,5 +289,5 @@ def test_sends_that_wait_in_a_circle_are_refused() -> None:
     first = lists[0]
     first.remove("3RECV_F0")
     first.insert(first.index("0F0"), "3RECV_F0")
-    with pytest.raises(InvalidPlan, match=r"can wait for ever at"):
+    with pytest.raises(InvalidPlan, match=r"can wait forever at"):
         verify_comms(problem, orders, lists)

@@ -26,7 +26,7 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Metrics, Plan, plan_json
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.search import SearchOptions, make_plan, search
-from zbv_solver.verify.graph import Graph, circle
+from zbv_solver.verify.graph import PrecedenceGraph, refuting_cycle
 from zbv_solver.verify.verifier import verify, verify_orders
 
 Ranks = list[list[Action]]
@@ -180,7 +180,7 @@ def test_numbers_that_text_cannot_write_are_named_too(action: tuple[int, int, in
 
 @pytest.mark.parametrize("offset", [[0, 5, 10], [1, 5, 11], [0, 12, 11], [0, 11]])
 def test_lists_that_do_not_add_up_are_refused(offset: list[int]) -> None:
-    with pytest.raises(InvalidPlan, match=r"lists overlap or leave actions out|found 1 ranks"):
+    with pytest.raises(InvalidPlan, match=r"lists overlap or miss actions|found 1 ranks"):
         verify_orders(uniform(2, 1), replace(Orders.from_text(GOOD), offset=np.array(offset)))
 
 
@@ -272,9 +272,9 @@ def test_the_span_is_checked_by_times_and_by_paths() -> None:
     for mean, length in ((5.0, {(0, 1): 6.0, (1, 0): 4.0}), (8.0, {(0, 0): 8.0, (0, 1): 1.0})):
         graph = graph_of_paths(length)
         release = np.zeros(2)
-        assert circle(graph, mean + 0.01, release) is None
+        assert refuting_cycle(graph, mean + 0.01, release) is None
         assert np.all(ends(graph, release) <= release + mean + 0.01 + 1e-9)
-        assert circle(graph, mean - 0.01, release) == mean
+        assert refuting_cycle(graph, mean - 0.01, release) == mean
 
 
 def test_start_times_that_ignore_an_input_do_not_count() -> None:
@@ -288,13 +288,13 @@ def test_start_times_that_ignore_an_input_do_not_count() -> None:
         assert not graph.waits(early)
 
 
-def graph_of_paths(length: dict[tuple[int, int], float]) -> Graph:
+def graph_of_paths(length: dict[tuple[int, int], float]) -> PrecedenceGraph:
     """Two ranks of three actions each: the first feeds the other rank's last; all take no time."""
     own = [length.get((rank, rank), 0.0) for rank in range(2)]
-    return Graph(
+    return PrecedenceGraph(
         previous=np.array([-1, 0, 1, -2, 3, 4], dtype=np.int32),
         feed=np.array([-1, -1, 3, -1, -1, 0], dtype=np.int32),
-        delay=np.array([0, 0, length.get((1, 0), 0.0), 0, 0, length.get((0, 1), 0.0)]),
+        latency=np.array([0, 0, length.get((1, 0), 0.0), 0, 0, length.get((0, 1), 0.0)]),
         duration=np.array([0, own[0], 0, 0, own[1], 0.0]),
         sequence=np.array([0, 1, 3, 4, 2, 5], dtype=np.int32),
         first=np.array([0, 3]),
@@ -302,7 +302,7 @@ def graph_of_paths(length: dict[tuple[int, int], float]) -> Graph:
     )
 
 
-def ends(graph: Graph, release: NDArray[np.float64]) -> NDArray[np.float64]:
+def ends(graph: PrecedenceGraph, release: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray((graph.earliest(release) + graph.duration)[graph.last])
 
 

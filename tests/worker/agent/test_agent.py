@@ -1,4 +1,4 @@
-"""Agents: a service and nodes as processes, a plan over gloo, and every way in which that can end."""
+"""Agents with a service and nodes as processes: runs over gloo, and every way in which they can end."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_rank_that_hangs_is_named_by_the_one_that_waits_for_it(pair: Pair) -> 
     pair.until_gone()
 
 
-def test_a_run_outlasts_a_service_that_is_away_and_an_agent_that_is_told_to_end(pair: Pair) -> None:
+def test_a_run_survives_an_outage_of_the_service_and_a_drained_agent(pair: Pair) -> None:
     """Last with these two agents: they leave. That losses are those of a run alone is another test's."""
     started, steps = pair.started, 60
     run = pair.submit(steps=steps, model={"pause": 0.1})  # long enough for all that happens to it
@@ -128,7 +128,7 @@ def test_a_daemon_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("server", "message"), [("", "--server URL"), ("planner:8000", "must be an address such as http://")]
 )
-def test_a_wrong_address_is_said_at_once(
+def test_a_wrong_address_is_reported_at_once(
     server: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["agent", "--server", server]) == 2

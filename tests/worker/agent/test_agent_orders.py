@@ -1,4 +1,4 @@
-"""What an agent does with the answer to its sign of life."""
+"""How an agent reacts to the service's answer to a heartbeat."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def beat(answer: HeartbeatReply, told: Told, folder: Path) -> Told:
 @pytest.mark.parametrize(
     ("cause", "failed_elsewhere"), [("cancelled", False), ("failed", True), ("unknown-run", True)]
 )
-def test_only_after_a_failure_do_ranks_get_time_to_say_what_they_know(
+def test_only_after_a_failure_do_ranks_get_time_to_report(
     tmp_path: Path, cause: str, failed_elsewhere: bool
 ) -> None:
     # The reason is for people: what it says decides nothing.
@@ -55,7 +55,7 @@ def test_only_after_a_failure_do_ranks_get_time_to_say_what_they_know(
         (("a.*",), ("/other",), "does not keep checkpoints in /shared/run: it allows /other"),
     ],
 )
-def test_what_a_node_does_not_allow_is_refused_and_nothing_is_prepared(
+def test_disallowed_work_is_refused_and_nothing_is_prepared(
     tmp_path: Path, models: tuple[str, ...], directories: tuple[str, ...], said: str
 ) -> None:
     allowed = tuple(map(Path, directories))
@@ -73,8 +73,6 @@ def test_what_a_node_does_not_allow_is_refused_and_nothing_is_prepared(
 
 
 @pytest.mark.parametrize(("node_rank", "plans"), [(0, ["p"]), (1, [])])
-def test_the_first_node_fetches_the_plan_to_change_over_to(
-    tmp_path: Path, node_rank: int, plans: list[str]
-) -> None:
+def test_the_first_node_fetches_the_next_plan(tmp_path: Path, node_rank: int, plans: list[str]) -> None:
     told = beat(HeartbeatReply(False, plan_id="p"), Told(node_rank), tmp_path)
     assert (told.stops, told.plans) == ([], plans)

@@ -1,4 +1,4 @@
-"""What a rank under an agent says of its failure: rank, step, action and peer as far as they are known."""
+"""A rank's report of its failure: rank, step, action and peer, as far as known."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_error_in_an_action_has_its_step_action_and_peer() -> None:
     assert failure(error, At()) == ("peer", 4, 6, str(Action(2, "I", 1)), 5)
 
 
-def test_an_error_between_actions_has_the_step_alone() -> None:
+def test_an_error_between_actions_has_only_a_step() -> None:
     assert failure(RuntimeError("x"), At()) == ("error", 4, 7, None, None)
     assert failure(RuntimeError("x"), CurrentProgress()) == ("error", 4, None, None, None)
 
@@ -43,5 +43,5 @@ def test_an_error_between_actions_has_the_step_alone() -> None:
         (WorkerError("x"), "error"),
     ],
 )
-def test_what_trying_again_would_repeat_is_told_from_what_a_peer_caused(error: Exception, kind: str) -> None:
+def test_repeatable_errors_are_distinguished_from_those_of_a_peer(error: Exception, kind: str) -> None:
     assert failure(error, CurrentProgress())[0] == kind

@@ -1,4 +1,4 @@
-"""A run that loses a node goes on from its checkpoints; one with wrong costs, with another plan."""
+"""A run that loses a node resumes from its checkpoints; one with wrong costs changes to another plan."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def disturbed(three: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Distu
     return Disturbed(ended, stopped, killed, last, newest, names)
 
 
-def test_a_stopped_agent_takes_its_ranks_along_and_harms_no_successor_when_it_resumes(
+def test_a_stopped_agents_ranks_end_and_a_resumed_agent_harms_no_successor(
     disturbed: Disturbed,
 ) -> None:
     assert disturbed.checkpoint_after_stop is not None

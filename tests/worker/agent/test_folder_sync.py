@@ -1,4 +1,4 @@
-"""The sync: traces and logs reach the service, a plan reaches the ranks; nothing of it is in the way."""
+"""Traces and logs reach the service, and a plan reaches the ranks, without delaying anything else."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_events_are_sent_as_the_rank_wrote_them_and_when_they_change(
     ]
 
 
-def test_what_is_left_and_the_logs_are_sent_at_the_end(
+def test_remaining_files_and_logs_are_sent_at_the_end(
     sync: FolderSync, service: Service, tmp_path: Path
 ) -> None:
     sync.start()
@@ -150,9 +150,7 @@ def test_a_service_that_is_away_gets_the_trace_later(
     assert sync.wait(30)
 
 
-def test_what_the_service_refuses_is_not_sent_again(
-    sync: FolderSync, service: Service, tmp_path: Path
-) -> None:
+def test_refused_files_are_not_sent_again(sync: FolderSync, service: Service, tmp_path: Path) -> None:
     service.status = 413
     measured(tmp_path, 2, 0)
     sync.start()
@@ -164,7 +162,7 @@ def test_what_the_service_refuses_is_not_sent_again(
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_an_agent_that_is_gone_sends_nothing_more(
+def test_a_lost_agent_sends_nothing_more(
     sync: FolderSync, service: Service, tmp_path: Path, status: int
 ) -> None:
     service.status = status
@@ -175,7 +173,7 @@ def test_an_agent_that_is_gone_sends_nothing_more(
     assert service.names() == ["2/trace"]
 
 
-def test_a_slow_service_holds_up_nobody_else(sync: FolderSync, service: Service, tmp_path: Path) -> None:
+def test_a_slow_service_delays_nothing_else(sync: FolderSync, service: Service, tmp_path: Path) -> None:
     service.holds.clear()
     measured(tmp_path, 2, 0)
     sync.start()
@@ -188,7 +186,7 @@ def test_a_slow_service_holds_up_nobody_else(sync: FolderSync, service: Service,
     assert sync.wait(30)
 
 
-def test_a_plan_is_brought_once_and_whole(sync: FolderSync, service: Service, tmp_path: Path) -> None:
+def test_a_plan_is_downloaded_once_and_completely(sync: FolderSync, service: Service, tmp_path: Path) -> None:
     plan = service.plan = a_plan()
     path = tmp_path / NEXT_PLAN
     sync.start()
@@ -208,7 +206,7 @@ def test_a_plan_is_brought_once_and_whole(sync: FolderSync, service: Service, tm
 
 
 @pytest.mark.parametrize("wrong", ["other", "altered"])
-def test_a_plan_that_is_another_is_not_handed_on(
+def test_a_wrong_plan_is_not_passed_on(
     sync: FolderSync, service: Service, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = service.plan = a_plan()
@@ -226,7 +224,7 @@ def test_a_plan_that_is_another_is_not_handed_on(
     assert not (tmp_path / NEXT_PLAN).exists()
 
 
-def test_of_a_long_log_whole_lines_of_its_end_are_kept(tmp_path: Path) -> None:
+def test_the_end_of_a_long_log_has_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "stderr.log"
     path.write_text("".join(f"line {number}\n" for number in range(100)))
     assert log_end(path, 20) == b"line 98\nline 99\n"

@@ -1,4 +1,4 @@
-"""One generation on a node: what is said of ranks that cannot say it themselves, and how it is stopped."""
+"""One generation on a node: failures of ranks that cannot report them, and how it is stopped."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def outcome_of(**failed: int) -> str:
     return f"echo '{json.dumps({'failed': failed})}' > outcome.json; exit 1"
 
 
-def test_success_needs_no_words(launching: Any) -> None:
+def test_success_has_no_failures(launching: Any) -> None:
     assert ended(launching("exit 0")).outcome == "succeeded"
 
 
-def test_a_killed_rank_is_named_with_its_signal_and_place(launching: Any) -> None:
+def test_a_killed_rank_is_named_with_its_signal_and_progress(launching: Any) -> None:
     end = ended(launching(outcome_of(**{"3": -9}), progress_3={"rank": 3, "step": 5, "action": "2I1"}))
     (failure,) = end.failures
     assert (end.outcome, failure["kind"], failure["rank"]) == ("failed", "killed", 3)
@@ -63,7 +63,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_place(launching: Any) -> Non
     assert failure["detail"].startswith("rank 3 was killed by SIGKILL; it last reported step 5 at 2I1.")
 
 
-def test_what_a_rank_says_itself_counts_more_than_its_status(launching: Any) -> None:
+def test_a_ranks_own_report_counts_more_than_its_status(launching: Any) -> None:
     said = {"kind": "peer", "rank": 2, "detail": "x" * 9000 + "\0"}
     end = ended(launching(outcome_of(**{"2": 1, "3": 4}), failure_2=said))
     assert [failure["kind"] for failure in end.failures] == ["peer", "error"]
@@ -84,7 +84,7 @@ def test_a_stopped_generation_has_not_failed(launching: Any) -> None:
     assert ended(generation).outcome == "stopped"
 
 
-def test_a_launcher_that_does_not_listen_is_killed(launching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_ignores_signals_is_killed(launching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_module, "_GRACE_SECONDS", 0.2)
     generation = launching("trap '' TERM; touch ready; while true; do sleep 0.05; done")
     while not (generation._folder / "ready").exists():
@@ -114,7 +114,7 @@ def test_an_agent_that_was_silent_for_too_long_ends_its_ranks_and_says_why(launc
     generation.kill()
 
 
-def test_a_node_that_failed_itself_may_say_so_before_it_is_stopped(launching: Any) -> None:
+def test_a_node_may_report_its_own_failure_before_it_is_stopped(launching: Any) -> None:
     generation = launching("sleep 0.5; " + outcome_of(**{"2": -9}))
     generation.stop(failed_elsewhere=True)
     assert ended(generation).outcome == "failed"

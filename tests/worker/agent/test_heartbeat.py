@@ -1,4 +1,4 @@
-"""An agent says that it is alive, in a file, and the health check of its container believes it or not."""
+"""An agent writes heartbeats to a file, which a container's health check reads."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def given(folder: Path, *, answered: bool) -> float:
     return at
 
 
-def test_an_agent_is_well_while_it_goes_round(tmp_path: Path) -> None:
+def test_an_agent_in_its_cycle_is_running(tmp_path: Path) -> None:
     at = given(tmp_path / "state", answered=True)
     said = check(tmp_path / "state", at + 3)
     assert said == f"agent node-1 is running; {SERVER} answered 3 s ago"
 
 
-def test_an_agent_whose_service_is_away_is_well_too_as_its_ranks_may_be_training(tmp_path: Path) -> None:
+def test_an_agent_without_its_service_is_running_too(tmp_path: Path) -> None:
     at = given(tmp_path, answered=False)
     assert check(tmp_path, at) == f"agent node-1 is running; {SERVER} has not answered yet"
 
 
-def test_one_that_stands_still_is_not(tmp_path: Path) -> None:
+def test_an_agent_that_hangs_is_not_running(tmp_path: Path) -> None:
     at = given(tmp_path, answered=True)
     check(tmp_path, at + STALE_SECONDS)
     with pytest.raises(AgentNotRunning, match="agent node-1 has been silent for 61 s"):
@@ -50,7 +50,7 @@ def test_when_the_service_answered_last_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"at": 1.0}'])
-def test_a_folder_without_an_agent_is_said_to_be_one(
+def test_a_folder_without_an_agent_is_reported(
     tmp_path: Path, text: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
@@ -67,7 +67,7 @@ def test_the_command_says_how_the_agent_is_and_needs_no_service(
     assert capsys.readouterr().out.startswith("agent node-1 is running")
 
 
-def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_file_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "state").write_text("a file, where a folder should be")
     with caplog.at_level(logging.WARNING):
         Heartbeat(tmp_path / "state", "node-1", SERVER).write(answered=True)

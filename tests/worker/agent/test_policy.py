@@ -1,4 +1,4 @@
-"""What a node allows: models by patterns, checkpoints by directories. The documents agree with it."""
+"""What a node allows: models by patterns, checkpoints by directories. The documentation agrees with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def work(directory: str | None, factory: str = "a.models:build") -> NodeWork:
         ("a.models:build", "a.models:other", False),
     ],
 )
-def test_a_pattern_with_a_star_at_its_end_admits_the_package_and_all_below_it(
+def test_a_pattern_with_a_final_star_allows_the_package_and_its_modules(
     pattern: str, factory: str, expected: bool
 ) -> None:
     assert is_model_allowed(factory, [pattern]) is expected
@@ -73,12 +73,12 @@ def test_checkpoints_are_kept_in_allowed_directories_and_nowhere_else(tmp_path: 
     assert "must be an absolute path" in str(refusal("ck"))
 
 
-def test_without_an_allowed_directory_runs_with_checkpoints_alone_are_refused(tmp_path: Path) -> None:
+def test_without_an_allowed_directory_only_runs_with_checkpoints_are_refused(tmp_path: Path) -> None:
     assert refusal_of(work(None), "node", ["a.*"], []) is None
     assert "it allows none" in str(refusal_of(work(str(tmp_path)), "node", ["a.*"], []))
 
 
-def test_an_agent_tells_what_it_allows_and_spares_a_service_that_does_not_know_it(tmp_path: Path) -> None:
+def test_an_agent_sends_its_policy_unless_the_service_is_too_old(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     found = allowed(["a.*"], [tmp_path / "link"])

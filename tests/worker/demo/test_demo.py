@@ -1,4 +1,4 @@
-"""What the demonstration prints and refuses. All of it together is `make run ARGS=--exit`."""
+"""The demonstration's output and errors; `make run ARGS=--exit` runs all of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_table_states_planned_and_measured_times_without_warm_up() -> None:
         assert expected in text
 
 
-def test_slower_actions_are_told_from_waiting() -> None:
+def test_slower_actions_are_distinguished_from_waiting() -> None:
     assert OUTCOMES[0].slowdown == pytest.approx(1.1)
 
 
@@ -44,11 +44,11 @@ def test_scatter_of_the_steps_shows_a_busy_machine() -> None:
     assert busy.run.spread() == 1
 
 
-def test_losses_must_agree_and_go_down() -> None:
+def test_losses_must_agree_and_decrease() -> None:
     assert check_losses(OUTCOMES) == 0
     with pytest.raises(DemoFailed, match=r"differ by 50\.0%"):
         check_losses([OUTCOMES[0], outcome("1F1B", 1, [1], [4.0, 4.5, 2.0])])
-    with pytest.raises(DemoFailed, match="did not go down"):
+    with pytest.raises(DemoFailed, match="did not decrease"):
         check_losses([outcome("zbv", 1, [1], [4.0, 3.0, 4.5])])
 
 
@@ -56,7 +56,7 @@ def test_two_to_four_ranks() -> None:
     assert 2 <= rank_count() <= 4
 
 
-def test_a_taken_port_gives_way_to_a_free_one() -> None:
+def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""Ranks that were started differently refuse, by name, before they run anything."""
+"""Ranks that were started differently refuse to run, and name the difference."""
 
 from __future__ import annotations
 

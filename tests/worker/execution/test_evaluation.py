@@ -1,4 +1,4 @@
-"""Evaluation: a plan's forwards alone, which leave nothing behind and end whatever the plan."""
+"""Evaluation runs only a plan's forwards, changes nothing, and completes for every plan."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
         transport.flush(1.0)  # nothing was sent that nobody takes
 
 
-def test_data_for_evaluation_are_used_where_the_model_has_them() -> None:
+def test_evaluation_data_are_used_if_the_model_has_them() -> None:
     problem = problem_of("v", 2)
     pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), own_data=True)
     for _ in range(2):  # in turns, as in a run

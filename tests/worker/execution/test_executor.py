@@ -1,4 +1,4 @@
-"""What the executor does when the plan or a peer is wrong, and what it reports."""
+"""The executor's errors for wrong plans and lost peers, and its reports."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def executor_of(
     )
 
 
-def test_a_rank_whose_peer_hangs_says_who_waited_where_for_what_and_whom() -> None:
+def test_a_rank_with_a_hanging_peer_names_the_action_the_tensor_and_the_peer() -> None:
     executor = executor_of(0, ThreadHub(2).transport(0), timeout=0.2)
     started = time.monotonic()
     with pytest.raises(
@@ -71,7 +71,7 @@ def test_a_rank_whose_peer_hangs_says_who_waited_where_for_what_and_whom() -> No
     assert time.monotonic() - started < 60
 
 
-def test_a_rank_whose_peer_is_gone_says_so_at_once() -> None:
+def test_a_rank_with_a_lost_peer_fails_at_once() -> None:
     hub = ThreadHub(2)
     executor = executor_of(0, hub.transport(0), timeout=30)
     hub.transport(1).close()
@@ -87,7 +87,7 @@ class Mute(ThreadTransport):
             super().isend(key, tensor, label)
 
 
-def test_a_gradient_that_does_not_come_is_named_by_its_producer() -> None:
+def test_a_missing_gradient_is_named_by_its_producer() -> None:
     hub = ThreadHub(2)
     executor = executor_of(0, hub.transport(0), timeout=1.0)
     peer = executor_of(1, Mute(hub, 1), timeout=20)

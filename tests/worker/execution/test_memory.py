@@ -1,4 +1,4 @@
-"""Memory that is really held follows the plan's account, action by action."""
+"""The memory that a rank holds follows the plan's account, action by action."""
 
 from __future__ import annotations
 

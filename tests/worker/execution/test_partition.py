@@ -1,4 +1,4 @@
-"""Plans that say which layers every stage has: any cut trains the same model."""
+"""Plans that assign layers to stages: every partition trains the same model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def reference() -> tuple[Gradients, float]:
     "sizes", [(2, 2, 2, 2), (1, 4, 2, 1), (1, 0, 4, 3), (5, 1, 2, 0), (1, 0, 0, 7), (8, 0, 0, 0)]
 )
 @pytest.mark.parametrize("fused", [0.0, 0.4])
-def test_any_cut_computes_the_gradients_of_one_process(
+def test_any_partition_computes_the_gradients_of_one_process(
     reference: tuple[Gradients, float], sizes: tuple[int, ...], fused: float
 ) -> None:
     problem = cut_problem(NAMES, sizes)
@@ -87,7 +87,7 @@ def test_a_rank_builds_the_layers_of_its_stages_and_no_others() -> None:
     ]
 
 
-def test_the_stages_that_the_plan_recomputes_are_and_no_others() -> None:
+def test_exactly_the_planned_stages_are_recomputed() -> None:
     problem = cut_problem(NAMES, (3, 1, 3, 1))
     orders = random_orders(problem, Random(0))
     found: dict[int, bool] = {}
@@ -100,13 +100,13 @@ def test_the_stages_that_the_plan_recomputes_are_and_no_others() -> None:
     assert found == {0: False, 1: True, 2: False, 3: True}
 
 
-def test_an_empty_first_stage_of_words_is_refused_where_it_would_pass_them_on() -> None:
+def test_an_empty_first_stage_cannot_pass_on_integers() -> None:
     problem = cut_problem(NAMES, (0, 3, 4, 1))
     with pytest.raises(InvalidRun, match=r"stage 0 has no layers and would pass on a torch\.int64 tensor"):
         run_in_threads(problem, random_orders(problem, Random(0)), hard_model())
 
 
-def test_an_empty_stage_passes_on_what_it_gets_and_holds_nothing_new() -> None:
+def test_an_empty_stage_passes_its_input_on_and_holds_nothing_else() -> None:
     problem = cut_problem(NAMES, (3, 0, 4, 1))
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 1)
     stage = build_stages(hard_model(), plan, CPU)[1]
@@ -122,7 +122,7 @@ def test_an_empty_stage_passes_on_what_it_gets_and_holds_nothing_new() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 3, 2, 0)])
-def test_the_gpt_is_the_same_model_in_any_cut(sizes: tuple[int, ...]) -> None:
+def test_the_gpt_is_the_same_model_for_any_partition(sizes: tuple[int, ...]) -> None:
     model = gpt(**GPT)
     assert list(model.layer_names()) == ["embedding", "block.0", "block.1", "block.2", "block.3", "head"]
     whole = model.build_stage(0, 1, CPU).state_dict()
@@ -179,7 +179,7 @@ def test_a_plan_of_other_layers_is_refused(own: list[str], message: str) -> None
         build_stages(Misnamed(own), plan, CPU)
 
 
-def test_a_model_without_layers_is_refused_and_told_what_it_needs() -> None:
+def test_a_model_without_layers_is_refused_with_what_it_needs() -> None:
     problem = cut_problem(NAMES, (2, 2, 2, 2))
     with pytest.raises(InvalidRun, match=r"Tiny without layer_names and build_layers; see .*Layered"):
         require_layers(tiny(), PlannedCut.of(problem))
@@ -207,14 +207,14 @@ def test_layers_that_were_not_asked_for_are_refused(module: nn.Module, found: st
         (PlannedCut(recompute=(True,) * 5), "recompute has 5 stages, but the plan has 4"),
     ],
 )
-def test_a_cut_of_another_number_of_stages_is_refused(cut: PlannedCut, what: str) -> None:
+def test_a_partition_with_a_wrong_number_of_stages_is_refused(cut: PlannedCut, what: str) -> None:
     problem = cut_problem(NAMES, (2, 2, 2, 2))
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 0)
     with pytest.raises(InvalidRun, match=what):
         replace(plan, cut=cut)
 
 
-def test_the_models_identity_has_the_cut_in_it() -> None:
+def test_the_models_fingerprint_includes_the_partition() -> None:
     spec = ModelSpec("a:b")
     cuts = [None, parts(NAMES, (2, 2, 2, 2)), parts(NAMES, (1, 3, 2, 2)), parts(NAMES, (1, 3, 0, 4))]
     assert len({spec.fingerprint(4, cut) for cut in cuts}) == len(cuts)
@@ -224,7 +224,7 @@ def test_the_models_identity_has_the_cut_in_it() -> None:
 # --- plans: files, changes, and a run
 
 
-def test_a_plan_file_says_how_to_cut_and_what_to_recompute(tmp_path: Path) -> None:
+def test_a_plan_file_has_the_partition_and_recomputation(tmp_path: Path) -> None:
     problem = cut_problem(NAMES, (1, 4, 0, 3), (True, False, False, True))
     path = write_plan(tmp_path / "plan.json", problem, random_orders(problem, Random(0)))
     for rank in (0, 1):
@@ -268,7 +268,7 @@ def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("looking_often")
-def test_a_running_plan_may_be_changed_for_one_that_recomputes_other_stages(tmp_path: Path) -> None:
+def test_a_run_may_change_to_a_plan_that_recomputes_other_stages(tmp_path: Path) -> None:
     steps = 15
     first = cut_problem(NAMES, (1, 3, 3, 1), (True, False, True, False))
     after = cut_problem(NAMES, (1, 3, 3, 1), (False, True, False, True))
@@ -284,7 +284,7 @@ def test_a_running_plan_may_be_changed_for_one_that_recomputes_other_stages(tmp_
 
 
 @pytest.mark.usefixtures("looking_often")
-def test_a_running_plan_is_not_changed_for_one_that_cuts_elsewhere(
+def test_a_run_does_not_change_to_a_plan_with_another_partition(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, after = cut_problem(NAMES, (1, 3, 3, 1)), cut_problem(NAMES, (2, 2, 3, 1))
@@ -349,7 +349,7 @@ def test_two_processes_train_a_cut_as_one_process_trains_the_model(folder: Path,
     assert losses_of(folder / "uneven") == pytest.approx(alone[:3], rel=1e-4)
 
 
-def test_a_checkpoint_goes_on_in_another_cut(folder: Path, alone: list[float]) -> None:
+def test_a_checkpoint_resumes_with_another_partition(folder: Path, alone: list[float]) -> None:
     """Parameters and the states of the optimizer go to the ranks that have their layers now."""
     assert losses_of(folder / "other") == pytest.approx(alone[3:], rel=1e-4)
 
@@ -369,7 +369,7 @@ class Kept(Gpt):
         return self.optimizers[-1]
 
 
-def test_a_change_of_the_cut_by_a_checkpoint_changes_no_bit_of_what_is_trained(folder: Path) -> None:
+def test_changing_the_partition_by_a_checkpoint_changes_no_bit_of_the_training(folder: Path) -> None:
     """Two ranks that exchange layers after three of six steps, and two that keep them."""
     config = gpt(**GPT).config
     train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(config, seed=0))

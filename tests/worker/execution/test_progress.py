@@ -1,4 +1,4 @@
-"""Where a rank is, read from outside of its executor."""
+"""A rank's progress, as other threads read it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_error_tells_step_action_and_peer() -> None:
     assert progress_of_error(ValueError()) is None
 
 
-def test_an_error_made_of_another_tells_the_same_place() -> None:
+def test_an_error_keeps_the_progress_of_its_cause() -> None:
     def wrapped() -> None:
         try:
             alone(timeout=0.2).step(7)
@@ -73,7 +73,7 @@ def test_an_error_made_of_another_tells_the_same_place() -> None:
     assert progress_of_error(found.value) == WAITING
 
 
-def test_the_place_nearest_to_the_fault_stands() -> None:
+def test_the_progress_closest_to_the_error_is_kept() -> None:
     error = ValueError()
     attach_progress(error, Progress(1, "0F0"))
     attach_progress(error, Progress(2, "0F1"))
@@ -86,7 +86,7 @@ def test_errors_that_cause_each_other_in_a_circle_are_followed_once() -> None:
     assert progress_of_error(first) is None
 
 
-def test_a_waiting_rank_is_seen_where_it_waits(tmp_path: Path) -> None:
+def test_a_waiting_ranks_progress_shows_its_action(tmp_path: Path) -> None:
     path = tmp_path / "place.json"
     progress = CurrentProgress()
     assert progress.read() == Progress()
@@ -106,7 +106,7 @@ def test_a_waiting_rank_is_seen_where_it_waits(tmp_path: Path) -> None:
     thread.join(30)
 
 
-def test_a_file_says_where_a_rank_ended_however_short_it_was_there(tmp_path: Path) -> None:
+def test_a_file_has_a_ranks_last_action_even_after_a_short_run(tmp_path: Path) -> None:
     path = tmp_path / "place.json"
     progress = CurrentProgress()
     with ProgressWriter(str(path), 3, progress, seconds=60):

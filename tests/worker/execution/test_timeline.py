@@ -1,4 +1,4 @@
-"""Times on a GPU, and how far the host may run ahead of it: the logic, on a GPU that is none."""
+"""Times on a GPU, and how far the host may run ahead of it, tested on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def executor_of(
     )
 
 
-def test_records_are_when_the_gpu_did_it_on_the_clock_of_the_host() -> None:
+def test_records_are_gpu_times_on_the_hosts_clock() -> None:
     cuda = FakeCuda()
     executor = executor_of(cuda, arrival=5.0)
     for step in range(2):  # the second uses the first one's events again
@@ -150,7 +150,7 @@ def test_the_host_runs_ahead_by_as_many_actions_as_it_may(run_ahead: int) -> Non
     assert max(unfinished) == run_ahead - 1  # and the one that is being queued
 
 
-def test_a_tensor_that_never_comes_is_named_by_the_action_that_needs_it_not_by_where_the_host_is() -> None:
+def test_a_missing_tensor_is_named_by_its_action_not_by_the_hosts_position() -> None:
     executor = executor_of(FakeCuda(), arrival=None, timeout=0.1)
     with pytest.raises(
         ChannelTimeout, match=r"rank 0 waited 0\.1 s at 3F0 for the activation of 2F0 from rank 1"
@@ -166,7 +166,7 @@ def test_a_step_ends_when_the_gpu_has_come_to_its_end_or_by_the_timeout() -> Non
         executor.step(0)
 
 
-def test_a_kernel_that_hangs_is_no_peers_fault() -> None:
+def test_a_hanging_kernel_is_not_blamed_on_a_peer() -> None:
     cuda = FakeCuda()
     executor = executor_of(cuda, arrival=1.0, timeout=0.1, last_stage=Hanging)
     with pytest.raises(WorkerError, match=r"rank 0: its GPU did not complete 3F0 within 0\.1 s") as e:
@@ -210,7 +210,7 @@ def queued_actions(every: int, timeout: float, checks: list[int]) -> tuple[Queue
     return queued, ticking
 
 
-def test_every_action_has_the_timeout_for_itself() -> None:
+def test_every_action_has_its_own_timeout() -> None:
     checks: list[int] = []
     queued, ticking = queued_actions(every=6, timeout=9.0, checks=checks)
     queued.make_room()

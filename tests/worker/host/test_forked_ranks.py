@@ -1,4 +1,4 @@
-"""A forked rank is to its test what a started one is: module, environment, log, status, signals."""
+"""To its test, a forked rank equals a started one: module, environment, log, status, signals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_runs_a_module_with_its_arguments_and_environment(tmp_path: Path) -> 
             assert shown == f"['-n1', '-r1', {SHOW!r}] {rank} yes __main__ 1"
 
 
-def test_its_status_and_what_it_said_last_are_known(tmp_path: Path) -> None:
+def test_its_status_and_last_output_are_known(tmp_path: Path) -> None:
     (tmp_path / "broken").write_text("x")
     command = python_command("json.tool", str(tmp_path / "broken"))
     with (
@@ -46,7 +46,7 @@ def test_it_can_be_killed_and_none_outlives_its_test(tmp_path: Path) -> None:
         os.kill(ranks.pids[0], 0)
 
 
-def test_other_commands_are_started_as_they_are(tmp_path: Path) -> None:
+def test_other_commands_start_as_usual_processes(tmp_path: Path) -> None:
     process = fork_process(["sh", "-c", "exit 3"], os.environ, tmp_path / "log")
     while process.poll() is None:
         pass

@@ -1,4 +1,4 @@
-"""Where a model's module is looked for, and what is said when it is not there."""
+"""Where a model's module is searched, and the error if it is not found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_command_finds_the_documents_model_in_the_working_directory(tmp_path: 
     assert "layer.7" in found.stdout
 
 
-def test_a_module_that_is_nowhere_is_missed_by_name_and_place(
+def test_a_missing_module_is_reported_with_the_search_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -47,7 +47,7 @@ def test_the_installation_is_named_once() -> None:
     assert searched().count(sys.prefix) == 1
 
 
-def test_an_agents_ranks_look_in_its_directories_and_not_where_it_was_started(tmp_path: Path) -> None:
+def test_an_agents_ranks_search_its_directories_but_not_its_working_directory(tmp_path: Path) -> None:
     (tmp_path / "cwd").mkdir()
     (tmp_path / "models").mkdir()
     for folder in ("cwd", "models"):

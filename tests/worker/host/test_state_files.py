@@ -1,4 +1,4 @@
-"""The agent's folder: what is old goes, what is not the agent's or under way stays."""
+"""Old folders of an agent are removed; running ones, and those of others, stay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def age(folder: Path, days: float) -> None:
         os.utime(path, (NOW - days * DAY,) * 2)
 
 
-def test_generations_untouched_for_longer_go_and_with_the_last_its_run(tmp_path: Path) -> None:
+def test_old_generations_are_removed_and_empty_runs_too(tmp_path: Path) -> None:
     old, young = generation(tmp_path, RUN, "0", 8), generation(tmp_path, RUN, "1", 6)
     alone = generation(tmp_path, OTHER, "12", 7.1)
     assert remove_old(tmp_path, 7, NOW) == [old, alone]
@@ -45,7 +45,7 @@ def test_one_file_that_is_written_keeps_its_generation(tmp_path: Path) -> None:
     assert remove_old(tmp_path, 7, NOW) == []
 
 
-def test_what_no_agent_made_stays(tmp_path: Path) -> None:
+def test_folders_of_others_stay(tmp_path: Path) -> None:
     for run, number in (("my-data", "0"), (RUN, "notes")):
         generation(tmp_path, run, number, 30)
     bare = tmp_path / OTHER / "0"

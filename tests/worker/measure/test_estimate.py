@@ -1,4 +1,4 @@
-"""What is estimated without memory is what is measured with it."""
+"""Estimates without memory equal measurements."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_an_mlp_counted_by_hand() -> None:
     assert found.recomputed.flops.backward_input == 4 * product
 
 
-def test_attention_has_no_weights_and_its_scores_are_computed_again_in_i() -> None:
+def test_attention_recomputes_its_scores_in_i() -> None:
     """Of 2 products in F, 5 in I (FlashAttention, Dao et al. 2022, appendix B), none in W."""
     found = one(Pieces(*[lambda: Block(WIDTH, 4)] * 3)).kept.flops
     linear = 2 * ROWS * 12 * WIDTH * WIDTH
@@ -181,7 +181,7 @@ def layers_of_gpt() -> list[Estimate]:
     return list(estimate_layers(MODELS["gpt"][0]))
 
 
-def test_what_layers_hold_adds_up_to_what_their_stage_holds(layers_of_gpt: list[Estimate]) -> None:
+def test_the_memory_of_layers_adds_up_to_their_stages(layers_of_gpt: list[Estimate]) -> None:
     model, _ = MODELS["gpt"]
     layers = {layer.name: layer.kept.memory for layer in layers_of_gpt}
     (whole,) = estimate_stages(model, 1)
@@ -193,7 +193,7 @@ def test_what_layers_hold_adds_up_to_what_their_stage_holds(layers_of_gpt: list[
     )
 
 
-def test_a_stage_that_is_recomputed_holds_what_its_layers_were_estimated_to() -> None:
+def test_a_recomputed_stage_holds_the_estimated_memory() -> None:
     """Measured on a stage of two blocks, whose workspace is at most that of one."""
     model = Pieces(*[lambda: Block(WIDTH, 4)] * 4)
     layers = list(estimate_layers(model))[1:3]
@@ -209,7 +209,7 @@ def test_a_stage_that_is_recomputed_holds_what_its_layers_were_estimated_to() ->
     assert held.workspace <= 1.02 * max(m.workspace for m in estimated)
 
 
-def test_a_model_that_fits_nowhere_needs_no_memory() -> None:
+def test_a_huge_model_needs_no_memory() -> None:
     """16 blocks of 1.8 billion parameters each, of which only one is looked at."""
     model = gpt(layers=16, width=12_288, heads=96, length=2048, sequences=1, characters=20_000)
     found = list(estimate_layers(model, "bfloat16"))
@@ -231,7 +231,7 @@ class Numbered(Mlp):
         return super().forward(x) if self.number != 1 else x.tanh() + super().forward(x)
 
 
-def test_a_layer_that_differs_in_anything_is_looked_at_itself() -> None:
+def test_a_layer_that_differs_in_anything_is_estimated_separately() -> None:
     model = Pieces(*[lambda at=at: Numbered(at) for at in range(4)])
     held = [layer.kept.memory.after_forward for layer in estimate_layers(model)]
     assert held[1] > held[2]
@@ -289,7 +289,7 @@ class Choosing(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "operator"), [(Peeking, r"aten\._local_scalar_dense"), (Choosing, r"aten\.nonzero|aten\.index")]
 )
-def test_a_layer_that_looks_at_values_is_named(layer: type[nn.Module], operator: str) -> None:
+def test_a_layer_that_reads_values_is_named(layer: type[nn.Module], operator: str) -> None:
     with pytest.raises(InvalidRun, match=rf"piece\.1 depends on the values of tensors \(it uses {operator}"):
         list(estimate_layers(Pieces(Mlp, layer, Mlp)))
 
@@ -297,12 +297,12 @@ def test_a_layer_that_looks_at_values_is_named(layer: type[nn.Module], operator:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["piece.0", "piece.0"], r"layer 1 is 'piece\.0' again; every layer must have a name of its own"),
-        (["piece.0", ""], r"layer 1 is ''; every layer must have a name"),
-        ([], r"layer_names of a Named names no layers"),
+        (["piece.0", "piece.0"], r"layer 1 is 'piece\.0' again; every layer needs a unique"),
+        (["piece.0", ""], r"layer 1 is ''; every layer needs a unique"),
+        ([], r"layer_names of a Named is empty"),
     ],
 )
-def test_layers_need_names_of_their_own(names: list[str], message: str) -> None:
+def test_layers_need_unique_names(names: list[str], message: str) -> None:
     class Named(Pieces):
         def layer_names(self) -> Sequence[str]:
             return names
@@ -311,7 +311,7 @@ def test_layers_need_names_of_their_own(names: list[str], message: str) -> None:
         list(estimate_layers(Named(Mlp, Mlp)))
 
 
-def test_data_that_cannot_be_had_are_named() -> None:
+def test_missing_data_are_named() -> None:
     class Lost(Pieces):
         def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
             raise FileNotFoundError("no text here")
@@ -343,7 +343,7 @@ def test_equal_layers_are_written_once_and_keep_their_names(layers_of_gpt: list[
     assert problem.link.transfer(500) == pytest.approx(3.0 + 500 / 0.5e9 * 1e6)
 
 
-def test_ends_that_are_tied_are_planned_on_one_rank(tmp_path: Path) -> None:
+def test_tied_ends_are_planned_on_one_rank(tmp_path: Path) -> None:
     command = ["estimate", "zbv_worker.models.gpt:gpt", "--pp-degree", "2", "-o", str(tmp_path / "p.json")]
     assert main([*command, "--model-args", json.dumps({**ARGUMENTS, "tied": True})]) == 0
     assert json.loads((tmp_path / "p.json").read_text())["placement"] == "v"
@@ -412,20 +412,20 @@ def test_a_model_without_layers_gives_the_problem_of_its_own_stages(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["zbv_worker.models.tiny:tiny"], "without layers.*Give --pp-degree or --stages"),
-        (["zbv_worker.models.gpt:gpt", "-o", "x.json"], "--output: found no --pp-degree"),
-        (["zbv_worker.models.gpt:gpt", "--pp-degree", "2", "--latency", "3"], "--latency: found no --tflops"),
-        (["nowhere.at:all"], "there is no module 'nowhere'"),
+        (["zbv_worker.models.tiny:tiny"], "without layers.*Pass --pp-degree or --stages"),
+        (["zbv_worker.models.gpt:gpt", "-o", "x.json"], "--output: a problem needs a number of ranks"),
+        (["zbv_worker.models.gpt:gpt", "--pp-degree", "2", "--latency", "3"], "--latency: without --tflops"),
+        (["nowhere.at:all"], "found no module 'nowhere'"),
         (
             ["zbv_worker.models.gpt:gpt", "--model-args", '{"deep": 3}'],
             "TypeError: .* keyword argument 'deep'",
         ),
         (
             ["zbv_worker.models.gpt:gpt", "--model-args", '{"heads": 7}', "--seed", "5"],
-            r'its factory refuses seed=5 and --model-args {"heads": 7}: ValueError: found .*heads must '
-            r"divide width \(gpt\.py:\d+\)\. It must take",
+            r'the factory rejects seed=5 and --model-args {"heads": 7}: ValueError: found .*heads must '
+            r"divide width \(gpt\.py:\d+\)\. It must accept",
         ),
-        (["collections:OrderedDict"], "its result is a OrderedDict without build_stage"),
+        (["collections:OrderedDict"], "the factory returned a OrderedDict without build_stage"),
         (["zbv_worker.models.tiny:tiny", "--stages", "1", "--report", "no/where"], "no/where: No such"),
     ],
 )

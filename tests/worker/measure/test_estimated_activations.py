@@ -1,4 +1,4 @@
-"""The solver's estimate of what a stage keeps, beside what the worker's own GPT keeps when it runs."""
+"""The solver's estimate of a stage's activations against those of the worker's own GPT."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measured(index: int, module: nn.Module, input: Tensor, target: Tensor | None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_keep_to_the_byte_what_is_estimated(shape: tuple[int, int, int, int]) -> None:
+def test_blocks_keep_exactly_the_estimated_bytes(shape: tuple[int, int, int, int]) -> None:
     width, heads, length, sequences = shape
     block = estimated(*shape)[1].plain
     found = measured(
@@ -56,7 +56,7 @@ def test_blocks_keep_to_the_byte_what_is_estimated(shape: tuple[int, int, int, i
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_embedding_and_the_head_too(shape: tuple[int, int, int, int]) -> None:
+def test_the_embedding_and_the_head_keep_the_estimated_bytes(shape: tuple[int, int, int, int]) -> None:
     width, _, length, sequences = shape
     embedding, _, head = estimated(*shape)
     characters = torch.randint(0, VOCABULARY, (sequences, length))

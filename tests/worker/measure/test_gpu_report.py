@@ -1,4 +1,4 @@
-"""The report on a node's GPUs: its arithmetic, and everything but the facts on a CPU."""
+"""The report on a node's GPUs: its arithmetic, and all but the devices on a CPU."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def test_everything_but_the_facts_runs_on_a_cpu(tmp_path: Path, capsys: pytest.C
     assert all(0 <= entry["hidden"] <= 1 for entry in report["overlap"])
     assert [entry["ratio"] > 0 for entry in report["split"]] == [True] * 4
     said = capsys.readouterr().out
-    assert "against one process: right" in said
+    assert "compared with one process: correct" in said
 
 
-def test_without_a_gpu_it_says_what_it_needs_in_one_line(
+def test_without_a_gpu_the_error_says_what_is_needed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "report.json"
     assert main(["gpu-report", "-o", str(path)]) == 3
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no CUDA GPU here" in line
+    assert "found no CUDA GPU" in line
     assert "at least one, its driver, and a torch built for CUDA" in line
     assert not path.exists()
 

@@ -1,4 +1,4 @@
-"""What a rehearsal says of its traces: step lengths, where they went, and transfers."""
+"""A rehearsal's evaluation of traces: step lengths, where time went, and transfers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_makespan_is_measured_from_a_steps_first_start_to_its_last_end() -> No
     assert outcome(plan, (0, 100, 350)).steps == pytest.approx((12e-3, 12e-3))
 
 
-def test_a_ranks_step_is_actions_between_and_waiting_and_the_plan_says_how_much_of_each() -> None:
+def test_a_ranks_step_is_divided_into_actions_waiting_and_the_rest() -> None:
     first, second = outcome().ranks
     assert (first.busy, first.planned_busy, first.between) == pytest.approx((6e-3, 6e-3, 0.0))
     assert (first.waiting, first.planned_waiting) == pytest.approx((6e-3, 5e-3))
@@ -72,7 +72,7 @@ def test_transfers_that_were_waited_for_are_timed_per_pair_of_ranks() -> None:
     assert up.planned == pytest.approx(0.5e-3)
 
 
-def test_a_transfer_that_was_there_before_it_was_needed_is_not_timed() -> None:
+def test_a_transfer_that_arrived_early_is_not_timed() -> None:
     late = [(0, 0, 2), (9, 9, 11), (11, 11, 12)]
     traces = [trace(0, late, [0, 12]), trace(1, RANK_1, [0, 12])]
     links = compare(PLAN, 1e-3, traces, [CpuUse(1, 1, 3)] * 2, 0.0).links

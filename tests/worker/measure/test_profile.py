@@ -63,12 +63,12 @@ def test_the_memory_limit_is_a_fraction_of_what_1f1b_needs() -> None:
     assert problem.memory.limit == (1000 + in_flight / 2, 2000 + in_flight / 2)
 
 
-def test_what_a_rank_measured_survives_its_file() -> None:
+def test_a_ranks_measurements_survive_their_file() -> None:
     for found in ranks_of(2):
         assert read_rank(rank_json(found)) == found
 
 
-def test_a_spread_is_the_middle_and_what_a_tenth_exceed() -> None:
+def test_a_spread_is_the_median_and_the_90th_percentile() -> None:
     assert Spread.of([float(x) for x in range(20, 0, -1)]) == Spread(10.5, 19.0)
     assert Spread.of([3.0]) == Spread(3.0, 3.0)
 
@@ -124,9 +124,9 @@ def test_a_model_that_fails_is_reported_with_its_error(
     assert not (tmp_path / "p.json").exists()
 
 
-def test_a_model_that_is_nowhere_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["profile", "--model", "nowhere.at:all", "--pp", "1", "--microbatches", "4"]
     assert main([*arguments, "-o", str(tmp_path / "p.json")]) == 2
     said = capsys.readouterr().err
-    assert "there is no module 'nowhere' here" in said
+    assert "found no module 'nowhere'" in said
     assert "Traceback" not in said

@@ -1,4 +1,4 @@
-"""A profile of layers is a problem that any cut can be planned from."""
+"""A profile of layers is a problem that leaves the partition to the planner."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def problem(written: Path) -> LayeredProblem:
     return problem
 
 
-def test_it_is_of_the_models_layers_and_leaves_their_cut_open(problem: LayeredProblem) -> None:
+def test_the_problem_has_the_models_layers_without_a_partition(problem: LayeredProblem) -> None:
     assert list(problem.model.names) == ["embedding", "block.0", "block.1", "block.2", "head"]
     assert (problem.pp_degree, problem.microbatches, problem.placement) == (P, 6, "auto")
     assert (problem.units.time, problem.units.memory) == ("us", "bytes")
@@ -78,7 +78,7 @@ def test_every_layer_was_measured_with_and_without_its_activations(problem: Laye
     assert block.recompute.split > block.costs.split
 
 
-def test_memory_is_to_the_byte_what_is_estimated(problem: LayeredProblem) -> None:
+def test_memory_equals_the_estimate_to_the_byte(problem: LayeredProblem) -> None:
     for layer, estimate in zip(problem.model.each, estimate_layers(gpt(**MODEL)), strict=True):
         assert layer.parameters_bytes == estimate.static.parameters
         assert layer.output_bytes == estimate.output_bytes
@@ -113,7 +113,7 @@ def test_the_report_says_what_was_measured_of_every_layer(written: Path) -> None
 # --- what layers are given
 
 
-def test_layers_get_what_their_stage_passes_between_them() -> None:
+def test_layers_are_captured_with_their_own_tensors() -> None:
     model = hard_model()
     names = model.layer_names()
     whole = model.build_layers(names[2:5], CPU).train()
@@ -152,7 +152,7 @@ def test_the_last_layer_gets_the_target_and_gives_the_loss() -> None:
     torch.testing.assert_close(last.output, model.loss(module(x), target).detach())
 
 
-def test_layers_are_dealt_out_evenly() -> None:
+def test_layers_are_divided_evenly() -> None:
     assert even_partition("abcde", 2) == (("a", "b"), ("c", "d", "e"))
     assert even_partition("abc", 3) == (("a",), ("b",), ("c",))
 
@@ -211,7 +211,7 @@ def test_layers_of_one_kind_cost_the_mean_and_are_written_once() -> None:
     assert document["memory"] == {"static": 3 * 4 * 40, "limit": None}
 
 
-def test_layers_that_hold_anything_else_are_of_another_kind() -> None:
+def test_layers_with_other_memory_are_of_another_kind() -> None:
     alike = [layer(at, f"block.{at}", 1e-3 * (at + 1)) for at in range(3)]
     other = [alike[0], replace(alike[1], output_bytes=41), layer(2, "block.2", 3e-3, held=101)]
     assert [each.kept.forward.median for each in as_kinds(alike)] == pytest.approx([2e-3] * 3)
@@ -238,7 +238,7 @@ def test_one_line_through_all_transfers_is_the_link() -> None:
     assert to_layered_document(options(), without)["costs"] == {"p2p": 0.0}
 
 
-def test_an_alternative_that_keeps_no_less_is_none() -> None:
+def test_recomputation_that_saves_no_memory_is_left_out() -> None:
     found = [replace(rank, layers=tuple(map(_as_large, rank.layers))) for rank in ranks()]
     assert not any("recompute" in each for each in to_layered_document(options(), found)["layers"])
 
@@ -247,12 +247,12 @@ def _as_large(found: LayerProfile) -> LayerProfile:
     return replace(found, recomputed=replace(found.kept, held_after_forward=100))
 
 
-def test_ends_that_are_tied_are_planned_on_one_rank() -> None:
+def test_tied_ends_are_planned_on_one_rank() -> None:
     assert to_layered_document(options(), ranks(), is_tied=True)["placement"] == "v"
     assert to_layered_document(options(), ranks())["placement"] == "auto"
 
 
-def test_what_a_rank_measured_of_layers_survives_its_file() -> None:
+def test_a_ranks_layer_measurements_survive_their_file() -> None:
     for found in ranks():
         assert read_rank(rank_json(found)) == found
 
@@ -268,16 +268,16 @@ TINY = ["profile", "--model", "zbv_worker.models.tiny:tiny"]
     [
         (
             [*TINY, "--recompute"],
-            "--recompute measures layers, but --model gives a Tiny, which has no layer_names",
+            "--recompute measures layers, but --model gives a Tiny without layer_names",
         ),
         (
             [*GPT, "--recompute", "--by-stage"],
-            "--recompute: found --by-stage; only layers have an alternative",
+            "--recompute: cannot be combined with --by-stage",
         ),
         ([*GPT, "--report", "no/where.json"], "--report no/where.json: No such file or directory."),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(
+def test_impossible_measurements_are_refused_at_once(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main([*arguments, "--pp", "1", "--microbatches", "1", "-o", str(tmp_path / "p.json")]) == 2

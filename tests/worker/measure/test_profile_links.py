@@ -34,7 +34,7 @@ def test_a_link_whose_large_transfers_take_no_longer_has_no_bandwidth() -> None:
     assert link_of(0, 1, {1000: [1e-4], 1_000_000: [0.9e-4]}).bandwidth is None
 
 
-def test_the_way_of_the_answer_is_not_the_transfers() -> None:
+def test_the_time_of_the_answer_is_subtracted() -> None:
     assert one_way([5.0, 7.0, 0.5], tiny=[2.0, 2.0, 9.0]) == [4.0, 6.0, 0.0]
 
 

@@ -1,4 +1,4 @@
-"""``zbv-worker rehearse`` on real processes: it ends, in the plan's order, and fails by name."""
+"""``zbv-worker rehearse`` on real processes: it completes in the plan's order, and names what fails."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_overhead_is_measured_with_actions_that_take_no_time(rehearse: Rehea
     numbers = tmp_path / "numbers.json"
     finished = rehearse("--plan-file", path, "--overhead", "--bytes", 64, "--json", numbers)
     assert finished.returncode == 0, finished.stderr
-    assert re.fullmatch(r"CPU time per action beside the sleeps: \d+ us .*, \d+ us .*\n", finished.stdout)
+    assert re.fullmatch(r"CPU time per action, without the sleeps: \d+ us .*, \d+ us .*\n", finished.stdout)
     found = json.loads(numbers.read_text())
     assert found["planned"] == 0
     assert found["ratio"] is None
@@ -190,7 +190,7 @@ def test_wrong_arguments_give_a_message_and_status_2(
     assert message in capsys.readouterr().err
 
 
-def test_a_service_that_gives_no_answer_is_a_status_of_1_as_trying_again_may_help(
+def test_a_service_without_an_answer_gives_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -211,7 +211,7 @@ def options(scale: float | None = None) -> RehearseOptions:
     return RehearseOptions(PlanSource(), scale=scale)
 
 
-def test_a_time_unit_is_what_the_caller_says_else_the_problem_else_10_ms_an_action() -> None:
+def test_a_time_unit_comes_from_the_caller_the_problem_or_10_ms_actions() -> None:
     problem = problem_of(2, 2)
     orders = random_orders(problem, Random(1), fused=0.0)
     plan = WholePlan("aa", problem, orders, 1.0)

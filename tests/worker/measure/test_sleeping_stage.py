@@ -97,7 +97,7 @@ def test_a_sleep_is_a_block_of_the_thread() -> None:
     assert times_blocked() > before
 
 
-def test_what_pretending_costs_is_known() -> None:
+def test_the_cpu_time_of_the_simulation_is_known() -> None:
     device = SleepingDevice()
     before = time.thread_time_ns()
     device.take(2 * SPIN_NANOSECONDS)

@@ -1,4 +1,4 @@
-"""What a stage holds and needs, counted by hand."""
+"""A stage's memory and workspace, counted by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_linear_holds_its_input_then_its_outputs_gradient_too_and_nothing_afte
     assert found.workspace == 2 * TENSOR + WIDTH * WIDTH * 4
 
 
-def test_what_an_earlier_action_needed_is_not_charged_to_a_later_one() -> None:
+def test_workspace_is_not_charged_to_later_actions() -> None:
     """After I nothing is held, so W needs nothing: what I held before is not W's workspace."""
     stage = Stage(1, 3, nn.Sequential(*(nn.Tanh() for _ in range(6))), 1)
     found = stage_memory(stage, torch.randn(ROWS, WIDTH), None, torch.randn(ROWS, WIDTH), CPU)
@@ -40,7 +40,7 @@ def test_what_an_earlier_action_needed_is_not_charged_to_a_later_one() -> None:
     assert TENSOR <= found.workspace <= 3 * TENSOR
 
 
-def test_nothing_is_left_behind_in_the_gradients_account() -> None:
+def test_no_gradients_are_left_behind() -> None:
     stage, x = linear_stage()
     first = stage_memory(stage, x, None, torch.randn(ROWS, WIDTH), CPU)
     assert stage_memory(stage, x, None, torch.randn(ROWS, WIDTH), CPU) == first

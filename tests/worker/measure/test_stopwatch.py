@@ -9,7 +9,7 @@ from support.fake_cuda import FakeCuda
 from zbv_worker.measure.profile.stopwatch import EventStopwatch, HostStopwatch, stopwatch
 
 
-def test_on_a_gpu_what_the_stream_does_is_timed_and_not_the_queueing() -> None:
+def test_on_a_gpu_the_stream_is_timed_and_not_the_queueing() -> None:
     cuda, device = FakeCuda(), torch.device("cpu")
     watch = EventStopwatch(device, cuda)
     stream = cuda.current_stream(device)

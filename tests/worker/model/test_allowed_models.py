@@ -1,4 +1,4 @@
-"""A pattern for a module admits what the module itself defines, and no code that it merely imports."""
+"""A pattern for a module allows what the module defines, but not what it imports."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load(name: str, *patterns: str, **arguments: object) -> object:
 
 @pytest.mark.parametrize("name", ["build", "Built"])
 @pytest.mark.parametrize("pattern", ["mypackage.*", "mypackage.models", "*", "*:*", "mypackage.models:*"])
-def test_what_the_module_defines_is_admitted(name: str, pattern: str) -> None:
+def test_names_that_the_module_defines_are_allowed(name: str, pattern: str) -> None:
     assert type(load(name, pattern)).__name__ == "Built"
 
 
@@ -76,38 +76,38 @@ def test_what_the_module_defines_is_admitted(name: str, pattern: str) -> None:
     ],
 )
 @pytest.mark.parametrize("pattern", ["mypackage.*", "*", "*:*", "mypackage.models:*"])
-def test_what_it_merely_imports_is_not(name: str, why: str, pattern: str) -> None:
+def test_imported_names_are_refused(name: str, why: str, pattern: str) -> None:
     rule = "allows functions and classes that mypackage.models defines"
     with pytest.raises(InvalidRun, match=f"{rule}, .*{why}.*--allow-model"):
         load(name, pattern)
 
 
 @pytest.mark.parametrize("name", ["os.system", "subprocess", "os"])
-def test_there_is_no_way_through_a_module(name: str) -> None:
+def test_attributes_of_modules_are_not_reachable(name: str) -> None:
     with pytest.raises(InvalidRun, match="has no callable"):
         load(name)
 
 
-def test_nothing_is_called_before_it_is_admitted(tmp_path: Path) -> None:
+def test_nothing_is_called_before_it_is_allowed(tmp_path: Path) -> None:
     target = tmp_path / "made"
     with pytest.raises(InvalidRun, match="it is defined in os"):
         ModelSpec("mypackage.models:makedirs", {"name": str(target)}, allowed=("mypackage.*",)).build()
     assert not target.exists()
 
 
-def test_a_pattern_that_names_a_callable_admits_it_wherever_it_comes_from() -> None:
+def test_a_pattern_with_a_callable_allows_it_wherever_it_is_defined() -> None:
     assert load("gpt", "mypackage.models:gpt", layers=2, width=8, heads=2, length=4, characters=100)
     assert load("_private", "mypackage.mod*:_private")
     with pytest.raises(InvalidRun, match="it is defined in zbv_worker"):
         load("other", "mypackage.models:gpt", "mypackage.*")
 
 
-def test_a_module_that_no_pattern_names_is_not_even_imported() -> None:
+def test_a_module_that_matches_no_pattern_is_not_imported() -> None:
     spec = ModelSpec("antigravity:build", allowed=("mypackage.*",))
     with pytest.raises(InvalidRun, match="this agent allows mypackage"):
         spec.build()
     assert "antigravity" not in sys.modules
 
 
-def test_who_starts_ranks_himself_may_name_any_callable() -> None:
+def test_a_command_may_name_any_callable() -> None:
     assert ModelSpec("mypackage.models:some").build()

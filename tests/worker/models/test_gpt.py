@@ -1,4 +1,4 @@
-"""The GPT is the same model however it is cut."""
+"""The GPT is the same model for every partition."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parameters(model: GPT, n_stages: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layers", [4, 5, 8])
 @pytest.mark.parametrize("n_stages", [2, 4, 8])
-def test_initial_parameters_do_not_depend_on_the_cut(layers: int, n_stages: int) -> None:
+def test_initial_parameters_do_not_depend_on_the_partition(layers: int, n_stages: int) -> None:
     whole = parameters(small(layers), 1)
     cut = parameters(small(layers), n_stages)
     assert whole.keys() == cut.keys()

@@ -1,4 +1,4 @@
-"""Hooks on parameters are called as under plain autograd in every plan; what cannot be right is refused."""
+"""Hooks on parameters are called as in plain autograd for every plan; impossible cases are refused."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_graphs_in_flight_do_not_look_like_hooks() -> None:
     assert kept.requires_grad
 
 
-def test_a_hook_that_comes_after_f_is_called_by_w() -> None:
+def test_a_hook_added_after_f_is_called_by_w() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     calls: list[Tensor] = []
 
@@ -199,7 +199,7 @@ def test_an_optimizer_in_the_backward_takes_the_steps_that_it_takes_under_autogr
         assert mine.grad is theirs.grad is None
 
 
-def test_a_module_that_was_used_can_be_copied_and_saved() -> None:
+def test_a_used_module_can_be_copied_and_saved() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -213,7 +213,7 @@ def test_distributed_data_parallel_in_a_stage_is_refused() -> None:
         defer_weight_gradients(nn.Sequential(module))
 
 
-def test_hooks_on_what_layers_of_a_recomputed_stage_share_are_refused() -> None:
+def test_hooks_on_shared_parameters_of_a_recomputed_stage_are_refused() -> None:
     one, two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     two.weight = one.weight
     module = nn.Sequential(one, two)
@@ -243,7 +243,7 @@ class Force(nn.Module):
         return output
 
 
-def test_gradients_that_the_forward_asks_for_are_not_queued() -> None:
+def test_gradients_requested_in_the_forward_are_not_queued() -> None:
     """Under autograd they do not reach the weights of what they go through."""
     module = Force(create_graph=False)
     prepared = copy.deepcopy(module)

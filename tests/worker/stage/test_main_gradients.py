@@ -1,4 +1,4 @@
-"""Parameters in half precision add their gradients up in float32, in every plan, and memory counts it."""
+"""Parameters in half precision sum their gradients in float32, in every plan, and memory includes that."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_post_accumulate_hook_of_the_model_keeps_autograds_accumulation() -> N
     assert module.get_parameter("0.bias").grad is not None
 
 
-def test_a_hook_that_replaces_a_gradient_which_replicas_sum_is_refused() -> None:
+def test_a_hook_that_replaces_a_summed_gradient_is_refused() -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     gradients = SummedGradients({0: module}, ThreadHub(1).transport(0))
 

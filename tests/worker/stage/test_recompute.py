@@ -1,4 +1,4 @@
-"""Stages that compute their activations again: the same gradients, and next to nothing held after F."""
+"""Recomputed stages: the same gradients, and almost no memory held after F."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_recomputed_stages_compute_the_gradients_of_one_process(
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_they_are_the_gradients_without_recomputation_to_the_last_bit(precision: str) -> None:
+def test_recomputation_changes_no_bit_of_the_gradients(precision: str) -> None:
     """With dropout: what F drew is drawn again, although other microbatches drew in between."""
     kept, again = (gradients_of(dropout_gpt(), problem, precision) for problem in (plain(), recomputing()))
     assert kept.keys() == again.keys()
@@ -113,7 +113,7 @@ def gradients_of(model: GPT, problem: Problem, precision: str, seed: int = 0) ->
     }
 
 
-def test_a_recomputation_leaves_the_random_numbers_to_come_as_they_are() -> None:
+def test_recomputation_does_not_change_later_random_numbers() -> None:
     stage = Stage(1, 3, nn.Dropout(0.5), 1, is_recomputed=True)
     stage.forward(0, torch.ones(4), split=False)
     torch.rand(1)  # as another microbatch does, which comes in between
@@ -206,7 +206,7 @@ def test_layer_by_layer_the_activations_of_one_layer_exist_at_a_time() -> None:
     assert found[True].workspace <= found[False].workspace - 3 * TENSOR
 
 
-def test_what_a_layer_gave_is_let_go_before_its_backward() -> None:
+def test_a_layers_output_is_released_before_its_backward() -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     stage = Stage(1, 3, layer, 1, is_recomputed=True)
     x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
@@ -235,7 +235,7 @@ def test_the_loss_is_recomputed_with_the_layer_before_it() -> None:
     assert stage_memory(stage, x, target, None, CPU).after_forward == 2 * TENSOR
 
 
-def test_it_may_change_between_two_forwards_and_what_is_under_way_ends_as_it_began() -> None:
+def test_recomputation_may_change_between_two_forwards() -> None:
     layers = four_layers()
     stage = stage_of(layers, by_layer=True, is_recomputed=False)
     x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
@@ -333,7 +333,7 @@ def test_the_last_layers_output_is_one_tensor_too_although_the_loss_comes_with_i
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_layer_that_writes_to_its_input_is_refused_as_that_is_what_is_kept(index: int) -> None:
+def test_a_recomputed_layer_that_modifies_its_input_is_refused(index: int) -> None:
     """Without a graph torch does not notice, and its activations would be those of another input."""
     layers = (nn.Tanh(), nn.Dropout(0.5, inplace=True))
     stage = Stage(index, 3, nn.Sequential(*layers), 1, layers=layers, is_recomputed=True)
@@ -341,7 +341,7 @@ def test_a_layer_that_writes_to_its_input_is_refused_as_that_is_what_is_kept(ind
         stage.forward(0, torch.ones(2), split=False)
 
 
-def test_a_layer_may_write_to_what_it_made_itself() -> None:
+def test_a_layer_may_modify_its_own_tensors() -> None:
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
     x, gradient = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH)
     found = []

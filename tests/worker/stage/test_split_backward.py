@@ -218,7 +218,7 @@ def test_weight_gradients_carry_no_graph() -> None:
         assert not gradient.requires_grad
 
 
-def test_w_releases_what_i_kept() -> None:
+def test_w_releases_the_tensors_that_i_kept() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(2, WIDTH, requires_grad=True)
     queue = split_backward(module, x, torch.randn(2, WIDTH))

@@ -1,4 +1,4 @@
-"""Where W has little to compute, the run and the profile say so, and name the modules."""
+"""If W has little to compute, the run and the profile report it and name the modules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(model: type[Remembering], fused: float) -> Trained:
     )
 
 
-def test_a_run_says_once_of_which_stage_w_computes_little(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_reports_once_a_stage_with_little_w(capsys: pytest.CaptureFixture[str]) -> None:
     found = train(Unsplit, fused=0.0)
     (event,) = [event for report in found.reports for event in report.events]
     assert (event["kind"], event["step"], event["stage"], event["share"]) == ("little_to_split", 0, 3, 0.0)
@@ -58,9 +58,7 @@ def test_a_run_says_once_of_which_stage_w_computes_little(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("model", "fused"), [(Remembering, 0.0), (Unsplit, 1.0)])
-def test_where_w_computes_enough_or_the_plan_has_none_nothing_is_said(
-    model: type[Remembering], fused: float
-) -> None:
+def test_a_sufficient_share_of_w_is_not_reported(model: type[Remembering], fused: float) -> None:
     assert [event for report in train(model, fused).reports for event in report.events] == []
 
 
@@ -90,7 +88,7 @@ def test_a_hook_counts_as_unsplit() -> None:
     assert str(found) == "W computes 0% of the weight gradients; I computes those of 0 (Linear)"
 
 
-def test_a_profile_has_the_share_and_its_report_says_where_it_is_small() -> None:
+def test_a_profile_reports_stages_with_a_small_share_of_w() -> None:
     second = Spread(1.0, 1.0)
     little = SplitShare(0.25, tuple(f"{at} (TELinear)" for at in range(5)))
     stages = tuple(

@@ -1,4 +1,4 @@
-"""A stage holds what its plan says: the graph from F to I or B, the queue from I to W."""
+"""A stage holds what its plan states: the graph from F to I or B, the queue from I to W."""
 
 from __future__ import annotations
 

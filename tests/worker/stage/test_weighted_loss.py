@@ -1,4 +1,4 @@
-"""Microbatches that count differently: training is that of one process with the whole batch."""
+"""Microbatches with different weights train like one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_evaluation_is_a_mean_over_the_tokens_too(replicas: int) -> None:
     assert found.losses == pytest.approx(losses, rel=1e-5)  # no weight of the evaluation is left over
 
 
-def test_a_weight_counts_once_where_the_loss_is_computed_again() -> None:
+def test_a_recomputed_loss_counts_its_weight_once() -> None:
     model = Padded()
     x, target = model.microbatch(0, 1)
     weights = []
@@ -143,7 +143,7 @@ def test_pytorchs_runtime_refuses_weights() -> None:
         (lambda x, y: (x, y.sum()), True, "tensor of 12 numbers"),
     ],
 )
-def test_what_is_no_loss_is_refused(loss, is_weighted: bool, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_invalid_loss_is_refused(loss, is_weighted: bool, message: str) -> None:  # type: ignore[no-untyped-def]
     stage = Stage(0, 1, torch.nn.Linear(3, 3), 1, WeightedLoss(loss) if is_weighted else loss)
     with pytest.raises(ModelError, match=message):
         stage.forward(0, torch.ones(4, 3), torch.ones(4, 3), split=True)

@@ -1,4 +1,4 @@
-"""Plans on PyTorch's own pipelining runtime: the gradients of one process, and its traps by name."""
+"""Plans on PyTorch's own pipelining runtime: the gradients of one process, and its known traps."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ def test_compiled_stages_whose_backward_is_split_are_refused(
     refuse_compiled({2: nn.Linear(2, 2)})
 
 
-def test_what_the_runtime_has_loaded_is_checked() -> None:
+def test_the_runtimes_loaded_lists_are_checked() -> None:
     problem = problem_of(2)
     orders = relabelled(random_orders(problem, Random(3), 0.3), problem.n_stages)
     plan = whole(problem, orders)
@@ -363,7 +363,7 @@ def test_orders_whose_losses_would_be_mixed_up_are_refused() -> None:
         check(runtime, whole(problem, orders), orders)
 
 
-def test_lists_that_the_runtime_refuses_are_named() -> None:
+def test_lists_that_the_runtime_rejects_are_named() -> None:
     problem = problem_of(1, 2)
     with pytest.raises(InvalidRun, match="PyTorch's runtime refuses the plan"):
         load(torch_runtime(problem, 0), [["0F0", "1F0"]])

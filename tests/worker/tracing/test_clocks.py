@@ -1,4 +1,4 @@
-"""Offsets of clocks: exact where messages take as long there as back, and never wrong by more than stated."""
+"""Clock offsets are exact for symmetric messages, and their error never exceeds the stated one."""
 
 from __future__ import annotations
 

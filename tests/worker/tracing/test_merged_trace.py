@@ -1,4 +1,4 @@
-"""One trace of all ranks: on one clock, in the order of the plan, in a form that viewers read."""
+"""One trace of all ranks: on one clock, in the plan's order, in a format that viewers read."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_plans_that_take_turns_are_processes_of_one_trace() -> None:
     assert document["otherData"]["plan_ids"] == ["aa", "bb"]
 
 
-def test_a_place_that_cannot_be_written_is_named_before_anything_runs(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_named_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRun, match=r"--trace .*file/trace.json"):
         claim(tmp_path / "file" / "trace.json")
@@ -149,7 +149,7 @@ def test_every_rank_runs_its_list_in_order_and_one_thing_at_a_time(
             assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-3  # rounding of the sum
 
 
-def test_no_action_starts_before_its_input_was_made_whatever_the_clocks_showed(
+def test_no_action_starts_before_its_input_despite_clock_offsets(
     merged: tuple[WholePlan, dict[str, Any]],
 ) -> None:
     _, document = merged

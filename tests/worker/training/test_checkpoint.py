@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was killed goes on as if it had not been, on other ranks and another plan too."""
+"""Checkpoints: a killed run continues unchanged, also with other ranks and another plan."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
-def test_a_run_killed_in_mid_step_goes_on_with_the_same_losses(
+def test_a_run_killed_during_a_step_resumes_with_the_same_losses(
     runs: Runs, plan: Path, tmp_path: Path
 ) -> None:
     """Dropout draws random numbers, Adam has a state: all of it must come back."""
@@ -181,9 +181,7 @@ def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_success
     assert list(runs.losses(plan, *always, steps=newest + 3)) == [newest + 2]
 
 
-def test_another_plan_with_other_ranks_replicas_and_sharding_goes_on_with_it(
-    runs: Runs, plan: Path, tmp_path: Path
-) -> None:
+def test_another_plan_ranks_replicas_and_sharding_can_resume(runs: Runs, plan: Path, tmp_path: Path) -> None:
     """Two ranks in a V; two replicas of one rank that share its parameters; two of two; 1F1B, unsplit."""
     undisturbed = runs.losses(plan, *CLIPPING)
     saved = tmp_path / "saved"
@@ -293,14 +291,14 @@ def write_as_before(folder: Path, made: Alone, step: int, **more: Any) -> None:
         save(everything, checkpoint_id=folder / f"step-{step:08d}", no_dist=True)
 
 
-def test_a_pickled_checkpoint_is_refused_and_goes_on_to_the_bit_once_converted(
+def test_a_pickled_checkpoint_is_refused_and_resumes_exactly_once_converted(
     tmp_path: Path,
 ) -> None:
     made = Alone.of(tmp_path, seed=1)
     made.train(3)
     write_as_before(tmp_path, made, 3)
     again = Alone.of(tmp_path, seed=2)
-    with pytest.raises(InvalidRun, match=r"step 3 has the format of an older zbv.*convert_checkpoint"):
+    with pytest.raises(InvalidRun, match=r"step 3 was written by an older zbv.*convert_checkpoint"):
         again.checkpoints.load_newest()
     convert(tmp_path / "step-00000003")
     assert again.checkpoints.load_newest() == 3
@@ -350,15 +348,13 @@ class BadData:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"progress.model": None}, "it has no value 'progress.model'"),
-        ({"progress.loss_scale": None}, "it has no value 'progress.loss_scale'"),
+        ({"progress.model": None}, "it lacks the value 'progress.model'"),
+        ({"progress.loss_scale": None}, "it lacks the value 'progress.loss_scale'"),
         ({"progress.loss_scale": {"dict": [["value", "large"]]}}, "the loss scale is 'large'"),
         ({"random.0": {"dict": [["torch", 5]]}}, "expected a torch.ByteTensor"),
     ],
 )
-def test_a_checkpoint_with_values_that_somebody_changed_is_refused(
-    values: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_manipulated_checkpoint_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
     Alone.of(tmp_path, seed=1).checkpoints.save(1)
     index = tmp_path / "step-00000001.g1" / "index.json"
     document = json.loads(index.read_text())
@@ -372,7 +368,7 @@ def test_a_checkpoint_with_values_that_somebody_changed_is_refused(
     ("before", "after", "value"),
     [("float32", "float16", 65536.0), ("float16", "float32", 1.0), ("float16", "float16", 1024.0)],
 )
-def test_a_loss_scale_goes_on_where_the_precision_is_the_same(
+def test_a_loss_scale_is_resumed_only_with_the_same_precision(
     before: Precision, after: Precision, value: float, tmp_path: Path
 ) -> None:
     """A checkpoint in float32 must not switch the scaling of a run in float16 off."""

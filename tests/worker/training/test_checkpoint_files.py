@@ -1,4 +1,4 @@
-"""A checkpoint's files: every value and every part of a tensor comes back, and reading them runs no code."""
+"""A checkpoint's files: every value and tensor part can be read back, and reading runs no code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_value_comes_back_with_its_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", [object(), lambda: 0, torch.float32, [np.array([object()])], {"x": {object()}}]
 )
-def test_a_value_that_could_only_be_pickled_is_refused_by_name(value: Any, tmp_path: Path) -> None:
+def test_a_value_that_needs_pickle_is_refused_by_name(value: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidRun, match=r"data\.0.* which a checkpoint cannot hold"):
         write(tmp_path, State(values={"data.0": value}))
 
@@ -97,7 +97,7 @@ def test_tensors_come_back_to_the_last_bit_and_shared_memory_is_stored_once(
     assert (tmp_path / "one" / "rank-00000.safetensors").stat().st_size < twice + tensor.nbytes // 2 + 2000
 
 
-def test_parts_of_several_ranks_make_a_whole_and_a_gap_is_noticed(
+def test_parts_of_several_ranks_are_combined_and_a_gap_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks as FSDP2 shards them: by rows, unevenly, one of them empty."""
@@ -122,15 +122,15 @@ def test_parts_of_several_ranks_make_a_whole_and_a_gap_is_noticed(
     assert torch.equal(part[2:6], whole[2:6])
     assert float(part[:2].sum()) == float(part[6:].sum()) == 0.0
     gap = write(tmp_path / "gap", State({"x": shards[0]}), State({"x": shards[2]}))
-    with pytest.raises(InvalidRun, match="9 elements of 'x' are absent"):
+    with pytest.raises(InvalidRun, match="it lacks 9 elements of 'x'"):
         gap.read_into({"x": found})
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     reader = write(tmp_path / "one", State({"x": torch.zeros(2, 3)}))
-    with pytest.raises(InvalidRun, match=r"'x' has the shape \[2, 3\], and here it is \[3, 2\]"):
+    with pytest.raises(InvalidRun, match=r"'x' has the shape \[2, 3\], but the run's has \[3, 2\]"):
         reader.read_into({"x": torch.zeros(3, 2)})
-    with pytest.raises(InvalidRun, match="it has no tensor 'y'"):
+    with pytest.raises(InvalidRun, match="it lacks the tensor 'y'"):
         reader.read_into({"y": torch.zeros(1)})
 
 
@@ -161,7 +161,7 @@ PART = {"file": "rank-00000.safetensors", "key": "x", "offsets": [0], "sizes": [
         {"tensors": {"x": {"shape": [2], "parts": [{**PART, "file": "/etc/passwd"}]}}},
     ],
 )
-def test_an_index_that_somebody_made_up_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_forged_index_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     for name in ("one", "elsewhere"):
         folder = tmp_path / name
         write(folder, State({"x": torch.ones(2)}, {"y": 1}))

@@ -1,4 +1,4 @@
-"""A generation that was given up writes nowhere where its successor does, wherever it was stopped."""
+"""An abandoned generation does not disturb its successor's checkpoints, wherever it was stopped."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stopped_after_check(fence: Fence, count: int, meanwhile: Callable[[], object
     fence.check = checked  # type: ignore[method-assign]
 
 
-def test_a_generation_counts_what_it_found_and_what_it_made(tmp_path: Path) -> None:
+def test_a_generation_counts_inherited_and_own_checkpoints(tmp_path: Path) -> None:
     first = claim(tmp_path)
     for step in (10, 20, 30, 40):
         save(first, step)
@@ -63,7 +63,7 @@ def test_a_generation_counts_what_it_found_and_what_it_made(tmp_path: Path) -> N
     assert made_by(tmp_path) == {30: 1, 40: 1, 50: 2}
 
 
-def test_one_that_was_given_up_publishes_and_prunes_nothing_and_says_who_took_over(tmp_path: Path) -> None:
+def test_an_abandoned_generation_writes_nothing_and_names_its_successor(tmp_path: Path) -> None:
     first = claim(tmp_path)
     for step in (10, 20, 30):
         save(first, step)
@@ -75,7 +75,7 @@ def test_one_that_was_given_up_publishes_and_prunes_nothing_and_says_who_took_ov
     assert made_by(tmp_path) == before == {20: 1, 30: 1, 40: 2}
 
 
-def test_one_stopped_between_check_and_rename_does_no_harm(tmp_path: Path) -> None:
+def test_a_generation_stopped_before_renaming_does_no_harm(tmp_path: Path) -> None:
     first = claim(tmp_path)
     save(first, 10)
 
@@ -93,7 +93,7 @@ def test_one_stopped_between_check_and_rename_does_no_harm(tmp_path: Path) -> No
     assert not (tmp_path / "step-00000020.g1").exists()
 
 
-def test_one_stopped_between_check_and_prune_takes_nothing_that_its_successor_needs(tmp_path: Path) -> None:
+def test_a_generation_stopped_before_pruning_removes_nothing_of_its_successor(tmp_path: Path) -> None:
     first = claim(tmp_path)
     save(first, 10)
     resumed: list[int] = []
@@ -109,7 +109,7 @@ def test_one_stopped_between_check_and_prune_takes_nothing_that_its_successor_ne
     assert made_by(tmp_path) == {20: 1, 25: 2}
 
 
-def test_an_attempt_that_its_service_gave_up_cannot_claim_after_its_successor(tmp_path: Path) -> None:
+def test_an_abandoned_attempt_cannot_claim_after_its_successor(tmp_path: Path) -> None:
     run = "a" * 32
     claim(tmp_path, Claimant("model", run, attempt=1))
     with pytest.raises(Superseded, match=r"generation 1 of run a{32} uses it .*This is generation 0"):
@@ -120,17 +120,17 @@ def test_an_attempt_that_its_service_gave_up_cannot_claim_after_its_successor(tm
         claim(tmp_path, Claimant("model", run, attempt=1))
 
 
-def test_another_model_takes_over_no_checkpoints(tmp_path: Path) -> None:
+def test_another_model_cannot_take_over_checkpoints(tmp_path: Path) -> None:
     first = claim(tmp_path)
     claim(tmp_path, Claimant("other"))  # there is nothing yet that it could damage
     first = claim(tmp_path)
     save(first, 10)
-    with pytest.raises(InvalidRun, match="is of another model"):
+    with pytest.raises(InvalidRun, match="belongs to another model"):
         claim(tmp_path, Claimant("other"))
     first.check()
 
 
-def test_checkpoints_from_before_there_were_generations_count(tmp_path: Path) -> None:
+def test_checkpoints_without_a_generation_count(tmp_path: Path) -> None:
     for name in ("step-00000010", "step-00000020.partial", "step-00000030"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000010" / "done").write_text("0")
@@ -142,7 +142,7 @@ def test_checkpoints_from_before_there_were_generations_count(tmp_path: Path) ->
     assert (tmp_path / "step-00000030").is_dir(), "what is not known is not removed"
 
 
-def test_a_checkpoint_that_was_copied_by_hand_counts(tmp_path: Path) -> None:
+def test_a_manually_copied_checkpoint_counts(tmp_path: Path) -> None:
     claim(tmp_path / "new")
     for name in ("old/step-00000010.g7", "new/step-00000020"):
         (tmp_path / name).mkdir(parents=True)
@@ -171,7 +171,7 @@ def test_two_that_claim_at_the_same_time_get_different_numbers(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_wherever_generations_are_stopped_the_newest_checkpoint_is_that_of_the_newest_generation(
+def test_the_newest_checkpoint_belongs_to_the_newest_generation(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any check that passes may be followed by a stop in which successors live, are stopped, and end."""
@@ -217,7 +217,7 @@ def test_wherever_generations_are_stopped_the_newest_checkpoint_is_that_of_the_n
 
 
 @pytest.mark.parametrize("claimed", [{"model": 5, "run": [1], "attempt": "many", "at": "noon"}, [], "{"])
-def test_claims_that_somebody_made_up_count_as_numbers_alone(claimed: object, tmp_path: Path) -> None:
+def test_forged_claims_count_only_as_numbers(claimed: object, tmp_path: Path) -> None:
     save(claim(tmp_path), 10)
     for name in ("7", "²", "x7"):
         folder = tmp_path / "generations" / name

@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas: begun at a stage's last W, whole at the end, in buffers that stay."""
+"""Gradient sums over replicas start at a stage's last W, and are complete at the step's end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def fill(modules: dict[int, nn.Module], value: float) -> None:
                 parameter.grad.add_(value)
 
 
-def test_a_stages_sum_begins_when_nothing_adds_to_it_any_more() -> None:
+def test_a_stages_sum_starts_after_its_last_addition() -> None:
     def work(transport: Watched) -> None:
         modules = two_stages()
         gradients = SummedGradients(modules, transport)
@@ -116,11 +116,11 @@ def test_large_stages_are_summed_in_pieces_the_last_layers_first(monkeypatch: py
     assert transport.begun == [40, 6, 10]
 
 
-def test_a_step_that_leaves_a_stage_open_is_noticed() -> None:
+def test_a_step_with_an_unfinished_stage_raises_an_error() -> None:
     gradients = SummedGradients(two_stages(), ThreadHub(1, 1).transport(0))
     gradients.begin()
     gradients.stage_done(0)
-    with pytest.raises(RuntimeError, match=r"stages \[3\] are not done"):
+    with pytest.raises(RuntimeError, match=r"stages \[3\] are incomplete"):
         gradients.finish(1.0)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of the tests' own ranks does what torch's does, and its state survives a checkpoint."""
+"""The tests' own optimizer equals torch's, and its state survives a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_it_is_gradient_descent_with_momentum() -> None:
     torch.testing.assert_close(trained(mine, momentum(mine), 1), expected)
 
 
-def test_it_goes_on_from_a_checkpoint() -> None:
+def test_it_resumes_from_a_checkpoint() -> None:
     first, second = a_model(), a_model()
     optimizer, other = momentum(first), momentum(second)
     trained(first, optimizer, 1)

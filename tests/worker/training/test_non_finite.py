@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: the run fails, or the step is left out, on all ranks."""
+"""If a loss or gradient is not finite, the run fails or skips the step, on all ranks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_by_default_the_run_fails_and_says_where(options: dict[str, Any], gradie
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_continue_applies_the_step_and_says_so(clip_norm: float | None) -> None:
+def test_continue_applies_the_step_and_reports_it(clip_norm: float | None) -> None:
     found = train(2, math.nan, non_finite="continue", clip_norm=clip_norm)
     assert (1, "loss", "nan") in events(found)
     for rank, report in enumerate(found.reports):
@@ -119,7 +119,7 @@ def test_continue_applies_the_step_and_says_so(clip_norm: float | None) -> None:
 
 
 @pytest.mark.parametrize("non_finite", ["fail", "skip"])
-def test_an_overflow_of_float16_is_left_out_and_is_no_event_until_the_scale_is_1(
+def test_a_float16_overflow_is_skipped_and_is_an_event_only_at_scale_1(
     non_finite: NonFinite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = train(2, 0.0, True, precision="float16", non_finite=non_finite)

@@ -1,4 +1,4 @@
-"""A run goes on with another plan: on every rank from the same step on, and the training stays the same."""
+"""A run changes to another plan at the same step on every rank, and the training stays the same."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def train_with(path: Path, text: str, replicas: int = 1) -> Trained:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_all_ranks_change_at_the_same_step_and_train_on_as_if_nothing_had_happened(
+def test_all_ranks_change_plan_at_the_same_step_without_changing_the_training(
     replicas: int, tmp_path: Path
 ) -> None:
     problem = problem_of()
@@ -87,10 +87,10 @@ def test_all_ranks_change_at_the_same_step_and_train_on_as_if_nothing_had_happen
     [
         ("{", "the plan is unchanged"),
         (json.dumps({"problem": {}, "ranks": []}), "the plan is unchanged"),
-        ("OTHER", "can only be changed for one of 2 ranks, placement v, 3 microbatches"),
+        ("OTHER", "can only change to a plan with 2 ranks, placement v and 3 microbatches"),
     ],
 )
-def test_what_cannot_take_its_place_is_refused_and_the_run_goes_on(
+def test_an_incompatible_plan_is_refused_and_the_run_continues(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text == "OTHER":
@@ -134,7 +134,7 @@ class Versions:
         return os.stat_result((0, self._version, *([0] * 8)))
 
 
-def test_no_plan_is_lost_between_the_thread_that_finds_and_the_one_that_takes() -> None:
+def test_no_plan_is_lost_between_the_threads() -> None:
     """The newest plan is taken in the end, however the two interleave."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -180,7 +180,7 @@ def test_a_plan_that_arrives_while_another_is_taken_is_not_dropped() -> None:
     assert [plan.plan_id for plan in (first, second) if plan is not None] == ["a", "b"]
 
 
-def test_the_plan_of_before_may_come_back_before_the_next_one_has_begun() -> None:
+def test_the_previous_plan_may_return_before_the_next_one_starts() -> None:
     watched = Changing(iter(["other", "first", "first"]))
     found = []
     for _ in range(3):
@@ -189,7 +189,7 @@ def test_the_plan_of_before_may_come_back_before_the_next_one_has_begun() -> Non
     assert [None if plan is None else plan.plan_id for plan in found] == ["other", "first", None]
 
 
-def test_a_file_that_could_not_be_read_is_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_file_is_read_again(capsys: pytest.CaptureFixture[str]) -> None:
     class Busy(Changing):
         def _read(self) -> NextPlan:
             plan = next(self._plans)
@@ -214,9 +214,7 @@ class Once:
         return os.stat_result((0, 1, *([0] * 8)))
 
 
-def test_a_file_that_cannot_be_read_is_reported_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_file_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     problem = problem_of()
     orders = random_orders(problem, Random(0))
     (tmp_path / "next.json").mkdir()

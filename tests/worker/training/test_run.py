@@ -1,4 +1,4 @@
-"""``zbv-worker run`` on real processes: it trains, and it refuses or fails by name."""
+"""``zbv-worker run`` on real processes: it trains, and errors name the cause."""
 
 from __future__ import annotations
 
@@ -129,9 +129,7 @@ def test_ranks_share_the_hosts_cores_and_say_so(plan_file: Path, tmp_path: Path)
             assert re.search(said, started.log(rank)), started.log(rank)
 
 
-def test_a_rank_that_cannot_take_part_ends_the_others_with_its_reason(
-    plan_file: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_cannot_start_ends_the_others_with_its_reason(plan_file: Path, tmp_path: Path) -> None:
     problem = problem_of(1, 4)
     other = write_plan(tmp_path / "one.json", problem, random_orders(problem, Random(4)))
     commands = [
@@ -147,7 +145,7 @@ def test_a_rank_that_cannot_take_part_ends_the_others_with_its_reason(
         assert "Traceback" not in started.log(0) + started.log(1)
 
 
-def test_a_rank_that_does_not_come_is_named_within_the_timeout(plan_file: Path, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_start_is_named_within_the_timeout(plan_file: Path, tmp_path: Path) -> None:
     there = python_command("zbv_worker.commands.cli", *run_arguments(plan_file, timeout=2))
     absent = [sys.executable, "-c", "import time; time.sleep(600)"]
     with (
@@ -165,7 +163,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(plan_file: Path, 
         ("replicas", 2, "rank 2 did not take part"),
     ],
 )
-def test_a_rank_that_is_absent_from_a_collective_is_named_on_every_other_rank(
+def test_an_absent_rank_of_a_collective_is_named_on_every_other_rank(
     tmp_path: Path, what: str, late: int, said: str
 ) -> None:
     commands = [python_command("support.absent_rank", what, str(late), str(tmp_path))] * 3
@@ -203,7 +201,7 @@ def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
         (["--model", "x"], "no plan given"),
         (["--plan-file", "absent.json", "--model", "x"], "No such file"),
         (["--plan-file", "PLAN", "--model", "gpt"], "must be package.module:factory"),
-        (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "there is no module 'nowhere'"),
+        (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "found no module 'nowhere'"),
         (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "[1]"], "must be a JSON object"),
         (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "{"], "must be a JSON object"),
     ],
@@ -227,7 +225,7 @@ def test_wrong_arguments_give_a_message_and_status_2(
     assert message in capsys.readouterr().err
 
 
-def test_a_service_that_gives_no_answer_is_lost_and_not_wrong_input() -> None:
+def test_a_service_without_an_answer_is_a_lost_peer() -> None:
     with pytest.raises(PeerLost, match="rank 0: no action list of plan a from http"):
         PlanSource("http://127.0.0.1:9", "a").rank_plan(0, timeout=1.0)
 

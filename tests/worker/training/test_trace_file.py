@@ -1,4 +1,4 @@
-"""Reports of long runs stay small, and a rank's newest steps are in a file while it runs."""
+"""Reports of long runs stay small, and a file has a rank's newest steps during the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_document_has_every_step_with_its_plan_and_its_actions() -> None:
     assert document["steps"][1]["actions"] == [["0F0", 1000, 1001, 1002, 64], ["0F1", 1001, 1002, 1003, 64]]
 
 
-def test_of_a_long_run_the_newest_records_and_lines_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_keeps_its_newest_records_and_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zbv_worker.training.report, "_KEPT_RECORDS", 7)
     made = report(*["a"] * 30)
     assert [found.step for found in made.newest()] == [27, 28, 29]  # of two actions each

@@ -56,7 +56,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(replicas: int) -> 
         assert [line.updated.gradient_norm for line in report.lines] == pytest.approx(norms, rel=1e-5)
 
 
-def test_a_norm_that_is_not_reached_changes_nothing() -> None:
+def test_a_smaller_norm_is_not_clipped() -> None:
     found = train_in_threads(*random_plan(), TrainingOptions(clip_norm=1e6), STEPS)
     assert relative_error(found.parameters[0], train_alone(MICROBATCHES, STEPS)[0]) < 1e-5
 
@@ -85,7 +85,7 @@ class Overflowing(Remembering):
         return float(self.microbatch(0, 0)[1].flatten()[0])
 
 
-def test_a_step_whose_gradients_overflow_is_left_out_on_every_rank() -> None:
+def test_a_step_whose_gradients_overflow_is_skipped_on_every_rank() -> None:
     found = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), 2, model=Overflowing)
     for report in found.reports:
         assert [line.updated.is_skipped for line in report.lines] == [True, False]

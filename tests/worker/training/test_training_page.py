@@ -1,4 +1,4 @@
-"""The model on docs/training.md is one that trains, and every option on the page exists."""
+"""The model of docs/training.md trains, and every option on the page exists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zbv_worker.training.options import TrainingOptions
 PAGE = (ROOT / "docs" / "training.md").read_text()
 
 
-def test_the_model_of_the_page_trains_the_same_in_any_cut() -> None:
+def test_the_model_of_the_page_trains_the_same_for_any_partition() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     names: dict[str, type] = {}
     exec(code, names)

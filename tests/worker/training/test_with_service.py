@@ -1,4 +1,4 @@
-"""Ranks fetch their own lists from a service and train by them."""
+"""Ranks fetch their own lists from a service and train with them."""
 
 from __future__ import annotations
 

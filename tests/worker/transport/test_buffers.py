@@ -1,4 +1,4 @@
-"""Memory of received tensors: used again when nothing refers to it, and never sooner."""
+"""Receive buffers are reused when nothing refers to them, and never earlier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = TensorSpec((3, 4), torch.float32)
 BYTES = 3 * 4 * 4
 
 
-def test_a_buffer_that_nobody_holds_is_used_again() -> None:
+def test_a_free_buffer_is_reused() -> None:
     buffers = ReceiveBuffers(CPU)
     places = set()
     for _ in range(5):
@@ -63,7 +63,7 @@ HOLDERS: list[Callable[[Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_buffer_that_anything_holds_is_left_alone_until_it_is_let_go(
+def test_a_buffer_in_use_is_not_reused_until_released(
     holder: Callable[[Tensor], Any],
 ) -> None:
     buffers = ReceiveBuffers(CPU)
@@ -90,7 +90,7 @@ def test_tensors_of_other_shapes_and_dtypes_have_other_buffers() -> None:
     assert buffers.bytes == BYTES + BYTES + 2 * BYTES
 
 
-def test_what_is_in_use_outlives_the_pool() -> None:
+def test_buffers_in_use_outlive_the_pool() -> None:
     buffers = ReceiveBuffers(CPU)
     tensor = buffers.take(SPEC)
     tensor.fill_(7)
@@ -100,7 +100,7 @@ def test_what_is_in_use_outlives_the_pool() -> None:
     assert buffers.take(SPEC).data_ptr() != tensor.data_ptr()
 
 
-def test_buffers_given_back_in_any_order_are_all_used_again() -> None:
+def test_buffers_released_in_any_order_are_all_reused() -> None:
     buffers = ReceiveBuffers(CPU)
     random = Random(0)
     held: list[Tensor] = []

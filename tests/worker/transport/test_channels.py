@@ -1,4 +1,4 @@
-"""Inboxes and outboxes: order, look-ahead, and the agreement on shapes."""
+"""Inboxes and outboxes: order, look-ahead, and agreement on shapes."""
 
 from __future__ import annotations
 
@@ -131,6 +131,6 @@ def test_headers_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert decode_header(encode_header(spec)) == spec
 
 
-def test_what_cannot_be_sent_is_refused() -> None:
+def test_tensors_that_cannot_be_sent_are_refused() -> None:
     with pytest.raises(ModelError, match="int64 tensor of 1 dimensions"):
         encode_header(TensorSpec((3,), torch.int64))

@@ -1,4 +1,4 @@
-"""What ranks tell each other is JSON: nothing that a peer sends can run code."""
+"""Control messages are JSON: nothing that a peer sends can run code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_json_of_any_length_comes_back(theirs: Any) -> None:
     assert gather_json(mine, with_peer(json.dumps(theirs).encode())) == [mine, theirs]
 
 
-def test_a_pickled_message_runs_no_code_and_is_refused_with_the_ranks_name(tmp_path: Path) -> None:
+def test_a_pickled_message_runs_no_code_and_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "made"
     bomb = pickle.dumps(Bomb(target))
     with pytest.raises(ValueError, match="the message of rank 1 is not JSON"):
@@ -49,18 +49,18 @@ def test_a_pickled_message_runs_no_code_and_is_refused_with_the_ranks_name(tmp_p
 
 
 @pytest.mark.parametrize("announced", [0, -1, messages.MAX_BYTES + 1, 2**62])
-def test_a_length_beyond_the_limit_is_refused_before_anything_is_allocated(announced: int) -> None:
+def test_a_too_long_message_is_refused_before_allocation(announced: int) -> None:
     with pytest.raises(ValueError, match="rank 1 sent a message of"):
         gather_json({}, with_peer(b"1", announced))
 
 
 @pytest.mark.parametrize("theirs", [b"[" * 100_000, b"\xff\xff", b"{'a': 1}"])
-def test_what_is_not_json_is_refused(theirs: bytes) -> None:
+def test_messages_that_are_not_json_are_refused(theirs: bytes) -> None:
     with pytest.raises(ValueError, match="the message of rank 1 is not JSON"):
         gather_json({}, with_peer(theirs))
 
 
-def test_threads_exchange_what_processes_could() -> None:
+def test_threads_exchange_only_json() -> None:
     """The transport of the tests must refuse what the real one refuses."""
     alone = ThreadHub(1).transport(0)
     assert alone.gather({"pair": (1, 2)}, 1.0) == [{"pair": [1, 2]}]

@@ -1,4 +1,4 @@
-"""Posted receives: who waits for what, on the host and on the GPU's stream."""
+"""Posted receives: what waits on the host, and what on the GPU's stream."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_on_the_cpu_both_ways_wait_for_the_tensor() -> None:
         ("Connection closed by peer [127.0.0.1]:1", ConnectionError),
     ],
 )
-def test_torchs_errors_are_told_apart(text: str, kind: type[Exception]) -> None:
+def test_torchs_errors_are_classified(text: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="receive: "):
         HostReceive(FakeWork(failure=text), torch.zeros(1)).wait(7)
     with pytest.raises(kind, match="receive: "):

@@ -43,19 +43,19 @@ def test_all_ranks_meet() -> None:
     assert in_threads(*(lambda r=r: meet(r, 3, PATIENT) for r in range(3))) == [None] * 3
 
 
-def test_ranks_that_do_not_come_are_named_on_every_rank() -> None:
+def test_ranks_that_do_not_start_are_named_on_every_rank() -> None:
     raised = in_threads(lambda: meet(0, 4, 1.0), lambda: meet(2, 4, 1.0))
     for error in raised:
         assert isinstance(error, TimeoutError | ConnectionError), error
         assert "ranks 1, 3 of 4 did not start within 1 s" in str(error)
 
 
-def test_where_rank_0_does_not_come_it_is_named() -> None:
+def test_a_missing_rank_0_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"rank 0 did not start: no answer at 127\.0\.0\.1"):
         meet(1, 2, 1.0)
 
 
-def test_a_rank_that_cannot_take_part_ends_the_wait_of_the_others_with_its_reason() -> None:
+def test_a_rank_that_cannot_start_ends_the_rendezvous_with_its_reason() -> None:
     raised = in_threads(
         lambda: meet(0, 3, PATIENT), lambda: meet(1, 3, PATIENT), lambda: refuse(2, 3, "no such model.")
     )
@@ -65,13 +65,13 @@ def test_a_rank_that_cannot_take_part_ends_the_wait_of_the_others_with_its_reaso
         assert str(error) == "rank 2 cannot start: no such model"
 
 
-def test_an_environment_without_a_place_to_meet_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_a_rendezvous_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(InvalidRun, match=r"MASTER_ADDR and MASTER_PORT: found '127\.0\.0\.1' and ''"):
         meet(1, 2, PATIENT)
 
 
-def test_of_many_ranks_some_are_named() -> None:
+def test_a_message_names_at_most_16_ranks() -> None:
     assert named(range(20)).endswith("14, 15 and 4 more")
 
 

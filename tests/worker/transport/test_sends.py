@@ -1,4 +1,4 @@
-"""The sending ends of channels: what is kept alive how long, in which order, and what a failure says."""
+"""The sending ends of channels: lifetime of tensors, order, and errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ either = pytest.mark.parametrize("make", SENDERS, ids=["thread", "poll"])
 
 
 @either
-def test_a_tensor_is_kept_alive_until_it_was_taken_and_no_longer(
+def test_a_tensor_is_kept_alive_until_received_and_no_longer(
     make: Callable[[FakeWire, SendFailures], Sender],
 ) -> None:
     wire = FakeWire()
@@ -95,7 +95,7 @@ def test_a_tensor_is_kept_alive_until_it_was_taken_and_no_longer(
     sender.close()
 
 
-def test_memory_worth_it_is_given_back_at_once_and_a_flush_does_not_wait_for_the_next_look(
+def test_much_memory_is_released_at_once_and_a_flush_does_not_wait_for_a_poll(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sends, "_LOOK_SECONDS", 3600.0)
@@ -114,7 +114,7 @@ def test_memory_worth_it_is_given_back_at_once_and_a_flush_does_not_wait_for_the
 
 
 @either
-def test_what_is_sent_is_memory_in_order_without_a_graph(
+def test_sent_tensors_are_contiguous_and_have_no_graph(
     make: Callable[[FakeWire, SendFailures], Sender],
 ) -> None:
     wire = FakeWire()
@@ -127,7 +127,9 @@ def test_what_is_sent_is_memory_in_order_without_a_graph(
 
 
 @either
-def test_a_flush_names_what_was_not_taken(make: Callable[[FakeWire, SendFailures], Sender]) -> None:
+def test_a_flush_names_tensors_that_the_peer_did_not_receive(
+    make: Callable[[FakeWire, SendFailures], Sender],
+) -> None:
     wire = FakeWire()
     sender = make(wire, SendFailures())
     sender.send(torch.zeros(1), "0F7")
@@ -138,7 +140,7 @@ def test_a_flush_names_what_was_not_taken(make: Callable[[FakeWire, SendFailures
 
 
 @either
-def test_a_send_that_fails_later_is_found_by_the_next_look(
+def test_a_send_that_fails_later_is_found_by_the_next_check(
     make: Callable[[FakeWire, SendFailures], Sender],
 ) -> None:
     wire, failures = FakeWire(), SendFailures()
@@ -160,7 +162,7 @@ def test_a_send_that_fails_later_is_found_by_the_next_look(
 
 
 @either
-def test_a_send_that_cannot_begin_says_so(make: Callable[[FakeWire, SendFailures], Sender]) -> None:
+def test_a_send_that_cannot_start_raises_an_error(make: Callable[[FakeWire, SendFailures], Sender]) -> None:
     wire = FakeWire()
     wire.broken = True
     sender = make(wire, SendFailures())
@@ -169,7 +171,7 @@ def test_a_send_that_cannot_begin_says_so(make: Callable[[FakeWire, SendFailures
     sender.close()
 
 
-def test_the_first_failure_is_the_one_that_is_told() -> None:
+def test_the_first_failure_is_reported() -> None:
     failures = SendFailures()
     failures.check()
     failures.add(ConnectionError("first"))
@@ -178,7 +180,7 @@ def test_the_first_failure_is_the_one_that_is_told() -> None:
         failures.check()
 
 
-def test_a_gpus_tensor_is_sent_once_its_copy_is_there_and_headers_keep_their_place() -> None:
+def test_a_gpu_tensor_is_sent_after_its_copy_and_headers_stay_in_order() -> None:
     """The tensor is on the GPU as far as the sender can tell: what is on the CPU goes as it is."""
     cuda, wire = FakeCuda(), FakeWire()
     staging = Staging(CPU, cuda, pin=False)

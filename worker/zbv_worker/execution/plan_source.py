@@ -6,17 +6,22 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.plan import identity
 from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify_orders
 
-from zbv_worker.errors import InvalidRun, PeerLost
+from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.planned_cut import PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.whole_plan import WholePlan, seconds_per_attempt
+from zbv_worker.execution.whole_plan import (
+    WholePlan,
+    naming_plan_file,
+    naming_service,
+    require_rank,
+    seconds_per_attempt,
+)
 
 _NO_PLAN = "no plan given; pass --server URL and --plan ID, or --plan-file FILE."
 
@@ -47,15 +52,13 @@ class PlanSource:
 
 
 def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankPlan:
-    from zbv_service.client import Client, ClientError, ServiceUnreachable
+    from zbv_service.client import Client
 
-    try:
-        with Client(server, timeout=seconds_per_attempt(timeout)) as client:
-            answer = client.rank(plan_id, rank)
-    except ServiceUnreachable as error:
-        raise PeerLost(f"rank {rank}: no action list of plan {plan_id} from {server}: {error}") from error
-    except ClientError as error:
-        raise InvalidRun(f"rank {rank}: no action list of plan {plan_id} from {server}: {error}") from error
+    with (
+        naming_service(f"rank {rank}: no action list of plan {plan_id}", server),
+        Client(server, timeout=seconds_per_attempt(timeout)) as client,
+    ):
+        answer = client.rank(plan_id, rank)
     kinds: dict[str, PlacementKind] = {"v": "v", "loop": "loop", "single": "single"}
     if answer.placement not in kinds:
         raise InvalidRun(
@@ -74,18 +77,8 @@ def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankP
 
 
 def _from_file(path: Path, rank: int) -> RankPlan:
-    try:
+    with naming_plan_file(path):
         problem, orders = parse_orders(parse_plan_document(json.loads(path.read_text())))
         verify_orders(problem, orders)
-    except OSError as error:
-        raise InvalidRun(f"--plan-file {path}: {error.strerror}.") from error
-    except json.JSONDecodeError as error:
-        raise InvalidRun(f"--plan-file {path}: not JSON ({error}).") from error
-    except (InvalidInput, InvalidPlan) as error:
-        raise InvalidRun(f"--plan-file {path}: {error}") from error
-    if rank >= problem.pp_degree:
-        raise InvalidRun(
-            f"found rank {rank}; the plan has {problem.pp_degree} ranks. Start as many processes, or plan "
-            f"for more ranks."
-        )
+    require_rank(rank, problem.pp_degree)
     return RankPlan.of(identity(problem_json(problem), orders.all_text()), problem, orders, rank)

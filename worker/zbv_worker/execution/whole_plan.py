@@ -6,6 +6,8 @@ Training needs only the rank's own list; a rehearsal and PyTorch's runtime need 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,41 @@ def seconds_per_attempt(timeout: float) -> float:
     from zbv_service.client.retries import DEFAULT_RETRIES
 
     return timeout / (1 + DEFAULT_RETRIES)
+
+
+@contextmanager
+def naming_plan_file(path: Path) -> Iterator[None]:
+    """Convert errors of reading a plan file to :class:`InvalidRun`."""
+    try:
+        yield
+    except (InvalidInput, InvalidPlan) as error:
+        raise InvalidRun(f"--plan-file {path}: {error}") from error
+    except OSError as error:
+        raise InvalidRun(f"--plan-file {path}: {error.strerror}.") from error
+    except ValueError as error:  # JSON, or bytes that are not text
+        raise InvalidRun(f"--plan-file {path}: not JSON ({error}).") from error
+
+
+@contextmanager
+def naming_service(what: str, server: str) -> Iterator[None]:
+    """Convert errors of fetching a plan to :class:`InvalidRun`, or :class:`PeerLost` without an answer."""
+    from zbv_service.client import ClientError, ServiceUnreachable
+
+    try:
+        yield
+    except ServiceUnreachable as error:
+        raise PeerLost(f"{what} from {server}: {error}") from error
+    except (ClientError, InvalidInput, InvalidPlan) as error:
+        raise InvalidRun(f"{what} from {server}: {error}") from error
+
+
+def require_rank(rank: int, pp_degree: int) -> None:
+    """Raise :class:`InvalidRun` if a plan of ``pp_degree`` ranks has no such rank."""
+    if rank >= pp_degree:
+        raise InvalidRun(
+            f"found rank {rank}; the plan has {pp_degree} ranks. Start as many processes, or plan for more "
+            f"ranks."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,40 +108,25 @@ class WholePlan:
     @classmethod
     def of_file(cls, path: Path) -> WholePlan:
         """Read a plan file; raises :class:`InvalidRun`."""
-        try:
+        with naming_plan_file(path):
             return cls.of_document(json.loads(path.read_text()))
-        except OSError as error:
-            raise InvalidRun(f"--plan-file {path}: {error.strerror}.") from error
-        except ValueError as error:  # JSON, or bytes that are no text
-            raise InvalidRun(f"--plan-file {path}: not JSON ({error}).") from error
-        except (InvalidInput, InvalidPlan) as error:
-            raise InvalidRun(f"--plan-file {path}: {error}") from error
 
     @classmethod
     def of_service(cls, server: str, plan_id: str, timeout: float) -> WholePlan:
         """Fetch a plan; raises :class:`InvalidRun`, or :class:`PeerLost` without an answer."""
-        from zbv_service.client import Client, ClientError, ServiceUnreachable
+        from zbv_service.client import Client
 
-        try:
+        with naming_service(f"no plan {plan_id}", server):
             with Client(server, timeout=seconds_per_attempt(timeout)) as client:
-                plan = cls.of_document(client.plan_document(plan_id))
-        except ServiceUnreachable as error:
-            raise PeerLost(f"no plan {plan_id} from {server}: {error}") from error
-        except ClientError as error:
-            raise InvalidRun(f"no plan {plan_id} from {server}: {error}") from error
-        except (InvalidInput, InvalidPlan) as error:
-            raise InvalidRun(f"the plan {plan_id} from {server}: {error}") from error
+                document = client.plan_document(plan_id)
+            plan = cls.of_document(document)
         if plan.plan_id != plan_id:
             raise InvalidRun(f"requested plan {plan_id} from {server}, but received plan {plan.plan_id}.")
         return plan
 
     def of_rank(self, rank: int) -> RankPlan:
         """A rank's part of the plan; raises :class:`InvalidRun` if there is no such rank."""
-        if rank >= self.problem.pp_degree:
-            raise InvalidRun(
-                f"found rank {rank}; the plan has {self.problem.pp_degree} ranks. Start as many processes, "
-                f"or plan for more ranks."
-            )
+        require_rank(rank, self.problem.pp_degree)
         return RankPlan.of(self.plan_id, self.problem, self.orders, rank)
 
     def busy(self, rank: int) -> float:

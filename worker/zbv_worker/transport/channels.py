@@ -1,9 +1,9 @@
 """Point-to-point transfers of a rank: the :class:`Transport` interface, and the order of each channel.
 
-A *channel* carries all tensors of one kind (activation or gradient) from one rank to another, in the order
-in which the sender's list produces them (:mod:`zbv_solver.plans.channels`). Both ends know that order, so tags are
-not needed. A :class:`Transport` moves tensors; :class:`Inbox` and :class:`Outbox` add what a channel needs:
-order, receives posted ahead, and agreement on shapes.
+A *channel* carries all tensors of one kind (activation or gradient) from one rank to another, in the order in
+which the sender's list produces them (:mod:`zbv_solver.plans.channels`). Both ends know that order, so tags
+are not needed. A :class:`Transport` moves tensors; :class:`Inbox` and :class:`Outbox` add what a channel
+needs: order, receives posted ahead, and agreement on shapes.
 
 Shapes are exchanged as data, so no code of a peer runs: a header with shape and dtype precedes the first
 tensor of each boundary. A gradient has the shape of its boundary's activation, which its receiver sent.

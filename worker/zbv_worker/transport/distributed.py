@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -36,7 +34,8 @@ from zbv_worker.transport.channels import (
 )
 from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.messages import gather_json
-from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
+from zbv_worker.transport.receives import HostReceive, StreamReceive, naming_peer, post_staged
+from zbv_worker.transport.reductions import Summed, Summing
 from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
@@ -217,14 +216,14 @@ class DistributedTransport(Transport):
         wire = self.wire_from(key)
         take = self._buffers.take
         if self._staging is not None:
-            return _named(key, partial(_post_staged, wire, take, self._staging))
+            return naming_peer(key, partial(post_staged, wire, take, self._staging))
         made = StreamReceive if self._backend == "nccl" else HostReceive
 
         def post(spec: TensorSpec) -> Pending:
             buffer = take(spec)
             return made(wire.receive(buffer), buffer)
 
-        return _named(key, post)
+        return naming_peer(key, post)
 
     @property
     @override
@@ -323,7 +322,7 @@ class DistributedTransport(Transport):
     @override
     def sum_over_replicas(self, tensor: Tensor) -> Reduction:
         if self.replica_group is None:
-            return _Summed()
+            return Summed()
         payload = tensor.to(self._wire_device)  # no copy if it is there already
         try:
             work = dist.all_reduce(payload, group=self.replica_group, async_op=True)
@@ -332,7 +331,7 @@ class DistributedTransport(Transport):
         self._replica_sums += 1
         copies = self.layout.copies_of(self.pp_rank)
         naming = partial(self._naming_absent, f"replicas/{self.pp_rank}/{self._replica_sums}", copies)
-        return _Summing(self._waiting(work, payload), tensor, naming)
+        return Summing(self._waiting(work, payload), tensor, naming)
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
@@ -367,49 +366,6 @@ class DistributedTransport(Transport):
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a broken group cannot be destroyed in order
                 dist.destroy_process_group()
-
-
-class _Summed:
-    """The sum over a single replica."""
-
-    def wait(self, timeout: float) -> None:
-        """Return at once: nothing to add."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Summing:
-    """A sum in a buffer of the network's device, copied to the target tensor when complete."""
-
-    sum: HostReceive | StreamReceive
-    target: Tensor
-    naming_absent: Callable[[], AbstractContextManager[None]]
-
-    def wait(self, timeout: float) -> None:
-        """Wait until ``target`` holds the sum."""
-        with self.naming_absent():
-            found = self.sum.wait(timeout)
-        if found is not self.target:
-            self.target.copy_(found)
-
-
-def _post_staged(
-    wire: GroupWire, take: Callable[[TensorSpec], Tensor], staging: Staging, spec: TensorSpec
-) -> Pending:
-    buffer = take(spec)
-    host = staging.host_memory(spec.shape, spec.dtype)
-    return StagedReceive(wire.receive(host), host, buffer, staging.here(), staging)
-
-
-def _named(key: ChannelKey, post: Receive) -> Receive:
-    """Add the peer to errors that posting a receive raises."""
-
-    def receive(spec: TensorSpec) -> Pending:
-        try:
-            return post(spec)
-        except RuntimeError as error:
-            raise classified(error, f"posting a receive from rank {key.sender}") from error
-
-    return receive
 
 
 @contextlib.contextmanager

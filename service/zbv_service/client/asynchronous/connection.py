@@ -126,7 +126,7 @@ class AsyncConnection:
                         await response.aread()
                     if not stream.accept(response):
                         return
-                    response.stream = _Body(response.stream, received)
+                    response.stream = AsyncBody(response.stream, received)
                     async for sent in EventSource(response).aiter_sse():
                         event = stream.read(sent)
                         if event is not None:
@@ -139,7 +139,7 @@ class AsyncConnection:
             await asyncio.sleep(stream.broke(broken))
 
 
-class _Body(httpx.AsyncByteStream):
+class AsyncBody(httpx.AsyncByteStream):
     """A response's body that reports every chunk, comments of an event stream included."""
 
     def __init__(self, body: Any, received: Callable[[], None]):

@@ -127,7 +127,7 @@ class Connection:
                         response.read()
                     if not stream.accept(response):
                         return
-                    response.stream = _Body(response.stream, received)
+                    response.stream = Body(response.stream, received)
                     for sent in EventSource(response).iter_sse():
                         event = stream.read(sent)
                         if event is not None:
@@ -140,7 +140,7 @@ class Connection:
             time.sleep(stream.broke(broken))
 
 
-class _Body(httpx.SyncByteStream):
+class Body(httpx.SyncByteStream):
     """A response's body that reports every chunk, comments of an event stream included."""
 
     def __init__(self, body: Any, received: Callable[[], None]):

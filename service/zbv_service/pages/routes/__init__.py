@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
-from zbv_service.pages.assets import Assets
+from zbv_service.pages.assets import assets_app
 from zbv_service.pages.routes import (
     compare,
     frontier,
@@ -16,7 +16,7 @@ from zbv_service.pages.routes import (
     searches,
     thumbnails,
 )
-from zbv_service.pages.shell import BOKEH_VERSION, STATIC_DIRECTORIES, assets
+from zbv_service.pages.shell import STATIC_DIRECTORIES, assets
 
 ROUTERS: tuple[APIRouter, ...] = (
     home.router,
@@ -34,6 +34,4 @@ ROUTERS: tuple[APIRouter, ...] = (
 
 def mount_static(app: FastAPI) -> None:
     """Serve the style sheets and scripts of the pages."""
-    versions = {assets(), BOKEH_VERSION}
-    for path, directory in STATIC_DIRECTORIES.items():
-        app.mount(path, Assets(directory, versions), name=path.removeprefix("/"))
+    app.mount("/static", assets_app(STATIC_DIRECTORIES, assets()), name="static")

@@ -41,7 +41,7 @@ async def get_compare_page(
     shell = shell_of(request)
     make = partial(compare_view, compared=compared, offered=offered, root=shell.root)
     view = await found.computations.run(make, plan)
-    return page(compare_page(view, shell), headers={"Cache-Control": "no-store"}, has_chart=True)
+    return page(compare_page(view, shell), headers={"Cache-Control": "no-store"})
 
 
 @router.get("/plans/{plan_id}/baselines/{name}/actions", dependencies=[READ])

@@ -23,15 +23,7 @@ async def get_plan_page(request: Request, plan_id: str) -> HTMLResponse:
         text = await found.computations.write(plan_page, view, shell_of(request))
     except ProblemError as error:
         return problem_answer(error, request)
-    return page(text, has_chart=True)
-
-
-@router.get("/plans/{plan_id}/chart", dependencies=[READ])
-async def get_plan_chart(request: Request, plan_id: str) -> Response:
-    """What the script of a plan's page draws with: see :func:`zbv_solver.export.report.chart_document`."""
-    content = await state_of(request).pictures.chart(plan_id)
-    headers, known = derived(request, f"{plan_id}-chart")
-    return known or Response(content, headers=headers, media_type="application/json")
+    return page(text)
 
 
 @router.get("/plans/{plan_id}/actions", dependencies=[READ])

@@ -98,7 +98,7 @@ async def get_measured_page(
         return page(measured_page(view, shell), headers=NO_STORE)
     make = partial(measured_view, run.id, root=shell.root, is_open=is_open)
     view = await found.computations.run(make, measured)
-    return page(measured_page(view, shell), headers=NO_STORE, has_chart=True)
+    return page(measured_page(view, shell), headers=NO_STORE)
 
 
 async def _summary(request: Request, plan_id: str) -> PlanSummary | None:

@@ -1,4 +1,4 @@
-"""The page that lays a plan beside others on one time axis."""
+"""The page that compares a plan with others on one time axis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ScheduleRow:
     Attributes
     ----------
     fits
-        Whether it keeps to this plan's memory limit; None where their memory is in different units.
+        Whether it fits this plan's memory limit; None if the memory units differ.
     share
         Its objective relative to the largest, from 0 to 1.
     """
@@ -47,7 +47,7 @@ class ScheduleRow:
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """Something to compare with, as a checkbox."""
+    """A schedule to compare with, as a checkbox."""
 
     value: str
     label: str
@@ -56,7 +56,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """A stored plan that may be added."""
+    """A stored plan that the reader may add."""
 
     value: str
     label: str
@@ -64,7 +64,7 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class Other:
-    """How another plan's problem differs from this plan's."""
+    """The differences between another plan's problem and this plan's."""
 
     name: str
     url: str
@@ -73,7 +73,7 @@ class Other:
 
 @dataclass(frozen=True)
 class CompareView:
-    """Everything the page shows; ``lanes`` is None while schedules are made."""
+    """The content of the page; ``lanes`` is None while schedules are computed."""
 
     plan_id: str
     title: str
@@ -92,7 +92,7 @@ class CompareView:
 
 def compare_page(view: CompareView, shell: Shell) -> str:
     """The page of a comparison."""
-    return render("compare.html.j2", shell, view=view, scripts=report.DRAWING_SCRIPTS)
+    return render("compare.html.j2", shell, view=view, modules=report.CHART_MODULES)
 
 
 def compare_view(
@@ -101,7 +101,7 @@ def compare_view(
     offered: tuple[Sequence[PlanSummary], Sequence[PlanSummary]],
     root: str,
 ) -> CompareView:
-    """A plan beside others, ready for the template; lays out every action, so it takes a while."""
+    """A comparison, ready for the template. Slow: it lays out every action."""
     found = [(each, each.plan) for each in compared if each.plan is not None]
     awaited = tuple(each.name for each in compared if each.is_awaited)
     unit = quantities.time_unit(plan.problem.units)
@@ -147,7 +147,7 @@ def _title(each: ComparedPlan) -> str:
 
 def _rows(plan: Plan, found: Sequence[tuple[ComparedPlan, Plan]], root: str) -> list[ScheduleRow]:
     objective = plan.problem.objective
-    # What became of other cuts and placements of the same layers is known, though not as schedules.
+    # For other cuts and placements of the same layers only the metrics are stored, not the schedules.
     cuts = [each for each in plan.baselines if each.name not in BASELINES]
     every: list[Metrics | Baseline] = [plan.metrics, *(other.metrics for _, other in found), *cuts]
     largest = max(_value(each, objective) for each in every) or 1.0
@@ -191,7 +191,7 @@ def _value(found: Metrics | Baseline, objective: Objective) -> float:
 
 
 def _fits(plan: Plan, other: Plan) -> bool | None:
-    """Whether another keeps to this plan's limits; of other numbers of ranks, the least limit counts for all.
+    """Whether another plan fits this plan's limits; with other ranks, the smallest one holds for all.
 
     None where nobody can say, as the two measure memory in different units.
     """

@@ -1,4 +1,4 @@
-"""What two problems differ in, in a few lines that a reader can take in."""
+"""The differences between two problems, in a few lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zbv_solver.problem.problem import Problem
 
 @dataclass(frozen=True)
 class Difference:
-    """A quantity that is not the same, as texts."""
+    """A quantity that differs, as texts."""
 
     name: str
     here: str
@@ -20,7 +20,7 @@ class Difference:
 
 
 def differences(here: Problem, there: Problem) -> tuple[Difference, ...]:
-    """Every quantity of two problems that differs; of numbers per stage or rank the range is said."""
+    """Every quantity that differs; values per stage or rank are given as a range."""
     return tuple(
         Difference(name, mine, theirs) for name, mine, theirs in _quantities(here, there) if mine != theirs
     )
@@ -53,11 +53,11 @@ def _quantities(here: Problem, there: Problem) -> Iterator[tuple[str, str, str]]
 
 def _layers_apart(mine: CutModel | None, theirs: CutModel | None) -> tuple[str, str]:
     one, other = _layers(mine), _layers(theirs)
-    return (one, other) if one != other else (one, f"{other}, others or otherwise cut")
+    return (one, other) if one != other else (one, f"{other}, different layers or stages")
 
 
 def _layers(model: CutModel | None) -> str:
-    return "none given" if model is None else f"{model.model.n_layers} in {model.cut.n_stages} stages"
+    return "none" if model is None else f"{model.model.n_layers} in {model.cut.n_stages} stages"
 
 
 def _placement(problem: Problem) -> str:
@@ -68,7 +68,7 @@ def _same(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> bool:
     if mine is None or theirs is None:
         return mine is theirs
     if len(mine) != len(theirs):
-        # Of other stages or ranks: the same where all say one and the same number.
+        # With other numbers of stages or ranks, values are equal if all of them are one and the same number.
         return len(set(mine) | set(theirs)) == 1 or not (mine or theirs)
     return all(map(_near, mine, theirs))
 
@@ -87,7 +87,7 @@ def _spread(values: Sequence[float] | None) -> str:
 def _told_apart(
     mine: str, theirs: str, here: Sequence[float] | None, there: Sequence[float] | None
 ) -> tuple[str, str]:
-    """Ranges that read alike although the numbers differ: then how many there are, or how many of them do."""
+    """Add counts to ranges that are equal as texts although the values differ."""
     if mine != theirs or here is None or there is None:
         return mine, theirs
     if len(here) != len(there):

@@ -1,4 +1,4 @@
-"""The page of a plan's memory–time frontier: a picture that needs no script, and the same as a table."""
+"""The page of a plan's frontier of memory and time: a chart without scripts and a table."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from zbv_service.pages.views.words import counted, placement_name, shape_of
 
 @dataclass(frozen=True)
 class PointRow:
-    """A limit as the table shows it.
+    """A row of the table.
 
     Attributes
     ----------
     at
-        The limit as the picture has it.
+        The limit in the unit of the chart.
     limit
-        Of every rank; empty where that is the same.
+        The limit of every rank; empty if ``at`` already is.
     cut
-        How the best plan has cut its layers; empty where all plans have the same cut.
+        How the best plan divides its layers; empty if all plans have the same cut.
     """
 
     at: str
@@ -49,16 +49,16 @@ class PointRow:
 
 @dataclass(frozen=True)
 class FrontierView:
-    """Everything the page shows.
+    """The content of the page.
 
     Attributes
     ----------
     picture
-        None where the problem says nothing about memory.
+        None if the problem has no memory costs.
     cuts_anew
         Whether every limit has its own cut.
     has_fixed_cut
-        Whether the plan's layers are cut as somebody said, so that all limits have that cut.
+        Whether the problem fixed the cut of the layers, so that all limits share it.
     """
 
     plan_id: str
@@ -87,18 +87,18 @@ def frontier_page(view: FrontierView, shell: Shell) -> str:
 def frontier_view(
     plan: Plan, found: Frontier | None, *, most_effort: str, refused: int = 0, known: int = 0, root: str
 ) -> FrontierView:
-    """What is known, ready for the template.
+    """The known points of a frontier, ready for the template.
 
     Parameters
     ----------
     found
-        None where the problem says nothing about memory.
+        None if the problem has no memory costs.
     most_effort
-        The highest effort that the service takes.
+        The highest effort that the service accepts.
     refused
-        Points that the last request could not have searched yet.
+        Points of the last request that must wait.
     known
-        Points that the last request asked for, which had been searched like that before.
+        Points of the last request that had already been searched with that effort.
     """
     problem, units = plan.problem, plan.problem.units
     points = () if found is None else found.points
@@ -154,6 +154,6 @@ def _row(point: Point, plan: Plan, axis: Axis, cuts: Mapping[str, CutSummary] | 
 
 
 def _cut(cut: CutSummary) -> str:
-    """The placement of a plan, and how much it recomputes."""
+    """The placement of a plan and its recomputed stages."""
     recomputed = f"{cut.recomputed} of {counted(cut.stages, 'stage')}" if cut.recomputed else "nothing"
     return f"{placement_name(cut.placement, cut.chunks)}, {recomputed} recomputed"

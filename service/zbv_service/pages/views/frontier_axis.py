@@ -1,4 +1,4 @@
-"""The memory axis of a frontier: fractions of what 1F1B holds, or amounts where layers are cut anew."""
+"""The memory axis of a frontier: fractions of 1F1B's memory, or amounts if every limit has its own cut."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from zbv_solver.problem.problem import Units
 from zbv_service.frontier.points import Frontier
 
 RIGHT = 0.04
-"""The picture goes on a little beyond the last limit, as a share of what is shown."""
+"""Room beyond the last limit, as a share of the range."""
 LEFT = 0.12
-"""As much is shown below the smallest limit, where amounts do not begin at nothing."""
+"""Room below the smallest limit, as a share of the range, if amounts do not start at 0."""
 _TICKS = 8
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Where it begins, its last limit, and the units of its amounts; None of fractions."""
+    """Its start, its last limit, and the units of its amounts (None for fractions)."""
 
     begin: float
     last: float
@@ -29,7 +29,7 @@ class Axis:
 
     @classmethod
     def of(cls, found: Frontier) -> Axis:
-        """The axis of a frontier; where layers are cut anew the plan itself is on it, whatever it needs."""
+        """The axis of a frontier; with amounts, it includes what the plan itself needs."""
         if found.cuts is None:
             return cls(0.0, LARGEST, None)
         least, last = found.points[0].at, max(found.points[-1].at, found.own.needs)
@@ -38,15 +38,15 @@ class Axis:
 
     @property
     def end(self) -> float:
-        """Where the picture ends."""
+        """The end of the axis."""
         return self.last + RIGHT * (self.last - self.begin)
 
     def shows(self, needs: float) -> bool:
-        """Whether what needs so much is in the picture."""
+        """Whether an amount is on the axis."""
         return fits(needs, self.last)
 
     def place(self, at: float) -> float:
-        """Where an amount is in the picture, in percent."""
+        """The position of an amount, in percent."""
         inside = min(max(at, self.begin), self.end)
         return round(100 * (inside - self.begin) / (self.end - self.begin), 3)
 
@@ -55,18 +55,18 @@ class Axis:
         return times(at) if self.units is None else quantities.memory(at, self.units)
 
     def needs(self, at: float) -> str:
-        """What a schedule needs, as the end of a sentence."""
+        """The memory that a schedule needs, as the end of a sentence."""
         if self.units is None:
             return f"needs {times(at)} 1F1B's memory"
         return f"needs {self.said(at)} on its fullest rank"
 
     @property
     def unit(self) -> str:
-        """That of the numbers at its ticks; empty of fractions."""
+        """The unit of the numbers at its ticks; empty for fractions."""
         return self._scale[1]
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Round amounts within it, and their numbers."""
+        """Round amounts on the axis with their texts."""
         scale, _ = self._scale
         step = ticks((self.last - self.begin) / scale, _TICKS)
         width = step[1] if len(step) > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The frontier as a picture that needs no script: places are percentages of its area."""
+"""The frontier as an SVG that needs no script: positions are percentages of its area."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from zbv_service.pages.views.frontier_axis import Axis
 
 _MARGIN = 0.08
 _APART = 1.5
-"""Percent of the picture: marks that are closer cover each other."""
+"""Percent of the area: closer marks overlap."""
 _LEFT_FROM = 70
-"""Percent from the left from which a mark's name is at its left."""
+"""Percent from the left beyond which the name of a mark is at its left."""
 _TICKS = 6
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A number on an axis; ``at`` is its place in percent."""
+    """A number on an axis; ``at`` is its position in percent."""
 
     at: float
     text: str
@@ -32,7 +32,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class ChartSegment:
-    """A straight piece, in percent of the picture."""
+    """A straight line, in percent of the area."""
 
     x1: float
     y1: float
@@ -42,7 +42,7 @@ class ChartSegment:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle, in percent of the picture."""
+    """A rectangle, in percent of the area."""
 
     x: float
     y: float
@@ -52,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Mark:
-    """A schedule in the picture; ``style`` is own, corner, beaten or baseline."""
+    """A schedule; ``style`` is own, corner, beaten or baseline."""
 
     x: float
     y: float
@@ -65,7 +65,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class PointMark:
-    """A limit of the frontier on the axis; ``state`` as in the table."""
+    """A limit on the axis; ``state`` as in the table."""
 
     x: float
     state: str
@@ -74,7 +74,7 @@ class PointMark:
 
 @dataclass(frozen=True)
 class Picture:
-    """The frontier over memory, in percent of its area; y counts downwards."""
+    """The frontier over memory, in percent of its area; y points downwards."""
 
     summary: str
     x_unit: str
@@ -90,16 +90,14 @@ class Picture:
 
 
 def state_of(point: Point) -> tuple[str, str]:
-    """What became of a limit: a word for its colour, and the words of the table."""
+    """The state of a limit: a word for its colour, and the words of the table."""
     if point.is_open and point.search is not None:
-        return point.search.state, {"queued": "waits to be searched"}.get(
-            point.search.state, "being searched"
-        )
+        return point.search.state, {"queued": "queued"}.get(point.search.state, "being searched")
     if point.is_proved:
         return "optimal", "proved optimal"
     if point.is_searched:
         is_empty = point.search is not None and point.search.state == "infeasible"
-        return ("infeasible", "nothing fits") if is_empty else ("done", "searched")
+        return ("infeasible", "no plan fits") if is_empty else ("done", "searched")
     if point.search is not None:
         return point.search.state, {"done": "searched"}.get(point.search.state, point.search.state)
     return "missing", "not searched yet"
@@ -107,7 +105,7 @@ def state_of(point: Point) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where amounts of memory and values are in the picture, in percent."""
+    """The positions of memory and values, in percent."""
 
     axis: Axis
     low: float
@@ -160,7 +158,7 @@ def picture_of(found: Frontier, root: str) -> Picture:
 def _bound_line(
     points: Sequence[Point], pieces: Sequence[tuple[float, float, float]]
 ) -> list[tuple[float, float, float, float]]:
-    """The pieces, and an upright one at the smallest limit, up to the bound that holds there alone."""
+    """The lines of the bound, with a vertical one at the smallest limit, up to the bound there."""
     lines = [(start, bound, end, bound) for start, end, bound in pieces]
     first = points[0]
     if lines and first.bound is not None and lines[0][0] == first.at:
@@ -169,7 +167,7 @@ def _bound_line(
 
 
 def _bound_pieces(points: Sequence[Point]) -> list[tuple[float, float, float]]:
-    """From, to, and the bound in between: that of a limit holds below it, down to the one before."""
+    """Start, end and bound between them: the bound of a limit holds down to the limit before it."""
     pieces = []
     for before, point in pairwise(points):
         if point.bound is not None:
@@ -178,7 +176,7 @@ def _bound_pieces(points: Sequence[Point]) -> list[tuple[float, float, float]]:
 
 
 def _stairs(corners: Sequence[Known], last: float) -> list[tuple[float, float, float, float]]:
-    """The pieces of the running minimum, level and upright in turn, up to the last limit."""
+    """The lines of the running minimum, alternately horizontal and vertical, up to the last limit."""
     pieces = []
     for at, corner in enumerate(corners):
         is_last = at + 1 == len(corners)
@@ -192,7 +190,7 @@ def _stairs(corners: Sequence[Known], last: float) -> list[tuple[float, float, f
 def _marks(
     found: Frontier, shown: Sequence[Known], corners: Sequence[Known], place: _Place, root: str
 ) -> Iterator[Mark]:
-    """The schedules, those last that must not be covered."""
+    """The schedules; those that must not be covered come last."""
     units, axis = found.problem.units, place.axis
 
     def said(each: Known, name: str) -> str:
@@ -214,7 +212,7 @@ def _marks(
 
 
 def _at_places(schedules: Sequence[Known], place: _Place) -> list[tuple[float, float, list[str]]]:
-    """Where they are, with the names of those that cannot be told apart there."""
+    """The positions of baselines; those that would overlap share one mark."""
     found: list[tuple[float, float, list[str]]] = []
     for each in schedules:
         x, y = place.x(each.needs), place.y(each.value)
@@ -239,9 +237,9 @@ def _summary(found: Frontier, corners: Sequence[Known], axis: Axis) -> str:
     units, objective = found.problem.units, found.problem.objective
     if not corners:
         whole = " the memory of 1F1B" if axis.units is None else ""
-        return f"No plan is known within {axis.said(axis.last)}{whole}."
+        return f"No plan is known up to {axis.said(axis.last)}{whole}."
     least, best = corners[0], corners[-1]
-    text = f"Best {objective} known: {quantities.time(best.value, units)} with {axis.said(best.needs)} memory"
+    text = f"Best known {objective}: {quantities.time(best.value, units)} with {axis.said(best.needs)} memory"
     if least != best:
         text += f"; with {axis.said(least.needs)} it is {quantities.time(least.value, units)}"
     return f"{text}."

@@ -1,4 +1,4 @@
-"""The front page: what this is, what was found last, what goes on, and how to ask."""
+"""The front page: an introduction, the latest plans, current activity, and how to submit a problem."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ EXAMPLE: dict[str, Any] = {
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 16},
     "units": {"time": "us"},
 }
-"""A problem for a first look: four ranks, an uneven backward, and the memory of 1F1B."""
+"""An example problem: four ranks, an uneven backward, and the memory of 1F1B."""
 
 
 @dataclass(frozen=True)
 class Now:
-    """What goes on: the newest of what is open, and how much there is in all, by state."""
+    """Current activity: the newest open searches and runs, and counts of all by state."""
 
     searches: Sequence[SearchEntry]
     runs: Sequence[RunEntry]
@@ -32,12 +32,12 @@ class Now:
 
     @property
     def agents(self) -> int:
-        """Agents that are there."""
+        """Agents that are live or draining."""
         return self.agents_by_state["live"] + self.agents_by_state["draining"]
 
 
 def home_page(plans: Sequence[PlanEntry], now: Now, shell: Shell) -> str:
-    """The newest plans as pictures, what goes on, and how to submit a problem."""
+    """The front page."""
     is_new = not plans and not any(now.searches_by_state.values())
     return render(
         "home.html.j2", shell, plans=plans, now=now, is_new=is_new, example=_on_lines({"problem": EXAMPLE})
@@ -45,6 +45,6 @@ def home_page(plans: Sequence[PlanEntry], now: Now, shell: Shell) -> str:
 
 
 def _on_lines(document: dict[str, Any]) -> str:
-    """A body as JSON that is read and pasted: one line per member of the problem."""
+    """A body as readable JSON: one line per member of the problem."""
     members = ",\n    ".join(f'"{name}": {json.dumps(value)}' for name, value in document["problem"].items())
     return f'{{"problem": {{\n    {members}}}}}'

@@ -13,8 +13,7 @@ from zbv_solver.problem.problem import LETTERS, Problem
 
 _ALL_ROWS = 720
 _LEAST_ROWS = 110
-"""Pixels for the rows of all lanes together, and of one at least."""
-_TITLE_HEIGHT, _AXIS_HEIGHT = 22, 26
+"""Pixels for the rows of all lanes together, and for those of one lane at least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +23,14 @@ class Lane:
     Attributes
     ----------
     problem
-        Whose placement and costs its actions have.
+        Gives the placement and costs of the actions.
     url
-        Where its actions are, packed (:mod:`zbv_solver.export.timeline_data`); None has the page carry them.
+        The address of the packed actions (:mod:`zbv_solver.export.timeline_data`); if None, the page contains
+        them.
     is_measured
-        Whether actions took other times than the problem says.
+        Whether the times were measured.
     idle
-        The share of its time that each rank is idle, (p,); told beside its row.
+        The share of its time that each rank is idle, (p,), shown beside its row.
     """
 
     title: str
@@ -43,75 +43,50 @@ class Lane:
 
 @dataclass(frozen=True)
 class LanesView:
-    """What the template hands to the script.
+    """What the template needs.
 
     Attributes
     ----------
-    chart, rules, lanes
-        JSON: the Bokeh layout, its colours, and each lane's facts and actions.
+    data
+        JSON for the script: facts and actions of every lane.
+    canvases
+        One per lane, from top to bottom.
     legend
-        Letter, name and style of the letters that are drawn.
+        Letter, name and style of the letters that occur.
     has_bars
         Whether every action is drawn one by one from the start.
     """
 
-    chart: Markup
-    rules: Markup
-    lanes: Markup
+    data: Markup
+    canvases: tuple[report.GanttCanvas, ...]
     legend: tuple[tuple[str, str, str], ...]
     chunked: bool
     has_bars: bool
 
 
 def lanes_view(lanes: Sequence[Lane], unit: str) -> LanesView:
-    """One or more lanes as a chart; ``unit`` is that of all their times."""
-    # Imported here: Bokeh takes half a second, which a service need not spend before it draws.
-    from bokeh.layouts import column
-    from bokeh.models import Title
-    from zbv_solver.export.bokeh_parts import FONT, Colours
-    from zbv_solver.export.gantt import gantt_figure, overview_figure, time_range
-
-    colours, x_range = Colours(), time_range(*(lane.line for lane in lanes))
-    height = max(_LEAST_ROWS, _ALL_ROWS / len(lanes))
-    figures = []
-    for index, lane in enumerate(lanes):
-        figure = gantt_figure(
-            lane.line,
-            x_range,
-            colours,
-            name=_name(index),
-            unit=unit,
-            has_toolbar=index == 0,
-            has_title=index + 1 == len(lanes),
-            height=height,
-            notes=[quantities.percent(share, 1) for share in lane.idle] or None,
-            note="idle",
-        )
-        figure.height += _TITLE_HEIGHT
-        if index + 1 < len(lanes):
-            figure.xaxis.visible = False  # the last one's serves all
-            figure.height -= _AXIS_HEIGHT
-        figure.title = Title(text=lane.title, text_font=FONT, text_font_size="13px", standoff=4)
-        colours.paint(figure.title, text_color="text")
-        figures.append(figure)
-    figures.append(overview_figure(lanes[0].line, x_range, colours))
-    layout = column(*figures, sizing_mode="stretch_width", spacing=2)
+    """One or more lanes as a chart; ``unit`` is the unit of all times."""
+    rows, last = max(_LEAST_ROWS, _ALL_ROWS / len(lanes)), len(lanes) - 1
     letters = sorted({code for lane in lanes for code in set(lane.line.letter.tolist())})
     return LanesView(
-        chart=report.script_json(report.chart_item(layout)),
-        rules=report.script_json(colours.rules),
-        lanes=report.script_json([_sent(index, lane) for index, lane in enumerate(lanes)]),
+        data=report.script_json([_data(lane) for lane in lanes]),
+        canvases=tuple(
+            report.gantt_canvas(
+                lane.line.pp_degree,
+                title=lane.title,
+                axis=quantities.titled("time", unit) if index == last else None,
+                idle=lane.idle,
+                rows=rows,
+            )
+            for index, lane in enumerate(lanes)
+        ),
         legend=tuple((LETTERS[code], palette.NAMES[LETTERS[code]], LETTERS[code]) for code in letters),
         chunked=any(lane.problem.placement.chunks > 1 for lane in lanes),
         has_bars=all(len(lane.line) <= MAX_GLYPHS for lane in lanes),
     )
 
 
-def _name(index: int) -> str:
-    return f"lane{index}"
-
-
-def _sent(index: int, lane: Lane) -> dict[str, object]:
+def _data(lane: Lane) -> dict[str, object]:
     facts = timeline_facts(lane.line, lane.problem, is_measured=lane.is_measured)
     data = timeline_text(lane.line, is_measured=lane.is_measured) if lane.url is None else None
-    return {"name": _name(index), "title": lane.title, "facts": facts, "url": lane.url, "data": data}
+    return {"title": lane.title, "facts": facts, "url": lane.url, "data": data}

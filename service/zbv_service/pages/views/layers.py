@@ -1,4 +1,4 @@
-"""Layers that are still to be cut into stages, as pages show them: what was asked, and their table."""
+"""Layers that a search divides into stages, as pages show them: facts and a table."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from zbv_solver.problem.problem import Units
 from zbv_service.pages.views.words import counted, placement_name
 
 LISTED_LAYERS = 16
-"""A longer table is folded."""
+"""Longer tables are folded."""
 _BYTES = Units(memory="bytes")
 
 
 @dataclass(frozen=True)
 class LayerLine:
-    """A layer, or equal copies of it; texts, and empty ones where there is nothing to say.
+    """A layer, or equal copies of it, as texts; empty texts for missing values.
 
     Attributes
     ----------
     fused
         The full backward where it is not I + W.
     recomputed
-        What a microbatch costs and holds where the layer's stage is recomputed.
+        The cost and memory of a microbatch if the layer's stage is recomputed.
     """
 
     name: str
@@ -44,7 +44,7 @@ class LayerLine:
 
 @dataclass(frozen=True)
 class LayersTable:
-    """The layers of a model in their order, and which columns have anything to say."""
+    """The layers of a model in order, and which columns have values."""
 
     lines: tuple[LayerLine, ...]
     unit: str
@@ -55,7 +55,7 @@ class LayersTable:
 
     @property
     def is_long(self) -> bool:
-        """Whether it is folded."""
+        """Whether the page folds it."""
         return len(self.lines) > LISTED_LAYERS
 
 
@@ -73,7 +73,7 @@ def layers_table(model: Model, units: Units) -> LayersTable:
 
 
 def facts_of_layers(problem: LayeredProblem) -> list[tuple[str, str]]:
-    """What was asked, beside the layers themselves: terms and values."""
+    """The problem apart from its layers, as terms and values."""
     return [
         ("Layers", str(problem.model.n_layers)),
         ("Placement", _placement(problem)),
@@ -84,21 +84,21 @@ def facts_of_layers(problem: LayeredProblem) -> list[tuple[str, str]]:
 
 
 def transfer_text(problem: LayeredProblem) -> str:
-    """What a transfer costs: a time, or a latency and bytes by a bandwidth."""
+    """The cost of a transfer: a time, or a latency and a bandwidth."""
     link, units = problem.link, problem.units
     if link is None:
         return quantities.time(problem.p2p, units) if problem.p2p else "none"
     per = f" per {quantities.time_unit(units)}" if units.time else " per unit of time"
     bandwidth = quantities.memory(link.bandwidth, _BYTES)
-    return f"{quantities.time(link.latency, units)} and its bytes at {bandwidth}{per}"
+    return f"latency {quantities.time(link.latency, units)}, bandwidth {bandwidth}{per}"
 
 
 def rules_of(rules: CutRules) -> list[tuple[str, str]]:
-    """The constraints on the cut, as terms and values; nothing where there are none."""
+    """The constraints on the cut, as terms and values."""
     found = []
     if rules.together:
         groups = "; ".join(f"{group[0]} to {group[-1]}" for group in rules.together)
-        found.append(("Not cut apart", groups))
+        found.append(("In one stage", groups))
     for name, count in (("First stage", rules.first), ("Last stage", rules.last)):
         if count is not None:
             found.append((name, counted(count, "layer")))

@@ -1,4 +1,4 @@
-"""The lists: searches, plans, runs and agents, with what they are filtered by and ways to go on."""
+"""The lists of searches, plans, runs and agents, with filters and links to neighbouring pages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from zbv_service.pages.views.rows import AgentEntry, PlanEntry, RunEntry, Search
 
 @dataclass(frozen=True)
 class ListView:
-    """What a list was asked for, and where its neighbours are.
+    """The query of a list, and the addresses of the neighbouring pages.
 
     Attributes
     ----------
     values
-        The parameters of its address as they were given, without the empty ones.
+        The non-empty parameters of its address.
     newer, older
-        Addresses of the pages around, without the prefix of a proxy; None of none.
+        Addresses of the neighbouring pages, without the prefix of a proxy; None if there is none.
     """
 
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -27,31 +27,31 @@ class ListView:
     older: str | None = None
 
     def one(self, name: str) -> str:
-        """A parameter that is given once; empty when it is not."""
+        """The value of a parameter; empty if it is missing."""
         return self.values.get(name, [""])[-1]
 
     def has(self, name: str, value: str) -> bool:
-        """Whether a parameter is given with this value."""
+        """Whether a parameter has this value."""
         return value in self.values.get(name, ())
 
     @property
     def is_filtered(self) -> bool:
-        """Whether anything is left out."""
+        """Whether a filter is set."""
         return bool(self.values.keys() - {"cursor", "limit"})
 
 
 def searches_page(rows: Sequence[SearchEntry], asked: ListView, shell: Shell) -> str:
-    """Searches, the newest first."""
+    """Searches, newest first."""
     return render("searches.html.j2", shell, rows=rows, asked=asked)
 
 
 def plans_page(rows: Sequence[PlanEntry], asked: ListView, shell: Shell) -> str:
-    """Plans, the newest first."""
+    """Plans, newest first."""
     return render("plans.html.j2", shell, rows=rows, asked=asked)
 
 
 def runs_page(rows: Sequence[RunEntry], asked: ListView, shell: Shell) -> str:
-    """Runs, the newest first."""
+    """Runs, newest first."""
     return render("runs.html.j2", shell, rows=rows, asked=asked)
 
 
@@ -65,7 +65,7 @@ def agents_page(
 
 
 def ago(seconds: float) -> str:
-    """How long ago something was, in one unit: ``12 s ago``."""
+    """An age in one unit: ``12 s ago``."""
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit} ago"

@@ -1,4 +1,4 @@
-"""The page that holds a measured step of a run against its plan."""
+"""The page that compares a measured step of a run with its plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CAUSES = 4
 
 @dataclass(frozen=True)
 class CauseLine:
-    """A cause, what it alone would have changed, and its share of the difference; ``width`` is in percent."""
+    """A cause, its effect alone, and its share of the difference; ``width`` is in percent."""
 
     text: str
     effect: str
@@ -43,7 +43,7 @@ class CauseLine:
 
 @dataclass(frozen=True)
 class MeasuredView:
-    """Everything the page shows; with ``nothing``, why there is nothing to show."""
+    """The content of the page; ``nothing`` says why there is none."""
 
     run_id: str
     nothing: NothingMeasured | None
@@ -70,16 +70,16 @@ class MeasuredView:
 
 def measured_page(view: MeasuredView, shell: Shell) -> str:
     """The page of a measured step."""
-    return render("measured.html.j2", shell, view=view, scripts=report.DRAWING_SCRIPTS, parts=PARTS)
+    return render("measured.html.j2", shell, view=view, modules=report.CHART_MODULES, parts=PARTS)
 
 
 def nothing_view(run_id: str, nothing: NothingMeasured, *, is_open: bool) -> MeasuredView:
-    """Why there is nothing to hold against the plan."""
+    """The page without measurements, with the reason."""
     return MeasuredView(run_id, nothing, is_open)
 
 
 def measured_view(run_id: str, found: Measured, root: str, *, is_open: bool) -> MeasuredView:
-    """A measured step, ready for the template; lays out every action, so it takes a while."""
+    """A measured step, ready for the template. Slow: it lays out every action."""
     plan, units = found.plan, found.plan.problem.units
     unit = quantities.time_unit(units)
     letters = tuple(letter for letter in LETTERS if any(kind.letter == letter for kind in found.kinds))
@@ -112,7 +112,7 @@ def _headline(found: Measured) -> str:
     count = len(found.lengths)
     which = f"Step {found.step.step}"
     if found.is_typical and count > 1:
-        which += f", the one of median length of the {count} newest"
+        which += f", the median of the {count} newest steps by length"
     shown = f"{which}, generation {found.generation}"
     return f"{shown}, replica {found.replica}." if len(found.replicas) > 1 else f"{shown}."
 
@@ -120,8 +120,8 @@ def _headline(found: Measured) -> str:
 def _cards(found: Measured, units: Units) -> Iterator[report.Card]:
     account, objective = found.account, found.plan.problem.objective
     means = {
-        "span": "of the slowest rank, first start to last end",
-        "makespan": "first start of all to last end of all",
+        "span": "slowest rank, first start to last end",
+        "makespan": "first start to last end of all ranks",
     }
     yield report.Card("Planned", quantities.time(account.planned, units), f"the plan's {objective}")
     yield report.Card("Measured", quantities.time(account.measured, units), means[objective])
@@ -140,7 +140,7 @@ def _cards(found: Measured, units: Units) -> Iterator[report.Card]:
 
 
 def _idle_share(busy: Sequence[float], length: float) -> float:
-    """Which share of a step of some ranks is no compute."""
+    """The share of a step that some ranks do not compute."""
     return 1 - sum(busy) / (len(busy) * length) if busy and length > 0 else 0.0
 
 
@@ -158,7 +158,7 @@ def _causes(explanation: Explanation, units: Units) -> Iterator[CauseLine]:
 
 
 def _is_worth_saying(cause: Cause, explanation: Explanation) -> bool:
-    """Whether a cause matters, and is more than the main one under a wider name."""
+    """Whether a cause matters and does not repeat the main one."""
     main = explanation.main
     if abs(explanation.share(cause)) < NOTICEABLE or main is None:
         return False
@@ -172,18 +172,18 @@ def _notices(found: Measured, units: Units) -> Iterator[str]:
     if found.missing:
         ranks = ", ".join(map(str, found.missing[:8])) + (" …" if len(found.missing) > 8 else "")
         who = f"Rank {ranks} has" if len(found.missing) == 1 else f"Ranks {ranks} have"
-        yield f"{who} not sent this step. What is said of it is said of the others."
+        yield f"{who} not sent this step. All values are those of the other ranks."
     conflict = found.conflict
     if conflict.count:
         yield (
-            f"The ranks' clocks do not agree: {conflict.count} of {conflict.inputs} inputs were there before "
-            f"they were made, by up to {quantities.time(conflict.worst, units)}. What a rank did is right, "
-            f"but between ranks the picture is shifted, and transfer cannot be told from waiting."
+            f"The clocks of the ranks disagree: {conflict.count} of {conflict.inputs} inputs arrived before "
+            f"being sent, by up to {quantities.time(conflict.worst, units)}. Times within a rank are right, "
+            f"but ranks are shifted against each other, and transfer cannot be told from waiting."
         )
     if not found.has_named_unit:
         yield (
-            "The plan names no time unit, so one is taken under which the actions last as long in all as "
-            "planned: only proportions can differ."
+            "The plan has no time unit. The page scales the measurements so that the actions take as long in "
+            "total as planned: only proportions can differ."
         )
 
 
@@ -213,14 +213,14 @@ def _lanes(found: Measured, root: str) -> list[Lane]:
 
 
 def _planned_idle(plan: Plan) -> Iterator[float]:
-    """The share of the planned step that each rank is idle: of its objective, as of the measured one."""
+    """The idle share of each rank in the planned step."""
     scale = plan.metrics.span / plan.objective if plan.objective > 0 else 1.0
     for share in idle_shares(plan):
         yield 1 - (1 - share) * scale
 
 
 def _idle(found: Measured) -> Iterator[float]:
-    """The share of the step that each rank was idle; all of it where nothing is known."""
+    """The idle share of each rank in the step; 1 for ranks without measurements."""
     busy = {row.rank: row.measured.compute for row in found.account.ranks}
     length = found.account.measured
     for rank in range(found.plan.problem.pp_degree):
@@ -228,7 +228,7 @@ def _idle(found: Measured) -> Iterator[float]:
 
 
 def measured_timeline(planned: Timeline, step: MeasuredStep) -> Timeline:
-    """The step laid out like its plan, without the ranks that sent nothing."""
+    """The step laid out like its plan, without ranks that sent nothing."""
     known = np.isfinite(step.start)
     counts = np.array([int(known[planned.slice_of(rank)].sum()) for rank in range(planned.pp_degree)])
     columns = ("rank", "chunk", "stage", "letter", "microbatch", "kind", "during", "after")
@@ -242,7 +242,7 @@ def measured_timeline(planned: Timeline, step: MeasuredStep) -> Timeline:
 
 
 def _told_apart(found: Measured) -> tuple[RankAccount, ...]:
-    """The accounts; where clocks do not agree, transfer is a part of waiting."""
+    """The accounts; if clocks disagree, waiting includes transfer."""
     if not found.conflict.count:
         return found.account.ranks
     return tuple(

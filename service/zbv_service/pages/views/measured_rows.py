@@ -1,4 +1,4 @@
-"""Tables of a measured step: where the time of every rank went, and what its actions took."""
+"""Tables of a measured step: how every rank spent its time, and durations of actions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from zbv_solver.export import quantities
 from zbv_service.runs.measured.accounts import KindTimes, Parts, RankAccount
 
 PARTS = (
-    ("compute", "Actions", "actions that took longer or shorter than planned"),
-    ("transfer", "Transfer", "standing still while an input was under way"),
-    ("waiting", "Waiting", "standing still because an input was still made, or before and after its work"),
-    ("between", "Between", "from the end of an action to turning to the next one"),
+    ("compute", "Actions", "Actions that took longer or shorter than planned"),
+    ("transfer", "Transfer", "Idle while an input was being transferred"),
+    ("waiting", "Waiting", "Idle before an input was computed, or before and after all work"),
+    ("between", "Overhead", "From the end of an action to the start of waiting for the next one"),
 )
-"""What a rank's step consists of: its name in :class:`Parts`, the column's heading, and what it means."""
+"""The parts of a rank's step: name in :class:`Parts`, heading of the column, meaning."""
 NOTICEABLE = 0.05
-"""A kind whose time differs by more than this share is marked."""
+"""Durations that differ by more than this share are marked."""
 _BAR = 200.0
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a rank's bar, in its own units of width."""
+    """A piece of the bar of a rank, in units of the bar's width."""
 
     x: float
     width: float
@@ -33,7 +33,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class AccountRow:
-    """Where a rank's step went, measured minus planned; ``parts`` are told and named like :data:`PARTS`."""
+    """The time of a rank's step, measured minus planned; ``parts`` have the order of :data:`PARTS`."""
 
     rank: int
     parts: tuple[tuple[str, str, str], ...]
@@ -54,14 +54,14 @@ class KindCell:
 
 @dataclass(frozen=True)
 class KindRow:
-    """A rank's actions by letter; None where it has none of one."""
+    """A rank's actions by letter; None for letters that it does not run."""
 
     rank: int
     cells: tuple[KindCell | None, ...]
 
 
 def account_rows(ranks: Sequence[RankAccount]) -> Iterator[AccountRow]:
-    """Accounts as rows, whose bars have one scale."""
+    """Accounts as rows; their bars share one scale."""
     every = [row.difference for row in ranks]
     reach = max((max(_above(parts), _below(parts)) for parts in every), default=0.0) or 1.0
     for row in ranks:
@@ -75,14 +75,14 @@ def account_rows(ranks: Sequence[RankAccount]) -> Iterator[AccountRow]:
 
 
 def _told_part(row: RankAccount, name: str) -> tuple[str, str, str]:
-    """The difference, and planned and measured for whoever points at it."""
+    """The difference, with planned and measured values for the tooltip."""
     planned, measured = getattr(row.planned, name), getattr(row.measured, name)
     both = f"planned {quantities.figure(planned)}, measured {quantities.figure(measured)}"
     return name, signed(measured - planned), both
 
 
 def _segments(parts: Parts, reach: float) -> Iterator[Segment]:
-    """What was lost to the right of the middle, what was won to the left."""
+    """Slower parts to the right of the middle, faster ones to the left."""
     middle, scale = _BAR / 2, _BAR / 2 / reach
     right = left = middle
     for name, _, _ in PARTS:
@@ -108,7 +108,7 @@ def _below(parts: Parts) -> float:
 
 
 def kind_rows(kinds: Sequence[KindTimes], letters: Sequence[str]) -> Iterator[KindRow]:
-    """Durations as a row per rank, with a cell for each of the letters."""
+    """Durations: a row per rank, a cell per letter."""
     cells = {(kind.rank, kind.letter): _kind_cell(kind) for kind in kinds}
     for rank in sorted({kind.rank for kind in kinds}):
         yield KindRow(rank, tuple(cells.get((rank, letter)) for letter in letters))
@@ -126,6 +126,6 @@ def _kind_cell(kind: KindTimes) -> KindCell:
 
 
 def signed(value: float) -> str:
-    """A difference with its sign; what rounds to nothing has none."""
+    """A difference with its sign, which 0 does not have."""
     text = quantities.figure(value)
     return text if value <= 0 or text == "0" else f"+{text}"

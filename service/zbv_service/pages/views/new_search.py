@@ -1,4 +1,4 @@
-"""The page on which a search is asked for: a form that its script keeps in step with a problem document."""
+"""The page for a new search: a form that its script keeps in step with a problem document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zbv_service.pages.shell import Shell, render
 
 @dataclass(frozen=True)
 class Preset:
-    """A problem to begin with; ``limit_fraction`` is its limit as a fraction of 1F1B's memory."""
+    """A problem to start from; ``limit_fraction`` is its limit as a fraction of 1F1B's memory."""
 
     name: str
     title: str
@@ -36,18 +36,18 @@ class Preset:
 
 @dataclass(frozen=True)
 class Start:
-    """What the form shows first.
+    """The initial content of the form.
 
     Attributes
     ----------
     problem, options
-        Documents as ``/v1/searches`` takes them.
+        Documents in the format of ``/v1/searches``.
     limit_fraction
-        The limit as a fraction of 1F1B's memory, in place of the problem's.
+        The limit as a fraction of 1F1B's memory; replaces the problem's limit.
     note
-        Where it comes from, or why that could not be shown.
+        Where the content comes from, or why it could not be loaded.
     preset
-        The name of the preset that it is.
+        The name of the preset, if it is one.
     """
 
     problem: dict[str, Any]
@@ -59,22 +59,22 @@ class Start:
 
 @cache
 def presets() -> tuple[Preset, ...]:
-    """The problems that the form offers, of ``presets.json``; the first is there from the beginning."""
+    """The problems that the form offers (``presets.json``); the form starts with the first."""
     text = (Path(__file__).parent / "presets.json").read_text(encoding="utf-8")
     return tuple(Preset(**entry) for entry in json.loads(text))
 
 
 def start_at(preset: Preset, note: str = "") -> Start:
-    """The form as a preset has it."""
+    """The form with a preset."""
     return Start(preset.problem, {}, preset.limit_fraction, note, preset.name)
 
 
 def start_from(
     problem: Problem, options: Mapping[str, Any], note: str, *, at_smallest_limit: bool = False
 ) -> Start:
-    """The form as an earlier problem has it, perhaps with the smallest memory limit that some plan fits."""
+    """The form with an earlier problem, on request with the smallest memory limit that a plan fits."""
     if problem.model is not None:
-        return start_from_layers(uncut(problem), options, f"{note} Its layers are cut anew.")
+        return start_from_layers(uncut(problem), options, f"{note} The planner chooses its stages again.")
     document = problem_json(problem)
     if at_smallest_limit:
         limit = problem.smallest_limit
@@ -92,7 +92,7 @@ def start_from_layers(
     note: str,
     limit: Sequence[float] | None = None,
 ) -> Start:
-    """The form as earlier layers have it, perhaps with another memory limit of every rank."""
+    """The form with earlier layers, on request with another memory limit for every rank."""
     document = layered_json(problem if limit is None else replace(problem, limit=tuple(limit)))
     for name, values in document["memory"].items():
         if values is not None and len(set(values)) == 1:
@@ -101,7 +101,7 @@ def start_from_layers(
 
 
 def new_search_page(start: Start, shell: Shell, *, max_effort: Effort) -> str:
-    """The form, and what it begins with."""
+    """The page with the form and its initial content."""
     data = {
         "start": asdict(start),
         "presets": {preset.name: asdict(start_at(preset)) for preset in presets()},
@@ -121,7 +121,7 @@ def new_search_page(start: Start, shell: Shell, *, max_effort: Effort) -> str:
 
 
 def _round_fraction(problem: Problem) -> float | None:
-    """The limit as a fraction of 1F1B's memory, where it is a round one on every rank."""
+    """The limit as a fraction of 1F1B's memory, if it is the same round one on every rank."""
     limit = problem.memory.limit
     if limit is None or memory_fraction.one_f_one_b_memory(problem) == 0:
         return None

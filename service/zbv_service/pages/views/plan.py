@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from zbv_solver.export import FORMATS, report
 
-from zbv_service.pages.shell import BOKEH_VERSION, Shell, assets, render
+from zbv_service.pages.shell import Shell, assets, render
 
 
 def plan_page(view: report.PlanView, shell: Shell) -> str:
@@ -37,10 +37,7 @@ def plan_page(view: report.PlanView, shell: Shell) -> str:
         links=tuple(links),
         exports=tuple(exports),
         json_url=document,
-        # Of an answer that is kept for good, the address changes with what makes and reads it.
-        picture_url=f"{page}/thumbnail.png?v={assets()}",
+        # Browsers keep the answer for good: its address changes with the version.
         actions_url=f"{page}/actions?v={assets()}",
-        chart_url=f"{page}/chart?v={assets()}",
-        bokeh_url=f"{shell.root}/static/bokeh/js/bokeh.min.js?v={BOKEH_VERSION}",
     )
-    return render("plan.html.j2", shell, view=linked, scripts=report.SCRIPTS)
+    return render("plan.html.j2", shell, view=linked, modules=report.MODULES)

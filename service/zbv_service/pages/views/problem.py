@@ -1,4 +1,4 @@
-"""Errors as pages, and the pages that say what each type of error means."""
+"""Errors as pages, and a page that explains each type of error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from zbv_service.pages.shell import Shell, render
 
 _KNOWN_STATUS = frozenset(map(int, HTTPStatus))
 _PASSING = frozenset({429, 500, 503})
-"""Statuses of what may be over in a moment."""
+"""Statuses of errors that may be temporary."""
 _WRONG_PARAMETERS = 422
 
 
 def problem_page(document: Mapping[str, Any], shell: Shell, again: str | None = None) -> str:
-    """An error as a page: what the problem document (RFC 9457) says, for people.
+    """An error as a page: a problem document (RFC 9457) for people.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def problem_page(document: Mapping[str, Any], shell: Shell, again: str | None = 
 
 
 def problem_type_page(name: str, status: int, title: str, shell: Shell, *, meaning: str, remedy: str) -> str:
-    """What a type of error means, and what to do: the page at the address that is its ``type``."""
+    """The meaning of a type of error and its remedy: the page at the address of its ``type``."""
     return render(
         "problem_type.html.j2", shell, name=name, status=status, title=title, meaning=meaning, remedy=remedy
     )

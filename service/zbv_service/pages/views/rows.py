@@ -1,4 +1,4 @@
-"""Rows of lists, as pages show them."""
+"""Rows of the lists on pages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from datetime import datetime
 
 @dataclass(frozen=True)
 class SearchEntry:
-    """A search as the list shows it.
+    """A search in the list.
 
     Attributes
     ----------
     state
         queued, running, done, cancelled, failed or infeasible.
     value
-        The incumbent's objective, in ``time_unit``; None while there is none.
+        The incumbent's objective, in ``time_unit``; None if there is none yet.
     gap
         value / lower bound - 1; None when not known.
     plan_id
-        The plan found; None while there is none.
+        The plan found; None if there is none yet.
     error
         Why it failed or is infeasible.
     """
@@ -39,7 +39,7 @@ class SearchEntry:
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """A stored plan as the list shows it; ``value`` is its objective, in ``time_unit``."""
+    """A stored plan in the list; ``value`` is its objective in ``time_unit``."""
 
     plan_id: str
     pp_degree: int
@@ -56,7 +56,7 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run as the list shows it.
+    """A run in the list.
 
     Attributes
     ----------
@@ -65,9 +65,9 @@ class RunEntry:
     model
         The factory of what is trained, ``package.module:factory``.
     step
-        The step that all ranks have reached, from 0; None before the first.
+        The step that all ranks have reached, counted from 0; None before the first.
     has_offer
-        Whether a better plan is offered.
+        Whether a better plan was found.
     """
 
     id: str
@@ -87,7 +87,7 @@ class RunEntry:
 
 @dataclass(frozen=True)
 class AgentEntry:
-    """An agent as the list shows it; ``devices`` are counted: ``8 × NVIDIA H200``."""
+    """An agent in the list; equal ``devices`` are counted: ``8 × NVIDIA H200``."""
 
     id: str
     name: str

@@ -1,4 +1,4 @@
-"""The page of one run: where it is, what its steps take, what happened to it."""
+"""The page of one run: its state, the time of its steps, its events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zbv_service.security.scopes import allows
 
 @dataclass(frozen=True)
 class Fact:
-    """A number that matters, and how to read it; ``note`` may be empty."""
+    """A number with a label; ``note`` explains it and may be empty."""
 
     label: str
     value: str
@@ -29,7 +29,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class RankRow:
-    """Where a rank is; ``log`` and ``trace`` are generations of which there is one."""
+    """The state of a rank; ``log`` and ``trace`` are the newest generations that have one."""
 
     rank: int
     agent: str
@@ -43,7 +43,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class PlanOffer:
-    """A plan that is better under the measured costs."""
+    """A plan that is better with the measured costs."""
 
     plan_id: str
     gain: str
@@ -51,7 +51,7 @@ class PlanOffer:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended; of an earlier generation, which, and when."""
+    """Why a rank failed; for earlier generations also which one and when."""
 
     kind: str
     rank: int | None
@@ -64,7 +64,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class RunView:
-    """Everything the page shows."""
+    """The content of the page."""
 
     run: RunRecord
     is_open: bool
@@ -85,7 +85,7 @@ class RunView:
 
 
 def run_page(view: RunView, shell: Shell) -> str:
-    """The page of a run; while it goes on, a script keeps it up to date."""
+    """The page of a run; a script keeps it up to date until the run ends."""
     return render("run.html.j2", shell, view=view, run=view.run)
 
 
@@ -102,11 +102,11 @@ def run_view(
     Parameters
     ----------
     plan
-        What it executes; None while it is searched.
+        The plan of the run; None while a search is looking for it.
     events
-        The newest first.
+        Newest first.
     lines
-        Its newest measured steps, ascending.
+        The newest measured steps, ascending.
     """
     step = _slowest(run)
     planned = _seconds(plan)
@@ -131,21 +131,21 @@ def run_view(
 
 
 def _slowest(run: RunRecord) -> int | None:
-    """The step of the rank that is furthest behind; None before all are in one."""
+    """The step of the slowest rank; None before all ranks have reported one."""
     steps = [place.get("step") for node in run.members for place in node.ranks]
     known = [step for step in steps if step is not None]
     return min(known) if known and len(known) == len(steps) else None
 
 
 def _share(run: RunRecord, step: int | None) -> float:
-    """Which part of its steps a run has done."""
+    """The completed share of the steps."""
     if run.state == "succeeded":
         return 1.0
     return 0.0 if step is None else min(1.0, step / run.steps)
 
 
 def _seconds(plan: PlanSummary | None) -> float | None:
-    """What a step is planned to take, where the plan says what its time unit is."""
+    """The planned time of a step; None if the plan has no time unit."""
     unit = None if plan is None else NANOSECONDS.get(plan.time_unit or "")
     return None if plan is None or unit is None else plan.value * unit / 1e9
 
@@ -165,7 +165,7 @@ def _facts(
     )
     if lines:
         middle = sorted(line.seconds for line in lines)[(len(lines) - 1) // 2]
-        note = "median of the newest steps"
+        note = "median of the latest steps"
         if planned:
             note = f"planned {duration(planned)}, {quantities.relative(middle, planned)}"
         yield Fact("Step time", duration(middle), note)
@@ -180,9 +180,9 @@ def _facts(
     replicas = int(run.options.get("data_parallel", 1))
     yield Fact("Ranks", str(ranks), nodes if replicas == 1 else f"{replicas} replicas {nodes}")
     again = (
-        "begun once"
+        "never restarted"
         if run.generation == 0
-        else f"begun anew {run.generation} time{'' if run.generation == 1 else 's'}"
+        else f"restarted {run.generation} time{'' if run.generation == 1 else 's'}"
     )
     yield Fact("Generation", str(run.generation), again)
     if plan is not None:
@@ -190,7 +190,7 @@ def _facts(
 
 
 def _ranks(run: RunRecord, index: Sequence[PartInfo]) -> Iterator[RankRow]:
-    """Every rank of the current generation, with the newest log and trace that it left."""
+    """Every rank of the current generation, with its newest log and trace."""
     newest: dict[tuple[str, int], int] = {}
     for part in index:
         key = (part.kind, part.rank)
@@ -220,7 +220,7 @@ def _offer(run: RunRecord) -> PlanOffer | None:
 
 
 def _earlier(run: RunRecord) -> Sequence[dict[str, Any]]:
-    """The causes of the generations before the last one that failed, which :func:`run_view` shows whole."""
+    """The causes of failures before the last one, which :func:`run_view` shows in full."""
     last = run.generation if run.error is not None else None
     return [cause for cause in run.failures if cause["generation"] != last]
 
@@ -252,7 +252,7 @@ def _options(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _told(value: Any) -> str:
-    """A value of JSON as people say it."""
+    """A JSON value as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)[:200]

@@ -1,4 +1,4 @@
-"""Times and losses of a run's newest steps, as pictures that need no script."""
+"""Times and losses of a run's latest steps, as SVG without scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TICKS = 5
 
 @dataclass(frozen=True)
 class Bar:
-    """A step in the chart of step times, in percent of its area; y counts downwards."""
+    """A step in the chart of step times, in percent of its area; y points downwards."""
 
     x: float
     y: float
@@ -55,7 +55,7 @@ class Level:
 
 @dataclass(frozen=True)
 class StepChart:
-    """Times of the newest steps; ``planned`` is where the plan's line is, None when it is not known."""
+    """Times of the latest steps; ``planned`` is the position of the planned time, None if unknown."""
 
     summary: str
     bars: tuple[Bar, ...]
@@ -67,7 +67,7 @@ class StepChart:
 
 @dataclass(frozen=True)
 class LossChart:
-    """Losses of the newest steps."""
+    """Losses of the latest steps."""
 
     summary: str
     pieces: tuple[Piece, ...]
@@ -86,7 +86,7 @@ def duration(seconds: float) -> str:
 
 
 def step_chart(lines: Sequence[StepLine], planned: float | None) -> StepChart:
-    """What one or more steps took, in seconds, beside what was planned, where that is known."""
+    """The chart of one or more steps, in seconds, with the planned time if it is known."""
     top = _HEADROOM * max(*(line.seconds for line in lines), planned or 0.0) or 1.0
     slot = 100 / len(lines)
 
@@ -116,7 +116,7 @@ def step_chart(lines: Sequence[StepLine], planned: float | None) -> StepChart:
 
 
 def loss_chart(lines: Sequence[StepLine]) -> LossChart | None:
-    """None with fewer than two losses: a point is no curve."""
+    """The loss curve; None with fewer than two losses."""
     known = [(line.step, line.loss) for line in lines if line.loss is not None]
     if len(known) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The page of one search: what was asked, the course of the search while it goes on, and what came of it."""
+"""The page of one search: its problem, its progress and its result."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zbv_service.pages.views.words import counted, shape_of
 from zbv_service.records.searches import FINISHED, SearchRecord
 
 LISTED_RANKS = 16
-"""So many groups of ranks that lack memory are listed."""
+"""The number of groups of ranks with too little memory that are listed."""
 PLACEMENTS = {"v": "V, two stages per rank", "loop": "interleaved", "single": "one stage per rank"}
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """What ranks lack, from the first to the last: their limit, and the smallest that some plan fits."""
+    """Ranks with too little memory, first to last: their limit, and the smallest one that a plan fits."""
 
     first: int
     last: int
@@ -38,26 +38,26 @@ class Shortage:
 
 @dataclass(frozen=True)
 class SearchView:
-    """What the page of a search shows; texts are ready to be read.
+    """The content of the page, as texts.
 
     Attributes
     ----------
     seconds
-        Since the search was first started; None when it never was. Of one that has ended: until then.
+        From the first start of the search until now or its end; None if it never started.
     queued_before
-        How many searches come before a queued one.
+        The number of searches ahead of a queued one.
     method, details
-        What found the best plan, and how it was set.
+        The method that found the best plan, and its parameters.
     optimal
         Whether the plan is proved to be optimal.
     shortages, hidden_shortages
-        Ranks whose memory limit no plan fits, and how many more groups of them there are than are listed.
+        Groups of ranks whose memory limit no plan fits, and the number of groups that are not listed.
     fraction
-        The smallest feasible limit as a fraction of 1F1B's memory, as text; empty where there is none.
+        The smallest feasible limit as a fraction of 1F1B's memory, as text; empty if there is none.
     layers
-        The model's layers, where the problem was given by them.
+        The model's layers, if the problem has any.
     every_cut
-        Whether they were to be cut, so that the bound is of all cuts.
+        Whether the search divides the layers, so that the bound holds for every cut.
     """
 
     record: SearchRecord
@@ -84,7 +84,7 @@ class SearchView:
 def search_view(
     record: SearchRecord, problem: Question, queued_before: int | None, now: datetime | None = None
 ) -> SearchView:
-    """A search as its page shows it."""
+    """The content of the page of a search."""
     units, value, bound = problem.units, record.objective, record.lower_bound
     shortages = _shortages(record, problem) if record.state == "infeasible" else []
     method, _, details = (record.method or "").partition("(")
@@ -113,7 +113,7 @@ def search_view(
 
 
 def search_page(view: SearchView, shell: Shell) -> str:
-    """The page. A script draws the course of the search; without one the numbers are those of now."""
+    """The page. A script draws the progress; without it the page shows the current numbers."""
     record = view.record
     data = {
         "id": record.id,
@@ -142,16 +142,16 @@ def _model_of(problem: Question) -> Model | None:
 
 
 def _subtitle(problem: Question) -> str:
-    aim = f"the {problem.objective} is to be as small as can be"
+    aim = f"minimise the {problem.objective}"
     if isinstance(problem, LayeredProblem):
-        return f"{counted(problem.model.n_layers, 'layer')} to be cut into stages; {aim}"
+        return f"divide {counted(problem.model.n_layers, 'layer')} into stages; {aim}"
     return aim
 
 
 def _shortages(record: SearchRecord, problem: Question) -> list[Shortage]:
     if isinstance(problem, Problem):
         return _lacking(problem.memory.limit or (), problem.smallest_limit, problem.units)
-    # What the best of all cuts needs, the search has found out.
+    # The search has found what the best cut needs.
     smallest = (record.error or {}).get("smallest_limit", [])
     return _lacking((problem.limit or ())[: len(smallest)], smallest, problem.units)
 
@@ -187,7 +187,7 @@ def _facts(record: SearchRecord, problem: Question) -> list[tuple[str, str]]:
         text = quantities.memory(low, problem.units)
         facts.append(
             (
-                "A forward holds",
+                "Forward holds",
                 text if low == high else f"{text} to {quantities.memory(high, problem.units)}",
             )
         )
@@ -201,7 +201,7 @@ def _asked(options: Mapping[str, Any], record: SearchRecord) -> list[tuple[str, 
         effort += f", at most {quantities.figure(limit)} s"
     facts = [("Effort", f"{effort}, seed {seed}" if seed else effort)]
     if record.created_by is not None:
-        facts.append(("Asked by", record.created_by))
+        facts.append(("Submitted by", record.created_by))
     return facts
 
 
@@ -215,7 +215,7 @@ def _limit(problem: Problem) -> str:
         text += f" to {quantities.memory(high, problem.units)}"
     if memory_fraction.one_f_one_b_memory(problem) == 0:
         return text
-    return f"{text}, {_fraction(memory_fraction.of_limit(problem) or 0.0)} of 1F1B"
+    return f"{text}, {_fraction(memory_fraction.of_limit(problem) or 0.0)} 1F1B"
 
 
 def _smallest(problem: Problem) -> str:

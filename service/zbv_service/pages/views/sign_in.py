@@ -1,4 +1,4 @@
-"""The page on which a browser's session begins."""
+"""The sign-in page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from zbv_service.pages.shell import Shell, render
 
 
 def sign_in_page(destination: str, shell: Shell, complaint: str = "", *, asks_again: bool = False) -> str:
-    """A field for a token, and how to get a link that needs none.
+    """A field for a token, and instructions for a sign-in link.
 
     Parameters
     ----------
     destination
-        Path to go to afterwards.
+        The path to open afterwards.
     complaint
-        What was wrong with the last try.
+        Why the last attempt failed.
     asks_again
-        Have the browser load it once more by itself.
+        Make the browser reload the page once.
     """
     return render(
         "sign_in.html.j2", shell, destination=destination, complaint=complaint, asks_again=asks_again

@@ -1,4 +1,4 @@
-"""Phrases that several pages say."""
+"""Phrases that several pages share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from zbv_solver.problem.problem import Problem
 
 
 def counted(count: int, word: str) -> str:
-    """A number of things: ``1 rank``, ``4 microbatches``."""
+    """A count with its noun: ``1 rank``, ``4 microbatches``."""
     plural = f"{word}es" if word.endswith("ch") else f"{word}s"
     return f"{count} {word if count == 1 else plural}"
 
 
 def shape_of(problem: Problem | LayeredProblem) -> str:
-    """How large a problem is: ``4 ranks × 16 microbatches``."""
+    """The size of a problem: ``4 ranks × 16 microbatches``."""
     return f"{counted(problem.pp_degree, 'rank')} × {counted(problem.microbatches, 'microbatch')}"
 
 
 def placement_name(kind: str, chunks: int) -> str:
-    """What a placement is called: ``V``, ``interleaved × 3``."""
+    """The name of a placement: ``V``, ``interleaved × 3``."""
     return {"v": "V", "single": "one stage per rank"}.get(kind, f"interleaved × {chunks}")

@@ -1,7 +1,8 @@
-"""What a plan's page says, ready for a template: the service's page and the standalone file are the same.
+"""The page of a plan: the same content in the service and in the file that opens from disk.
 
 :func:`plan_view` turns a plan into texts and numbers, ``templates/plan_body.html.j2`` lays them out, and
-``static/`` holds the one style sheet of all pages and the scripts of those with a Gantt chart.
+``static/`` holds the base style and the modules that draw schedules. Everything else that a browser loads
+belongs to the service's pages.
 """
 
 from __future__ import annotations
@@ -17,9 +18,20 @@ import numpy as np
 from markupsafe import Markup
 
 from zbv_solver.export import palette, quantities
-from zbv_solver.export.dimensions import chart_height, rows_height
-from zbv_solver.export.per_rank import RankBars, accounts_for_memory, idle_bars, memory_bars
+from zbv_solver.export.per_rank import (
+    RankBars,
+    accounts_for_memory,
+    idle_bars,
+    idle_shares,
+    memory_bars,
+)
 from zbv_solver.export.report.action_lists import RankLine, action_lists
+from zbv_solver.export.report.canvas import (
+    MEMORY_HEIGHT,
+    OVERVIEW_HEIGHT,
+    GanttCanvas,
+    gantt_canvas,
+)
 from zbv_solver.export.report.figures import BaselineLine, Card, baselines_of, cards_of, facts_of
 from zbv_solver.export.report.layers import LayersView, layers_view
 from zbv_solver.export.timeline import timeline
@@ -31,18 +43,19 @@ if TYPE_CHECKING:
     from jinja2 import FileSystemLoader
 
 __all__ = [
-    "DRAWING_SCRIPTS",
+    "CHART_MODULES",
     "FILTERS",
-    "SCRIPTS",
+    "GLOBALS",
+    "MODULES",
     "STATIC",
     "TEMPLATES",
     "BaselineLine",
     "Card",
     "ExportLink",
+    "GanttCanvas",
     "PageLink",
     "PlanView",
-    "chart_document",
-    "chart_item",
+    "gantt_canvas",
     "plan_view",
     "script_json",
     "template_loader",
@@ -51,24 +64,31 @@ __all__ = [
 STATIC: Path = Path(__file__).parent / "static"
 TEMPLATES: Path = Path(__file__).parent / "templates"
 
-DRAWING_SCRIPTS: tuple[str, ...] = (
-    "colours.js",
+MODULES: tuple[str, ...] = (
+    "dom.js",
     "numbers.js",
     "timeline.js",
-    "raster.js",
-    "gantt.js",
-    "follow.js",
     "words.js",
-    "hover.js",
+    "tooltip.js",
+    "raster.js",
+    "range.js",
+    "surface.js",
+    "gantt.js",
+    "gestures.js",
+    "memory.js",
+    "overview.js",
+    "chart.js",
+    "inspector.js",
+    "plan.js",
 )
-"""What a page with Gantt charts loads from ``static/``, in this order, after Bokeh."""
-SCRIPTS: tuple[str, ...] = (*DRAWING_SCRIPTS, "memory.js", "preview.js", "inspector.js", "plan.js")
-"""What a plan's page loads. The last of them loads Bokeh, or waits for it."""
+"""The modules of a plan's page in ``static/``. Each imports only modules before it; the last one starts."""
+CHART_MODULES: tuple[str, ...] = MODULES[: MODULES.index("chart.js") + 1]
+"""The modules that draw schedules on any page."""
 
 
 @dataclass(frozen=True)
 class ExportLink:
-    """A format that the page offers, and where it is."""
+    """An export format and its address."""
 
     name: str
     url: str
@@ -77,7 +97,7 @@ class ExportLink:
 
 @dataclass(frozen=True)
 class PageLink:
-    """Where one can go from a plan, or what one can take along; ``note`` says what it does."""
+    """A link from a plan to a page or a file; ``note`` describes it."""
 
     label: str
     url: str
@@ -86,26 +106,23 @@ class PageLink:
 
 @dataclass(frozen=True)
 class PlanView:
-    """Everything that a plan's page shows.
+    """The content of a plan's page.
 
     Attributes
     ----------
     exports, links, json_url
-        Of a page of the service.
+        Set on a page of the service.
     shades
-        What dark and light mean, empty where there is but one.
-    picture_url
-        What stands for the chart until it is drawn: the schedule and nothing else, over the whole time.
+        What dark and light mean; empty with a single chunk.
     timeline
-        What the script knows of the schedule, as JSON; see
+        What the script knows about the schedule, as JSON; see
         :func:`~zbv_solver.export.timeline_data.timeline_facts`.
     layers
-        Where the model is cut; None where the stages were given.
-    actions_url, chart_url, bokeh_url
-        Where the script gets :func:`~zbv_solver.export.timeline_data.timeline_bytes`, then
-        :func:`chart_document` and what draws it.
-    data, chart
-        The first two in the page itself, as Base64 and as JSON.
+        Where the model is cut; None if the problem gives stages.
+    actions_url
+        Where the script gets :func:`~zbv_solver.export.timeline_data.timeline_bytes`.
+    data
+        The same in the page itself, as Base64.
     """
 
     plan_id: str
@@ -115,8 +132,7 @@ class PlanView:
     legend: tuple[tuple[str, str, str], ...]
     shades: str
     per_rank: tuple[RankBars, ...]
-    chart_height: int
-    rows_height: int
+    canvas: GanttCanvas
     has_bars: bool
     has_memory: bool
     example: str
@@ -130,23 +146,19 @@ class PlanView:
     exports: tuple[ExportLink, ...] = ()
     links: tuple[PageLink, ...] = ()
     json_url: str | None = None
-    picture_url: str | None = None
     actions_url: str | None = None
-    chart_url: str | None = None
-    bokeh_url: str | None = None
     data: str | None = None
-    chart: Markup | None = None
 
 
 def template_loader() -> FileSystemLoader:
-    """Where a Jinja2 environment finds ``plan_body.html.j2`` and what it includes."""
+    """Loads ``plan_body.html.j2`` and the templates that it includes."""
     from jinja2 import FileSystemLoader
 
     return FileSystemLoader(TEMPLATES)
 
 
 def plan_view(plan: Plan) -> PlanView:
-    """A plan as its page shows it, without links, and without what its script draws. Loads no Bokeh."""
+    """The content of a plan's page, without links and without the actions that its script draws."""
     problem, orders = plan.problem, plan.orders
     has_memory = accounts_for_memory(problem)
     letters = np.unique(plan.orders.letter).tolist()
@@ -159,8 +171,11 @@ def plan_view(plan: Plan) -> PlanView:
         legend=tuple((LETTERS[code], palette.NAMES[LETTERS[code]], LETTERS[code]) for code in letters),
         shades=_shades(problem.placement.chunks),
         per_rank=(idle_bars(plan), *([memory_bars(plan)] if has_memory else [])),
-        chart_height=chart_height(problem.pp_degree, has_memory=has_memory),
-        rows_height=rows_height(problem.pp_degree),
+        canvas=gantt_canvas(
+            problem.pp_degree,
+            axis=quantities.titled("time", quantities.time_unit(problem.units)),
+            idle=idle_shares(plan),
+        ),
         has_bars=len(orders) <= MAX_GLYPHS,
         has_memory=has_memory,
         example=orders.text_at(len(orders) // 2),
@@ -174,29 +189,10 @@ def plan_view(plan: Plan) -> PlanView:
     )
 
 
-def chart_document(plan: Plan) -> dict[str, Any]:
-    """What the script draws a chart with, as JSON takes it: Bokeh's document, and rules of colour."""
-    from zbv_solver.export.plan_chart import plan_chart
-
-    chart = plan_chart(plan, timeline(plan))
-    return {"item": chart_item(chart.layout), "rules": chart.rules}
-
-
 def script_json(value: Any) -> Markup:
-    """JSON for a ``<script type="application/json">``: no character in it can end the element."""
+    """JSON for a ``<script type="application/json">``: nothing in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
-
-
-def chart_item(layout: Any) -> Any:
-    """A Bokeh layout as ``zbv.embed`` of ``static/colours.js`` takes it."""
-    from bokeh import __version__
-    from bokeh.document import Document
-
-    # As bokeh.embed.json_item, without its checks of the model: they take a quarter of the time.
-    document = Document()
-    document.add_root(layout)
-    return {"root_id": layout.id, "doc": document.to_json(deferred=False), "version": __version__}
 
 
 def _plural(word: str, count: int) -> str:
@@ -223,4 +219,9 @@ FILTERS: Mapping[str, Callable[..., str]] = MappingProxyType(
         "percent": quantities.percent,
     }
 )
-"""Jinja2 filters that the templates use."""
+"""Jinja2 filters of the templates."""
+
+GLOBALS: Mapping[str, int] = MappingProxyType(
+    {"memory_height": MEMORY_HEIGHT, "overview_height": OVERVIEW_HEIGHT}
+)
+"""Values that the templates need."""

@@ -1,4 +1,4 @@
-"""Every rank's list of actions, as the page shows it."""
+"""The list of actions of every rank on the page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from zbv_solver.export.per_rank import accounts_for_memory
 from zbv_solver.plans.plan import Plan
 
 MAX_CHIPS = 4000
-"""Up to this many actions the lists colour every one."""
+"""The lists colour every action of plans with at most this many."""
 MAX_LISTED = 30_000
-"""Above this many actions the page lists only the beginning of every rank."""
+"""Of plans with more actions the page lists only the first ones of every rank."""
 LISTED_PER_RANK = 200
 
 
@@ -25,7 +25,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class RankLine:
-    """A rank's list of actions. ``chips`` is empty where ``text`` carries them without colour.
+    """A rank's list of actions, as coloured ``chips`` or as plain ``text``.
 
     ``peak`` is empty where the problem says nothing of memory.
     """
@@ -41,7 +41,7 @@ class RankLine:
 
 
 def action_lists(plan: Plan) -> list[RankLine]:
-    """A list for every rank; of large plans their beginnings."""
+    """A list for every rank, shortened for large plans."""
     orders, problem = plan.orders, plan.problem
     chips, has_memory = len(orders) <= MAX_CHIPS, accounts_for_memory(problem)
     span = plan.metrics.span or 1.0

@@ -1,4 +1,4 @@
-"""What a plan achieves and what it was asked, as texts: cards, the table beside other schedules, facts."""
+"""The metrics and the problem of a plan as texts: cards, the table of schedules, facts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import Problem
 
 SMALLEST_GAP = 1e-4
-"""That is told as a number."""
+"""Smaller gaps show as "less than" this one."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A number that matters, with a line that says how to read it; ``tone`` is good, bad or empty."""
+    """A metric with a line that explains it; ``tone`` is good, bad or empty."""
 
     label: str
     value: str
@@ -43,12 +43,12 @@ class BaselineLine:
 
 
 def cards_of(plan: Plan) -> list[Card]:
-    """The numbers that matter."""
+    """The most important metrics."""
     metrics, problem = plan.metrics, plan.problem
     units, limits = problem.units, problem.memory.limit
     optimal = metrics.status == "optimal"
-    whose = "no plan of this cut" if problem.model is not None else "no plan"
-    bound = f"{whose} is below {quantities.time(metrics.lower_bound, units)}"
+    subject = "no plan of this cut" if problem.model is not None else "no plan"
+    bound = f"{subject} is below {quantities.time(metrics.lower_bound, units)}"
     cards = [
         Card("Span", quantities.time(metrics.span, units), "one iteration, back to back"),
         Card("Makespan", quantities.time(metrics.makespan, units), "first start to last end"),
@@ -73,14 +73,14 @@ def cards_of(plan: Plan) -> list[Card]:
             )
         )
     elif accounts_for_memory(problem):
-        cards.append(Card("Peak memory", quantities.memory(peak, units), "no limit was given"))
+        cards.append(Card("Peak memory", quantities.memory(peak, units), "no limit"))
     else:
-        cards.append(Card("Peak memory", "–", "the problem says nothing of memory"))
+        cards.append(Card("Peak memory", "–", "the problem has no memory costs"))
     return cards
 
 
 def baselines_of(plan: Plan) -> tuple[BaselineLine, ...]:
-    """The plan, and the baselines that were computed with it."""
+    """The plan and its baselines."""
     metrics, units, objective = plan.metrics, plan.problem.units, plan.problem.objective
     values = [plan.objective, *(getattr(baseline, objective) for baseline in plan.baselines)]
     largest = max(values) or 1.0
@@ -107,7 +107,7 @@ def baselines_of(plan: Plan) -> tuple[BaselineLine, ...]:
 
 
 def facts_of(plan: Plan) -> list[tuple[str, str]]:
-    """The problem's costs and limit, and where the plan is from: terms and values, the longest last."""
+    """The problem's costs and limit, and the plan's origin, as terms and values; the longest come last."""
     costs, provenance = plan.problem.costs, plan.provenance
     unit = quantities.time_unit(plan.problem.units)
     facts = [
@@ -121,7 +121,7 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
     facts.append(("Memory limit", _limit(plan.problem)))
     facts.append(("Version", provenance.version))
     facts.append(("Seed", str(provenance.seed)))
-    facts.append(("Searched for", f"{provenance.seconds:.2f} s"))
+    facts.append(("Search time", f"{provenance.seconds:.2f} s"))
     facts.append(("Found by", provenance.method))
     return facts
 
@@ -133,7 +133,7 @@ def _use(peak: float, limit: float) -> float:
 
 
 def _gap(gap: float) -> str:
-    """Of a plan that is not proved optimal: never none."""
+    """The gap of a plan without a proof of optimality; never shown as 0."""
     return quantities.percent(gap) if gap >= SMALLEST_GAP else f"< {quantities.percent(SMALLEST_GAP)}"
 
 

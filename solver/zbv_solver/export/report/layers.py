@@ -1,4 +1,4 @@
-"""Where a plan cuts the model: the layers of every rank's stages, and what is proved of other cuts."""
+"""The division of a model into stages: the layers of every rank, and what is proved about other cuts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.problem import Problem, Units
 
 FOLDED_RANKS = 16
-"""A table of more ranks is folded."""
+"""Tables with more ranks are folded."""
 _BYTES = Units(memory="bytes")
 
 
@@ -27,16 +27,16 @@ class StageCut:
 
 @dataclass(frozen=True)
 class RankCut:
-    """What a rank hosts.
+    """The stages of a rank.
 
     Attributes
     ----------
     work
-        Of a microbatch: its F's and cheaper backwards.
+        Time per microbatch: forwards and cheaper backwards.
     relative
-        That against the mean of all ranks.
+        Work relative to the mean of all ranks.
     share
-        That relative to the largest, from 0 to 1.
+        Work relative to the largest, from 0 to 1.
     """
 
     rank: int
@@ -55,9 +55,9 @@ class LayersView:
     Attributes
     ----------
     certificate
-        What is proved of every other cut; empty where the cut was given.
+        What is proved about all other cuts; empty if the problem fixed the cut.
     mean
-        Where the mean rank's bar ends, from 0 to 1.
+        Length of the mean rank's bar, from 0 to 1.
     """
 
     summary: str
@@ -70,12 +70,12 @@ class LayersView:
 
     @property
     def is_long(self) -> bool:
-        """Whether the table is folded."""
+        """Whether the page folds the table."""
         return len(self.ranks) > FOLDED_RANKS
 
 
 def layers_view(plan: Plan) -> LayersView | None:
-    """The cut of a plan; None where its problem was given by stages."""
+    """The cut of a plan; None if its problem gives stages."""
     problem, cut = plan.problem, plan.problem.model
     if cut is None:
         return None
@@ -93,7 +93,7 @@ def layers_view(plan: Plan) -> LayersView | None:
 
 
 def layers_text(cut: CutModel, stage: int) -> str:
-    """The layers of a stage as people say them: copies in a row as a range."""
+    """The layers of a stage as text, with consecutive copies as a range."""
     begin, end = cut.cut.bounds[stage], cut.cut.bounds[stage + 1]
     return ", ".join(_ranges(cut, begin, end)) or "no layer"
 
@@ -111,7 +111,7 @@ def _ranges(cut: CutModel, begin: int, end: int) -> Iterator[str]:
 
 
 def _follows(before: str, name: str, same: bool) -> bool:
-    """Whether a layer is the next copy of the one before, or is named so."""
+    """Whether a layer is the next copy of the one before, or has its name with the next number."""
     (stem, _, number), (other, _, after) = before.rpartition("."), name.rpartition(".")
     return same or (
         bool(stem)

@@ -116,8 +116,8 @@ def without_values(what: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise InvalidRun(
-            f"{what} raised {describe_error(error)}. Perhaps because tensors have no values in an estimate: "
-            f"{_INSTEAD[0].lower()}{_INSTEAD[1:]}"
+            f"{what} raised {describe_error(error)}. If that is because tensors have no values in an "
+            f"estimate, {_INSTEAD[0].lower()}{_INSTEAD[1:]}"
         ) from error
 
 

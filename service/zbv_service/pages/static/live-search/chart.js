@@ -1,13 +1,13 @@
 // Best plan and lower bound against time: two step lines and the gap between them, as SVG.
 
-import { duration, figure, percent, ticks, withUnit } from "../numbers.js";
+import { amount, duration, number, percent, ticks } from "../numbers.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 300;
 const MARGIN = { top: 20, right: 16, bottom: 34 };
 const TICK_GAP = 8; // px between a number and its axis
 const DIGIT = 7; // px of a digit of an axis
-const FAR = 6; // a first plan this many times farther from the bound than the best one is cut off
+const FAR = 6; // a first plan this many times farther from the bound than the best one is outside the chart
 
 function element(name, attributes, parent, text) {
   const made = document.createElementNS(SVG, name);
@@ -21,7 +21,7 @@ function element(name, attributes, parent, text) {
   return made;
 }
 
-// The vertical part that is shown: from a little below the bound to the first plan, unless that is far off.
+// The vertical range: from a little below the bound to the first plan, unless that is far away.
 export function heights(points) {
   const low = Math.min(...points.map((point) => point.bound));
   const high = Math.max(...points.map((point) => point.best));
@@ -54,6 +54,8 @@ export class Chart {
     this.points = [];
     this.end = 0;
     this.pointer = null;
+    this.x = (/** @type {number} */ seconds) => seconds; // to px; draw() replaces both
+    this.y = (/** @type {number} */ value) => value;
     this.tip = document.createElement("div");
     this.tip.className = "course-tip";
     this.tip.hidden = true;
@@ -75,7 +77,7 @@ export class Chart {
     }
     const range = heights(this.points);
     const values = ticks(range.low, range.high, 5);
-    const left = TICK_GAP + DIGIT * Math.max(...values.map((value) => figure(value).length));
+    const left = TICK_GAP + DIGIT * Math.max(...values.map((value) => number(value).length));
     this.x = (seconds) => left + (seconds / this.end) * (width - left - MARGIN.right);
     this.y = (value) => {
       const share = Math.min(1, (value - range.low) / (range.high - range.low));
@@ -95,14 +97,14 @@ export class Chart {
     const floor = HEIGHT - MARGIN.bottom;
     for (const value of values) {
       element("line", { class: "grid", x1: left, x2: width - MARGIN.right, y1: this.y(value), y2: this.y(value) }, svg);
-      element("text", { x: left - TICK_GAP, y: this.y(value) + 4, "text-anchor": "end" }, svg, figure(value));
+      element("text", { x: left - TICK_GAP, y: this.y(value) + 4, "text-anchor": "end" }, svg, number(value));
     }
     element("line", { class: "axis", x1: left, x2: width - MARGIN.right, y1: floor, y2: floor }, svg);
     const times = ticks(0, this.end, width < 500 ? 3 : 8);
     for (const at of times) {
       element("line", { class: "axis", x1: this.x(at), x2: this.x(at), y1: floor, y2: floor + 4 }, svg);
       const anchor = at === 0 ? "start" : this.x(at) > width - 40 ? "end" : "middle";
-      element("text", { x: this.x(at), y: floor + 18, "text-anchor": anchor }, svg, at < 100 ? `${figure(at)} s` : duration(at));
+      element("text", { x: this.x(at), y: floor + 18, "text-anchor": anchor }, svg, at < 100 ? `${number(at)} s` : duration(at));
     }
   }
 
@@ -118,15 +120,15 @@ export class Chart {
       }
     }
     if (isCut) {
-      // Above all lines, and to the left of where it would leave the picture.
-      const first = `↑ first plan: ${withUnit(this.points[0].best, this.unit)}`;
+      // Above all lines, and aligned so that it stays inside the chart.
+      const first = `↑ first plan: ${amount(this.points[0].best, this.unit)}`;
       const left = this.x(this.points[0].seconds);
       const isLate = left > this.holder.clientWidth / 2;
       element("text", { x: left, y: MARGIN.top - 8, "text-anchor": isLate ? "end" : "start" }, svg, first);
     }
   }
 
-  // Says what was known at a place of the chart.
+  // Shows the values at a position of the pointer.
   point(left) {
     this.pointer = left;
     if (this.points.length === 0 || this.rule === undefined) {
@@ -143,8 +145,8 @@ export class Chart {
     this.rule.setAttribute("x2", at);
     const lines = [
       `after ${duration(known.seconds)}`,
-      `best ${withUnit(known.best, this.unit)}`,
-      `no plan is below ${withUnit(known.bound, this.unit)}`,
+      `best ${amount(known.best, this.unit)}`,
+      `lower bound ${amount(known.bound, this.unit)}`,
       known.gap === null ? "" : `gap ${percent(known.gap)}`,
       known.method ?? "",
     ];

@@ -1,4 +1,4 @@
-// What is known of a search from its events, in the order in which they happened.
+// The progress of a search, from its events in order.
 
 export class Course {
   constructor() {
@@ -32,10 +32,10 @@ export class Course {
   #find(event) {
     const last = this.newest;
     if (event.event === "end" && event.objective === last?.best && event.lower_bound === last.bound) {
-      return; // it says nothing new
+      return; // it has nothing new
     }
     this.points.push({
-      // The first plan may be older than the search, where another one left it behind.
+      // The first plan may be older than this search, if an earlier one found it.
       seconds: Math.max(event.seconds ?? 0, last?.seconds ?? 0),
       best: event.objective,
       bound: event.lower_bound,

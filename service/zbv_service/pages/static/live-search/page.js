@@ -1,30 +1,32 @@
-// The page of a search: numbers, chart and state follow its events; it can be stopped and deleted. Once it
-// has ended, the server's own words about that take the place of ours.
+// The page of a search: numbers, chart and state follow its events; buttons stop and delete it. When the search ends,
+// the page shows the server's summary.
 
-import { duration, percent, withUnit } from "../numbers.js";
+import { at, input, part } from "../dom.js";
+import { amount, duration, percent } from "../numbers.js";
 import { Chart } from "./chart.js";
 import { Course } from "./course.js";
 import { follow } from "./stream.js";
 
-const TICK = 250; // ms between two looks at the clock
-const SAY_EVERY = 5000; // ms between two sentences for those who listen to the page
+const TICK = 250; // ms between two updates of the clock
+const SAY_EVERY = 5000; // ms between two announcements for screen readers
 const QUEUE_EVERY = 3000;
 const LINES = {
   open: ["live", "Live"],
-  broken: ["broken", "The connection is lost; trying again …"],
-  asking: ["asking", "Asking every two seconds: no stream gets through"],
-  hidden: ["asking", "Asking now and then while the page is hidden"],
-  "signed-out": ["broken", "You are signed out; load the page again to sign in"],
+  broken: ["broken", "Connection lost; reconnecting …"],
+  asking: ["asking", "Polling every two seconds: event streams do not get through"],
+  hidden: ["asking", "Polling slowly while the page is hidden"],
+  "signed-out": ["broken", "You are signed out; reload the page to sign in"],
 };
 
-const search = JSON.parse(document.getElementById("search").textContent);
-const at = (id) => document.getElementById(id);
-const value = (name) => document.querySelector(`[data-value="${name}"]`);
-const hasCourse = at("course") !== null; // a search that ended without a plan has none
+const search = JSON.parse(at("search").textContent);
+const find = (/** @type {string} */ id) => document.getElementById(id); // null if the page has no such part
+const value = (/** @type {string} */ name) => part(document, `[data-value="${name}"]`, HTMLElement);
+const steps = /** @type {HTMLDetailsElement | null} */ (find("steps"));
 const isOpen = search.state === "queued" || search.state === "running";
 
 const course = new Course();
-const chart = hasCourse ? new Chart(at("course"), search.unit) : null;
+const holder = find("course"); // a search that ended without a plan has none
+const chart = holder === null ? null : new Chart(holder, search.unit);
 const began = search.seconds === null ? null : performance.now() - 1000 * search.seconds;
 const clock = { began: isOpen ? began : null };
 let spoken = -Infinity;
@@ -48,7 +50,7 @@ function hear(event) {
   show();
 }
 
-// Several events may come at once: one drawing for all of them.
+// Several events may arrive at once: they are drawn together.
 function show() {
   if (wasShown === null) {
     wasShown = requestAnimationFrame(() => {
@@ -56,7 +58,7 @@ function show() {
       showState();
       showNumbers();
       showSteps();
-      chart.show(course.points, elapsed() ?? 0);
+      chart?.show(course.points, elapsed() ?? 0);
       say();
     });
   }
@@ -70,14 +72,14 @@ function showState() {
   if (course.attempts > 1) {
     value("attempts").textContent = `started ${course.attempts} times`;
   }
-  const empty = at("course-empty");
+  const empty = find("course-empty");
   if (empty !== null && course.end !== null) {
     empty.textContent = "No plan was found.";
   } else if (empty !== null && state === "running") {
     empty.textContent = "Looking for a first plan …";
   }
-  const stop = at("stop");
-  if (stop !== null && course.isStopping) {
+  if (find("stop") !== null && course.isStopping) {
+    const stop = input("stop");
     stop.disabled = true;
     stop.textContent = "Stopping …";
   }
@@ -88,28 +90,28 @@ function showNumbers() {
   if (newest === null) {
     return;
   }
-  value("best").textContent = withUnit(newest.best, search.unit);
-  value("bound").textContent = withUnit(newest.bound, search.unit);
+  value("best").textContent = amount(newest.best, search.unit);
+  value("bound").textContent = amount(newest.bound, search.unit);
   value("gap").textContent = newest.gap === null ? "–" : percent(newest.gap);
-  value("gap-note").textContent = newest.gap === 0 ? "proved optimal" : "best above the bound";
-  document.querySelector('[data-card="gap"]').classList.toggle("good", newest.gap === 0);
+  value("gap-note").textContent = newest.gap === 0 ? "proved optimal" : "between best and bound";
+  part(document, '[data-card="gap"]', HTMLElement).classList.toggle("good", newest.gap === 0);
   const [method, ...details] = (newest.method ?? "–").split("(");
   value("method").textContent = method;
-  value("details").textContent = details.join("(").replace(/\)$/, "") || "the method of the best plan";
+  value("details").textContent = details.join("(").replace(/\)$/, "") || "method of the best plan";
   if (course.end === null && newest.gap !== null) {
     document.title = `${percent(newest.gap)} gap · ${search.title} · zbv`;
   }
 }
 
 function showSteps() {
-  if (!at("steps")?.open) {
+  if (!steps?.open) {
     return;
   }
   const rows = course.points.map((point) => {
     const row = document.createElement("tr");
     const cells = [
-      withUnit(point.best, search.unit),
-      withUnit(point.bound, search.unit),
+      amount(point.best, search.unit),
+      amount(point.bound, search.unit),
       point.gap === null ? "–" : percent(point.gap),
     ];
     row.append(Object.assign(document.createElement("th"), { scope: "row", textContent: duration(point.seconds) }));
@@ -126,7 +128,7 @@ function say() {
     return;
   }
   spoken = performance.now();
-  at("said").textContent = `Best ${withUnit(newest.best, search.unit)}, gap ${percent(newest.gap ?? Infinity)}`;
+  at("said").textContent = `Best ${amount(newest.best, search.unit)}, gap ${percent(newest.gap ?? Infinity)}`;
 }
 
 function line(name) {
@@ -141,13 +143,13 @@ function complain(text) {
   place.textContent = text;
 }
 
-// The server's page knows best how an end reads.
+// Replaces the parts of the page that change at the end by those of the server's page.
 async function finish() {
   at("line").textContent = "";
-  at("controls")?.remove();
+  find("controls")?.remove();
   if (course.end.state === "discarded") {
-    at("delete")?.parentElement.remove();
-    at("outcome").textContent = "This search was deleted; a plan that it found is still there.";
+    find("delete")?.parentElement?.remove();
+    at("outcome").textContent = "This search was deleted. Its plan, if any, is kept.";
     return;
   }
   try {
@@ -155,13 +157,13 @@ async function finish() {
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     for (const place of answer.ok ? ["#outcome", ".cards.live", "#state"] : []) {
       const found = page.querySelector(place);
-      document.querySelector(place).replaceWith(...(found === null ? [] : [document.adoptNode(found)]));
+      part(document, place, HTMLElement).replaceWith(...(found === null ? [] : [document.adoptNode(found)]));
     }
     if (page.getElementById("course-panel") === null) {
       at("course-panel").remove();
     }
   } catch {
-    complain("The search has ended; load the page again to see how.");
+    complain("The search has ended; reload the page to see its result.");
   }
   document.title = `${course.end.state} · ${search.title} · zbv`;
 }
@@ -189,42 +191,42 @@ async function askQueue() {
   if ((course.state ?? search.state) !== "queued" || course.end !== null) {
     return;
   }
-  const empty = at("course-empty");
+  const empty = find("course-empty");
   try {
     const answer = await fetch(search.address, { headers: { Accept: "application/json" } });
     const before = answer.ok ? (await answer.json()).queued_before : null;
     if (empty !== null && before !== null && course.state !== "running") {
-      const others = before === 1 ? "one search is" : `${before} searches are`;
-      empty.textContent = before === 0 ? "Waiting for its turn: it is the next." : `Waiting for its turn: ${others} before it.`;
+      const others = before === 1 ? "1 search" : `${before} searches`;
+      empty.textContent = before === 0 ? "Next in the queue." : `Waiting in the queue after ${others}.`;
     }
   } catch {
-    // The line says that nobody answers.
+    // The state of the connection already says so.
   }
   setTimeout(askQueue, QUEUE_EVERY);
 }
 
-at("stop")?.addEventListener("click", (event) =>
+find("stop")?.addEventListener("click", (event) =>
   change("POST", `${search.address}/cancel`, event.currentTarget, (button) => {
     button.disabled = true;
     button.textContent = "Stopping …";
   }),
 );
-at("delete")?.addEventListener("click", (event) =>
+find("delete")?.addEventListener("click", (event) =>
   change("DELETE", search.address, event.currentTarget, () => location.assign(search.list)),
 );
-at("steps")?.addEventListener("toggle", showSteps);
+steps?.addEventListener("toggle", showSteps);
 
 if (isOpen) {
   setInterval(() => {
     const seconds = elapsed();
     if (course.end === null && seconds !== null) {
       value("elapsed").textContent = duration(seconds);
-      chart.show(course.points, seconds);
+      chart?.show(course.points, seconds);
     }
   }, TICK);
   askQueue();
 }
-if (hasCourse) {
+if (chart !== null) {
   follow(`${search.address}/events`, {
     event(event) {
       hear(event);

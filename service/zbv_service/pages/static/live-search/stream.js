@@ -1,11 +1,11 @@
-// Follows a search's events: by a stream while the page is seen, by asking for them now and then while it is
-// hidden (a browser has few connections to a service, and streams hold theirs) or while streams do not get
-// through. Every event is told once and in order, whatever breaks in between.
+// Follows the events of a search: with a stream while the page is visible; by polling while it is hidden (a stream
+// occupies one of the few connections that a browser has) or while streams do not get through. Every event is delivered
+// once and in order, across interruptions.
 
 const KINDS = ["state", "improvement", "bound", "end"];
 const ASK_EVERY = 2000; // ms
 const ASK_EVERY_HIDDEN = 10_000;
-const SLOWEST = 15_000; // ms between questions that nobody answers
+const SLOWEST = 15_000; // ms between requests without an answer
 
 // told.event(event); told.line("open" | "broken" | "asking" | "hidden" | "signed-out")
 export function follow(address, told) {
@@ -52,7 +52,7 @@ export function follow(address, told) {
       if (isOver || source === null) {
         return;
       }
-      // A browser tries again by itself, unless the answer was no stream.
+      // A browser reconnects by itself unless the answer was not a stream.
       if (source.readyState === EventSource.CLOSED) {
         close();
         askLater(0);

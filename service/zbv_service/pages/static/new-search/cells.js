@@ -1,12 +1,12 @@
-// Tables of cells: a row per quantity, and as many columns as the finest of them needs.
+// Tables of cells: a row per quantity, and as many columns as the most detailed quantity needs.
 
 import { listed, pasted } from "./values.js";
 
 const MOST_COLUMNS = 256; // beyond it a row is one field with all its numbers
 const MODES = {
-  stage: { same: "the same for all", chunk: "per chunk", each: "per stage" },
-  boundary: { same: "the same for all", each: "per boundary" },
-  rank: { same: "the same for all", each: "per rank" },
+  stage: { same: "same for all", chunk: "per chunk", each: "per stage" },
+  boundary: { same: "same for all", each: "per boundary" },
+  rank: { same: "same for all", each: "per rank" },
 };
 
 function make(name, properties = {}, ...children) {
@@ -33,7 +33,7 @@ export class Cells {
 
   draw() {
     const focused = document.activeElement;
-    const id = this.table.contains(focused) ? focused.id : null;
+    const id = focused !== null && this.table.contains(focused) ? focused.id : null;
     const { shape } = this.form;
     const values = this.quantities.map(({ key }) => this.form.values[key]);
     const finest = (mode) => values.some((each) => each.mode === mode && each.asIs === undefined);
@@ -63,7 +63,7 @@ export class Cells {
     const heads = names.map(([name, more]) =>
       make("th", { scope: "col" }, name, ...(more ? [make("small", { textContent: more })] : [])),
     );
-    const unseen = ["Quantity", "How it is given"].map((name) =>
+    const unseen = ["Quantity", "Detail"].map((name) =>
       make("th", { scope: "col" }, make("span", { className: "hidden-text", textContent: name })),
     );
     return make("thead", {}, make("tr", {}, ...unseen, ...heads));
@@ -83,7 +83,7 @@ export class Cells {
       );
       const choice = make("select", { id: `mode-${key}`, disabled: values.asIs !== undefined }, ...options);
       choice.dataset.mode = key;
-      choice.setAttribute("aria-label", `How ${label} ${letter} is given`);
+      choice.setAttribute("aria-label", `Detail of ${label} ${letter}`);
       const row = make("tr", {}, name, make("td", { className: "mode" }, choice), ...this.#fields(quantity, values, shape));
       const issue = make("td", { colSpan: 2 + this.columns }, make("p", { className: "issue", id: issueId(key) }));
       return [row, make("tr", { className: "issue-row", hidden: true }, issue)];
@@ -116,7 +116,7 @@ export class Cells {
       input.dataset.at = at;
       input.setAttribute("aria-label", `${label} ${letter}`.trim() + names[values.mode](at));
       if (isLocal) {
-        input.title = "Both stages are on one rank: nothing is sent, whatever is given here.";
+        input.title = "Both stages are on one rank: nothing is sent, so this value is ignored.";
         input.classList.add("local");
       }
       return make("td", { colSpan: wide }, input);
@@ -150,7 +150,7 @@ export class Cells {
     const { key, at } = event.target.dataset;
     const rows = pasted(event.clipboardData?.getData("text/plain") ?? "");
     if (key === undefined || (rows.length === 1 && rows[0].length < 2)) {
-      return; // one number goes where the cursor is
+      return; // a single number is pasted at the cursor as usual
     }
     event.preventDefault();
     const first = this.quantities.findIndex((quantity) => quantity.key === key);
@@ -161,7 +161,7 @@ export class Cells {
     this.changed(key);
   }
 
-  // Puts numbers side by side, from a field on, in the mode that has room for them.
+  // Fills numbers into neighbouring fields, starting at one, in the mode that has enough fields.
   #fill(key, texts, from) {
     const { shape } = this.form;
     const values = this.form.values[key];
@@ -183,7 +183,7 @@ export class Cells {
     if (key !== undefined) {
       this.form.values[key].asIs = undefined;
       this.draw();
-      document.getElementById(cellId(key, 0)).focus();
+      document.getElementById(cellId(key, 0))?.focus();
       this.changed(key);
     }
   }

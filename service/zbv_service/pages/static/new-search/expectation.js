@@ -1,20 +1,20 @@
-// Beside the form: what its problem promises, and what it would with other numbers.
+// The estimate beside the form: for its problem, or for the values of the sliders.
 
+import { at, input } from "../dom.js";
 import { drawBars } from "./promise.js";
 import { latest, said } from "./service.js";
 import { WhatIf } from "./what-if.js";
 
 const PAUSE = 350; // ms after the last change
 
-const at = (id) => document.getElementById(id);
 
 export class Expectation {
-  // timeUnit() names the unit of now; take(document, note) puts a document into the form.
+  // timeUnit() returns the current unit; take(document, note) puts a document into the form.
   constructor(service, timeUnit, take) {
     this.service = service;
     this.timeUnit = timeUnit;
-    this.problem = null; // the form's own, while it is valid
-    this.own = null; // its estimate
+    this.problem = null; // the form's problem while it is valid
+    this.own = null; // the estimate of that problem
     this.whatIf = new WhatIf(at("sliders"), () => this.#moved());
     this.soon = latest((wish, isNewest) => this.#estimate(wish, isNewest), PAUSE);
     at("what-if-reset").addEventListener("click", () => {
@@ -23,24 +23,24 @@ export class Expectation {
     });
     at("what-if-take").addEventListener("click", () => {
       const { problem, limit_fraction: fraction = null } = this.whatIf.question();
-      take({ problem, limit_fraction: fraction }, "These are the sliders' values.");
+      take({ problem, limit_fraction: fraction }, "The form has the values of the sliders.");
     });
   }
 
-  // The form has a problem that can be searched; `isFraction` says that its limit is one of 1F1B's memory.
+  // Start for a valid problem; `isFraction`: its limit is a fraction of 1F1B's memory.
   start(problem, facts, isFraction) {
     this.problem = problem;
     this.whatIf.start(problem, facts, isFraction);
     this.#moved();
   }
 
-  // Its layers are still to be cut: what they cost, no slider changes.
+  // Start for a problem with layers, whose costs the sliders do not change.
   startLayers(problem) {
     this.problem = problem;
     this.#ask({ of: problem, question: null });
   }
 
-  // It has none: nothing can be expected.
+  // The form has no valid problem: show why there is no estimate.
   refuse(why) {
     this.problem = null;
     this.own = null;
@@ -55,14 +55,14 @@ export class Expectation {
 
   #moved() {
     const isOwn = this.whatIf.isNeutral;
-    at("what-if-reset").disabled = isOwn;
-    at("what-if-take").disabled = isOwn;
+    input("what-if-reset").disabled = isOwn;
+    input("what-if-take").disabled = isOwn;
     if (this.problem !== null) {
       this.#ask({ of: this.problem, question: isOwn ? null : this.whatIf.question() });
     }
   }
 
-  // Until it is answered, what is drawn is of numbers that are no longer there.
+  // Until the answer arrives, the bars belong to the previous values.
   #ask(wish) {
     at("bars").classList.add("stale");
     this.soon(wish);
@@ -73,7 +73,7 @@ export class Expectation {
     if (isPast()) {
       return;
     }
-    at("promise-state").textContent = "looking …";
+    at("promise-state").textContent = "computing …";
     const problem = question === null ? of : await this.#limited(question);
     if (problem === null || isPast()) {
       return;
@@ -91,14 +91,14 @@ export class Expectation {
     }
     at("bars").classList.remove("stale");
     drawBars(at("bars"), answer.body, this.timeUnit(), question === null ? null : this.own);
-    at("promise-state").textContent = question === null ? "" : "ticks: the form's values";
+    at("promise-state").textContent = question === null ? "" : "ticks: values of the form";
   }
 
-  // The problem that the sliders say, with its limit; null, and why, where that cannot be searched.
+  // The problem with the values of the sliders and its limit; null if it is invalid, with the reason on the page.
   async #limited(question) {
     const { ok, body } = await this.service.post("/v1/problems/check", question);
     if (!ok || !body.is_valid || !body.facts.fits) {
-      at("promise-state").textContent = `Not possible: ${body.issues?.[0]?.detail ?? "no plan fits that memory limit."}`;
+      at("promise-state").textContent = `Not possible: ${body.issues?.[0]?.detail ?? "no plan fits this memory limit."}`;
       return null;
     }
     const { problem } = question;

@@ -1,4 +1,4 @@
-// Problem files: chosen, or dropped anywhere on the page. Parsed here; the service judges what is in them.
+// Problem files, chosen in the form or dropped anywhere on the page. The service validates their content.
 
 const MOST_BYTES = 8 * 1024 * 1024;
 
@@ -7,20 +7,20 @@ const isObject = (value) => typeof value === "object" && value !== null && !Arra
 // The problem and options in a document: a problem, the body of a request, or a plan.
 export function problemIn(document) {
   if (!isObject(document)) {
-    throw new TypeError("It is JSON, but no object; a problem has pp_degree, microbatches and costs.");
+    throw new TypeError("It is JSON but not an object. A problem is an object with pp_degree, microbatches and costs.");
   }
   if (isObject(document.problem)) {
     return { problem: document.problem, options: isObject(document.options) ? document.options : {} };
   }
   if (!["pp_degree", "costs", "microbatches", "layers"].some((key) => key in document)) {
-    throw new TypeError("It is JSON, but no problem: it has no pp_degree, microbatches, costs or layers.");
+    throw new TypeError("It is JSON but not a problem: pp_degree, microbatches, costs and layers are missing.");
   }
   return { problem: document, options: {} };
 }
 
 export async function readFile(file) {
   if (file.size > MOST_BYTES) {
-    throw new TypeError(`It has ${file.size} bytes; a problem file has at most ${MOST_BYTES}.`);
+    throw new TypeError(`It has ${file.size} bytes; the maximum is ${MOST_BYTES}.`);
   }
   return readText(await file.text());
 }
@@ -30,17 +30,17 @@ export function readText(text) {
   try {
     document = JSON.parse(text);
   } catch (error) {
-    throw new TypeError(`It is no JSON: ${error.message}`);
+    throw new TypeError(`It is not JSON: ${/** @type {Error} */ (error).message}`);
   }
   return problemIn(document);
 }
 
-// take(file) is called for every file that comes.
+// Calls take(file) for every file that is chosen or dropped.
 export function acceptFiles(input, veil, take) {
   input.addEventListener("change", () => {
     if (input.files.length > 0) {
       take(input.files[0]);
-      input.value = ""; // the same file may be chosen again
+      input.value = ""; // so that choosing the same file again is a change
     }
   });
   const hasFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
@@ -65,18 +65,20 @@ export function acceptFiles(input, veil, take) {
   document.addEventListener("drop", (event) => {
     depth = 0;
     veil.hidden = true;
-    if (hasFiles(event) && event.dataTransfer.files.length > 0) {
+    const [file] = event.dataTransfer?.files ?? [];
+    if (hasFiles(event) && file !== undefined) {
       event.preventDefault();
-      take(event.dataTransfer.files[0]);
+      take(file);
     }
   });
 }
 
-// take(text) is called for a document that is pasted anywhere but into a field.
+// Calls take(text) for a JSON document that is pasted outside the fields.
 export function acceptPaste(take) {
   document.addEventListener("paste", (event) => {
     const text = event.clipboardData?.getData("text/plain").trim() ?? "";
-    if (!event.target.closest("input, textarea, select") && text.startsWith("{")) {
+    const isField = event.target instanceof Element && event.target.closest("input, textarea, select") !== null;
+    if (!isField && text.startsWith("{")) {
       event.preventDefault();
       take(text);
     }

@@ -1,4 +1,4 @@
-// Broken rules at the fields that they are about. The words are the service's.
+// Shows the service's messages about invalid values at the fields they concern.
 
 import { cellId, issueId } from "./cells.js";
 import { DELTAS, QUANTITIES } from "./problem-form.js";
@@ -17,7 +17,7 @@ const FIELDS = {
   "/limit_fraction": "limit_fraction",
 };
 
-// Where an issue belongs: the control to go to, and the element that shows it. Null for what has no field.
+// The control that an issue concerns and the element that shows its message; null if it concerns no field.
 export function placeOf(pointer, form) {
   if (FIELDS[pointer] !== undefined) {
     return { control: FIELDS[pointer], holder: `issue-${FIELDS[pointer]}` };
@@ -36,7 +36,7 @@ export function placeOf(pointer, form) {
   return { control: cellId(quantity.key, cellOf(quantity.key, index, form)), holder: issueId(quantity.key) };
 }
 
-// The field of the value with an index: that of a document's list, or of the stage that it was expanded to.
+// The field of the value at an index of the document's list, or of the stage that it was expanded to.
 function cellOf(key, index, form) {
   const values = form.values[key];
   const { shape } = form;
@@ -53,7 +53,7 @@ export class Issues {
     this.shown = [];
     for (const id of Object.values(FIELDS)) {
       const holder = Object.assign(document.createElement("p"), { className: "issue", id: `issue-${id}`, hidden: true });
-      document.getElementById(id).closest(".field")?.append(holder);
+      document.getElementById(id)?.closest(".field")?.append(holder);
     }
   }
 
@@ -74,7 +74,7 @@ export class Issues {
   }
 
   clear() {
-    for (const holder of document.querySelectorAll(".issue")) {
+    for (const holder of document.querySelectorAll(/** @type {"p"} */ (".issue"))) {
       holder.textContent = "";
       holder.hidden = true;
       holder.closest(".issue-row")?.setAttribute("hidden", "");
@@ -86,12 +86,12 @@ export class Issues {
     this.shown = [];
   }
 
-  // Names of what has no field, with what is wrong with it.
+  // Issues that concern no field.
   get homeless() {
     return this.shown.filter(({ place }) => place === null || document.getElementById(place.holder) === null);
   }
 
-  // All of them as a list of links, which gets the focus.
+  // Shows all issues as a list of links and focuses it.
   summarise(summary, title) {
     const items = this.shown.map(({ pointer, detail, place }) => {
       const item = document.createElement("li");
@@ -100,7 +100,7 @@ export class Issues {
         item.textContent = `${pointer || "the document"}: ${detail}`;
         return item;
       }
-      const name = control.getAttribute("aria-label") ?? control.labels?.[0]?.textContent ?? pointer;
+      const name = control.getAttribute("aria-label") ?? /** @type {HTMLInputElement} */ (control).labels?.[0]?.textContent ?? pointer;
       const link = Object.assign(document.createElement("a"), { href: `#${control.id}`, textContent: `${name}: ${detail}` });
       link.addEventListener("click", (event) => {
         event.preventDefault();

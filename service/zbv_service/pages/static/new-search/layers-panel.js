@@ -1,50 +1,55 @@
-// The form's part for layers: what stages cost and hold follows from them, so it stands in place of those parts.
+// The part of the form for layers. It replaces costs and memory of stages, which follow from the layers.
 
-import { figure, storage, withUnit } from "../numbers.js";
+import { at, input, part } from "../dom.js";
+import { amount, number, storage } from "../numbers.js";
 
-const at = (id) => document.getElementById(id);
 
-// Shows the part that a problem needs; `layers` is null where it is given by stages.
+// Shows the parts that a problem needs; `layers` is null if it gives stages.
 export function showLayers(layers, units) {
   const hasLayers = layers !== null;
-  for (const [id, isHidden] of [
+  /** @type {[string, boolean][]} */
+  const parts = [
     ["layers-panel", !hasLayers],
     ["costs-panel", hasLayers],
     ["memory-deltas", hasLayers],
     ["has_memory-field", hasLayers],
     ["keep_cut-field", !hasLayers || !layers.hasCut],
     ["what-if", hasLayers],
-  ]) {
+  ];
+  for (const [id, isHidden] of parts) {
     at(id).hidden = isHidden;
   }
-  // Of what 1F1B takes nothing is known before the cut; and only a planner that cuts can choose a placement.
-  for (const [choice, value, isOffered] of [["limit_kind", "fraction", !hasLayers], ["placement", "auto", hasLayers]]) {
-    const option = at(choice).querySelector(`[value="${value}"]`);
+  // The memory of 1F1B is unknown before the layers are divided, and only then can the planner choose a placement.
+  for (const [choice, isOffered] of /** @type {[string, boolean][]} */ ([
+    ['#limit_kind [value="fraction"]', !hasLayers],
+    ['#placement [value="auto"]', hasLayers],
+  ])) {
+    const option = part(document, choice, HTMLOptionElement);
     option.hidden = !isOffered;
     option.disabled = !isOffered;
   }
   if (hasLayers) {
     layers.draw(at("table-layers"), units);
     at("layers-said").textContent = layers.said(units);
-    at("keep_cut").checked = layers.keepsCut;
+    input("keep_cut").checked = layers.keepsCut;
   }
 }
 
 const NAMES = { v: "V", single: "one stage per rank" };
 
-// What the service says of layers before they are cut, as rows of a list of names and texts.
+// Facts about layers before they are divided into stages, as rows of a list of terms.
 export function layerRows(facts, units) {
   const placements = facts.placements.map(({ placement, chunks }) => NAMES[placement] ?? `interleaved × ${chunks}`);
   const found = [
-    ["Layers", facts.parts === facts.layers ? figure(facts.layers) : `${figure(facts.layers)}, to be cut at ${figure(facts.parts - 1)} places`],
+    ["Layers", facts.parts === facts.layers ? number(facts.layers) : `${number(facts.layers)}, ${number(facts.parts - 1)} possible cut points`],
     ["Placements tried", placements.join(", ")],
-    ["Some rank works at least", withUnit(facts.least_busy, units.time)],
+    ["Minimum work of the busiest rank", amount(facts.least_busy, units.time)],
   ];
   if (facts.static > 0) {
-    found.push(["All layers hold", storage(facts.static, units.memory)]);
+    found.push(["Static memory of all layers", storage(facts.static, units.memory)]);
   }
   if (facts.held > 0) {
-    found.push(["A microbatch's forwards hold", storage(facts.held, units.memory)]);
+    found.push(["Memory of a microbatch's forwards", storage(facts.held, units.memory)]);
   }
   return found.map(([name, text]) => {
     const row = document.createElement("div");

@@ -1,9 +1,9 @@
-// Layers of a problem file: shown, and sent along as they are. Where the file has them cut into stages, that
-// can be forgotten, and they are cut anew.
+// Layers of a problem file: shown, and sent unchanged. If the file divides them into stages, the reader may discard
+// that division, so that the planner chooses one.
 
-import { figure, storage } from "../numbers.js";
+import { number, storage } from "../numbers.js";
 
-const MOST_SHOWN = 512; // as many layers as there may be: more are a mistake
+const MOST_SHOWN = 512; // the maximum number of layers
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
 
@@ -17,7 +17,7 @@ export class Layers {
     this.keepsCut = this.hasCut;
   }
 
-  // Null where a problem is given by stages.
+  // Returns null if the problem gives stages.
   static of(problem) {
     return Array.isArray(problem.layers) ? new Layers(problem) : null;
   }
@@ -26,18 +26,18 @@ export class Layers {
     return this.partition !== undefined;
   }
 
-  // What a problem document says of them.
+  // The layers' part of a problem document.
   document() {
     const found = { layers: this.layers, costs: this.#costs(), cut: this.rules };
     if (this.keepsCut) {
       Object.assign(found, { partition: this.partition, recompute: this.recompute });
     } else if (!this.hasCut) {
-      found.recompute = this.recompute; // which is wrong without a cut, and for the service to say
+      found.recompute = this.recompute; // invalid without stages; the service reports it
     }
     return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== undefined));
   }
 
-  // What stages of a cut cost follows from the layers; what is left to be said is what transfers cost.
+  // The costs of stages follow from the layers; only transfers have costs of their own.
   #costs() {
     const { costs } = this;
     if (!this.hasCut || !isObject(costs)) {
@@ -67,18 +67,18 @@ export class Layers {
       ["I", ({ backward_input: value }) => told(value)],
       ["W", ({ backward_weight: value }) => told(value)],
       ...(this.#isFused ? [["B", ({ backward }) => (backward ?? null) === null ? "I + W" : told(backward)]] : []),
-      ["A forward holds", ({ memory }) => held(memory?.forward ?? 0)],
+      ["Forward holds", ({ memory }) => held(memory?.forward ?? 0)],
       ["Static", ({ memory, parameters_bytes: bytes }) => held(memory?.static ?? bytes ?? 0)],
       ["Output", ({ output_bytes: bytes }) => amountOf(bytes ?? 0)],
       ...(this.#isRecomputed ? [["Recomputed", ({ recompute }) => recomputed(recompute, held)]] : []),
     ];
     const head = row("th", ["Layer", ...columns.map(([name]) => name)]);
     for (const cell of head.children) {
-      cell.scope = "col";
+      cell.setAttribute("scope", "col");
     }
     const lines = this.layers.slice(0, MOST_SHOWN).map((layer) => {
       const found = isObject(layer) ? layer : {};
-      const line = row("td", columns.map(([, of]) => of(found)));
+      const line = row("td", columns.map(([, of]) => /** @type {(layer: any) => string} */ (of)(found)));
       const name = Object.assign(document.createElement("th"), { scope: "row", textContent: told(found.name) });
       if ((found.repeat ?? null) !== null) {
         name.append(Object.assign(document.createElement("span"), { className: "muted", textContent: ` × ${told(found.repeat)}` }));
@@ -88,7 +88,7 @@ export class Layers {
     });
     const more = this.layers.length - lines.length;
     if (more > 0) {
-      lines.push(row("td", [`and ${figure(more)} more`]));
+      lines.push(row("td", [`and ${number(more)} more`]));
     }
     const [thead, tbody] = ["thead", "tbody"].map((name) => document.createElement(name));
     thead.append(head);
@@ -96,23 +96,23 @@ export class Layers {
     table.replaceChildren(thead, tbody);
   }
 
-  // The constraints on the cut, and what transfers cost, in words.
+  // The constraints on the stages and the costs of transfers, in words.
   said(units) {
     const rules = isObject(this.rules) ? this.rules : {};
     const time = units.time || "unit of time";
     const { link, p2p } = isObject(this.costs) ? this.costs : {};
     const found = [];
     if (isObject(link)) {
-      found.push(`A transfer takes ${told(link.latency ?? 0)} ${units.time} and its bytes at ${amountOf(link.bandwidth)} per ${time}.`.replace("  ", " "));
+      found.push(`Transfers have a latency of ${told(link.latency ?? 0)} ${units.time} and a bandwidth of ${amountOf(link.bandwidth)} per ${time}.`.replace("  ", " "));
     } else if (typeof p2p === "number") {
-      found.push(`A transfer takes ${told(p2p)} ${units.time}`.trim() + ".");
+      found.push(`Transfers take ${told(p2p)} ${units.time}`.trim() + ".");
     }
     for (const group of Array.isArray(rules.together) ? rules.together : []) {
       found.push(`${[group].flat().map(told).join(", ")} stay together.`);
     }
     for (const [key, name] of [["first", "first"], ["last", "last"]]) {
       if ((rules[key] ?? null) !== null) {
-        found.push(`The ${name} stage has ${told(rules[key])} of them.`);
+        found.push(`The ${name} stage has ${told(rules[key])} layers.`);
       }
     }
     if (rules.allow_empty === true) {
@@ -124,7 +124,7 @@ export class Layers {
 
 function told(value) {
   if (typeof value === "number") {
-    return figure(value);
+    return number(value);
   }
   const text = typeof value === "string" ? value : (JSON.stringify(value) ?? "–");
   return text.length > 40 ? `${text.slice(0, 37)}…` : text;

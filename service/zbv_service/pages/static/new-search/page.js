@@ -1,6 +1,7 @@
-// The form for a new search. The fields are a problem document in another form: every change makes it anew,
-// has the service check it, and shows what it promises.
+// The form for a new search. Its fields represent a problem document: after every change the page rebuilds the
+// document, has the service check it, and shows an estimate.
 
+import { at, input, part } from "../dom.js";
 import { Cells } from "./cells.js";
 import { Expectation } from "./expectation.js";
 import { acceptFiles, acceptPaste, readFile, readText } from "./files.js";
@@ -15,17 +16,17 @@ const CHECK_PAUSE = 200; // ms after the last key
 const DRAFT = "zbv-new-search";
 const TEXTS = ["pp_degree", "microbatches", "chunks", "limit_fraction", "time_unit", "memory_unit", "time_limit", "seed"];
 
-const at = (id) => document.getElementById(id);
-const page = at("new-search") === null ? null : JSON.parse(at("new-search").textContent);
+const data = document.getElementById("new-search"); // absent for readers without the scope search
+const page = data === null ? null : JSON.parse(data.textContent);
 
 class NewSearch {
   constructor() {
     this.service = new Service(page.root);
     this.form = new ProblemForm();
-    this.facts = null; // of the problem that was checked last, where it was valid
-    this.layerFacts = null; // in their place, of layers that are still to be cut
-    this.checked = null; // the text of what was checked last
-    this.intent = null; // {text, key} of a request that may have to be sent again
+    this.facts = null; // of the problem that was checked last; null if it was invalid
+    this.layerFacts = null; // instead of these, for a problem with layers
+    this.checked = null; // the text of the question that was checked last
+    this.intent = null; // {text, key} of a request that may have to be repeated
     const changed = (key) => this.#cellChanged(key);
     this.tables = {
       costs: new Cells(at("table-costs"), COSTS, this.form, changed),
@@ -36,7 +37,7 @@ class NewSearch {
     this.checkSoon = latest(() => this.check(), CHECK_PAUSE);
     const take = (found, note) => {
       this.begin({ ...found, options: this.form.options() }, note);
-      at("pp_degree").focus(); // the button that had the focus is of no use now
+      at("pp_degree").focus(); // the button that had the focus is disabled now
     };
     this.expectation = new Expectation(this.service, () => this.#units.time, take);
     this.#listen();
@@ -47,7 +48,7 @@ class NewSearch {
   #listen() {
     for (const name of TEXTS) {
       at(name).addEventListener("input", () => {
-        this.form.texts[name] = at(name).value;
+        this.form.texts[name] = input(name).value;
         this.form.forget(name);
         if (name === "pp_degree" || name === "chunks") {
           this.#drawTables();
@@ -59,24 +60,24 @@ class NewSearch {
       });
     }
     at("effort").addEventListener("change", () => {
-      this.form.texts.effort = at("effort").value;
+      this.form.texts.effort = input("effort").value;
       this.form.forget("effort");
       this.changed();
     });
     for (const [id, name] of [["placement", "placement"], ["objective", "objective"], ["limit_kind", "limitKind"]]) {
-      at(id).addEventListener("change", () => this.#choose(name, at(id).value));
+      at(id).addEventListener("change", () => this.#choose(name, input(id).value));
     }
     at("has_memory").addEventListener("change", () => {
-      this.form.hasMemory = at("has_memory").checked;
+      this.form.hasMemory = input("has_memory").checked;
       this.#draw();
       this.changed();
     });
     at("keep_cut").addEventListener("change", () => {
-      this.form.layers.keepsCut = at("keep_cut").checked;
+      this.form.layers.keepsCut = input("keep_cut").checked;
       this.changed();
     });
     at("preset").addEventListener("change", () => {
-      const preset = page.presets[at("preset").value];
+      const preset = page.presets[input("preset").value];
       if (preset !== undefined) {
         this.begin(preset, "");
       }
@@ -85,11 +86,11 @@ class NewSearch {
       event.preventDefault();
       this.submit();
     });
-    for (const button of document.querySelectorAll("[data-copy]")) {
+    for (const button of document.querySelectorAll(/** @type {"button"} */ ("[data-copy]"))) {
       button.addEventListener("click", () => this.#copy(button.dataset.copy));
     }
     acceptFiles(at("file"), at("drop"), (file) => this.#open(file.name, () => readFile(file)));
-    acceptPaste((text) => this.#open("what you pasted", () => readText(text)));
+    acceptPaste((text) => this.#open("the pasted text", () => readText(text)));
   }
 
   #choose(name, value) {
@@ -114,10 +115,10 @@ class NewSearch {
     this.changed();
   }
 
-  // Shows a document in the form.
+  // Fills the form from a document.
   begin({ problem, options = {}, limit_fraction: fraction = null }, note) {
     const unshown = this.form.read(problem, options, fraction);
-    const kept = unshown.length === 0 ? "" : `No field shows ${unshown.join(", ")}; that is kept and sent along.`;
+    const kept = unshown.length === 0 ? "" : `The form has no fields for ${unshown.join(", ")}; they are sent unchanged.`;
     this.say([note, kept].filter(Boolean).join(" "));
     this.facts = null;
     this.layerFacts = null;
@@ -128,12 +129,12 @@ class NewSearch {
   #draw() {
     const { form } = this;
     for (const name of [...TEXTS, "effort"]) {
-      at(name).value = form.texts[name];
+      input(name).value = form.texts[name];
     }
-    at("placement").value = form.placement;
-    at("objective").value = form.objective;
-    at("limit_kind").value = form.limitKind;
-    at("has_memory").checked = form.hasMemory;
+    input("placement").value = form.placement;
+    input("objective").value = form.objective;
+    input("limit_kind").value = form.limitKind;
+    input("has_memory").checked = form.hasMemory;
     at("memory-fields").hidden = !form.hasMemory;
     at("chunks-field").hidden = form.placement !== "loop";
     showLayers(form.layers, this.#units);
@@ -145,7 +146,7 @@ class NewSearch {
   #drawTables() {
     for (const [name, table] of Object.entries(this.tables)) {
       if (this.form.layers !== null && name !== "ranks") {
-        table.table.replaceChildren(); // else their issues would be shown where nobody sees them
+        table.table.replaceChildren(); // otherwise their issues would show in a hidden table
       } else {
         table.draw();
       }
@@ -180,20 +181,21 @@ class NewSearch {
     for (const id of ["json", "curl"]) {
       at(id).classList.toggle("stale", isStale);
     }
-    at("copied").textContent = isStale && this.checked !== null ? "Not valid yet; the memory limit may be missing." : "";
+    at("copied").textContent = isStale && this.checked !== null ? "Not valid yet: the memory limit may be missing." : "";
     at("json").textContent = text;
     at("curl").textContent = curl(body, page.base, page.has_tokens);
-    if (at("download").href) {
-      URL.revokeObjectURL(at("download").href);
+    const link = part(document, "#download", HTMLAnchorElement);
+    if (link.href) {
+      URL.revokeObjectURL(link.href);
     }
-    at("download").href = URL.createObjectURL(new Blob([`${text}\n`], { type: "application/json" }));
+    link.href = URL.createObjectURL(new Blob([`${text}\n`], { type: "application/json" }));
   }
 
   async check() {
     const question = JSON.stringify(this.form.question());
     const answer = await this.service.post("/v1/problems/check", question);
     if (question !== JSON.stringify(this.form.question())) {
-      return; // of what was typed meanwhile, another check will tell
+      return; // the form has changed since; another check follows
     }
     this.checked = question;
     at("verdict").setAttribute("aria-busy", "false");
@@ -222,7 +224,7 @@ class NewSearch {
     const { hasFraction } = this.form;
     at("limit-meaning").textContent = isValid ? meaningOf(facts, hasFraction, this.#units.memory) : "";
     if (!isValid || !facts.fits) {
-      this.expectation.refuse(isValid ? "" : "Correct the fields to see it.");
+      this.expectation.refuse(isValid ? "" : "Correct the fields to see an estimate.");
       return;
     }
     at("summary").hidden = true;
@@ -249,9 +251,9 @@ class NewSearch {
   // ---- files, copies, and the search itself
 
   async #open(name, read) {
-    at("preset").value = "";
+    input("preset").value = "";
     try {
-      this.begin(await read(), `This is ${name}.`);
+      this.begin(await read(), `Loaded ${name}.`);
     } catch (error) {
       if (!(error instanceof TypeError)) {
         throw error;
@@ -267,15 +269,15 @@ class NewSearch {
   }
 
   async submit() {
-    const button = at("submit");
+    const button = input("submit");
     button.disabled = true;
     try {
       do {
-        await this.check(); // what is sent is what was checked, whatever is typed meanwhile
+        await this.check(); // send exactly what was checked, even if the form changes meanwhile
       } while (this.checked !== JSON.stringify(this.form.question()));
       if (!this.#isValid) {
         if (this.issues.shown.length > 0) {
-          this.issues.summarise(at("summary"), "Correct these first");
+          this.issues.summarise(at("summary"), "Correct these fields first");
         } else {
           this.#complain(at("verdict").textContent);
         }
@@ -294,7 +296,7 @@ class NewSearch {
     }
     const answer = await this.service.post("/v1/searches", text, { "Idempotency-Key": this.intent.key });
     if (answer.ok) {
-      this.intent = null; // asked again later, it is another request
+      this.intent = null; // the same problem submitted later is another request
       location.assign(`${page.root}/searches/${answer.body.id}`);
       return;
     }
@@ -304,7 +306,7 @@ class NewSearch {
     const errors = (answer.body.errors ?? []).filter(({ pointer }) => typeof pointer === "string");
     if (errors.length > 0) {
       this.issues.show(errors);
-      this.issues.summarise(at("summary"), answer.body.title ?? "Correct these first");
+      this.issues.summarise(at("summary"), answer.body.title ?? "Correct these fields first");
     }
     this.#complain(said(answer));
   }
@@ -320,7 +322,7 @@ class NewSearch {
   }
 }
 
-// What was typed when the session had ended.
+// The form's content when the session ended.
 function draft() {
   const text = sessionStorage.getItem(DRAFT);
   sessionStorage.removeItem(DRAFT);
@@ -332,9 +334,9 @@ if (page !== null) {
   const kept = draft();
   at("app").hidden = false;
   if (kept !== null) {
-    search.begin(kept, "This is what you typed before you were signed out.");
+    search.begin(kept, "Restored from before you were signed out.");
   } else {
-    at("preset").value = page.start.preset;
+    input("preset").value = page.start.preset;
     search.begin(page.start, page.start.note);
   }
 }

@@ -1,4 +1,4 @@
-// What the form holds, to and from documents. Keys that it does not know are kept and sent along.
+// The content of the form, to and from documents. Unknown keys are kept and sent unchanged.
 
 import { Layers } from "./layers.js";
 import { Shape, Values, typed } from "./values.js";
@@ -27,7 +27,7 @@ const isObject = (value) => typeof value === "object" && value !== null && !Arra
 const isValue = (value) => ["number", "string"].includes(typeof value);
 const isZero = (value) => value === 0 || (Array.isArray(value) && value.every((each) => each === 0));
 
-// Keys of a file that no field shows, by part. Without a prototype, any key is a key.
+// Keys of a file that no field shows, by part. The objects have no prototype, so that every name is an ordinary key.
 const nothing = () =>
   Object.fromEntries(["problem", "costs", "memory", "units", "options"].map((part) => [part, Object.create(null)]));
 
@@ -41,11 +41,12 @@ export class ProblemForm {
     this.limitKind = "fraction";
     this.values = Object.fromEntries(QUANTITIES.map(({ key, per, start }) => [key, new Values(per, start)]));
     this.kept = nothing();
-    this.layers = null; // in place of what stages cost and hold
+    /** @type {any} */
+    this.layers = null; // a Layers, in place of the costs and memory of stages
     this.ranks = 4;
   }
 
-  // The shape that tables have; while a field holds no count, that of before.
+  // The shape of the tables; the previous one while a field holds no valid count.
   get shape() {
     const ranks = typed(this.texts.pp_degree);
     const chunks = typed(this.texts.chunks);
@@ -57,7 +58,7 @@ export class ProblemForm {
 
   // ---- to documents
 
-  // The problem without its limit where that is a fraction: the service knows what it is a fraction of.
+  // The problem, without its limit if that is a fraction: the service turns it into an amount.
   problem(limit = undefined) {
     const { shape, texts, kept } = this;
     const problem = { pp_degree: typed(texts.pp_degree), microbatches: typed(texts.microbatches) };
@@ -134,7 +135,7 @@ export class ProblemForm {
     return this.layers === null && this.hasMemory && this.limitKind === "fraction";
   }
 
-  // What a check is asked.
+  // The body of a check.
   question() {
     const body = { problem: this.problem(), options: this.options() };
     return this.hasFraction ? { ...body, limit_fraction: typed(this.texts.limit_fraction) } : body;
@@ -142,7 +143,7 @@ export class ProblemForm {
 
   // ---- from documents
 
-  // Takes a problem document, and returns what of it no field shows.
+  // Reads a problem document; returns the keys that no field shows.
   read(problem, options = {}, limitFraction = null) {
     if (!isObject(problem)) {
       throw new TypeError("a problem is a JSON object");
@@ -155,7 +156,7 @@ export class ProblemForm {
       } else if (problem[key] !== undefined && problem[key] !== null) {
         this.kept.problem[key] = problem[key];
       } else if (key !== "chunks") {
-        this.texts[key] = ""; // what a file does not say, nobody may have meant
+        this.texts[key] = ""; // the file does not set it
       }
     }
     for (const [key, choices] of Object.entries(CHOICES)) {
@@ -218,7 +219,7 @@ export class ProblemForm {
     }
   }
 
-  // What ranks hold beside their layers; what those hold, a cut's document says too, and it follows from them.
+  // The memory that ranks hold apart from their layers. The memory of layers is ignored, because it follows from them.
   #readMemoryBeside(found) {
     const { static_beside_layers: beside, ...others } = isObject(found) ? found : {};
     for (const name of this.layers.hasCut ? DELTAS.map(({ key }) => key.split(".")[1]) : []) {
@@ -258,7 +259,7 @@ export class ProblemForm {
     }
   }
 
-  // What a field is given takes the place of what a file had there.
+  // A field that is edited replaces the value of the file.
   forget(name) {
     const [part, key] = { time_unit: ["units", "time"], memory_unit: ["units", "memory"] }[name] ?? [null, name];
     for (const kept of part === null ? [this.kept.problem, this.kept.options] : [this.kept[part]]) {
@@ -266,7 +267,7 @@ export class ProblemForm {
     }
   }
 
-  // Names of what is sent along without being shown.
+  // Names of values that are sent but not shown.
   #unshown() {
     const names = Object.keys(this.kept.problem);
     for (const part of ["costs", "memory", "units", "options"]) {
@@ -287,7 +288,7 @@ export class ProblemForm {
     return forward.map((value, at) => value + inputs[at] + weights[at]);
   }
 
-  // Makes W what F and I leave; false where they are no numbers.
+  // Sets W to -(F + I); returns false if they are not numbers.
   balance() {
     const [forward, inputs] = DELTAS.map(({ key }) => this.values[key].spread(this.shape).map(typed));
     const left = forward.map((value, at) => Number((0 - value - inputs[at]).toPrecision(12)));

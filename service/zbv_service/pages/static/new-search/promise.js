@@ -1,6 +1,6 @@
-// What a problem promises, as bars: a verified plan of a moment's search beside the classical schedules.
+// The estimate as bars: a verified plan of a very short search and the classical schedules.
 
-import { percent, withUnit } from "../numbers.js";
+import { amount, percent } from "../numbers.js";
 
 const CUTS = ["histogram-cut", "even-cut", "v", "loop-2", "loop-3", "loop-4", "single"]; // of layers
 const ORDER = [...CUTS, "zb-h1", "interleaved-1f1b", "eager-1f1b", "1f1b", "gpipe"];
@@ -14,7 +14,7 @@ function make(name, className, ...children) {
   return made;
 }
 
-// Rows of an estimate: what is drawn, and what can be compared with another one.
+// The rows of an estimate, in a form that can be drawn and compared with another estimate.
 export function rowsOf(estimate) {
   const objective = estimate.problem_summary.objective;
   const row = (name, label, found, fits) => ({
@@ -24,14 +24,14 @@ export function rowsOf(estimate) {
     idle: 1 - ((1 - found.bubble_rate) * found.span) / (found[objective] || 1),
     fits,
   });
-  const isCut = (estimate.problem_summary.layers ?? null) !== null; // which takes more than the search itself
-  const label = isCut ? "zbv in a moment" : "zbv in 0.5 s";
+  const isCut = (estimate.problem_summary.layers ?? null) !== null; // dividing layers takes longer than the search itself
+  const label = isCut ? "zbv, short search" : "zbv in 0.5 s";
   const plans = estimate.plan === null ? [] : [row("plan", label, estimate.plan, true)];
   const known = ORDER.map((name) => estimate.baselines.find((each) => each.name === name)).filter(Boolean);
   return [...plans, ...known.map((each) => row(each.name, NAMES[each.name], each, each.fits))];
 }
 
-const SAME = 0.0005; // a change that its text does not show
+const SAME = 0.0005; // a change too small for its text
 
 function change(value, before) {
   const share = value / before - 1;
@@ -43,7 +43,7 @@ function toneOf(value, before) {
   return Math.abs(share) < SAME ? "share" : share > 0 ? "worse" : "better";
 }
 
-// Draws an estimate; `before` is that of the form's own values where the sliders say something else.
+// Draws an estimate; `before` is the estimate of the form if the sliders have other values.
 export function drawBars(list, estimate, unit, before = null) {
   const rows = rowsOf(estimate);
   const old = before === null ? [] : rowsOf(before);
@@ -73,14 +73,14 @@ export function drawBars(list, estimate, unit, before = null) {
     if (!row.fits) {
       name.append(make("small", "too-much", "over the limit"));
     }
-    const cells = [name, make("b", "", withUnit(row.value, unit)), make("span", "share", percent(row.idle, 1))];
+    const cells = [name, make("b", "", amount(row.value, unit)), make("span", "share", percent(row.idle, 1))];
     if (was !== undefined) {
       cells.push(make("span", toneOf(row.value, was.value), change(row.value, was.value)));
     }
     return make("li", row.name === "plan" ? "own" : "", ...cells, bar);
   }));
   const status = estimate.plan === null ? "" : gapOf(estimate);
-  const floor = `No schedule is below ${withUnit(bound, unit)}${status}`;
+  const floor = `Lower bound: ${amount(bound, unit)}${status}`;
   items.push(make("li", "floor", make("span", "name", floor)));
   list.replaceChildren(...items);
 }
@@ -89,5 +89,5 @@ function gapOf({ plan }) {
   if (plan.gap === 0) {
     return ": the plan is proved optimal";
   }
-  return plan.gap === null ? "" : `; the plan is ${percent(plan.gap, 1)} above that`;
+  return plan.gap === null ? "" : `; the plan is ${percent(plan.gap, 1)} above it`;
 }

@@ -1,6 +1,6 @@
-// The form's problem as text: JSON as people write it, and the command that sends it.
+// The problem as readable JSON, and the command that submits it.
 
-// Two spaces, but a list of numbers on one line.
+// Indented by two spaces, with lists of numbers on one line.
 export function pretty(document) {
   const text = JSON.stringify(document, null, 2);
   return text.replace(/\[\s+([^[\]{}"]+?)\s+\]/g, (_, numbers) => `[${numbers.replace(/\s+/g, " ")}]`);
@@ -12,13 +12,13 @@ export function curl(body, base, hasTokens) {
   return `curl --json '${json}'${token} \\\n  ${base}/v1/searches`;
 }
 
-// Copies a text; without a secure context there is no clipboard, and the text is selected instead.
+// Copies a text. Without a secure context there is no clipboard; then the text is selected instead.
 export async function copy(text, element) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    getSelection().selectAllChildren(element);
+    getSelection()?.selectAllChildren(element);
     return false;
   }
 }

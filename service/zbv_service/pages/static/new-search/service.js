@@ -1,4 +1,4 @@
-// Calls of the service's API by the form. Every answer is {ok, status, body}; status 0: nobody answered.
+// Requests of the form to the API. Every answer is {ok, status, body}; status 0 means that there was no answer.
 
 export class Service {
   constructor(root) {
@@ -18,23 +18,23 @@ export class Service {
   }
 }
 
-// What to tell about an answer that is an error.
+// The message for an answer that is an error.
 export function said(answer) {
   if (answer.status === 0) {
-    return "The service does not answer. What you typed is kept; try again in a moment.";
+    return "The service does not answer. Your input is kept; try again in a moment.";
   }
   if (answer.status === 401) {
-    return "You are signed out. Load the page again to sign in; what you typed is kept.";
+    return "You are signed out. Reload the page to sign in; your input is kept.";
   }
   return answer.body.detail ?? `The service answered with status ${answer.status}.`;
 }
 
-// A name for a request, so that sending it twice does it once. (crypto.randomUUID wants a secure context.)
+// An idempotency key. (crypto.randomUUID needs a secure context.)
 export function newKey() {
   return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-// Runs a function on the newest of many wishes: one at a time, a moment after the last one.
+// Debounces a function: runs it for the latest request only, one at a time, after a pause.
 export function latest(work, pause) {
   let timer = 0;
   let wished = null;

@@ -1,26 +1,25 @@
-// The values of one quantity as they are typed: one for all, one per chunk, or one each (per stage, per stage
-// boundary or per rank). Values that are out of sight, because there are fewer ranks now or another way to
-// give them was chosen, are kept, so that nothing is lost by trying.
+// The values of one quantity as typed: one for all, one per chunk, or one each (per stage, stage boundary or rank).
+// Values that are hidden, because there are fewer ranks now or another level of detail was chosen, are kept.
 
 const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
 
-// What is sent for a field: a number, or, as it was typed, what is none; the service says what is wrong. JSON would
-// make null of what is beyond the largest number, and null means something else.
+// The value sent for a field: a number, or the text if it is not a number, so that the service reports it. JSON would
+// turn numbers that are too large into null, which has another meaning.
 export function typed(text) {
   const trimmed = text.trim();
   const value = NUMBER.test(trimmed) ? Number(trimmed) : NaN;
   return Number.isFinite(value) ? value : trimmed;
 }
 
-// Numbers of a list: between them are spaces, semicolons, or commas where nothing else is. One comma alone is rather
-// a decimal one.
+// The numbers of a list, separated by spaces, semicolons, or commas if there is no other separator. A single comma is
+// a decimal comma.
 export function listed(text) {
   const trimmed = text.trim();
   const separator = /[\s;]/.test(trimmed) ? /\s*;\s*|,?\s+/ : /,.*,/.test(trimmed) ? "," : /$^/;
   return withPoints(trimmed.split(separator).filter(Boolean));
 }
 
-// Numbers in what was pasted: rows of a spreadsheet, one list per row; the empty cells after the last are none.
+// The numbers of pasted spreadsheet rows, one list per row; trailing empty cells are ignored.
 export function pasted(text) {
   const lines = text.replace(/^[\r\n]+|[\r\n]+$/g, "").split(/\r?\n/);
   if (!lines.every((line) => line.includes("\t"))) {
@@ -33,8 +32,8 @@ export function pasted(text) {
 
 const WITH_COMMA = /^[+-]?\d*,(\d+)(e[+-]?\d+)?$/i;
 
-// Decimal commas as points, where they can be nothing else: no other number has a point, and some comma is not
-// followed by three digits, as one between thousands would be.
+// Turns decimal commas into points if they cannot be thousands separators: no number has a point, and some comma is
+// not followed by three digits.
 function withPoints(texts) {
   const commas = texts.map((text) => WITH_COMMA.exec(text)).filter(Boolean);
   const isDecimal = commas.some(([, digits]) => digits.length !== 3) && !texts.some((text) => text.includes("."));
@@ -54,7 +53,7 @@ export class Shape {
     return this.placement === "v" && stage >= ranks ? 2 * ranks - 1 - stage : stage % ranks;
   }
 
-  // Whether the boundary after a stage lies inside one rank, where nothing is sent.
+  // Whether both stages at the boundary after a stage are on one rank, so that nothing is sent.
   isLocal(boundary) {
     return this.rankOf(boundary) === this.rankOf(boundary + 1);
   }
@@ -81,9 +80,10 @@ export class Values {
     this.same = text;
     this.byChunk = [];
     this.each = new Map(); // by "chunk position", so that it stays in place when the number of ranks changes
-    this.list = null; // texts that were given at once, and are more or fewer than there are fields
-    this.asIs = undefined; // of a file, what no field can show
-    this.collapsed = null; // what hides the values of a finer mode
+    this.list = null; // texts pasted at once, more or fewer than there are fields
+    this.asIs = undefined; // a value of a file that no field can show
+    /** @type {any} */
+    this.collapsed = null; // the change of mode that hides values of a more detailed one
   }
 
   get modes() {
@@ -94,7 +94,7 @@ export class Values {
     return `${Math.floor(index / shape.ranks)} ${index % shape.ranks}`;
   }
 
-  // The texts of all fields, as many as the mode has.
+  // The texts of all fields of the mode.
   texts(shape) {
     if (this.mode === "same") {
       return [this.same];
@@ -125,7 +125,7 @@ export class Values {
     }
   }
 
-  // One each, all at once, and perhaps too many or too few: what is sent then has them all, and the service says so.
+  // Sets all texts at once. If there are too many or too few, all are sent, and the service reports it.
   setAll(texts, shape) {
     this.mode = "each";
     this.list = null;
@@ -136,7 +136,7 @@ export class Values {
     }
   }
 
-  // One text each, whatever the mode.
+  // One text each, in every mode.
   spread(shape) {
     const texts = this.texts(shape);
     const count = shape.count(this.per);
@@ -202,7 +202,7 @@ export class Values {
     return this.mode === "same" ? values[0] : values;
   }
 
-  // Takes a value of a document in the simplest way that says the same; what no field can show stays as it is.
+  // Reads a value of a document in the least detailed mode that can show it; keeps it as it is if none can.
   fromJson(value, shape) {
     this.asIs = undefined;
     this.list = null;

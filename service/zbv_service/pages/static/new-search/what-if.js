@@ -1,6 +1,6 @@
 // Sliders that change a problem without changing the form: costs, memory limit and microbatches.
 
-import { figure } from "../numbers.js";
+import { number } from "../numbers.js";
 
 const SCALES = [
   { name: "forward", label: "F" },
@@ -17,10 +17,11 @@ const mean = (value) =>
   Array.isArray(value) ? value.reduce((sum, each) => sum + each, 0) / value.length : value;
 
 export class WhatIf {
-  // changed() is called when a slider moves.
+  // Calls changed() when a slider moves.
   constructor(holder, changed) {
     this.holder = holder;
     this.changed = changed;
+    /** @type {any} */
     this.base = null;
     this.inputs = new Map();
     holder.addEventListener("input", () => {
@@ -29,7 +30,7 @@ export class WhatIf {
     });
   }
 
-  // Begins anew from a problem that was checked; `fraction` says that its limit is one of 1F1B's memory.
+  // Starts over with a valid problem; `isFraction`: its limit is a fraction of 1F1B's memory.
   start(problem, facts, isFraction) {
     this.base = { problem, facts, isFraction };
     const sliders = SCALES.map(({ name, label }) => this.#slider(name, label, 0.5, 2, 0.05, 1));
@@ -46,7 +47,7 @@ export class WhatIf {
 
   #slider(name, label, min, max, step, value) {
     const input = Object.assign(document.createElement("input"), { type: "range", id: `what-if-${name}` });
-    // "any" lets the slider stand where the form does, between two steps; the keys move by steps all the same.
+    // "any" allows the form's value between two steps; keys still move by whole steps.
     Object.assign(input, { min, max, step: "any" });
     input.value = String(value);
     input.dataset.step = step;
@@ -68,7 +69,7 @@ export class WhatIf {
     }
   }
 
-  // Where a slider stands: its own place, or a whole number of steps.
+  // The value of a slider: the form's value, or a whole number of steps.
   #value(name) {
     const { input, own, step } = this.inputs.get(name);
     const value = Number(input.value);
@@ -86,7 +87,7 @@ export class WhatIf {
   #say() {
     for (const [name, { input, output }] of this.inputs) {
       const value = this.#value(name);
-      const text = name === "microbatches" ? String(value) : `${figure(value, 3)} ×${name === "limit" ? " 1F1B" : ""}`;
+      const text = name === "microbatches" ? String(value) : `${number(value, 3)} ×${name === "limit" ? " 1F1B" : ""}`;
       output.textContent = text;
       input.setAttribute("aria-valuetext", text);
       output.classList.toggle("moved", this.#moved(name));
@@ -100,7 +101,7 @@ export class WhatIf {
     this.#say();
   }
 
-  // The problem that the sliders say, and its limit where that is a fraction of 1F1B's memory.
+  // The problem with the values of the sliders, and its limit if that is a fraction of 1F1B's memory.
   question() {
     const { problem, facts, isFraction } = this.base;
     const costs = { ...problem.costs };
@@ -109,7 +110,7 @@ export class WhatIf {
         costs[name] = scaled(costs[name], this.#value(name));
       }
     }
-    // The fused backward is both of them, so it grows as their sum does.
+    // The fused backward grows like the sum of I and W.
     if (costs.backward !== undefined && costs.backward !== null) {
       const before = mean(problem.costs.backward_input) + mean(problem.costs.backward_weight);
       const after = mean(costs.backward_input) + mean(costs.backward_weight);

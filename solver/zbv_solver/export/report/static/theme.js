@@ -1,6 +1,6 @@
-// Light or dark: what the reader chose, or else what the system says. Loaded before anything is painted, so that
-// no page flashes. It keeps data-theme ("light" or "dark") of the document up to date, and tells every change
-// by the event "zbv:theme". A page may have a switch: elements with data-theme-choice "system", "light", "dark".
+// Light or dark: the reader's choice, or else that of the system. A page runs this before it is painted, so that none
+// flashes. It sets data-theme ("light" or "dark") of the document and sends the event "zbv:theme" after every change.
+// A page may have a switch: inputs with data-theme-choice "system", "light" or "dark".
 "use strict";
 
 (() => {
@@ -8,7 +8,7 @@
   const root = document.documentElement;
   const system = window.matchMedia("(prefers-color-scheme: dark)");
 
-  // What cannot be stored (private windows, files on disk) is what the system says.
+  // Private windows and files on disk may have no storage: then the system decides.
   function stored() {
     try {
       const found = window.localStorage.getItem(KEY);
@@ -18,6 +18,7 @@
     }
   }
 
+  /** @param {string} choice */
   function store(choice) {
     try {
       if (choice === "system") {
@@ -26,15 +27,16 @@
         window.localStorage.setItem(KEY, choice);
       }
     } catch {
-      // It holds until the page is left.
+      // The choice holds until the reader leaves the page.
     }
   }
 
+  /** @type {string} */
   let choice = stored();
 
   function apply() {
     const theme = choice === "system" ? (system.matches ? "dark" : "light") : choice;
-    for (const input of document.querySelectorAll("[data-theme-choice]")) {
+    for (const input of document.querySelectorAll(/** @type {"input"} */ ("input[data-theme-choice]"))) {
       input.checked = input.dataset.themeChoice === choice;
     }
     if (root.dataset.theme !== theme) {
@@ -51,8 +53,8 @@
       apply();
     }
   });
-  document.addEventListener("change", (event) => {
-    const chosen = event.target.dataset?.themeChoice;
+  document.addEventListener("change", ({ target }) => {
+    const chosen = target instanceof HTMLElement ? target.dataset.themeChoice : undefined;
     if (chosen !== undefined) {
       choice = chosen;
       store(choice);
@@ -60,7 +62,7 @@
     }
   });
   document.addEventListener("DOMContentLoaded", () => {
-    for (const part of document.querySelectorAll("[data-theme-switch]")) {
+    for (const part of document.querySelectorAll(/** @type {"fieldset"} */ ("[data-theme-switch]"))) {
       part.hidden = false;
     }
     apply();

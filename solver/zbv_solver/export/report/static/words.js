@@ -1,34 +1,46 @@
-// What a schedule's actions waited for, in words: the same on hover and in the panel of a chosen action.
-"use strict";
+// What an action waited for, in words: the same in the tooltip and in the panel of a selected action.
 
-(() => {
-  const zbv = (globalThis.zbv ??= {});
+import { time } from "./numbers.js";
 
-  zbv.waitedFor = function waitedFor(timeline, action) {
-    const { by, action: awaited } = timeline.wait(action);
-    if (by === "input") {
-      return `its input ${timeline.text(awaited)} from rank ${timeline.rankOf(awaited)}`;
-    }
-    return by === "rank" ? `the end of ${timeline.text(awaited)} on its rank` : "nothing";
-  };
+/** @typedef {import("./timeline.js").Timeline} Timeline */
 
-  zbv.idledBefore = function idledBefore(timeline, action) {
-    const idle = timeline.idle(action);
-    if (idle === null) {
-      return "first of its rank";
-    }
-    return idle > 0 ? zbv.time(idle, timeline.facts) : "none";
-  };
+/**
+ * @param {Timeline} timeline
+ * @param {number} action
+ */
+export function waitedFor(timeline, action) {
+  const { by, action: awaited } = timeline.wait(action);
+  if (by === "input") {
+    return `input ${timeline.text(awaited)} from rank ${timeline.rankOf(awaited)}`;
+  }
+  return by === "rank" ? `the end of ${timeline.text(awaited)} on its rank` : "nothing";
+}
 
-  // Where a path's time went: "F 5 000 µs, I 2 200 µs, transfers 100 µs", empty where it took none; `late`,
-  // which only measured times have, is "other".
-  zbv.spentInWords = function spentInWords(timeline, path) {
-    const { letters, transfers, late } = timeline.spent(path);
-    const parts = letters
-      .map((time, letter) => [`${timeline.facts.letters[letter]}`, time])
-      .concat([["transfers", transfers], ["other", late]])
-      .filter(([, time]) => time > 0)
-      .map(([what, time]) => `${what} ${zbv.time(time, timeline.facts)}`);
-    return parts.join(", ");
-  };
-})();
+/**
+ * @param {Timeline} timeline
+ * @param {number} action
+ */
+export function idleBefore(timeline, action) {
+  const idle = timeline.idle(action);
+  if (idle === null) {
+    return "first of its rank";
+  }
+  return idle > 0 ? time(idle, timeline.facts) : "none";
+}
+
+/**
+ * How the time of a path is spent: "F 5 000 µs, I 2 200 µs, transfers 100 µs"; empty if it took none. Only measured
+ * times have a part "other".
+ * @param {Timeline} timeline
+ * @param {number[]} path
+ */
+export function spentInWords(timeline, path) {
+  const { letters, transfers, late } = timeline.spent(path);
+  /** @type {[string, number][]} */
+  const parts = letters.map((spent, letter) => [timeline.facts.letters[letter], spent]);
+  parts.push(["transfers", transfers], ["other", late]);
+  return parts
+    .filter(([, spent]) => spent > 0)
+    .map(([what, spent]) => `${what} ${time(spent, timeline.facts)}`)
+    .join(", ");
+}

@@ -1,4 +1,4 @@
-"""The style sheet's colours: tokens with a light and a dark value, readable in both, as in the charts."""
+"""The colours of pages: tokens with a light and a dark value, readable in both, the same as in exports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from itertools import product
 
 import pytest
-from zbv_solver.export.palette import DARK, FILLS, INKS, LIGHT, Theme, contrast
+from zbv_solver.export.palette import FILLS, INKS, contrast
 from zbv_solver.export.report import STATIC
 
 STYLE = (STATIC / "zbv.css").read_text(encoding="utf-8")
@@ -74,12 +74,8 @@ def test_colours_are_in_tokens_alone() -> None:
     assert re.findall(r"#[0-9a-f]{3,8}\b|rgba?\([^)]*\)|prefers-color-scheme", without_comments) == []
 
 
-@pytest.mark.parametrize(("theme", "name"), [(LIGHT, "light"), (DARK, "dark")])
-def test_charts_have_the_same_colours(theme: Theme, name: str) -> None:
-    found = colours(name)
+def test_actions_have_the_same_colours_as_in_exports() -> None:
+    found = colours("light")
     for letter, shades in FILLS.items():
         assert tuple(found[f"{letter.lower()}{shade}"] for shade in (0, 1)) == shades
     assert (found["ink0"], found["ink1"]) == INKS
-    assert found["chart"] == theme.background
-    for role in ("surface", "text", "muted", "limit", "idle"):
-        assert found[role] == getattr(theme, role), role

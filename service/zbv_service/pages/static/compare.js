@@ -1,4 +1,0 @@
-// The schedules of the comparison.
-"use strict";
-
-globalThis.zbv.showLanes();

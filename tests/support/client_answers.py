@@ -1,0 +1,60 @@
+"""Answers of a service for tests of the client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any
+
+import httpx
+
+from support.clients import Driver
+
+SEARCH: dict[str, Any] = {
+    "id": "a",
+    "state": "queued",
+    "objective": None,
+    "lower_bound": None,
+    "gap": None,
+    "plan_id": None,
+    "error": None,
+    "method": None,
+    "attempts": 0,
+    "options": {},
+    "created_at": "2026-01-02T03:04:05Z",
+}
+Given = httpx.Response | Exception
+Answering = Callable[..., tuple[Driver, list[httpx.Request]]]
+
+
+def problem(status: int, **more: Any) -> httpx.Response:
+    return httpx.Response(status, json={"type": "t", "title": "T", "status": status, "detail": "D", **more})
+
+
+def found(**changes: Any) -> httpx.Response:
+    return httpx.Response(200, json={**SEARCH, **changes})
+
+
+def stream(*events: tuple[str, str, dict[str, Any]], cut: str = "") -> httpx.Response:
+    """An event stream of (id, kind, data); ``cut`` is what there is of one more."""
+    text = "".join(f"id: {id_}\nevent: {kind}\ndata: {json.dumps(data)}\n\n" for id_, kind, data in events)
+    return httpx.Response(200, text=text + cut, headers={"Content-Type": "text/event-stream; charset=utf-8"})
+
+
+class Chunks(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A body in chunks, for clients of both kinds."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks = chunks
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._chunks
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self._chunks:
+            yield chunk
+
+
+def streaming(chunks: Iterable[bytes]) -> httpx.Response:
+    """An event stream of these chunks."""
+    return httpx.Response(200, stream=Chunks(chunks), headers={"Content-Type": "text/event-stream"})

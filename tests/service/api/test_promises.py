@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 KEY_2 = {"Idempotency-Key": "two"}
 KEY = {"Idempotency-Key": "one"}
 PROMISES = {
-    "invalid-body": "Nothing of it was stored.",
+    "invalid-body": "Nothing was stored.",
     "other-origin": "so it is refused.",
 }
 """What advice promises, by type; the tests below hold the service to it."""

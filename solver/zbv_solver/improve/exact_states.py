@@ -46,7 +46,7 @@ class Implied:
 
 
 @dataclass(frozen=True, eq=False)
-class _Move:
+class _ActionKind:
     """One kind of action.
 
     Attributes
@@ -95,7 +95,7 @@ def implied(problem: Problem, rank: int, fusable: list[int]) -> Implied | None:
     return _read(problem, chains, fusable, moves, layers, power, change, room)
 
 
-def _moves(problem: Problem, stages: tuple[int, ...], fusable: list[int]) -> Iterator[_Move]:
+def _moves(problem: Problem, stages: tuple[int, ...], fusable: list[int]) -> Iterator[_ActionKind]:
     c, delta = len(stages), problem.arrays.delta
     for letter in (F, I, W):
         for k, stage in enumerate(stages):
@@ -110,15 +110,15 @@ def _moves(problem: Problem, stages: tuple[int, ...], fusable: list[int]) -> Ite
                 need = at - c
             growth = max(0.0, float(delta[letter, stage]))
             needs = [(at, need)] if need >= 0 else []
-            yield _Move(step, needs, growth, [at])
+            yield _ActionKind(step, needs, growth, [at])
             if letter == I and stage in fusable:
                 both = step.copy()
                 both[at + c] = 1
-                yield _Move(both, needs, max(0.0, float(delta[B, stage])), [at])
+                yield _ActionKind(both, needs, max(0.0, float(delta[B, stage])), [at])
 
 
 def _legal(
-    move: _Move, rows: IntArray, change: NDArray[np.float64], room: float, m: int
+    move: _ActionKind, rows: IntArray, change: NDArray[np.float64], room: float, m: int
 ) -> NDArray[np.bool_]:
     fine: NDArray[np.bool_] = rows @ change + move.growth <= room
     fine &= (rows + move.step <= m).all(axis=1)
@@ -128,7 +128,7 @@ def _legal(
 
 
 def _reached(
-    moves: list[_Move], power: IntArray, change: NDArray[np.float64], room: float, m: int, n: int
+    moves: list[_ActionKind], power: IntArray, change: NDArray[np.float64], room: float, m: int, n: int
 ) -> list[IntArray] | None:
     """States that can be reached, by the number of actions done; a state is coded in base m + 1."""
     layers: list[list[IntArray]] = [[] for _ in range(n * m + 1)]
@@ -152,7 +152,7 @@ def _read(
     problem: Problem,
     chains: list[Chain],
     fusable: list[int],
-    moves: list[_Move],
+    moves: list[_ActionKind],
     layers: list[IntArray],
     power: IntArray,
     change: NDArray[np.float64],

@@ -106,7 +106,6 @@ async def test_a_plan_never_changes_and_says_so(serving: Serving, ranks: list[li
         "/v1/plans/{}/ranks/1",
         "/v1/plans/{}/export/torch-csv",
         "/plans/{}/thumbnail.png",
-        "/plans/{}/chart",
         "/plans/{}/actions",
         "/plans/{}/baselines/1f1b/actions",
     ],

@@ -116,6 +116,18 @@ def growth() -> Iterator[Document]:
             }
 
 
+def mixture() -> Iterator[Document]:
+    """Forty random problems of ten sizes, from tight memory to that of 1F1B: what does each stage add?"""
+    sizes = ((3, 12), (4, 8), (4, 16), (4, 32), (6, 24), (8, 16), (8, 32), (12, 24), (16, 32), (16, 48))
+    for seed in range(4 * len(sizes)):
+        turn, (p, m) = seed // len(sizes), sizes[seed % len(sizes)]
+        share, objective = (0.4, 0.5, 0.7, 1.0)[turn], ("span", "makespan")[(seed + turn) % 2]
+        document = heterogeneous(p, m, share, seed, objective)
+        if seed % 3 == 2:
+            document = problem(p, m, mixed_costs(p, seed), share * 4 * p, objective)
+        yield {"name": f"random-{p}x{m}-{share}-{objective}-{seed}", "problem": document}
+
+
 def targeted(name: str, document: Document, *, gap: float, seconds: int) -> Document:
     """An instance with effort thorough, limited to the time of its target."""
     return {
@@ -131,6 +143,7 @@ FILES: dict[str, Callable[[], Iterator[Document]]] = {
     "uniform.json": uniform,
     "proofs.json": proofs,
     "growth.json": growth,
+    "random.json": mixture,
 }
 
 

@@ -1,4 +1,4 @@
-"""The images' commands work where nothing but the wheel is installed, far from the repository."""
+"""The commands of the images work with only the wheel installed, outside the repository."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STACK = containers(compose("compose.yaml"))
 
 @dataclass
 class Installed:
-    """An environment with the wheel in it, and what is started from it in a folder that was empty."""
+    """An environment with the wheel; its commands start in an empty folder."""
 
     commands: Path
     folder: Path
@@ -40,7 +40,7 @@ class Installed:
             name: value for name, value in os.environ.items() if not name.startswith(("ZBV_", "PYTHON"))
         }
         here = {"PATH": f"{self.commands}{os.pathsep}{inherited['PATH']}", "HOME": str(self.folder)}
-        # Kernels are compiled anew for every place, which takes twenty seconds; without, they are slow.
+        # Compiling the kernels for this installation would take twenty seconds.
         return {**inherited, **here, "NUMBA_DISABLE_JIT": "1", **{k: str(v) for k, v in values.items()}}
 
     def run(self, *words: str, **values: object) -> subprocess.CompletedProcess[str]:
@@ -73,8 +73,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (wheel,) = place.glob("zbv-*.whl")
     call(sys.executable, "-m", "venv", "--without-pip", str(place / "venv"))
     call(*pip, "--python", str(place / "venv"), "install", *offline, str(wheel))
-    # The packages that ours needs are those of these tests; ours itself, which is there as a link to the
-    # repository, is not, as links of links are not followed.
+    # The dependencies come from the environment of the tests. Its editable install of zbv does not, because
+    # Python does not read .pth files in folders that a .pth file names.
     site = next((place / "venv").glob("lib/python*/site-packages"))
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
     folder = place / "empty"
@@ -116,12 +116,12 @@ def test_an_example_is_planned(installed: Installed) -> None:
     assert len(json.loads((installed.folder / "plan.json").read_text())["plan_id"]) == 64
 
 
-# --- what the compose file starts, as processes
+# --- the containers of the compose file, as processes
 
 
 @dataclass
 class Started:
-    """A service and an agent, with the words of the compose file and addresses of this machine."""
+    """A service and an agent, with the command lines of the compose file and addresses of this machine."""
 
     installed: Installed
     port: int
@@ -154,7 +154,7 @@ def started(installed: Installed) -> Iterator[Started]:
     token = folder / "token"
     making = [str(token) if word.startswith("/run/zbv/") else word for word in STACK["admin-token"].words]
     installed.say(*making, **database)
-    # Searches wait for a cluster that does not come: how they are computed is not the question here.
+    # No test here searches, so no cluster is started.
     serve = [word.replace("dask-scheduler:8786", "127.0.0.1:1") for word in STACK["service"].words]
     there = f"--server=http://127.0.0.1:{port}"
     offer = [there if word.startswith("--server=") else word for word in STACK["node-1"].words]

@@ -1,4 +1,4 @@
-"""The examples for clusters do what they say, with nodes as processes of this machine."""
+"""The examples for clusters work, with processes of this machine as nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCRIPT = ROOT / "examples" / "slurm.sbatch"
 BIN = Path(sys.executable).parent
 DEADLINE = 120.0
 BEGUN, ALL = 2, 4
-"""Steps: Slurm's job does some, and the one on Kubernetes goes on from its checkpoint."""
+"""Steps: the Slurm job runs the first ones, and the Kubernetes job resumes from its checkpoint."""
 
 SRUN = """#!/bin/bash
 nodes=1
@@ -69,7 +69,7 @@ def environment(*search_path: Path, **values: object) -> dict[str, str]:
 
 @contextmanager
 def started(command: list[str], values: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command and all that it starts, none of which outlives the block."""
+    """Start a command; it and its child processes end with the block."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=values, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -78,7 +78,7 @@ def started(command: list[str], values: dict[str, str], log: Path) -> Iterator[s
         yield process
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in no group of ours
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are not in the group
         process.wait(timeout=DEADLINE)
 
 
@@ -111,7 +111,7 @@ class Job:
 
 
 def sbatch(folder: Path, srun: str = SRUN, **values: object) -> Job:
-    """What Slurm does with the script, on two nodes that are this one."""
+    """Run the script as Slurm does, with this machine as both nodes."""
     stubs = executables(folder / "bin", srun=srun, scontrol=SCONTROL)
     log, checkpoints = folder / "scontrol.log", folder / "checkpoints"
     log.touch()

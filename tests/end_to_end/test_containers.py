@@ -1,4 +1,4 @@
-"""What can be known about images and the compose file without an engine: no name or command is wrong."""
+"""The names and commands in the Dockerfiles and the compose file are right; no container engine is needed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_services_image_serves_and_the_workers_is_asked_how_it_is() -> None:
 
 
 def parse(command: str, *words: str) -> argparse.Namespace:
-    """With the command's own parser; one that does not know a word ends the test."""
+    """Parse a command line with the parser of its command, which fails on unknown options."""
     return {"zbv-service": service_parser, "zbv-worker": worker_parser}[command]().parse_args(words)
 
 
@@ -367,7 +367,7 @@ def test_the_balancer_waits_longer_than_services_are_silent() -> None:
 
 
 def test_the_balancer_passes_on_nothing_that_clients_say_of_where_they_come_from() -> None:
-    """Services believe whatever reaches them: everybody could have any address, and try tokens from each."""
+    """Services trust the forwarded address: a client that reached one could forge it to guess more tokens."""
     assert STACK["service"].variables["ZBV_TRUSTED_PROXIES"] == "*"
     lines = [line.strip() for line in (DOCKER / "haproxy.cfg").read_text().splitlines()]
     assert {"http-request del-header X-Forwarded- -m beg", "http-request del-header Forwarded"} <= {*lines}
@@ -415,7 +415,7 @@ def test_commands_to_try_are_ones_that_the_programs_take() -> None:
 
 
 def test_container_reads_what_an_engine_would() -> None:
-    """The reader used above, on what it must tell apart."""
+    """The reader that the tests above use recognises the wrong cases."""
     node, scheduler = STACK["node-1"], STACK["dask-scheduler"]
     assert isinstance(node, Container)
     assert node.words[:2] == ["zbv-worker", "agent"]

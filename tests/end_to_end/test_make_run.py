@@ -1,4 +1,4 @@
-"""The whole line as ``make run ARGS=--exit`` shows it, with fewer steps of a smaller model."""
+"""``make run ARGS=--exit`` from profile to comparison, with fewer steps of a smaller model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of which one does not take part in a collective; the others write down what they are told of it."""
+"""Ranks of which one misses a collective; the others write down the error that they get."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(what: str, late: int, folder: Path) -> None:
                 transport.sum_over_replicas(torch.ones(1)).wait(1.0)
         except TimeoutError as error:
             text = str(error)
-            # Rank 0 keeps the store, in which the others look for what it found out.
+            # Rank 0 serves the store, which the others read to find the missing rank.
             time.sleep(3.0 if world.rank == 0 else 0.0)
             said.write_text(text)
     transport.close()

@@ -1,4 +1,4 @@
-"""A model that fails where its ranks build it."""
+"""A model that fails when a rank builds its stage."""
 
 from __future__ import annotations
 

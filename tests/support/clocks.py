@@ -1,4 +1,4 @@
-"""Wall clocks that are wrong: services run on machines of their own."""
+"""Wrong wall clocks: each service may run on another machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zbv_service.database import Database
 
 @contextmanager
 def clock_off_by(hours: float) -> Iterator[None]:
-    """Within the block, the service's modules read a wrong wall clock; the database's is right."""
+    """Within the block, the service reads a wrong wall clock; the database's clock is right."""
     wrong = real.timedelta(hours=hours)
 
     class WrongClock(real.datetime):
@@ -31,7 +31,7 @@ def clock_off_by(hours: float) -> Iterator[None]:
 
 @contextmanager
 def days_later(days: float) -> Iterator[None]:
-    """Within the block so many days have passed, on every clock."""
+    """Within the block, all clocks are this many days ahead."""
     told = Database.now
 
     async def later(self: Database, session: AsyncSession) -> real.datetime:

@@ -1,4 +1,4 @@
-"""Dockerfiles and compose files as data: read strictly, as no container engine is at hand to read them."""
+"""Reads Dockerfiles and compose files strictly, because the tests have no container engine to check them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Instruction:
 
     @property
     def words(self) -> list[str]:
-        """Of the exec form; of the others there is no such thing."""
+        """The words of the exec form; other forms fail."""
         listed = re.search(r"\[.*\]", self.text)
         assert listed is not None, f"{self.name} {self.text}: not in exec form, so that signals do not arrive"
         words: list[str] = json.loads(listed[0])
@@ -45,7 +45,7 @@ class Dockerfile:
 
     @classmethod
     def read(cls, name: str) -> Dockerfile:
-        """Read one of ``docker/``; an instruction that is not known here is refused."""
+        """Read one of ``docker/``; an unknown instruction fails."""
         lines = [line for line in (DOCKER / name).read_text().splitlines() if not line.startswith("#")]
         joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
         arguments: dict[str, str] = {}
@@ -67,25 +67,25 @@ class Dockerfile:
         return [found for stage in self.stages for found in stage if found.name == name]
 
     def last(self, name: str) -> Instruction:
-        """The one that holds for the image that is made."""
+        """The last one of the final stage, which takes effect."""
         return [found for found in self.stages[-1] if found.name == name][-1]
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of the image that is made."""
+        """The environment of the final image."""
         settings = [word for found in self.stages[-1] if found.name == "ENV" for word in found.text.split()]
         return dict(word.split("=", 1) for word in settings)
 
     @property
     def sources(self) -> set[str]:
-        """What is copied from the repository."""
+        """The paths that are copied from the repository."""
         copies = [found.text.split() for found in self.all("COPY") if not found.text.startswith("--from=")]
         return {source for *copied, _ in copies for source in copied}
 
 
 @dataclass(frozen=True)
 class Container:
-    """A service of the compose file, on the image that it runs."""
+    """A service of the compose file, with its image."""
 
     name: str
     service: dict[str, Any]
@@ -93,7 +93,7 @@ class Container:
 
     @property
     def words(self) -> list[str]:
-        """Its command line; of an image from elsewhere, only what the compose file adds."""
+        """Its command line; for a foreign image, only the part in the compose file."""
         entrypoint, command = self.service.get("entrypoint"), self.service.get("command")
         if self.image is not None and entrypoint is None:
             entrypoint = self.image.last("ENTRYPOINT").words
@@ -108,7 +108,7 @@ class Container:
 
     @property
     def health(self) -> list[str] | None:
-        """The command that says whether it is well, if any does."""
+        """The command of its health check, if it has one."""
         own = self.service.get("healthcheck", {})
         if own.get("disable"):
             return None
@@ -120,7 +120,7 @@ class Container:
 
     @property
     def user(self) -> str:
-        """Whom it runs as."""
+        """The user that it runs as."""
         given = self.service.get("user")
         if given is not None:
             return str(given)
@@ -128,20 +128,20 @@ class Container:
 
     @property
     def mounts(self) -> dict[str, tuple[str, bool]]:
-        """By path: the volume (or file) there, and whether it can be written."""
+        """By path: the mounted volume or file, and whether it is writable."""
         found = [mount.split(":") for mount in self.service.get("volumes", [])]
         return {path: (source, options != ["ro"]) for source, path, *options in found}
 
     @property
     def writable(self) -> set[str]:
-        """Where it can write."""
+        """The paths that it can write to."""
         volumes = set() if self.image is None else set(self.image.last("VOLUME").words)
         mounted = {path for path, (_, can_write) in self.mounts.items() if can_write}
         return volumes | mounted | set(self.service.get("tmpfs", []))
 
     @property
     def networks(self) -> set[str]:
-        """Which it is in."""
+        """The networks that it joins."""
         return set(self.service.get("networks", []))
 
 

@@ -1,4 +1,4 @@
-"""Problems whose stages are given by layers."""
+"""Problems with stages that consist of layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parts(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
 def cut_problem(
     names: Sequence[str], sizes: Sequence[int], recompute: Sequence[bool] = (), microbatches: int = 4
 ) -> Problem:
-    """A V of ``len(sizes) / 2`` ranks whose stages have so many layers, which all cost the same."""
+    """A V of ``len(sizes) / 2`` ranks; ``sizes`` are the layers per stage, which all cost the same."""
     document = {
         "pp_degree": len(sizes) // 2,
         "microbatches": microbatches,

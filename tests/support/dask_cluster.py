@@ -1,4 +1,4 @@
-"""A real Dask cluster on this machine: a scheduler and workers, each a process that a test may kill."""
+"""A real Dask cluster on this machine: a scheduler and workers, as processes that a test may kill."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from support.serving import DEADLINE
 
 
 class DaskCluster:
-    """Starts schedulers and workers; what still runs at the end is killed.
+    """Starts schedulers and workers, and kills those that still run at the end.
 
     Parameters
     ----------
     environment
-        Theirs, unless a worker is given one of its own; None for this process's.
+        Environment of the processes, unless a worker gets another one; None for that of this process.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None):
@@ -30,7 +30,7 @@ class DaskCluster:
         self.address = ""
 
     def start_scheduler(self) -> subprocess.Popen[bytes]:
-        """Start a scheduler: at a free port, and later ones where the first was."""
+        """Start a scheduler on a free port; later schedulers use the same port."""
         port = self.address.rpartition(":")[2] or "0"
         address = ("--host", "127.0.0.1", "--port", port)
         process, log = self._start("dask_scheduler", *address, "--no-dashboard", "--no-show")
@@ -38,7 +38,7 @@ class DaskCluster:
         return process
 
     def start_worker(self, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start a worker for one search at a time; nobody waits for it."""
+        """Start a worker for one search at a time, without waiting for it."""
         options = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--death-timeout", str(DEADLINE))
         return self._start("dask_worker", self.address, *options, environment=environment)[0]
 
@@ -62,7 +62,7 @@ class DaskCluster:
 
 
 def wait_for_line(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
-    """The first group of a pattern, once a process has written it into its log."""
+    """The first group of a pattern, when a process has written it to its log."""
     deadline = time.monotonic() + DEADLINE
     while (found := re.search(pattern, log.read_text(errors="replace"))) is None:
         assert process.poll() is None, log.read_text()

@@ -1,7 +1,7 @@
 """The databases that tests run on: SQLite, and a PostgreSQL server that the tests start.
 
-``ZBV_TEST_POSTGRES`` may name another server, such as ``postgresql://postgres@127.0.0.1/postgres``; its user
-must be allowed to create databases.
+``ZBV_TEST_POSTGRES`` may name another server, for example ``postgresql://postgres@127.0.0.1/postgres``. Its
+user must be allowed to create databases.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def migrate(url: str) -> None:
 
 
 class SqliteDatabases:
-    """Databases in files; those that need the tables are copies of one that was migrated."""
+    """Databases in files. Databases with tables are copies of one that was migrated once."""
 
     def __init__(self, folder: Path):
         self._template = folder / "migrated.db"
@@ -52,14 +52,14 @@ class SqliteDatabases:
 
 
 class PostgresDatabases:
-    """Databases of one server; those that need the tables are copies of one that was migrated."""
+    """Databases of one server. Databases with tables are copies of one that was migrated once."""
 
     def __init__(self, server: str):
         self._server = make_url(server)
 
     @contextmanager
     def empty(self) -> Iterator[str]:
-        """The URL of a database of its own, gone afterwards."""
+        """The URL of a new database, which is dropped afterwards."""
         with self._a_database("template0") as url:
             yield url
 
@@ -90,7 +90,7 @@ class PostgresDatabases:
             engine.dispose()
 
     def _template(self) -> str:
-        """A migrated database that is copied and otherwise left alone; made by whoever needs it first."""
+        """The migrated database that others are copied from; the first process that needs it creates it."""
         sources = b"".join(path.read_bytes() for path in sorted(MIGRATIONS.glob("v*.py")))
         name = f"zbv_template_{hashlib.sha256(sources).hexdigest()[:16]}"
         engine = self._engine()
@@ -103,7 +103,7 @@ class PostgresDatabases:
                     migrate(self._url(unfinished))
                     try:
                         connection.execute(text(f"ALTER DATABASE {unfinished} RENAME TO {name}"))
-                    except (ProgrammingError, IntegrityError):  # somebody else was faster
+                    except (ProgrammingError, IntegrityError):  # another process was faster
                         connection.execute(text(f"DROP DATABASE {unfinished}"))
         finally:
             engine.dispose()

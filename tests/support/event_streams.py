@@ -17,7 +17,7 @@ class Told:
 
 
 def events_of(text: str) -> list[Told]:
-    """The events of a stream that has ended, comments left out."""
+    """The events of a stream that has ended, without comments."""
     found = []
     for block in text.split("\n\n"):
         lines = [line for line in block.split("\n") if line and not line.startswith(":")]

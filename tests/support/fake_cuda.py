@@ -1,7 +1,7 @@
-"""A GPU in slow motion: streams and events whose work happens when the test, or a question, makes it happen.
+"""A fake GPU in slow motion: queued work runs only when the test, or a query of an event, advances it.
 
-Work is queued on streams and runs later, copies included; a stream that waits for an event stands still until
-that event was passed. So an order that was left to luck shows as wrong content, and not once in a while.
+Streams queue all work, copies included; a stream that waits for an event stops until the event has passed.
+So a missing synchronisation always gives wrong content, and not only now and then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FakeStream:
         self.queue.append(lambda: len(passes) >= needed)
 
     def compute(self, milliseconds: float) -> None:
-        """Work that takes a time."""
+        """Queue work that takes some time."""
 
         def work() -> bool:
             self._cuda.milliseconds += milliseconds
@@ -37,7 +37,7 @@ class FakeStream:
         self.queue.append(work)
 
     def hang(self) -> Callable[[], None]:
-        """Work that ends when what is returned is called."""
+        """Queue work that ends when the test calls the returned function."""
         ended: list[bool] = []
         self.queue.append(lambda: bool(ended))
         return lambda: ended.append(True)
@@ -76,7 +76,7 @@ class FakeEvent:
     def synchronize(self) -> None:
         self._cuda.settle()
         if not self.is_passed:
-            raise RuntimeError("the host would wait for ever")
+            raise RuntimeError("the host would wait forever")
 
     def elapsed_time(self, later: FakeEvent) -> float:
         if not (self.is_passed and later.is_passed):

@@ -1,7 +1,7 @@
 """A service process whose searches are fakes: ``python -m support.fake_service SEARCH DIRECTORY [FUNCTION]``.
 
-Its database is in the directory. It prints its address once it listens. It kills itself where it would call
-the function, which is given by its dotted name.
+Its database is in the directory. It prints its address when it listens. It kills itself instead of calling
+the function with this dotted name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FakeService:
 
 @contextmanager
 def fake_service(search: str, directory: Path, *dies_in: str) -> Iterator[FakeService]:
-    """Runs as long as the block, if nobody kills it before; or until it would call ``dies_in``."""
+    """Run the service until the block ends or it would call ``dies_in``."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     command = [sys.executable, "-m", "support.fake_service", search, str(directory), *dies_in]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -62,7 +62,7 @@ def _serve(search: str, directory: Path, *dies_in: str) -> None:
             sys.stdout.write(f"http://127.0.0.1:{listener.getsockname()[1]}\n")
             sys.stdout.flush()
 
-    # Of the protocol by name: the event loop switches delays off for those sockets only.
+    # asyncio disables Nagle's algorithm only for sockets that name TCP.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(BACKLOG)

@@ -1,10 +1,10 @@
-"""Starts ranks by forking: torch is imported once, by this process, and not by every rank.
+"""Starts ranks by forking, so that torch is imported once and not by every rank.
 
-``python -m support.fork_server FD``, where FD is a socket. A line on it asks for a rank: ``{"id", "module",
-"arguments", "environment", "log"}``. Answers are ``{"id", "pid"}``, and ``{"id", "status"}`` when the rank
-has ended. Ranks end with this process, and it ends when the socket closes.
+``python -m support.fork_server FD``, where FD is a socket. Each line on it requests a rank: ``{"id",
+"module", "arguments", "environment", "log"}``. The server answers ``{"id", "pid"}``, and
+``{"id", "status"}`` when the rank has ended. The server ends when the socket closes, and its ranks end too.
 
-Nothing here starts a thread, a process group or a backward, so that a fork is as good as a start.
+Nothing here may start a thread, a process group or a backward, because a fork would not copy them correctly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.problems import uniform
 
 PRELOADED = (
     "torch.distributed.pipelining",
-    "torch._dynamo",  # torch's optimizers import it when the first of them is made
+    "torch._dynamo",  # torch imports it when it makes the first optimizer
     "zbv_worker.commands.cli",
     "zbv_worker.models.gpt",
     "zbv_worker.measure.rehearse.rehearse",
@@ -39,16 +39,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(requests: socket.socket) -> None:
-    """Fork what is asked for until nobody is left to ask."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end this process, not the terminal
+    """Fork the requested ranks until the socket closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end this process, not Ctrl-C
     for name in PRELOADED:
         importlib.import_module(name)
-    verify_orders(uniform(1, 1), Orders.from_text([["0F0", "1F0", "1B0", "0B0"]]))  # loads numba's kernels
+    verify_orders(uniform(1, 1), Orders.from_text([["0F0", "1F0", "1B0", "0B0"]]))  # loads kernels
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        raise RuntimeError(f"found {threads} threads; only a process of one can be forked safely")
+        raise RuntimeError(f"found {threads} threads; only a process with one thread can be forked safely")
     gc.collect()
-    gc.freeze()  # else collecting garbage would copy the memory that ranks share
+    gc.freeze()  # garbage collection in a rank would copy shared memory
     running: dict[int, int] = {}
     pending = b""
     while True:
@@ -106,7 +106,7 @@ def _be_rank(order: dict[str, Any]) -> int:
     os.environ.update(order["environment"])
     module, arguments = order["module"], order["arguments"]
     sys.argv = [module, *arguments]
-    sys.modules.pop(module, None)  # it becomes __main__, as it would in a new interpreter
+    sys.modules.pop(module, None)  # it runs as __main__, as in a new interpreter
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

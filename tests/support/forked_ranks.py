@@ -1,6 +1,6 @@
-"""Ranks for tests that are not about how ranks are started: forked from a process that has torch already.
+"""Forks ranks from a process that has imported torch, for tests that are not about how ranks start.
 
-A rank that starts from nothing spends seconds of CPU on importing torch, which no test learns anything from.
+A rank in a new interpreter spends seconds of CPU time on importing torch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ _START_SECONDS = 120.0
 
 
 def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """:func:`zbv_worker.host.local_ranks.start_process`, without a new interpreter for ``python -m MODULE``."""
+    """Like ``start_process``, but fork for ``[env -u NAME] python -m MODULE``."""
+    if tuple(command[:2]) == ("env", "-u"):
+        environment = {name: value for name, value in environment.items() if name != command[2]}
+        command = command[3:]
     if tuple(command[:2]) != (sys.executable, "-m"):
         return start_process(command, environment, log)
-    log.write_bytes(b"")  # is there from the start, whenever the rank opens it
+    log.write_bytes(b"")  # exists from the start, even before the rank opens it
     order = {
         "module": command[2],
         "arguments": command[3:],
@@ -40,7 +43,7 @@ def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Pa
 
 
 class ForkedProcess:
-    """A rank that the server has forked."""
+    """A rank that the server forked."""
 
     def __init__(self, server: ForkServer, number: int):
         self._server = server
@@ -49,7 +52,7 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status as far as it is known."""
+        """The exit status, or None if it is not known yet."""
         return self._server.statuses.get(self._number)
 
     def poll(self) -> int | None:
@@ -64,7 +67,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The other end of :mod:`support.fork_server`."""
+    """The client of :mod:`support.fork_server`."""
 
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}
@@ -73,7 +76,7 @@ class ForkServer:
         self._received = b""
         self._socket, theirs = socket.socketpair()
         search_path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-        # What OpenMP and gloo read when torch is imported must be there as for a rank of its own.
+        # OpenMP and gloo read their variables when torch is imported.
         environment = {**os.environ, **rank_environment(0, 1, 0), "PYTHONPATH": search_path}
         with theirs:
             self._process = subprocess.Popen(
@@ -90,20 +93,20 @@ class ForkServer:
         return ForkedProcess(self, number)
 
     def pid_of(self, number: int) -> int:
-        """The process id of a rank that was asked for."""
+        """The process id of a requested rank."""
         while number not in self._pids:
             self.read(timeout=_START_SECONDS)
         return self._pids[number]
 
     def read(self, timeout: float) -> None:
-        """Take in what the server has said; with a timeout above 0, wait for it."""
+        """Read the messages of the server; wait for one if the timeout is above 0."""
         self._socket.settimeout(timeout)
         try:
             received = self._socket.recv(1 << 16)
         except BlockingIOError:
             return
         if not received:
-            raise RuntimeError("the fork server has ended; see its error above")
+            raise RuntimeError("the fork server ended; its error is above")
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
             said = json.loads(line)
@@ -111,7 +114,7 @@ class ForkServer:
             known[said["id"]] = said["pid" if "pid" in said else "status"]
 
     def stop(self) -> None:
-        """End the server, and with it every rank."""
+        """End the server and all ranks."""
         self._socket.close()
         try:
             self._process.wait(timeout=10)
@@ -122,7 +125,7 @@ class ForkServer:
 
 @cache
 def server() -> ForkServer:
-    """This test process's own server."""
+    """The server of this test process."""
     started = ForkServer()
     atexit.register(started.stop)
     return started

@@ -1,4 +1,4 @@
-"""Asking a service for the frontier of a plan, below its pages."""
+"""Asks a service for the frontier of a plan, without its pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def planned(service: Service, problem: dict[str, Any], **options: Any) -> 
 
 
 async def frontier(service: Service, plan_id: str) -> Frontier:
-    """With its bounds, which the first look may not wait for."""
+    """The frontier of a plan, with all bounds."""
     application = service.app.state.application
     plan = await application.plans.plan(plan_id)
     while True:
@@ -29,5 +29,5 @@ async def frontier(service: Service, plan_id: str) -> Frontier:
 
 
 async def ask(service: Service, plan_id: str, **form: str) -> Any:
-    """Press the button that has missing points searched."""
+    """Press the button that searches missing points."""
     return await service.http.post(f"/plans/{plan_id}/frontier", data=form, headers=SAME_ORIGIN)

@@ -26,8 +26,8 @@ class Live:
 
 @contextmanager
 def listening(app: FastAPI) -> Iterator[Live]:
-    """Serve an application on a free port as long as the block runs."""
-    # Named as TCP, or asyncio does not know to switch off Nagle's algorithm, and every answer waits 40 ms.
+    """Serve an application on a free port until the block ends."""
+    # asyncio disables Nagle's algorithm only for sockets that name TCP; otherwise each answer waits 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -1,4 +1,4 @@
-"""What ranks would measure where nothing is as planned: a slow, obvious simulation in whole nanoseconds."""
+"""Simulates measurements that differ from the plan, slowly and obviously, in whole nanoseconds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""An optimizer of a few lines: making one of torch's imports torch's compiler, seconds of CPU for every rank.
+"""A small optimizer with state. Making one of torch's imports torch's compiler, which takes seconds.
 
-For ranks that are processes of their own, in tests of what happens around them. It has what checkpoints ask
-of an optimizer, and state that must go on where it was.
+For ranks that are separate processes. It has the methods of an optimizer that checkpoints need.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Momentum:
         return {"state": state, "param_groups": [{**group, "params": list(numbers.values())}]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What :meth:`state_dict` gave; parameters may have other names there, in the same order."""
+        """Load the result of :meth:`state_dict`; parameters are matched by their order."""
         (group,), (found,) = self.param_groups, state_dict["param_groups"]
         parameters = dict(zip(found["params"], group["params"], strict=True))
         group.update({**found, "params": group["params"]})

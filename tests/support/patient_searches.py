@@ -1,6 +1,6 @@
-"""``zbv-service`` whose long searches are the solver's until they have a plan, and then wait at no cost.
+"""``zbv-service`` with long searches that find a plan and then wait without using the CPU.
 
-For tests of what happens around a search that goes on: ``python -m support.patient_searches serve …``.
+For tests of what happens during a long search: ``python -m support.patient_searches serve …``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def patient(
     cancelled: Callable[[], bool],
     incumbent: Orders | Plan | None,
 ) -> Plan:
-    """The solver's search; a thorough one with a seed is a quick one, which then waits to be cancelled."""
+    """Search with the solver; a thorough search with a seed searches quickly, then waits to be cancelled."""
     if options["effort"] != "thorough" or not options["seed"]:
         return solver_search(problem, options, on_progress, cancelled, incumbent)
     until = time.monotonic() + WAIT_SECONDS
@@ -40,7 +40,7 @@ def patient(
 
 
 if __name__ == "__main__":
-    # Under its real name, as others find it by that.
+    # Import it by its real name, which other processes use to find it.
     from support.patient_searches import patient as search
 
     setattr(serving, "create_app", partial(create_app, search=search))  # noqa: B010 (mypy knows no such name)

@@ -1,4 +1,4 @@
-"""What a crafted message or file would hold: a pickle that does something when it is read."""
+"""The content of a malicious message or file: a pickle that has an effect when it is read."""
 
 from __future__ import annotations
 

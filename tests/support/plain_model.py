@@ -1,7 +1,7 @@
 """The problem as an obvious CP-SAT model: no implied constraint, no bound, memory as intervals.
 
-Slow, and independent of what the solver derives; shared with it are only the integers for costs, and that
-microbatches ascend, which has tests of its own.
+Slow, and independent of the solver's deductions. It shares with the solver only the integers for costs
+and the ascending order of microbatches, which other tests check.
 """
 
 from __future__ import annotations

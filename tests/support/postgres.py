@@ -1,8 +1,8 @@
 """One PostgreSQL server for a whole test session: see :class:`benchmarks.service.postgres.Server`.
 
-All processes of a test session share one server. Each holds a shared lock on a file for as long as it
-lives; a guard, which is a process of its own, waits for the exclusive one, and so ends the server when the
-last of them has ended, however it did.
+All processes of a test session share one server. Each process holds a shared lock on a file while it lives.
+A guard process waits for the exclusive lock, so it stops the server when the last of them has ended, even
+if that one was killed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class SharedServer:
     Parameters
     ----------
     place
-        A folder that all processes of the session know.
+        A folder that all processes of the session use.
     """
 
     def __init__(self, place: Path):
         self._address = place / "postgres"
         self._share = (place / "postgres.users").open("a")
-        # Waits for a guard that is just ending a server which nobody needed any more.
+        # A guard may hold the lock while it stops a server that had no users left.
         fcntl.flock(self._share, fcntl.LOCK_SH)
         with (place / "postgres.lock").open("a") as alone:
             fcntl.flock(alone, fcntl.LOCK_EX)
@@ -41,12 +41,12 @@ class SharedServer:
         self.url = Server(Path(self._address.read_text())).url
 
     def close(self) -> None:
-        """Give the share up."""
+        """Release the share."""
         self._share.close()
 
 
 def _start_guard(place: Path) -> None:
-    """Start a guard that is nobody's child, and wait until its server answers."""
+    """Start a guard that outlives this process, and wait until its server answers."""
     command = [sys.executable, "-m", "support.postgres", str(place)]
     with (place / "postgres.log").open("a") as log:
         ran = subprocess.run(
@@ -64,7 +64,7 @@ def _start_guard(place: Path) -> None:
 
 
 def guard(place: Path) -> None:
-    """Run the shared server until nobody has a share in it."""
+    """Run the shared server until no process has a share in it."""
     with a_server() as server, (place / "postgres.users").open("a") as users:
         _publish(place / "postgres", str(server.folder))
         fcntl.flock(users, fcntl.LOCK_EX)
@@ -72,7 +72,7 @@ def guard(place: Path) -> None:
 
 
 def main(place: Path) -> int:
-    """Fork a guard; returns once it has published its server's address, or has ended."""
+    """Fork a guard; return when it has published the address of its server, or has ended."""
     child = os.fork()
     if child == 0:
         guard(place)

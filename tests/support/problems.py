@@ -35,24 +35,35 @@ def uniform_document(p: int, m: int, *, limit: float | None = None, **changes: A
     }
 
 
+UNITS = (1.0, 1.0, 1.0, 0.1, 1 / 3, 1e-6, 123_456.7)
+"""Of the costs of random problems. Numbers that are not binary fractions round in every sum."""
+
+
 @st.composite
 def problems(
     draw: st.DrawFn,
     *,
     max_p: int = 4,
     max_m: int = 6,
-    kinds: tuple[str, ...] = ("v",),
+    kinds: tuple[PlacementKind, ...] = ("v",),
+    loop_chunks: tuple[int, ...] = (2, 2, 3),
     fused: bool = True,
     objective: Objective | None = None,
 ) -> Problem:
-    """Random per-stage costs and deltas, growing I's and cheap B's included; no memory limit."""
+    """Random costs and memory changes per stage, without a memory limit.
+
+    Costs are small multiples of a unit over many decades, so that many of them are equal. Some I's grow the
+    memory, and some B's are cheaper than I and W.
+    """
     p, m = draw(st.integers(1, max_p)), draw(st.integers(1, max_m))
-    placement = Placement.of(draw(st.sampled_from(kinds)), p)
+    kind = draw(st.sampled_from(kinds))
+    chunks = draw(st.sampled_from(loop_chunks)) if kind == "loop" else None
+    placement = Placement.of(kind, p, chunks)
     n = placement.n_stages
-    cost = st.integers(0, 20)
+    cost, unit = st.integers(0, 20), draw(st.sampled_from(UNITS))
 
     def per_stage() -> tuple[float, ...]:
-        return tuple(map(float, draw(st.lists(cost, min_size=n, max_size=n))))
+        return tuple(unit * amount for amount in draw(st.lists(cost, min_size=n, max_size=n)))
 
     forward, inputs, weights = per_stage(), per_stage(), per_stage()
     backward = None
@@ -74,7 +85,7 @@ def problems(
             forward,
             inputs,
             weights,
-            tuple(map(float, draw(st.lists(st.integers(0, 6), min_size=n - 1, max_size=n - 1)))),
+            tuple(unit * lag for lag in draw(st.lists(st.integers(0, 6), min_size=n - 1, max_size=n - 1))),
             backward,
         ),
         memory=memory,

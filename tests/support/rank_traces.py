@@ -1,4 +1,4 @@
-"""Traces as ranks write them, of a pipeline whose costs are known."""
+"""Traces as ranks write them, of a pipeline with known costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow, obvious references for what the solver computes fast; they share no code with it."""
+"""Slow, obvious versions of the solver's computations; they share no code with it."""
 
 from __future__ import annotations
 

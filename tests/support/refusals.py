@@ -1,4 +1,4 @@
-"""Commands that end before they do anything, in the process of the test: another one would learn no more."""
+"""Commands that refuse their input, run in the process of the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zbv_service.commands.cli import main
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Status and standard error of a ``zbv-service`` command that prints nothing else."""
+    """Exit status and standard error of a ``zbv-service`` command that prints nothing else."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     root, level = logging.getLogger(), logging.getLogger().level
     hidden = list(root.handlers)

@@ -33,8 +33,9 @@ from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.training.run import Runtime
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.distributed import DistributedTransport
-from zbv_worker.transport.threads import ThreadHub
 from zbv_worker.transport.world import World
+
+from support.thread_transport import ThreadHub
 
 Gradients = dict[str, Tensor]
 

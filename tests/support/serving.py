@@ -1,4 +1,4 @@
-"""The real application in this process over ASGI, and what its tests have in common."""
+"""The real application in this process, over ASGI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Service:
         return document
 
     async def until(self, search_id: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Look at a search until something holds of it."""
+        """Poll a search until a condition holds."""
         until = time.monotonic() + DEADLINE
         while not holds(found := await self.search(search_id)):
             assert time.monotonic() < until, f"did not happen in time: {found}"
@@ -55,7 +55,7 @@ class Service:
 
 
 async def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for something that happens in this process."""
+    """Wait for a condition in this process."""
     deadline = time.monotonic() + DEADLINE
     while not holds():
         assert time.monotonic() < deadline, f"not in time: {what}"

@@ -1,4 +1,4 @@
-"""One rank that runs several steps and writes down what its receives have taken after each."""
+"""A rank that runs several steps and writes down how much memory its receives used after each."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def entry(name: str = "small", **changes: Any) -> Document:
-    """An instance whose best span is 24; ``changes`` are its other keys."""
+    """An instance with the optimal span 24; ``changes`` are further keys."""
     return {"name": name, "problem": uniform_document(2, 4, limit=4), **changes}
 
 
@@ -23,5 +23,5 @@ def suite(*entries: Document) -> Document:
 
 
 def peer(span: float | None, *, fits: bool | None = True, placement: str = "v") -> Document:
-    """What another planner reaches."""
+    """The result of another planner."""
     return {"placement": placement, "span": span, "makespan": span, "fits": fits}

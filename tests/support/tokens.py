@@ -1,4 +1,4 @@
-"""Tokens for tests of services that ask for them."""
+"""Tokens for services that require them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def add_token(
 
 
 async def add(service: Service, *scopes: str, **more: Any) -> dict[str, str]:
-    """The header fields of a caller with a token of its own."""
+    """The header fields of a caller with a new token."""
     database: Database = service.app.state.application.database
     return bearer(await add_token(database, *scopes, **more))
 

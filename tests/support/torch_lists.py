@@ -1,4 +1,4 @@
-"""PyTorch's pipelining runtime with stages that never run: loading a schedule needs none that do."""
+"""PyTorch's pipelining runtime with mocked stages, which suffice to load a schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zbv_solver.problem.problem import Problem
 
 
 def torch_runtime(problem: Problem, rank: int, **options: Any) -> Any:
-    """The runtime of one rank of a problem, no schedule loaded."""
+    """The runtime of one rank, without a schedule."""
     stages = []
     for index in problem.placement.stages_of[rank]:
         stage = Mock(
@@ -23,5 +23,5 @@ def torch_runtime(problem: Problem, rank: int, **options: Any) -> Any:
 
 
 def loaded_lists(runtime: Any) -> list[list[str]]:
-    """What every rank would execute, as text."""
+    """The actions of every rank, as text."""
     return [[str(action) for action in row] for _, row in sorted(runtime.pipeline_order_with_comms.items())]

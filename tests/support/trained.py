@@ -18,9 +18,9 @@ from zbv_worker.model.spec import ModelSpec
 from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.report import RankReport
 from zbv_worker.training.run import RunOptions, train
-from zbv_worker.transport.threads import ThreadHub
 
 from support.selfcheck import HardModel
+from support.thread_transport import ThreadHub
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
-"""A model for runs that last until something happens to them: its ranks sleep more than they compute.
+"""A model for runs that a test interrupts: its ranks sleep more than they compute.
 
-Its optimizer is one that costs nothing to import.
+Its optimizer needs no import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEARNING_RATE = 0.01
 
 
 def gpt(*, pause: float = PAUSE_SECONDS, **arguments: Any) -> GPT:
-    """A GPT that takes its time over every microbatch."""
+    """A GPT that sleeps before every microbatch."""
     model = hurried.gpt(**arguments)
     microbatch = model.microbatch
 
@@ -28,6 +28,6 @@ def gpt(*, pause: float = PAUSE_SECONDS, **arguments: Any) -> GPT:
         time.sleep(pause)
         return microbatch(step, index)
 
-    model.microbatch = unhurried  # type: ignore[method-assign]  # of this one model
-    model.optimizer = partial(Momentum, lr=LEARNING_RATE)  # type: ignore[method-assign,assignment]  # as far as it goes
+    model.microbatch = unhurried  # type: ignore[method-assign]  # only of this model
+    model.optimizer = partial(Momentum, lr=LEARNING_RATE)  # type: ignore[method-assign,assignment]  # a small optimizer
     return model

@@ -106,7 +106,7 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
 
     page.get_by_role("link", name="Memory and time").click()
     page.wait_for_selector(".plot path.own")
-    assert "cut anew for every limit" in page.locator(".sub").inner_text()
+    assert "Every limit has its own division into stages" in page.locator(".sub").inner_text()
     assert "[MiB]" in page.locator(".below-axis").inner_text()
     assert page.get_by_role("button", name="missing points").is_visible()
     head = page.locator('section[aria-labelledby="limits"] thead').inner_text()

@@ -1,10 +1,10 @@
 """Proven lower bounds: no order of the problem can do better.
 
 ``lower_bound`` is the best of three bounds per rank: Jackson's one-machine bound with simple heads and tails
-(:mod:`.quick`); the same with heads and tails that know all ranks' memory (:mod:`.heads`); and the rank's
-load with the idle time that its ramps force (:mod:`.ramps`). A span is also bounded by what every other
-rank must do within the rank's window. ``windows`` gives those heads and tails. The proofs are in
-PROOFS.md.
+(:mod:`.quick`); the same with heads and tails that take the memory of all ranks into account (:mod:`.heads`);
+and the rank's load plus the idle time that its ramps force (:mod:`.ramps`). A span is also bounded by what
+every other rank must do within the rank's window. The proofs are in PROOFS.md. This package constructs no
+orders.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Bound", "BoundEffort", "lower_bound"]
 BoundEffort = Literal["quick", "full"]
 
 HEADS = 50_000
-"""Heads and tails that a bound may compute, a microsecond each. Where all are too many, only those of the
-first and last microbatches are looked at, and for ``span`` only the ranks of the best quick bounds."""
+"""Heads and tails that a bound may compute, a microsecond each. If all of them are too many, the bound looks
+only at the first and last microbatches, and for ``span`` only at the ranks with the best quick bounds."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound of the objective, and what proves it."""
+    """A lower bound of the objective, and the argument that proves it."""
 
     value: float
     reason: str
@@ -53,7 +53,7 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full") -> Bound:
 
 
 def _known(problem: Problem) -> int:
-    """Microbatches at either end to look at: at least until the pipeline has been filled."""
+    """Number of microbatches to look at on either end: at least those that fill the pipeline."""
     affordable = HEADS // (4 * problem.n_stages)
     return min(problem.microbatches, max(affordable, 3 * problem.pp_degree))
 

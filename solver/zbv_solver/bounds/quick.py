@@ -1,13 +1,11 @@
-"""The quick bound: the one-machine bound of every rank with heads and tails that are blind to memory.
+"""The quick bound: the one-machine bound of every rank, with heads and tails that ignore memory.
 
-Jackson's preemptive one-machine bound (Carlier 1982): every action of a rank is a job with a head (time
-that must pass before it can start) and a tail (time that must pass after it ends). Heads and tails come
-from the path of a microbatch through the stages and from the slowest action on that path. The proof is in
-PROOFS.md, section 1.
+Jackson's preemptive one-machine bound (Carlier 1982): every action of a rank is a job with a head (its
+earliest start) and a tail (the time that must pass after its end). Heads and tails come from the path of a
+microbatch through the stages and from the slowest action on this path. The proof is in PROOFS.md, section 1.
 
-For ``makespan`` heads begin at the first start of all ranks, and tails end at the last end of all. For
-``span`` both begin and end on the rank itself, whose own window is being bounded; another rank's W never
-enters a tail.
+For ``makespan``, heads begin at the first start of all ranks, and tails end at the last end of all ranks. For
+``span``, both begin and end on the rank whose window is bounded; another rank's W never enters a tail.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ IntArray = NDArray[Any]
 def one_machine_bounds(problem: Problem) -> list[float]:
     """Jackson's bound of every rank: Lemma 7.
 
-    Positions lie along the stages: position k < S is F of stage k; position k >= S is the backward of stage
-    2S-1-k, whose share on the path is the cheaper of I and B. What of the backward's cheapest work is not
-    on the path (W, mostly) is a job of its own without a tail.
+    Position k < S is F of stage k, and position k >= S is the backward of stage 2S-1-k, which has the length
+    of the cheaper of I and B. The rest of the backward's cheapest work (mostly W) is not on the path of a
+    microbatch: it is a job of its own, without a tail.
     """
     forward, inputs, weights, fused = problem.arrays.duration
     on_path = np.minimum(inputs, fused)
@@ -64,7 +62,7 @@ def _jobs(
     origin: int,
     m: int,
 ) -> FloatArray:  # pragma: no cover - compiled
-    """Heads, lengths and tails (3, jobs) of a rank's jobs, the k-th of a kind in column k of its block."""
+    """Heads, lengths and tails (3, jobs) of a rank's jobs; every kind has a block of m columns."""
     n = len(rest)
     jobs = np.zeros((3, 3 * m * len(stages)))
     block = 0
@@ -89,10 +87,10 @@ def _jobs(
 def _tails(
     start: FloatArray, length: FloatArray, rest: FloatArray, exits: IntArray, position: int, tails: FloatArray
 ) -> None:  # pragma: no cover - compiled
-    """From the end of a position to the end of everything, while m-1 … 0 microbatches follow it.
+    """Write the tails of a position's m microbatches, of which m-1 … 0 others follow: Lemma 7 (ii).
 
-    Every exit, ascending stages, gives a tail of path + microbatches · slowest. The exit of the longest
-    path has nearly always the slowest action behind it too, and then no other counts.
+    Every exit gives a tail of path + microbatches · slowest action. The exit with the longest path nearly
+    always has the slowest action too, and then the other exits need no loop over microbatches.
     """
     n, m, count = len(rest), len(tails), 0
     path, slowest = np.zeros(len(exits)), np.zeros(len(exits))

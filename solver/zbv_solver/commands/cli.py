@@ -31,10 +31,10 @@ OPTIONAL_PACKAGES = ("numba", "ortools", "jinja2", "markupsafe")
 
 EFFORTS = """\
 efforts, and about how long they take for 4 to 8 ranks on two cores:
-  quick      construct orders and improve the best one briefly     under a second
-  standard   also tune the constructors' parameters, improve       5 seconds
+  quick      construct orders and improve the best one briefly     a second
+  standard   also tune the constructors' parameters, improve       5 to 10 seconds
              for longer, and prove small problems optimal
-  thorough   the same with about ten times the budget              up to a minute
+  thorough   the same with about ten times the budget              up to 2 minutes
 A search ends early when its plan is proved optimal. Only with --time-limit does the plan depend on the speed
 of the machine; otherwise the same problem, effort and seed give the same plan everywhere.
 """
@@ -136,8 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         "frontier",
         searches.frontier,
         "search the best objective within every memory limit",
-        "Search the problem at memory limits from the smallest feasible one to twice the memory of 1F1B, "
-        "whatever its own limit is.\nLayers are cut again at every limit, and recomputed as needed to fit.",
+        "Search the problem at memory limits from the smallest feasible one to twice the memory of 1F1B,\n"
+        "whatever its own limit is. Layers are cut again at every limit, and recomputed as needed to fit.",
         epilog=EFFORTS,
     )
     _add_problem(frontier)

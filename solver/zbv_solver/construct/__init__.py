@@ -1,1 +1,5 @@
-"""Ways to make an order from scratch: structured greedy, list scheduling, classical schedules."""
+"""Orders from scratch: the structured greedy, list scheduling, and classical schedules.
+
+Improving an order is the task of :mod:`zbv_solver.improve`; choosing among orders is that of
+:mod:`zbv_solver.search`.
+"""

@@ -1,4 +1,4 @@
-"""One constructed order: how it was made, its codes, and what it achieves at earliest start."""
+"""A constructed order: the method, the codes of its actions, and its objective at earliest start."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Attempt:
     code, length
         (p, 3 * chunks * m) int8 and (p,): codes (see :mod:`.tables`) of every rank, in order.
     span, makespan
-        At earliest start; of the span this is an upper bound.
+        At earliest start, which makes ``span`` an upper bound of the exact span.
     rule
-        What laid all of it, where one rule of list scheduling did.
+        The rule of list scheduling that placed all actions, if one rule did.
     """
 
     method: str
@@ -43,13 +43,13 @@ class Attempt:
 
     @classmethod
     def of(cls, method: str, problem: Problem, board: Board, rule: Rule | None = None) -> Attempt:
-        """What a complete board achieves."""
+        """The order on a complete board."""
         code, length = board.code.copy(), board.length.copy()
         return cls(method, problem, code, length, board.span, board.makespan, rule)
 
     @classmethod
     def retimed(cls, method: str, problem: Problem, code: IntArray, length: IntArray) -> Attempt:
-        """What codes achieve that were laid for other costs, or changed since."""
+        """An order whose codes were made for other costs, or were changed since: timed again."""
         orders = to_orders(code, length, problem)
         makespan, span = earliest_start_values(problem, orders)
         return cls(
@@ -63,7 +63,7 @@ class Attempt:
 
     @property
     def value(self) -> float:
-        """The problem's objective; of a span, an upper bound (earliest starts, see ``timing``)."""
+        """The problem's objective; for a span, an upper bound (earliest starts, see ``timing``)."""
         return self.span if self.problem.objective == "span" else self.makespan
 
     @cached_property
@@ -75,8 +75,8 @@ class Attempt:
 def to_orders(code: IntArray, length: IntArray, problem: Problem) -> Orders:
     """Orders from codes (p, n) int8 and lengths (p,).
 
-    The k-th action of a stage and letter is its k-th microbatch in line; B and I draw from one line, and a W
-    takes the oldest I that has none yet.
+    Microbatches ascend: the k-th action of a stage and letter runs microbatch k. B and I are counted
+    together, and a W runs the microbatch of the oldest I without a W.
     """
     stages = np.array(problem.placement.stages_of, dtype=np.int32)
     offset = np.concatenate(([0], np.cumsum(length))).astype(np.int64)
@@ -85,7 +85,7 @@ def to_orders(code: IntArray, length: IntArray, problem: Problem) -> Orders:
 
 
 def from_orders(orders: Orders, problem: Problem) -> tuple[IntArray, IntArray]:
-    """Codes (p, 3 * chunks * m) int8 and lengths (p,) of orders; microbatch numbers are dropped."""
+    """Codes (p, 3 * chunks * m) int8 and lengths (p,) of orders, without the microbatch numbers."""
     chunk_of = np.array(problem.placement.chunk_of, dtype=np.int8)
     flat = chunk_of[orders.stage] * 4 + orders.letter
     p = problem.pp_degree

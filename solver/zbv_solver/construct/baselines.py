@@ -1,7 +1,7 @@
-"""Classical schedules, to stand beside every plan.
+"""Classical schedules, to compare every plan with.
 
-They run the same model: their stages are the V stages merged in model order (one chunk per rank), or the
-V stages dealt round (interleaved). Letters as everywhere: B is the full backward.
+They run the same model: their stages are the problem's stages merged in model order (one chunk per rank), or
+distributed in turn (interleaved). B is the full backward, as everywhere.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def eager_1f1b(rank: int, p: int, m: int) -> Rows:
 
 
 def zb_h1(rank: int, p: int, m: int) -> Rows:
-    """1F1B with the backward split, W's kept back by ``rank`` microbatches (Qi et al. 2023, section 2.2).
+    """1F1B with a split backward and W's delayed by ``rank`` microbatches (Qi et al. 2023, section 2.2).
 
-    After p - rank forwards a step repeats, I first; then W once there are ``rank`` to keep back, and F
-    while there are any left. The remaining W's come last.
+    After p - rank forwards a step repeats: an I, then a W once ``rank`` others are waiting, then an F while
+    any is left. The remaining W's come last.
     """
     j, ahead = np.arange(m), p - rank
     rows = np.empty((3 * m, 3), dtype=np.int32)
-    # An action's place is how many F's, I's and W's come before it.
+    # The place of an action is the number of F's, I's and W's before it.
     forward = j + np.maximum(j - ahead + 1, 0) + np.clip(j - ahead - rank + 1, 0, m)
     inputs = np.minimum(ahead + j, m) + j + np.maximum(j - rank, 0)
     weights = np.minimum(ahead + j + rank, m) + np.minimum(j + rank + 1, m) + j
@@ -55,13 +55,13 @@ def zb_h1(rank: int, p: int, m: int) -> Rows:
 
 
 def interleaved_1f1b(rank: int, p: int, m: int, chunks: int) -> Rows:
-    """Chunks take turns by rounds of about p microbatches (Narayanan et al. 2021, section 2.2).
+    """Chunks take turns in rounds of about p microbatches (Narayanan et al. 2021, section 2.2).
 
-    Rounds are as even as m allows, so m need not be a multiple of p.
+    Rounds are as equal as m allows, so m need not be a multiple of p.
     """
     rounds = max(1, m // p)
     bounds = np.arange(rounds + 1) * m // rounds
-    # The k-th forward: round by round, in it chunk by chunk, in that microbatch by microbatch.
+    # The k-th forward: by round, then by chunk, then by microbatch.
     round_of = np.repeat(np.arange(rounds), np.diff(bounds) * chunks)
     in_round = np.arange(chunks * m) - chunks * bounds[round_of]
     chunk, later = np.divmod(in_round, np.diff(bounds)[round_of])
@@ -75,10 +75,10 @@ def interleaved_1f1b(rank: int, p: int, m: int, chunks: int) -> Rows:
 
 
 def _alternate(stage: int, warm_up: int, m: int) -> Rows:
-    """``warm_up`` forwards, then one forward and one backward while there are forwards."""
+    """``warm_up`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     k = np.arange(m)
     rows = np.empty((2 * m, 3), dtype=np.int32)
-    # An action's place is how many F's and B's come before it.
+    # The place of an action is the number of F's and B's before it.
     for letter, places in (
         (F, k + np.maximum(k - warm_up, 0)),
         (B, k + np.minimum(warm_up + k + 1, m)),
@@ -98,14 +98,14 @@ BASELINES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 
 
 def baseline(name: str, problem: Problem) -> tuple[Problem, Orders]:
-    """A baseline's own problem (same model, other placement) and its order.
+    """The problem of a baseline (same model, other placement) and its order.
 
     Parameters
     ----------
     name
         One of ``BASELINES``.
     problem
-        A problem with two stages per rank.
+        The problem to compare on.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def baseline(name: str, problem: Problem) -> tuple[Problem, Orders]:
 
 
 def _on(problem: Problem, placement: Placement) -> Problem:
-    """The same stages on another placement; layers bring their static memory along."""
+    """The same stages on another placement; the static memory of layers moves with them."""
     if problem.model is None:
         return replace(problem, placement=placement)
     static = problem.model.static_of(placement.stages_of)
@@ -134,7 +134,7 @@ def _on(problem: Problem, placement: Placement) -> Problem:
 def merge_stages(problem: Problem) -> Problem:
     """The same model with one stage per rank: neighbouring stages merged in model order.
 
-    Costs and deltas add up; of the transfers those between the merged stages remain.
+    Costs and deltas are summed; transfers remain only between merged stages.
     """
     costs, memory, chunks = problem.costs, problem.memory, problem.placement.chunks
 
@@ -167,5 +167,5 @@ def merge_stages(problem: Problem) -> Problem:
 
 
 def without_limit(problem: Problem) -> Problem:
-    """The same problem with unlimited memory: baselines are shown even where they do not fit."""
+    """The same problem with unlimited memory: baselines are shown even if they do not fit."""
     return replace(problem, memory=replace(problem.memory, limit=None))

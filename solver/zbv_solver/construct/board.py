@@ -1,7 +1,8 @@
-"""The board on which constructors lay actions: clocks, memory and counts of every rank, in numba.
+"""The board on which constructors place actions: clocks, memory and counts of every rank.
 
-Kernels take flat arrays, not tuples of them: a tuple of a dozen arrays, passed between compiled functions,
-costs more than the work (measured: 5 us against 0.2 us per action, and five times the compile time).
+Kernels take the board and the problem's tables as records of arrays. The short ones are compiled without
+reference counts (:func:`~zbv_solver.kernels.jit.compiled_leaf`): counting references to a dozen arrays at
+every call took four to seven times as long as placing an action.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ FRONT, BACK = range(2)
 
 
 class Board(NamedTuple):
-    """What has been placed so far; kernels write into these arrays.
+    """The actions placed so far; kernels write into these arrays.
 
     Attributes
     ----------
     level
-        (p, 4): end of the last action, memory held, idle time since the first start, that start.
+        (p, 4): end of the last action, memory held, idle time since the first start, and the first start.
     placed
         (2S,): number of actions placed at every position of the chain.
     end
         (2S, m): their ends.
     queue, ends
-        (p, chunks * m) int8 and (p, 2): chunks of the W's that wait, oldest first, and where they lie.
+        (p, chunks * m) int8 and (p, 2): chunks of the waiting W's, oldest first, and the FRONT and BACK
+        of this queue.
     code, length
         (p, 3 * chunks * m) int8 and (p,): the order so far.
     halt
@@ -50,7 +52,7 @@ class Board(NamedTuple):
 
     @classmethod
     def of(cls, tables: Tables, halt: IntArray | None = None) -> Board:
-        """A board for a problem; it can be used again and again."""
+        """An empty board for a problem; it can be cleared and reused."""
         p, chunks, m, positions = tables.pp_degree, tables.chunks, tables.microbatches, len(tables.latency)
         return cls(
             level=np.zeros((p, 4)),
@@ -64,7 +66,7 @@ class Board(NamedTuple):
         )
 
     def is_complete(self, tables: Tables) -> bool:
-        """Whether every stage has all of its backwards, and no W waits."""
+        """Whether all actions are placed: every F and backward, and no W waits."""
         no_weight_waits = np.array_equal(self.ends[:, FRONT], self.ends[:, BACK])
         return bool(no_weight_waits and self.placed.min() == tables.microbatches)
 
@@ -75,7 +77,7 @@ class Board(NamedTuple):
 
     @property
     def span(self) -> float:
-        """Largest window of a rank, at earliest start."""
+        """Longest time from a rank's first start to its last end, at earliest start."""
         return float((self.level[:, CLOCK] - self.level[:, FIRST]).max())
 
 

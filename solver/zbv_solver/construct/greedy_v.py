@@ -1,9 +1,9 @@
 """The greedy V search: warm-up along the V, then rounds of one backward and one forward per rank.
 
-W's are kept back and put into holes, or run when memory asks for it. Method: Qi et al., "Pipeline
-Parallelism with Controllable Memory" (2024), section 3, and the ZB-VPP design notes for
-``try_v_schedule`` and ``get_v_schedule``; here with costs and memory per stage and limits per rank, where
-the published searches take averages. It may fail under tight limits; :mod:`.list_scheduling` then serves.
+W's are held back and fill idle time, or run when memory must be released. Method: Qi et al., "Pipeline
+Parallelism with Controllable Memory" (2024), section 3, and the ZB-VPP design notes for ``try_v_schedule``
+and ``get_v_schedule``. The published searches take average costs; here costs and memory are per stage, and
+limits per rank. The greedy may fail under tight limits, where :mod:`.list_scheduling` takes over.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GREEDY_COST = 4
 """Actions of list scheduling that one action of the greedy counts for in budgets. It decides which plans a
 search finds, so it does not follow the kernels' speed."""
 CHUNKS = 2
-"""The V gives every rank two."""
+"""Chunks per rank in a V."""
 
 
 class GreedyParameters(NamedTuple):
@@ -47,13 +47,13 @@ class GreedyParameters(NamedTuple):
     Attributes
     ----------
     fill_forward, fill_backward
-        Whether a W may overfill a hole before an F, and before a chunk-1 backward.
+        Whether a W longer than the idle time before an F, or before a backward of chunk 1, may run in it.
     surplus
-        (p,) idle time that a rank can have for free, because others have more work.
+        (p,) idle time that costs nothing on a rank, because other ranks have more work.
     allowance
-        (p,) further idle time granted, as from the bubbles of the previous pass.
+        (p,) further idle time allowed, such as the bubbles of the previous pass.
     warm_up_limit
-        (p,) memory that the warm-up's forwards may count on.
+        (p,) memory that the forwards of the warm-up may use.
     """
 
     fill_forward: bool
@@ -64,10 +64,10 @@ class GreedyParameters(NamedTuple):
 
 
 class GreedyV:
-    """Lays greedy V orders of one problem, on one board that is used again and again.
+    """Makes greedy V orders of one problem, on one board that is reused.
 
-    With ``mean_costs`` it lays them for every letter's duration averaged over the stages, which is what
-    published searches plan with: the regular order is sometimes the better one on uneven stages.
+    With ``mean_costs`` every letter's duration is averaged over the stages, as in the published searches: on
+    uneven stages the regular order is sometimes the better one.
     """
 
     def __init__(
@@ -88,32 +88,32 @@ class GreedyV:
         self.board = Board.of(self.tables, halt)
 
     def default(self, fill_forward: bool = True, fill_backward: bool = True) -> GreedyParameters:
-        """The published choice, with nothing known of bubbles yet."""
+        """The published parameters, for a first pass."""
         loads, limit = self.tables.loads, self.tables.limit
         return GreedyParameters(
             fill_forward, fill_backward, loads.max() - loads, np.zeros(len(loads)), limit.copy()
         )
 
     def lay(self, parameters: GreedyParameters) -> bool:
-        """Fill the board; whether all actions found a place."""
+        """Fill the board; whether all actions were placed."""
         tables, board = self.tables, self.board
         _lay(tables, board, parameters)
         return board.is_complete(tables)
 
     def attempt(self, method: str) -> Attempt:
-        """What the complete board achieves under the true costs."""
+        """The complete board as an order, timed with the true costs."""
         if self.is_true:
             return Attempt.of(method, self.problem, self.board)
         return Attempt.retimed(method, self.problem, self.board.code, self.board.length)
 
 
 def get_v_schedule(problem: Problem) -> Iterator[Attempt]:
-    """Orders of the four fill options, of the ways to fuse, and of true and mean costs."""
+    """Orders of the four fill options, for every way to fuse, with true and mean costs."""
     for fuse_name, fuse in fuse_options(problem):
         for mean_costs in (False, True):
             greedy = GreedyV(problem, fuse, mean_costs=mean_costs)
             if mean_costs and greedy.is_true:
-                break  # even stages: the same again
+                break  # all stages are equal, so the orders would be the same
             for fill_forward, fill_backward in product((True, False), repeat=2):
                 fills = f"fill_f={int(fill_forward)},fill_b={int(fill_backward)}"
                 costs = "mean" if mean_costs else "true"
@@ -129,7 +129,7 @@ def with_mean_costs(tables: Tables) -> Tables:
 
 
 def _with_reruns(greedy: GreedyV, parameters: GreedyParameters) -> Iterator[GreedyParameters]:
-    """Complete boards, each with the bubbles of the one before as allowances, while they shrink."""
+    """Complete boards, each with the bubbles of the previous one as allowances, while the bubbles shrink."""
     smallest = np.inf
     for _ in range(MAX_RERUNS):
         complete = greedy.lay(parameters)

@@ -1,8 +1,9 @@
 """List scheduling by priority rules: any placement, any feasible memory limit.
 
-The rank that can start something first does so; among its ready actions the rule decides. Forwards are
-admitted only without risk of a deadlock (:func:`~.board.admits_forward`) and up to an in-flight cap, since
-filling memory greedily hurts. Where the structured greedy fails for lack of memory, this serves.
+The rank that can start an action first does so; a rule chooses among its ready actions. Forwards are
+admitted only without risk of a deadlock (:func:`~.board.admits_forward`), and up to a cap on the microbatches
+in flight, since filling memory greedily makes plans worse. Where the structured greedy fails for lack of
+memory, list scheduling still finds orders.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from zbv_solver.problem.problem import B, F, I, Problem, W
 
 NOTHING = -1
 PHASES = 3
-"""Of a rank: before its first backward, until its last first-chunk F, and after that."""
+"""Phases of a rank: before its first backward, until its last F of the first chunk, and after that."""
 POLL_EVERY = 4096
-"""Actions between two looks at the halt flag."""
+"""Number of actions between two checks of the halt flag."""
 
 
 class Rule(NamedTuple):
@@ -35,15 +36,15 @@ class Rule(NamedTuple):
     Attributes
     ----------
     priority
-        (p, PHASES, 3 * chunks) float64: of forwards while the chunk has fewer than ``target`` in flight,
-        of forwards otherwise, and of backwards, by chunk.
+        (p, PHASES, 3 * chunks) float64, by chunk: forwards while the chunk has fewer than ``target``
+        microbatches in flight, forwards otherwise, and backwards.
     target
-        (p, chunks) int64: microbatches in flight (F done, backward not) that a chunk is to keep.
+        (p, chunks) int64: microbatches in flight (F done, backward not) that a chunk should keep.
     cap
-        (p, PHASES - 1) int64: most microbatches in flight on the first chunk, in its two phases.
+        (p, PHASES - 1) int64: most microbatches in flight on the first chunk, in the first two phases.
     patience
-        (p, PHASES) float64: a W is started when it delays the next known arrival by no more than this
-        share of its duration.
+        (p, PHASES) float64: a W may start if it delays the next known arrival by at most this share of its
+        duration.
     """
 
     priority: FloatArray
@@ -53,7 +54,7 @@ class Rule(NamedTuple):
 
 
 class ListScheduler:
-    """Lays orders of one problem by rules, on one board that is used again and again."""
+    """Makes orders of one problem by rules, on one board that is reused."""
 
     def __init__(self, problem: Problem, fuse: NDArray[np.bool_] | None = None, halt: IntArray | None = None):
         self.problem = problem
@@ -63,15 +64,15 @@ class ListScheduler:
         self.is_span = problem.objective == "span"
 
     def value(self, rule: Rule, most: float = np.inf, kept: tuple[IntArray, IntArray] | None = None) -> float:
-        """The objective at earliest start of the rule's order; inf if it is incomplete.
+        """The objective of the rule's order at earliest start; inf if the order is incomplete.
 
         Parameters
         ----------
         most
-            An order is given up, and counts as incomplete, as soon as it is sure to be worse than this.
+            An order that is certain to be worse than this is abandoned and counts as incomplete.
         kept
-            Codes (p, n) of an order and how many of every rank's (p,) to keep; the rule lays the rest. What
-            is kept must be executable by itself.
+            Codes (p, n) of an order, and the number (p,) of every rank's actions to keep; the rule places the
+            others. The kept actions must be executable without the others.
         """
         tables, board = self.tables, self.board
         codes, until = (board.code, np.zeros_like(board.length)) if kept is None else kept
@@ -83,13 +84,13 @@ class ListScheduler:
 
     @property
     def placed(self) -> int:
-        """Actions that the last rule placed."""
+        """Number of actions that the last rule placed."""
         return int(self.board.length.sum())
 
     def attempt(
         self, rule: Rule, method: str, kept: tuple[IntArray, IntArray] | None = None
     ) -> Attempt | None:
-        """The rule's order after what is kept, or None if it is incomplete."""
+        """The rule's order after the kept actions, or None if it is incomplete."""
         if self.value(rule, kept=kept) == float("inf"):
             return None
         return Attempt.of(method, self.problem, self.board, rule if kept is None else None)
@@ -100,11 +101,11 @@ PREFERENCES = {
     "backward-shallow": (I, "shallow"),
     "forward-deep": (F, "deep"),
 }
-"""Which letter goes first, and whether the later or the earlier half of its way goes first."""
+"""The letter that goes first, and whether the later chunks (deep) or the earlier ones go first."""
 
 
 def priority_schedules(problem: Problem, shares: tuple[float, ...] = (1.0, 0.75)) -> Iterator[Attempt]:
-    """Orders of a small portfolio of rules; ``shares`` scale the in-flight caps that memory allows."""
+    """Orders of a small portfolio of rules; ``shares`` scale the caps that memory allows."""
     for fuse_name, fuse in fuse_options(problem):
         scheduler = ListScheduler(problem, fuse)
         for name, share, patience in product(PREFERENCES, shares, (0.0, 0.5)):
@@ -116,7 +117,7 @@ def priority_schedules(problem: Problem, shares: tuple[float, ...] = (1.0, 0.75)
 
 
 def simple_rule(problem: Problem, preference: str, share: float, patience: float) -> Rule:
-    """One order of kinds for all ranks and phases, and caps as a share of what memory allows."""
+    """The same priorities on all ranks and in all phases; caps are a share of what memory allows."""
     letter, depth = PREFERENCES[preference]
     p, chunks = problem.pp_degree, problem.placement.chunks
     caps = np.tile(in_flight_caps(problem), (PHASES - 1, 1)).T
@@ -133,26 +134,26 @@ def simple_rule(problem: Problem, preference: str, share: float, patience: float
 
 
 def in_flight_caps(problem: Problem) -> NDArray[np.int64]:
-    """Most microbatches in flight per rank (p,): what memory allows, and never more than 2p."""
+    """Most microbatches in flight per rank (p,): as many as memory allows, but at most 2p."""
     stages = np.array(problem.placement.stages_of)
     arrays = problem.arrays
     held = arrays.delta[F][stages].sum(axis=1)
     room = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
     allowed = np.divide(room, held, out=np.full_like(room, np.inf), where=held > 0)
     most = min(2 * problem.pp_degree, problem.microbatches)
-    # A quotient that rounding put just above an integer is that integer.
+    # Rounding may put a quotient just above an integer; it then is that integer.
     rounded_up = np.ceil(np.minimum(allowed, most) * (1 - MEMORY_TOLERANCE))
     caps: NDArray[np.int64] = np.clip(rounded_up, 1, most).astype(np.int64)
     return caps
 
 
 def serial(problem: Problem) -> Attempt:
-    """One microbatch after another with fused backwards: the plan that the smallest memory limit admits."""
+    """One microbatch after another with fused backwards: the smallest memory limit admits this order."""
     rule = simple_rule(problem, "backward-deep", 0.0, 0.0)
     scheduler = ListScheduler(problem, np.ones(problem.n_stages, dtype=np.bool_))
     attempt = scheduler.attempt(rule, "serial")
     if attempt is None:
-        raise RuntimeError("one microbatch after another does not fit; this is a fault of ours.")
+        raise RuntimeError("one microbatch after another does not fit; please report this bug in zbv.")
     return attempt
 
 
@@ -160,12 +161,15 @@ def serial(problem: Problem) -> Attempt:
 def _schedule(
     tables: Tables, board: Board, rule: Rule, least_loads: FloatArray, is_span: bool, most: float
 ) -> bool:  # pragma: no cover - compiled
-    """Lay all actions that are left; False if none fits memory, if sure to exceed ``most``, or halted.
+    """Place all remaining actions; False if memory blocks them, if they exceed ``most``, or if halted.
 
-    A rank's next action is decided by the rule: NOTHING while no input is known; a W where the rank would
-    wait, as far as patience goes, or where memory blocks what could start. It is decided anew when the rank
-    has placed an action or the input that it waits for is known, and the rank that starts first places its.
-    Deciding and placing are written out: calls with so many arrays double the time.
+    The rule chooses the next action of every rank: NOTHING while no input is known; a W if the rank would
+    wait, as far as patience allows, or if memory blocks the actions that could start. A rank chooses again
+    when it has placed an action, or when the input that it waits for becomes known. The rank whose choice
+    starts first places it; a tournament tree over the ranks finds this rank in O(log p).
+
+    Invariants: ``ready`` and ``flight`` match the board; ``chosen`` and ``start`` are what each rank would
+    place next if nothing else happened.
     """
     position, duration, delta, latency = tables.position, tables.duration, tables.delta, tables.latency
     level, placed, end, queue, ends = board.level, board.placed, board.end, board.queue, board.ends
@@ -194,7 +198,7 @@ def _schedule(
         first[node] = first[2 * node]
     actions, changed, other = 0, 0, NOTHING
     while True:
-        # Decide again: at first for all ranks, then for the one that placed and the one that waits for it.
+        # Choose again: at first on all ranks, then on the one that placed and the one that waits for it.
         while changed < p:
             one, clock, held, room = changed, level[changed, CLOCK], level[changed, HELD], limit[changed]
             begun, ended = placed[position[one, F]], placed[position[one, I]]
@@ -282,7 +286,7 @@ def _schedule(
                 arrival = clock + latency[here + 1]
                 ready[slot[here + 1]] = arrival
                 waiting = host[here + 1]
-                # Unless that rank has an F or I to start at once, whatever can start later.
+                # No new choice is needed if that rank has an F or I to start at once.
                 busy = start[waiting] == level[waiting, CLOCK] and chosen[waiting] & 3 <= I
                 if waiting != rank and not (busy and arrival > start[waiting]):
                     other = waiting
@@ -299,19 +303,19 @@ def _schedule(
 def _ready(
     tables: Tables, board: Board
 ) -> tuple[IntArray, FloatArray, IntArray, FloatArray]:  # pragma: no cover - compiled
-    """What decisions look at, flat and by rank, so that a decision reads few and neighbouring numbers.
+    """The numbers that choices depend on, flat and by rank, so that a choice reads few adjacent numbers.
 
     Returns
     -------
     slot
-        (positions,) of a position's next action in ``ready``.
+        (2S,) index in ``ready`` of the next action at a position.
     ready
-        (p * 2 * chunks,) when the input of the next F of every chunk, then of its next backward, has arrived;
-        inf while that is not known.
+        (p * 2 * chunks,) arrival of the input of every chunk's next F, then of its next backward; inf while
+        unknown.
     flight
         (p * chunks,) microbatches in flight.
     needs
-        (p * chunks,) memory that one F of the chunk and of every later one take.
+        (p * chunks,) memory of one F on the chunk and on every later one.
     """
     position, delta, latency = tables.position, tables.delta, tables.latency
     placed, end = board.placed, board.end

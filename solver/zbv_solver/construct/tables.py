@@ -1,8 +1,8 @@
-"""A problem as constructors read it: one small code per action, and tables by rank and code.
+"""A problem as compiled kernels read it: one small code per action, and tables by rank and code.
 
-The code of an action is ``chunk * 4 + letter``. Microbatches of a stage and letter run in ascending order,
-which loses nothing (transfers are constant and memory counts, so microbatches are alike): the microbatch is
-implied by how many of its kind came before, and a rank's order is a row of int8.
+The code of an action is ``chunk * 4 + letter``. Microbatches of a stage and letter run in ascending order.
+This loses nothing, as microbatches are alike: PROOFS.md, Lemma 1. So the number of earlier actions of a kind
+implies the microbatch, and the order of a rank is a row of int8.
 
 The forwards and backwards of a microbatch form one chain of 2S *positions*: position s is F of stage s, and
 position 2S-1-s is its backward. Position q waits for position q-1 of the same microbatch. A W has no
@@ -40,11 +40,11 @@ class Tables(NamedTuple):
     host
         (2S,) int64: the rank of a position.
     static, limit
-        (p,) float64; the tolerance for rounding is already added to the limit.
+        (p,) float64. The limit includes the tolerance for rounding.
     fuse
-        (p, chunks) bool: where the backward is always the fused B.
+        (p, chunks) bool: chunks whose backward is always the fused B.
     microbatches
-        m.
+        Their number m.
     """
 
     position: IntArray

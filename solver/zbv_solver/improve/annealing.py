@@ -1,10 +1,10 @@
 """Annealing on the order itself: single actions move a few places along their rank.
 
-Moves are drawn from a critical path nine times of ten, judged by heads and tails of the moved stretch alone
-(Balas and Vazacopoulos 1998, "Guided local search with shifting bottleneck for job shop scheduling",
-section 3), and applied if the judgement is good or, at low temperature, not much worse. Memory is a prefix
-sum over the rank and is checked for the stretch only. Of a span, the windows' starts stay where they are
-during a round and are put where the exact span has them between rounds.
+Nine out of ten moves start on a critical path. A move is judged by the ends before and the tails after the
+moved stretch alone (Balas and Vazacopoulos 1998, "Guided local search with shifting bottleneck for job shop
+scheduling", section 3), and applied if the judgement is better or, at low temperature, not much worse.
+Memory is a prefix sum over the rank and is checked for the stretch only. For a span, the ranks' first starts
+are fixed during a round, at the values that attain the exact span of the order at its beginning.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ from zbv_solver.problem.problem import F, Problem
 from zbv_solver.timing.start_times import evaluate, span_start_times
 
 REACH = 12
-"""Most places that an action moves at once."""
+"""Most places that one move shifts an action."""
 CRITICAL_SHARE = 0.9
 PROPOSALS = 40
-"""Moves looked at for every one applied, before a round gives up."""
+"""A round ends after this many moves looked at for each move that it may apply."""
 
 
 @dataclass(frozen=True, eq=False)
 class Annealed:
-    """What a round found.
+    """The result of a round.
 
     Attributes
     ----------
     orders, value
         The best order and its exact objective.
     last
-        Where the round stood at its end.
+        The order at the end of the round.
     moves
-        Moves applied.
+        Number of moves applied.
     looked
-        Moves looked at.
+        Number of moves looked at.
     judged
-        The best order's objective as kept up by repairs, windows' starts as they were: at least ``value``.
+        The best order's objective as the repairs computed it, with the first starts of the round's beginning;
+        at least ``value``.
     """
 
     orders: Orders
@@ -77,16 +78,16 @@ def anneal(
     seed: int,
     halt: IntArray | None = None,
 ) -> Annealed:
-    """One round from an order with microbatches in line.
+    """One round from an order with ascending microbatches.
 
     Parameters
     ----------
     moves
-        Moves to apply; every one costs about one pass over the actions.
+        Number of moves to apply; each costs about one pass over the actions.
     temperature
         In the problem's time unit.
     halt
-        (1,) uint8: set from another thread to end the round.
+        (1,) uint8: another thread sets it to end the round.
     """
     tables = make_tables(problem)
     code, length = from_orders(orders, problem)
@@ -103,7 +104,7 @@ def anneal(
 
 
 def _window_starts(problem: Problem, orders: Orders) -> FloatArray:
-    """Releases (p,): 0 for a makespan, the first starts of the exact span otherwise."""
+    """Releases (p,): 0 for a makespan, the first starts that attain the exact span otherwise."""
     if problem.objective == "makespan":
         return np.zeros(problem.pp_degree)
     starts: FloatArray = span_start_times(problem, orders)[orders.offset[:-1]]
@@ -111,7 +112,7 @@ def _window_starts(problem: Problem, orders: Orders) -> FloatArray:
 
 
 class Round(NamedTuple):
-    """What one round may do; see :func:`anneal`."""
+    """The parameters of one round; see :func:`anneal`."""
 
     moves: int
     temperature: float
@@ -119,7 +120,7 @@ class Round(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The move looked at: consecutive actions of a rank, rotated by one; kernels write into it.
+    """The current move: consecutive actions of a rank, rotated by one; kernels write into it.
 
     Attributes
     ----------
@@ -147,7 +148,7 @@ class Move(NamedTuple):
 
     @classmethod
     def of(cls, p: int, actions: int) -> Move:
-        """Space for any move."""
+        """Arrays that are large enough for any move."""
         most = REACH + 1
         codes = (np.zeros(most, np.int8), np.zeros(most, np.int64), np.zeros(most, np.int8))
         return cls(
@@ -203,7 +204,8 @@ def _round(
         executable = sweep_ends(tables, state)
         changed = objective(state)
         applied += 1
-        # The judgement is a lower bound of the change: paths that bypass the stretch are not in it.
+        # Undo a move that is worse than judged: the judgement leaves out paths that bypass the stretch, and
+        # takes the ends and tails of other actions as they were.
         if not executable or changed > max(bar, judged) * (1 + ROUNDING):
             for step in range(high - low + 1):
                 code[rank, low + step] = move.old_code[step]

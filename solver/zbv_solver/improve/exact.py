@@ -1,7 +1,7 @@
-"""The whole problem as an exact CP-SAT model: proves small cases optimal, improves larger ones.
+"""The whole problem as an exact CP-SAT model: proves small plans optimal, and improves larger ones.
 
-The model is in :mod:`.exact_model`; this module runs it within a budget counted in CP-SAT's deterministic
-time, with one worker, so that the same question gets the same answer on every machine.
+The model is in :mod:`.exact_model`. This module runs it with one worker, within a budget that is counted in
+CP-SAT's deterministic time, so that the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -27,28 +27,44 @@ from zbv_solver.verify.verifier import verify_orders
 
 POLL_SECONDS = 0.02
 FIRST_PORTION = 32
-"""The first question about a span gets this part of the effort."""
+"""The first question gets one part in this many of the effort."""
 NEARLY_ALL = 0.9
 NEAR = {"makespan": 0.01, "span": 0.001}
-"""Distance of bound and value, as a share, at which the last search begins."""
+"""Relative distance of bound and value at which the last search begins."""
 MOST_QUESTIONS = 200
-"""No question is free: presolve's time is hardly counted."""
+"""Every question costs at least one part in this many of the effort, as presolve's time is hardly counted."""
 
-OnSolution = Callable[[Orders, float], None]
-OnBound = Callable[[float], None]
+
+@dataclass(frozen=True)
+class Listener:
+    """Functions that CP-SAT's thread calls while it searches.
+
+    Attributes
+    ----------
+    on_solution
+        Called with every better order and its objective.
+    on_bound
+        Called with every better proven bound.
+    """
+
+    on_solution: Callable[[Orders, float], None] = lambda orders, value: None
+    on_bound: Callable[[float], None] = lambda bound: None
+
+
+SILENT = Listener()
 
 
 @dataclass(frozen=True)
 class ExactResult:
-    """What CP-SAT found.
+    """The result of CP-SAT.
 
     Attributes
     ----------
     orders
         The best order, or None when none better than the incumbent was found.
     lower_bound
-        A proven bound on the objective in the problem's unit. Where it is above what an order reaches, one of
-        the two is wrong: :func:`zbv_solver.plans.certificate.certify` finds that out.
+        A proven bound on the objective in the problem's unit. If it is above the value of an order, one of
+        the two is wrong, and :func:`zbv_solver.plans.certificate.certify` reports it.
     proved
         Whether the search space was exhausted: no order is better than the incumbent or ``orders``.
     """
@@ -67,15 +83,14 @@ def refine(
     time_limit: float | None = None,
     seed: int = 0,
     cancelled: Callable[[], bool] | None = None,
-    on_solution: OnSolution | None = None,
-    on_bound: OnBound | None = None,
+    listener: Listener = SILENT,
 ) -> ExactResult:
-    """Search the whole problem for orders better than the incumbent, until one is proved best.
+    """Search the whole problem for better orders than the incumbent, until one is proved optimal. Lemma 30.
 
     Parameters
     ----------
     incumbent
-        A verified order with microbatches ascending; only better ones are looked for.
+        A verified order with ascending microbatches; only better orders are searched.
     lower_bound
         A proven bound, in the problem's unit.
     effort
@@ -84,12 +99,10 @@ def refine(
         Seconds; a cap on top, which makes the result depend on the machine.
     cancelled
         Polled from another thread; the search ends soon after it turns true.
-    on_solution
-        Called with every better order and its objective, from CP-SAT's thread.
-    on_bound
-        Called with every better proven bound, from CP-SAT's thread.
+    listener
+        Called from CP-SAT's thread with better orders and bounds.
     """
-    run = _Run(problem, incumbent, lower_bound, effort, time_limit, seed, cancelled, on_solution, on_bound)
+    run = _Run(problem, incumbent, lower_bound, effort, time_limit, seed, cancelled, listener)
     try:
         run.close_in()
         run.finish()
@@ -99,7 +112,7 @@ def refine(
 
 
 def make_solver(effort: float, time_limit: float | None, seed: int) -> cp_model.CpSolver:
-    """A solver with the parameters that proved fastest on pipelines (see the comments)."""
+    """A solver with the parameters that were fastest on pipelines; the comments say why."""
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.num_workers = 1
@@ -107,16 +120,16 @@ def make_solver(effort: float, time_limit: float | None, seed: int) -> cp_model.
     parameters.max_deterministic_time = effort
     if time_limit is not None:
         parameters.max_time_in_seconds = max(0.01, time_limit)
-    # The model's literals say what the linear relaxation and the precedence propagator would find out, each
-    # of which costs more time than the conflicts that it saves.
+    # The model's literals state what the linear relaxation and the precedence propagator would derive. Each
+    # of the two costs more time than the conflicts that it avoids.
     parameters.linearization_level = 0
     parameters.use_precedences_in_disjunctive_constraint = False
     parameters.cp_model_probing_level = 0
     parameters.use_new_integer_conflict_resolution = True
-    # OR-Tools 9.15 proves false optima where presolve looks for sets included in others (its issue 5293; a
-    # case of ours is in tests/solver/partition/test_least_memory.py). A certificate is worth more than what it saves.
+    # OR-Tools 9.15 proves false optima when presolve searches for included sets (its issue 5293;
+    # tests/solver/partition/test_least_memory.py has a case). A correct certificate is worth the lost time.
     parameters.presolve_inclusion_work_limit = 0
-    # It would take Ctrl-C over, and leave it with the system's default when it is done: sudden death.
+    # CP-SAT would replace the handler of Ctrl-C and then leave the system's default, which kills the process.
     parameters.catch_sigint_signal = False
     return solver
 
@@ -137,8 +150,7 @@ class _Run:
         time_limit: float | None,
         seed: int,
         cancelled: Callable[[], bool] | None,
-        on_solution: OnSolution | None,
-        on_bound: OnBound | None,
+        listener: Listener,
     ):
         self.problem, self.grid = problem, make_grid(problem)
         self.best, self.value = incumbent, objective_of(problem, incumbent)
@@ -149,20 +161,20 @@ class _Run:
         self.passed_over = 1
         self.effort, self.seed = effort, seed
         self.until = None if time_limit is None else time.monotonic() + time_limit
-        self.cancelled, self.on_solution, self.on_bound = cancelled, on_solution, on_bound
+        self.cancelled, self.listener = cancelled, listener
         self.known: list[Implied | None] = []
 
     def is_proved(self) -> bool:
         """Whether no order is better than the best one."""
-        # Where the grid has a slack, the search has passed over orders that are better by less than a step.
+        # With slack in the grid, the search skips orders that are better by less than a step.
         return (self.is_exhausted and not self.grid.slack) or self.value <= self.bound * (1 + OPTIMAL_GAP)
 
     def close_in(self) -> None:
-        """Ask whether an order takes at most T, for T between what is proven and what is reached.
+        """Ask whether an order takes at most T, for T between the bound and the best value.
 
-        Every answer moves one of the two, mostly by half their distance, where minimising creeps from one
-        solution to the next. Where a question is too hard, the next one is nearer to what is reached and
-        gets twice the effort.
+        Every answer moves one of the two, mostly by half of their distance, while minimising would creep from
+        one solution to the next. If a question is too hard, the next one is closer to the best value and gets
+        twice the effort.
         """
         share, portion = 0.5, self.effort / FIRST_PORTION
         near = NEAR[self.problem.objective]
@@ -173,11 +185,11 @@ class _Run:
                 share, portion = (1 + share) / 2, 2 * portion
 
     def finish(self) -> None:
-        """Spend what effort is left between what is proven and what is reached.
+        """Spend the remaining effort between the bound and the best value.
 
-        A makespan is minimised. For a span a constant T is asked for again and again: it makes every window
-        a difference constraint, while CP-SAT may push the two bounds of a variable one against each other by
-        single parts of the grid.
+        A makespan is minimised. For a span, the search asks for a constant T again and again: the constant
+        turns every window into a difference constraint. With a variable T, CP-SAT may move the two bounds of
+        T towards each other by single parts of the grid.
         """
         while not self._is_over():
             self._solve(self.upper, self.effort, minimise=self.problem.objective == "makespan")
@@ -220,10 +232,10 @@ class _Run:
         return status
 
     def _step_below(self, most: int) -> None:
-        """Orders that take ``most`` parts have been seen; rounded numbers may keep them from being better.
+        """Go below ``most`` parts: CP-SAT has found such orders, but by true numbers they may not be better.
 
-        Many orders may differ by rounding alone, so each time that this happens twice as many parts are
-        passed over. What lies between is left open: the bound is then what is proven below it.
+        Many orders may differ by rounding alone, so twice as many parts are skipped each time. Nothing is
+        claimed about the skipped parts: the bound stays below them.
         """
         if self.upper >= most:
             self.upper, self.passed_over = most - self.passed_over, 2 * self.passed_over
@@ -238,7 +250,7 @@ class _Run:
         return None if self.until is None else self.until - time.monotonic()
 
     def _offer(self, orders: Orders) -> None:
-        """Judge an order by true numbers; rounded ones may have misled CP-SAT."""
+        """Verify and time an order with the true numbers; CP-SAT has seen rounded ones."""
         try:
             verify_orders(self.problem, orders)
         except InvalidPlan:
@@ -247,11 +259,10 @@ class _Run:
         if value < self.value:
             self.value, self.best, self.found = value, orders, orders
             self.upper = self.grid.strictly_below(value)
-            if self.on_solution is not None:
-                self.on_solution(orders, value)
+            self.listener.on_solution(orders, value)
 
     def _raise_bound(self, parts: float, most: int) -> None:
-        """No order takes fewer than ``parts``, of those that the model admits: they take at most ``most``."""
+        """Raise the bound: no order takes fewer than ``parts``, of those that take at most ``most``."""
         if not math.isfinite(parts):
             return
         parts = min(parts, most + 1)
@@ -259,12 +270,11 @@ class _Run:
         bound = self.grid.proven(parts)
         if bound > self.bound:
             self.bound = bound
-            if self.on_bound is not None:
-                self.on_bound(bound)
+            self.listener.on_bound(bound)
 
 
 class _Solutions(cp_model.CpSolverSolutionCallback):
-    """Hands every solution's values on."""
+    """Passes on the values of every solution."""
 
     def __init__(self, offer: Callable[[Callable[[cp_model.IntVar], int]], None]):
         super().__init__()
@@ -277,7 +287,7 @@ class _Solutions(cp_model.CpSolverSolutionCallback):
 
 @contextmanager
 def stopped_when(cancelled: Callable[[], bool] | None, solver: cp_model.CpSolver) -> Iterator[None]:
-    """Stop the solver soon after ``cancelled`` turns true; CP-SAT itself reports only at solutions."""
+    """Stop the solver soon after ``cancelled`` turns true; CP-SAT itself calls back only at solutions."""
     if cancelled is None:
         yield
         return

@@ -1,15 +1,15 @@
-"""Real numbers as the integers that CP-SAT counts in, so that what it proves holds for the real ones.
+"""Real numbers as the integers of CP-SAT, such that its proofs hold for the real numbers: Lemmas 24 and 25.
 
-Durations that have no common unit are rounded down, which relaxes the model: its bounds stay
-valid, and an order found is timed with the true numbers afterwards.
+Durations without a common unit are rounded down. This relaxes the model, so its bounds stay valid, and orders
+are timed with the true numbers afterwards.
 
-Two things keep the integers exact where the numbers are:
+Two rules keep exact numbers exact:
 
-- A span is the mean weight of a cycle of at most p ranks, hence a multiple of 1 / lcm(1 … p) grid steps:
-  every step is divided so finely.
-- Actions without duration could share one instant, and starts alone would not say which of them comes
-  first. Every step is divided into more parts than there are actions, and an action without duration
-  takes one part. A path gains less than a step from that, so rounding down gives the true length back.
+- A span is the mean weight of a cycle of at most p ranks, hence a multiple of 1 / lcm(1 … p) grid steps. So
+  every step is divided into that many.
+- Actions without duration could share one instant, and starts alone would not determine their order. So every
+  step is divided into more parts than there are actions, and an action without duration takes one part. A
+  path grows by less than a step, so rounding down restores its true length.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING, integer_scale
 from zbv_solver.problem.problem import Costs, Problem
 
 GRID = 1 << 20
-"""Steps that the largest number is divided into when the numbers have no common unit."""
+"""Number of steps in the largest number if the numbers have no common unit."""
 LARGEST_INTEGER = 1 << 40
 FINEST = 1 << 20
-"""Most parts that a step is divided into."""
+"""Largest number of parts in a step."""
 CYCLE_PARTS = 64
-"""Division of a step for a span whose exact one would be too fine."""
+"""Number of divisions of a step for a span if the exact number would be too large."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A problem whose costs are integers, and the way back.
+    """A problem with integer costs, and the conversion back.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Grid:
     parts
         Parts per step.
     slack
-        Steps by which a proven bound must be lowered: a span's starts may have to be rounded up.
+        Number of steps by which a proven bound must be lowered, as starts of a span may be rounded up.
     is_exact
         Whether no duration was rounded.
     """
@@ -56,22 +56,22 @@ class Grid:
     is_exact: bool
 
     def strictly_below(self, value: float) -> int:
-        """The most parts that an order better than ``value`` may take."""
+        """The most parts of an order that is better than ``value``."""
         return math.ceil(value * self.steps * (1 - OPTIMAL_GAP) - STEP_ROUNDING) * self.parts - 1
 
     def proven(self, parts: float) -> float:
-        """The bound in time units that is proven when no order takes less than ``parts``."""
+        """The bound, in time units, that holds if no order takes fewer than ``parts``."""
         return max(0, math.ceil(parts - STEP_ROUNDING) // self.parts - self.slack) / self.steps
 
     def at_least(self, bound: float) -> int:
-        """The parts that every order takes when ``bound`` time units are proven."""
+        """The least parts of every order if ``bound`` time units are proven."""
         if not self.is_exact:
             return 0
         return max(0, math.ceil(bound * self.steps * (1 - OPTIMAL_GAP) - STEP_ROUNDING) * self.parts)
 
 
 def make_grid(problem: Problem) -> Grid:
-    """The finest grid that a problem needs and CP-SAT bears."""
+    """The finest grid that a problem needs and CP-SAT can handle."""
     arrays = problem.arrays
     most_parts = problem.max_actions + 1
     cycles, slack = 1, 0

@@ -1,9 +1,9 @@
-"""A rank's memory limit as counts: what ran before an action says what is held while it runs.
+"""The memory limit of a rank as sums over pairs of actions.
 
-Under a fixed order memory does not depend on time, only on which actions come before which. One literal per
-pair of actions says that, and one linear constraint per allocating action sums it. CP-SAT reasons about
-these sums far better than about intervals of held memory (a cumulative or a reservoir): it learns from the
-literals, which the rank's order shares.
+Memory does not depend on time, only on which actions come before which. One literal per pair of actions
+states their order, and one linear constraint per allocating action sums what is held. CP-SAT handles these
+sums far better than intervals of held memory (a cumulative or a reservoir): it learns from the literals,
+which the constraints on the rank's order share.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ Action = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Amounts:
-    """A rank's memory deltas and room as integers, rounded so that every order that fits still fits.
+    """Memory deltas and capacity of a rank as integers, rounded so that every order that fits still fits.
+
+    Lemma 27.
 
     Attributes
     ----------
     delta
         Of a (letter, stage).
+    capacity
+        Most that the actions may hold together, static memory excluded.
     """
 
     delta: dict[tuple[int, int], int]
-    room: int
+    capacity: int
 
     @classmethod
     def of(cls, problem: Problem, rank: int) -> Amounts:
@@ -53,13 +57,13 @@ class Amounts:
         else:
             scaled = np.rint(true * scale)
         delta = dict(zip(keys, map(int, scaled.tolist()), strict=True))
-        room = (limit - static + 2 * MEMORY_TOLERANCE * abs(limit)) * scale
+        capacity = (limit - static + 2 * MEMORY_TOLERANCE * abs(limit)) * scale
         most = sum(max(0, value) for value in delta.values()) * problem.microbatches
-        return cls(delta, min(math.floor(room), most))
+        return cls(delta, min(math.floor(capacity), most))
 
 
 class Pairs:
-    """One literal for each two actions of a rank, true when the first ends before the second starts."""
+    """One literal for every two actions of a rank, true if the first ends before the second starts."""
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class Pairs:
         self.true = model.new_constant(1)
 
     def before(self, first: Action, second: Action) -> Literal:
-        """The literal of two actions, made at its first use; ``known`` pairs are constants."""
+        """The literal of two actions, made at its first use; it is a constant for ``known`` pairs."""
         if self.known(first, second):
             return self.true
         if self.known(second, first):
@@ -95,10 +99,10 @@ class Pairs:
         held: int,
         enforced: list[Literal],
     ) -> None:
-        """What is held before an action, and what it allocates, fit the rank's room."""
+        """The memory held before an action, and what the action allocates, fit the rank's capacity."""
         others = [other for other in actions if other != action and amounts.delta[other[:2]] != 0]
         terms = [amounts.delta[other[:2]] * self.before(other, action) for other in others]
         allocated = max(0, amounts.delta[action[:2]])
-        constraint = self.model.add(sum(terms) <= amounts.room - held - allocated)
+        constraint = self.model.add(sum(terms) <= amounts.capacity - held - allocated)
         if enforced:
             constraint.only_enforce_if(enforced)

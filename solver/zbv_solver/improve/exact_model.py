@@ -1,10 +1,10 @@
 """The exact CP-SAT model of a problem.
 
-One constraint family is one short method; its docstring is the sentence it states. Microbatches of a stage
-run in ascending order, which loses nothing: any order can be relabelled so, because microbatches are alike.
+Each family of constraints is one short method, and its docstring is the sentence that it states. Microbatches
+of a stage run in ascending order, which loses nothing: any order can be relabelled so (Lemma 1).
 
-What CP-SAT would have to discover by search is told to it where it can be computed: see
-:mod:`.exact_states` and :mod:`.exact_memory`. Numbers are integers, see :mod:`.exact_grid`.
+Facts that CP-SAT would have to discover by search are given to it where they can be computed: see
+:mod:`.exact_states` and :mod:`.exact_memory`. Numbers are integers: see :mod:`.exact_grid`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Cell = tuple[int, int]
 def implications(
     problem: Problem, grid: Grid, poll: Callable[[], None] = lambda: None
 ) -> list[Implied | None]:
-    """What memory implies, rank by rank, with work in parts of the grid; ``poll`` may raise to stop."""
+    """What memory implies on every rank, with work in parts of the grid; ``poll`` may raise to stop."""
     fusable = np.flatnonzero(may_fuse(problem)).tolist()
     facts = []
     for rank in range(problem.pp_degree):
@@ -49,11 +49,11 @@ class ExactModel:
     grid
         The problem's costs in parts.
     lower, upper
-        Only orders whose objective is in this range, in parts, are looked for.
+        The range of the objective, in parts, in which orders are searched.
     known
-        What memory implies, per rank; an empty list leaves the model to find out by itself.
+        What memory implies, per rank; None or an empty list if that was not computed.
     minimise
-        Whether to look for the best order; otherwise any order within ``upper`` will do.
+        Whether to search for the best order; otherwise any order within ``upper`` will do.
     poll
         Called between steps; may raise to stop.
     """
@@ -78,8 +78,8 @@ class ExactModel:
         self.cells = [(s, j) for s in range(problem.n_stages) for j in range(problem.microbatches)]
         self.known = known or [None] * problem.pp_degree
         self.upper = max(0, upper)
-        # For a span, let rank 0's window begin at 0. Every other rank begins before that window ends, for
-        # rank 0's last backward needs all forwards; so all windows end within twice the span.
+        # For a span, let rank 0's window begin at 0. Every other rank begins before this window ends, as rank
+        # 0's last backward needs all forwards; so all windows end within twice the span (Lemma 26).
         self.horizon = self.upper if problem.objective == "makespan" else 2 * self.upper
         self.poll = poll
         self._make_variables()
@@ -227,14 +227,9 @@ class ExactModel:
                             self.model.add(self.start(action) >= self.end((kind, where, int(count) - 1)))
 
     def _order_equal_weights(self) -> None:
-        """Of two ready W's that take equally long, the one that releases more runs first.
+        """Of two ready W's that take equally long, the one that releases more runs first: Lemma 29.
 
-        Let W x run before W y although y's I was done before x, and y take as long and release as much or
-        more (ties go to the earlier stage in the list). Exchange the two: both time slots stay what they
-        were, y's I lies before the first, x's I before both, nothing else needs a W, and memory after the
-        first slot only falls. Each exchange makes the rank's sequence of W's smaller in the order of
-        (release, stage), so exchanging ends; microbatches are then relabelled to ascend, as always. Where W's
-        may be fused this is left out.
+        Ties go to the stage that is first in the list. Stages whose W's may be fused are left out.
         """
         release = self.problem.arrays.delta[W]
         for rank, stages in enumerate(self.problem.placement.stages_of):
@@ -262,13 +257,14 @@ class ExactModel:
             for action in self._actions(rank):
                 tail = int(tails[action[:2]][action[2]]) if tails else 0
                 if tail > 0 or action[0] == W:
-                    # The constant is a difference constraint, which propagates better than three variables.
+                    # With a constant this is a difference constraint, which propagates better than one of
+                    # three variables.
                     model.add(self.end(action) + tail - begin <= self.upper)
                     if self.objective is not None:
                         model.add(self.objective >= self.end(action) + tail - begin)
         if self.objective is not None:
             model.minimize(self.objective)
-        model.add(self.forward[0, 0] == 0)  # the first of all actions; only differences matter
+        model.add(self.forward[0, 0] == 0)  # all other actions follow it, and only differences matter
 
     def hint(self, incumbent: Orders) -> None:
         """Hint the start of every action of an order."""
@@ -297,7 +293,7 @@ class ExactModel:
                 self.model.add_hint(self.fusable_cell_end[cell], weight + length)
 
     def orders(self, value: Callable[[cp_model.IntVar], int]) -> Orders:
-        """The order of the start times found; every action takes time here, so no two starts are equal."""
+        """The order of the start times; every action takes at least one part, so no two starts are equal."""
         ranks = []
         for rank in range(self.problem.pp_degree):
             timed = []

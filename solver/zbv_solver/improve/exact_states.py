@@ -1,9 +1,9 @@
-"""What a rank's memory alone implies: every way of counting through its actions that fits the limit.
+"""What the memory limit of a rank implies for every order: Lemma 28.
 
-A rank's state is how many actions of each of its chains (a letter on a stage) it has done; with microbatches
-ascending that says what it holds. The states on some path from nothing done to everything done are few when
-memory is tight, and whatever is true on all of them is true of every order: which action comes before which,
-and how much work a rank has done before an action at the least, and has left after it.
+A state of a rank is the number of actions done of each chain (a letter on a stage). As microbatches ascend,
+the state determines what the rank holds. If memory is tight, few states lie on a path from nothing done to
+everything done. What holds in all of these states holds in every order: which actions come before which, and
+the least work of the rank before and after an action.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
 MOST_STATES = 200_000
-"""Above this many states of a rank nothing is derived: memory is then not what binds."""
+"""With more states than this nothing is derived: memory then hardly restricts the rank."""
 
 IntArray = NDArray[np.int64]
 Chain = tuple[int, int]
@@ -27,14 +27,14 @@ Chain = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Implied:
-    """What is true of every order that fits a rank's memory.
+    """Facts about every order that fits the memory of a rank.
 
     Attributes
     ----------
     chains
         The rank's chains.
     before
-        (chains, m, chains): of every chain, how many actions end before a chain's j-th starts.
+        (chains, m, chains): number of actions of every chain that end before a chain's j-th action starts.
     head, tail
         (chains, m): the rank's least work before an action starts, and after it ends.
     """
@@ -47,7 +47,19 @@ class Implied:
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """One action: what it counts up, what it needs done more often than itself, and its memory."""
+    """One kind of action.
+
+    Attributes
+    ----------
+    step
+        (chains,) what it adds to a state.
+    needs
+        Pairs of chains: the first must have done fewer actions than the second.
+    growth
+        Memory that it allocates.
+    counted
+        Chains whose facts it decides.
+    """
 
     step: IntArray
     needs: list[tuple[int, int]]
@@ -56,14 +68,14 @@ class _Move:
 
 
 def implied(problem: Problem, rank: int, fusable: list[int]) -> Implied | None:
-    """Implications of a rank's limit, or None where there are too many states to look at.
+    """Implications of a rank's limit, or None if there are too many states: Lemma 28.
 
     Parameters
     ----------
     problem
         With integer costs.
     fusable
-        Stages whose backward may be fused; their W's are in no certain order and imply nothing.
+        Stages whose backward may be fused; nothing is derived about their W's.
     """
     memory, m = problem.memory, problem.microbatches
     stages = problem.placement.stages_of[rank]
@@ -118,7 +130,7 @@ def _legal(
 def _reached(
     moves: list[_Move], power: IntArray, change: NDArray[np.float64], room: float, m: int, n: int
 ) -> list[IntArray] | None:
-    """States that can be reached, by how many actions are done; coded in base m + 1."""
+    """States that can be reached, by the number of actions done; a state is coded in base m + 1."""
     layers: list[list[IntArray]] = [[] for _ in range(n * m + 1)]
     layers[0].append(np.zeros(1, dtype=np.int64))
     merged, total = [], 0
@@ -146,7 +158,7 @@ def _read(
     change: NDArray[np.float64],
     room: float,
 ) -> Implied:
-    """Go back from everything done, and note of every action what its states have in common."""
+    """Go backwards from everything done, and collect what all states before an action have in common."""
     m, n = problem.microbatches, len(chains)
     before = np.full((n, m, n), m, dtype=np.int64)
     head = np.full((n, m), np.iinfo(np.int64).max, dtype=np.int64)
@@ -179,7 +191,7 @@ def _read(
 
 
 def _least_work(problem: Problem, chains: list[Chain], fusable: list[int], rows: IntArray) -> IntArray:
-    """The least work of so many actions of every chain: with as many fused backwards as pay."""
+    """The least work of the actions that states (rows) count, with as many fused backwards as pay."""
     duration = problem.arrays.duration.astype(np.int64)
     cost = np.array([duration[letter, stage] for letter, stage in chains])
     work: IntArray = rows @ cost

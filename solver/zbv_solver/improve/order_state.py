@@ -34,11 +34,11 @@ class State(NamedTuple):
     end, tail, held
         (p, L) earliest end, tail, and memory of the rank after the action.
     place, passed_on
-        (2S, m) index of the k-th action of a position on its rank, and its end.
+        (2S, m) of the k-th action at a position: its index on its rank, and its end.
     cursor, counted
         (p,) and (2S,): how far a sweep has come on a rank, and at a position.
     release
-        (p,) a rank starts no earlier, and its window is counted from here.
+        (p,) earliest start of a rank; its end is counted from here.
     """
 
     code: IntArray
@@ -74,7 +74,7 @@ class State(NamedTuple):
 
 @compiled_leaf
 def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
-    """Compute everything from the codes."""
+    """Compute all arrays from the codes."""
     state.cursor[:] = 0
     state.counted[:] = 0
     sweep_ends(tables, state)
@@ -133,7 +133,7 @@ def copy(source: IntArray, target: IntArray) -> None:  # pragma: no cover - comp
 
 @compiled_leaf
 def sweep_ends(tables: Tables, state: State) -> bool:  # pragma: no cover - compiled
-    """Ends, indices and places from the cursors on; False if the order deadlocks."""
+    """Compute ends, microbatches and places from the cursors on; False if the order deadlocks."""
     code, length, cursor, counted = state.code, state.length, state.cursor, state.counted
     end, passed_on, latency = state.end, state.passed_on, tables.latency
     p, m = len(length), tables.microbatches
@@ -176,7 +176,7 @@ def sweep_ends(tables: Tables, state: State) -> bool:  # pragma: no cover - comp
 
 @compiled_leaf
 def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
-    """Tails from just before the cursors back to the first actions."""
+    """Compute tails from just before the cursors back to the first actions."""
     code, length, cursor, counted = state.code, state.length, state.cursor, state.counted
     tail, duration, latency, host = state.tail, tables.duration, tables.latency, tables.host
     p, positions = len(length), len(latency)
@@ -254,7 +254,7 @@ def objective(state: State) -> float:  # pragma: no cover - compiled
 
 @compiled_leaf
 def critical_path(tables: Tables, state: State, path: IntArray) -> int:  # pragma: no cover - compiled
-    """Write one critical path into ``path``, rows (rank, index), last action first; return its length."""
+    """Write a critical path into ``path``, rows (rank, index), last action first; return its length."""
     code, end, length = state.code, state.end, state.length
     value = objective(state)
     rounding = OPTIMAL_GAP * abs(value)

@@ -1,10 +1,10 @@
 """Search over the parameters of the constructors: priorities, in-flight caps, patience for W's, allowances.
 
-A rule decides a whole order, so a change of one parameter moves thousands of actions at once: where memory
-is tight or stages are uneven this finds more than any local change of an order. Random rules first, then
-hill climbing from the best, with sideways steps. Counted in placed actions, so it repeats itself on every
-machine. Many microbatches only repeat the steady state, so parameters are tuned at few and then used at
-many.
+A rule decides a whole order, so a change of one parameter moves thousands of actions at once. Where memory
+is tight or stages are uneven, this finds more than any local change of an order. The search draws random
+rules first, and then climbs from the best ones, with sideways steps. Its budget is counted in placed actions,
+so it gives the same result on every machine. Many microbatches only repeat the steady state, so parameters
+are tuned with few and then used with many.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from zbv_solver.problem.problem import Problem
 
 PATIENCE = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
 EXPLORATION = 0.12
-"""Share of the budget that draws fresh parameters."""
+"""Share of the budget for random parameters."""
 COARSE, FINE = 0.3, 0.1
-"""Probability that a change concerns all ranks, while basins race and after."""
+"""Probability that a change concerns all ranks: while basins race, and after that."""
 BASINS, FEW_BASINS = 3, 1
-"""Fresh rules that are climbed from, and where there are fewer than ``FEW_ORDERS`` orders to try."""
+"""Number of random rules to climb from, and the number if the budget is below ``FEW_ORDERS`` orders."""
 FEW_ORDERS = 500
 RACE = 0.5
-"""Share of the budget after which only the best of them is climbed further."""
+"""Share of the budget after which the search climbs from the best rule only."""
 AHEAD, FAR_AHEAD, FAR = 2 / 3, 0.9, 1.03
-"""Shares of the budget for the climber that leads, and by which ratio it is far ahead."""
+"""Shares of the budget for the leading climber, and the ratio from which it is far ahead."""
 FEW_MICROBATCHES = 4
-"""Times p: above that many, parameters are tuned at this many."""
+"""Times p: with more microbatches than this, parameters are tuned with this many."""
 FINALISTS = 6
-"""Parameter sets, tuned at few microbatches, that are tried at all of them."""
+"""Number of parameter sets, tuned with few microbatches, that are tried with all of them."""
 
 
 class Climber(Protocol):
@@ -47,13 +47,13 @@ class Climber(Protocol):
     placed: int
 
     def step(self, used: float) -> bool:
-        """Evaluate one parameter set, ``used`` of the budget being gone; whether it is the best so far."""
+        """Evaluate one parameter set after a share ``used`` of the budget; whether it is the best so far."""
 
     def attempt(self) -> Attempt:
         """The order of the last parameter set evaluated."""
 
     def finalists(self, problem: Problem) -> Iterator[Attempt]:
-        """What the best parameter sets give on the same problem with more microbatches."""
+        """The orders of the best parameter sets on the same problem with more microbatches."""
 
 
 def parameter_search(
@@ -63,16 +63,16 @@ def parameter_search(
     halt: IntArray | None = None,
     spent: Callable[[], float] = lambda: 0.0,
 ) -> Iterator[Attempt | None]:
-    """Ever better attempts, and None after every evaluation without one (to let the caller poll).
+    """Better and better attempts, and None after every evaluation without one (so that the caller can poll).
 
     Parameters
     ----------
     placements
-        How many actions may be placed in all.
+        Number of actions that all evaluations together may place.
     halt
-        (1,) uint8: set from another thread to end the evaluation under way.
+        (1,) uint8: another thread sets it to end the current evaluation.
     spent
-        Share of the time that has gone, where time is limited: the search then narrows down by that.
+        Share of the time limit that has passed; the search narrows down accordingly.
     """
     small = at_few_microbatches(problem)
     few = small.microbatches
@@ -102,13 +102,13 @@ def parameter_search(
 
 
 def at_few_microbatches(problem: Problem) -> Problem:
-    """The problem that parameters are tuned on."""
+    """The problem with the few microbatches that parameters are tuned with."""
     few = max(FEW_MICROBATCHES * problem.pp_degree, 8)
     return problem if problem.microbatches <= few else replace(problem, microbatches=few)
 
 
 def _turn(used: float, climbers: list[Climber]) -> int:
-    """Whose turn it is: at first they share evenly, then most is for the one that leads."""
+    """Index of the climber whose turn it is: equal shares at first, later most for the leading one."""
     if len(climbers) == 1:
         return 0
     rules, greedy = climbers[0].best, climbers[1].best
@@ -133,7 +133,7 @@ class RuleClimber:
         self.rule: Rule | None = None
 
     def step(self, used: float) -> bool:
-        """Evaluate a fresh rule, or a neighbour of a basin's best."""
+        """Evaluate a random rule, or a neighbour of a basin's best rule."""
         self.evaluation += 1
         if used < EXPLORATION or not self.basins:
             basin = None
@@ -152,21 +152,21 @@ class RuleClimber:
         return improved
 
     def _keep(self, value: float, rule: Rule, basin: int | None) -> None:
-        """Put a rule in its basin's place, or where it belongs among fresh ones."""
+        """Replace the rule of a basin, or add a random rule to the basins; keep the best."""
         if basin is not None:
             self.basins.pop(basin)
         self.basins.append((value, rule, self.last))
-        self.basins.sort(key=lambda kept: kept[0])  # stable: the earlier of two equals stays ahead
+        self.basins.sort(key=lambda kept: kept[0])  # stable: of two equal rules, the earlier one comes first
         self.basins = self.basins[: self.most_basins]
 
     def attempt(self) -> Attempt:
-        """The order just laid."""
+        """The order of the last evaluation."""
         name, scheduler = self.options[self.last]
         method = f"parameters(rule,fuse={name},evaluation={self.evaluation})"
         return Attempt.of(method, self.problem, scheduler.board, self.rule)
 
     def finalists(self, problem: Problem) -> Iterator[Attempt]:
-        """The latest best rules at more microbatches."""
+        """The best rules with more microbatches."""
         fuses = fuse_options(problem)
         for _, rule, option in self.basins:
             name, fuse = fuses[option]
@@ -178,7 +178,7 @@ class RuleClimber:
                 yield attempt
 
     def fresh(self) -> Rule:
-        """Any priorities; caps and targets on lines from the first rank to the last."""
+        """A random rule: any priorities; caps and targets linear from the first rank to the last."""
         random, p, chunks = self.random, self.problem.pp_degree, self.problem.placement.chunks
         kinds = 3 * chunks
         priority = np.empty((p, PHASES, kinds))
@@ -189,7 +189,7 @@ class RuleClimber:
         cap = np.round(random.uniform(0.4, 1.3) * _line(random, 0.6, 1.1, p) * most)
         caps = np.stack([cap, cap], axis=1)
         if random.random() < 0.2:
-            caps[:] = 2 * p + 2  # memory alone decides
+            caps[:] = 2 * p + 2  # no cap but memory
         elif random.random() < 0.3:
             caps[:, 0] = np.round(cap * random.uniform(1.0, 1.5))
         target = np.stack([_line(random, 0.0, 1.0, p) * most for _ in range(chunks)], axis=1)
@@ -201,7 +201,7 @@ class RuleClimber:
         )
 
     def neighbour(self, rule: Rule, whole: float) -> Rule:
-        """One to three parameters changed, each on a run of ranks; on all with probability ``whole``."""
+        """A copy with one to three changes, each on adjacent ranks, or on all with probability ``whole``."""
         random = self.random
         priority, target = rule.priority.copy(), rule.target.copy()
         cap, patience = rule.cap.copy(), rule.patience.copy()
@@ -227,7 +227,7 @@ class RuleClimber:
 
 
 class GreedyClimber:
-    """Climbs over what the greedy V can be told."""
+    """Climbs over the parameters of the greedy V."""
 
     def __init__(self, problem: Problem, seed: int, halt: IntArray | None = None):
         self.problem, self.halt = problem, halt
@@ -239,7 +239,7 @@ class GreedyClimber:
         self.last = self.evaluation = self.placed = 0
 
     def step(self, used: float) -> bool:
-        """Evaluate the published parameters first, then neighbours of the best."""
+        """Evaluate the published parameters first, and then neighbours of the best ones."""
         self.evaluation += 1
         first = 4 * len(self.options)
         if self.evaluation <= first or not self.pool:
@@ -262,12 +262,12 @@ class GreedyClimber:
         return improved
 
     def attempt(self) -> Attempt:
-        """The order just laid."""
+        """The order of the last evaluation."""
         name, greedy = self.options[self.last]
         return greedy.attempt(f"parameters(greedy-v,fuse={name},evaluation={self.evaluation})")
 
     def finalists(self, problem: Problem) -> Iterator[Attempt]:
-        """The latest best parameters at more microbatches."""
+        """The latest best parameters with more microbatches."""
         fuses = fuse_options(problem)
         for _, parameters, option in reversed(self.pool):
             name, fuse = fuses[option]
@@ -277,7 +277,7 @@ class GreedyClimber:
                 yield greedy.attempt(f"parameters(greedy-v,fuse={name},tuned_at={self.problem.microbatches})")
 
     def _neighbour(self, parameters: GreedyParameters) -> GreedyParameters:
-        """One parameter changed, on a run of neighbouring ranks."""
+        """A copy with one parameter changed on adjacent ranks."""
         random, p = self.random, self.problem.pp_degree
         ranks, kind = _some_ranks(random, p, FINE), random.integers(6)
         if kind == 0:
@@ -300,14 +300,14 @@ class GreedyClimber:
 
 
 def _line(random: np.random.Generator, low: float, high: float, p: int) -> FloatArray:
-    """Values (p,) on a line between two random ends."""
+    """Values (p,) between two random ends, linear in the rank."""
     first, last = random.uniform(low, high, 2)
     values: FloatArray = np.linspace(first, last, p)
     return values
 
 
 def _some_ranks(random: np.random.Generator, p: int, whole: float) -> slice:
-    """A run of neighbouring ranks: often one to three, sometimes long; all with the given probability."""
+    """Adjacent ranks: often one to three, sometimes more; all with the given probability."""
     if random.random() < whole:
         return slice(0, p)
     longest = p if random.random() < 0.4 else min(3, p)

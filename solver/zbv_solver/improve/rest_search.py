@@ -1,12 +1,11 @@
-"""Search over how an order goes on: its beginning is kept, a rule lays the rest.
+"""Suffix search: keep the beginning of an order, and let a rule place the rest.
 
-What the structured greedy does best is the steady state; how a pipeline runs empty it leaves to chance. So a
-random cut through the best order keeps everything that starts earlier, and list scheduling with some rule
-lays what is left (a large neighbourhood in the sense of Shaw 1998, with a rule as its repair).
+The structured greedy is good at the steady state, but leaves to chance how the pipeline drains. So a random
+time cuts the best order; everything that starts earlier is kept, and list scheduling with some rule places
+the rest (a large neighbourhood in the sense of Shaw 1998, with a rule as its repair).
 
-The order remembers from which cut on which rule has laid it. A neighbour of the rule at the cut is what is
-tried most often: so one rule for everything becomes, step by step, a sequence of rules, each tuned to its
-stretch of time.
+The order remembers which rule placed it from which cut on. Most often a neighbour of the rule at the cut is
+tried. So a single rule becomes, step by step, a sequence of rules, each tuned to its stretch of time.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import earliest_times
 
 FRESH, RECENT = 0.2, 0.2
-"""Shares of rules drawn anew, and of neighbours of rules that did well lately at any cut; the rest are
+"""Shares of random rules, and of neighbours of rules that recently did well at any cut. The others are
 neighbours of the rule at the cut."""
 SHORT = 0.03
-"""Of the order: a rule that laid less than that, to no gain, is not remembered as its rest's."""
+"""A rule that placed less than this share of the order, without a gain, is not remembered."""
 TRIES = 4
-"""Rules tried at one cut."""
+"""Number of rules tried at one cut."""
 REMEMBERED = 5
 
 
@@ -41,16 +40,16 @@ def rest_search(
     halt: IntArray | None = None,
     rule: Rule | None = None,
 ) -> Iterator[Attempt | None]:
-    """Ever better attempts, and None after every evaluation without one (to let the caller poll).
+    """Better and better attempts, and None after every evaluation without one (so that the caller can poll).
 
     Parameters
     ----------
     orders
-        A verified order with microbatches in line.
+        A verified order with ascending microbatches.
     placements, seed, halt
-        As of :func:`~.parameter_search.parameter_search`.
+        As in :func:`~.parameter_search.parameter_search`.
     rule
-        What laid the order, where one rule did.
+        The rule that placed the order, if one rule did.
     """
     climber = RestClimber(RuleClimber(problem, seed, halt), orders, rule)
     while climber.placed < placements:
@@ -58,7 +57,7 @@ def rest_search(
 
 
 class RestClimber:
-    """Climbs from an order by laying its rest again, by the rules of a climber."""
+    """Climbs from an order by placing its rest with other rules."""
 
     def __init__(self, rules: RuleClimber, orders: Orders, rule: Rule | None = None):
         self.rules, self.problem, self.random = rules, rules.problem, rules.random
@@ -71,11 +70,11 @@ class RestClimber:
 
     @property
     def best(self) -> float:
-        """Objective of the best order, at earliest start."""
+        """Objective of the best order at earliest start."""
         return self.found.value
 
     def step(self) -> bool:
-        """Try one rule after one cut; whether the order got better."""
+        """Try one rule after a cut; whether the order got better."""
         self.evaluation += 1
         if self.evaluation % TRIES == 1:
             self.cut = self.random.uniform(0.0, self.found.makespan)
@@ -89,7 +88,7 @@ class RestClimber:
             return False
         improved = value < self.best
         method = f"parameters(rest,fuse={name},evaluation={self.evaluation})"
-        # An order as good as the best takes its place: steps to the side lead on.
+        # An order as good as the best one replaces it: sideways steps lead out of plateaus.
         self.found = Attempt.of(method if improved else self.found.method, self.problem, scheduler.board)
         if improved or self.cut < (1 - SHORT) * self.found.makespan:
             self.laid = [*(kept for kept in self.laid if kept[0] < self.cut), (self.cut, rule)]
@@ -97,7 +96,7 @@ class RestClimber:
         return improved
 
     def _rule(self) -> Rule:
-        """A rule to try from the cut on."""
+        """A rule to try after the cut."""
         draw = self.random.random()
         if self.pool and draw < RECENT:
             return self.rules.neighbour(self.pool[self.random.integers(len(self.pool))], FINE)

@@ -278,7 +278,7 @@ class Pipeline:
         """Solve the whole problem by CP-SAT, if it is small enough."""
         if self.problem.max_actions > self.budget.exact_actions or self.found is None:
             return
-        from zbv_solver.improve.exact import refine  # late, as above
+        from zbv_solver.improve.exact import Listener, refine  # late, as above
 
         refine(
             self.problem,
@@ -288,8 +288,10 @@ class Pipeline:
             time_limit=self._seconds_left(),
             seed=self.options.seed,
             cancelled=self.halt.check,
-            on_solution=lambda orders, value: self._take(Found(value, orders, "cp-sat")),
-            on_bound=lambda bound: self._raise_bound(bound, "cp-sat"),
+            listener=Listener(
+                on_solution=lambda orders, value: self._take(Found(value, orders, "cp-sat")),
+                on_bound=lambda bound: self._raise_bound(bound, "cp-sat"),
+            ),
         )
 
     def _seconds_left(self) -> float | None:

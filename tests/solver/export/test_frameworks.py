@@ -34,7 +34,7 @@ from zbv_solver.verify.verifier import verify_orders
 
 plans = st.builds(
     lambda problem, random: make_plan(problem, random_orders(problem, random), method="random"),
-    problems(kinds=("v", "loop", "single")),
+    problems(kinds=("v", "loop", "single"), loop_chunks=(2,)),  # torchtitan cannot describe more
     st.randoms(use_true_random=True),
 )
 COSTS = {"forward": 2, "backward_input": 3, "backward_weight": 1, "p2p": 0.5}

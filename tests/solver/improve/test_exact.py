@@ -16,7 +16,7 @@ from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.improve import exact
-from zbv_solver.improve.exact import refine
+from zbv_solver.improve.exact import Listener, refine
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Costs, Problem
 from zbv_solver.problem.reading import parse_problem
@@ -122,7 +122,7 @@ def test_reports_ever_better_orders_and_bounds(problem: Problem) -> None:
         values.append(value)
 
     result = refine(
-        problem, start, lower_bound=0.0, effort=0.3, on_solution=on_solution, on_bound=bounds.append
+        problem, start, lower_bound=0.0, effort=0.3, listener=Listener(on_solution, bounds.append)
     )
     worst_first = [value_of(problem, start), *values]
     assert all(later < earlier for earlier, later in pairwise(worst_first))

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from support.thread_transport import ThreadHub
 from zbv_solver.plans.channels import Channel, Transfer
 from zbv_worker.errors import ChannelTimeout, Disagreement
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.transport.channels import ChannelKey
-from zbv_worker.transport.threads import ThreadHub
 
 SENT = Channel(0, 1, "activation", (Transfer(0, 0), Transfer(0, 1)))
 

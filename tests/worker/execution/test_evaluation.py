@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.selfcheck import hard_model, random_orders
+from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
@@ -23,7 +24,6 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import key_of
-from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
 MICROBATCHES = 3

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.selfcheck import hard_model
+from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
@@ -21,7 +22,6 @@ from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan, lower
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
-from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
 

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 import torch
 from support.selfcheck import random_orders
+from support.thread_transport import ThreadHub
 from torch import Tensor
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
@@ -18,7 +19,6 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.models.gpt import gpt
 from zbv_worker.stage.stage import Stage
-from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")
 MICROBATCHES = 5

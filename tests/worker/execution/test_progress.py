@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.selfcheck import hard_model
+from support.thread_transport import ThreadHub
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
@@ -25,7 +26,6 @@ from zbv_worker.execution.progress import (
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.host.state_files import read_json
 from zbv_worker.transport.channels import key_of
-from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")
 ORDERS = Orders.from_text(

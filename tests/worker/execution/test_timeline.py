@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
+from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
@@ -19,7 +20,6 @@ from zbv_worker.execution.rank_plan import Instruction, RankPlan
 from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, timeline_of
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
 from zbv_worker.transport.channels import ChannelKey, Pending, TensorSpec, key_of
-from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
 ORDERS = Orders.from_text(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.thread_transport import ThreadHub
 from zbv_worker.measure.profile.links import ROUND_TRIPS, SIZES, LinkProfiler, fit, link_of, one_way
 from zbv_worker.measure.profile.profile import LinkProfile
 from zbv_worker.transport.channels import ChannelKey
-from zbv_worker.transport.threads import ThreadHub
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7))

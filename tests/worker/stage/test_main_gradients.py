@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from support.selfcheck import random_orders
+from support.thread_transport import ThreadHub
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,6 @@ from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.gradients import OwnGradients, SummedGradients
 from zbv_worker.training.options import TrainingOptions
-from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")
 MICROBATCHES = 64

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from support.cut_models import cut_problem
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
+from support.thread_transport import ThreadHub
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
@@ -29,7 +30,6 @@ from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.options import require_kept_activations
 from zbv_worker.training.sharding import ShardedGradients
-from zbv_worker.transport.threads import ThreadHub
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 16, 32

@@ -350,7 +350,7 @@ def test_the_runtimes_loaded_lists_are_checked() -> None:
     load(runtime, lowered(problem, orders))
     check(runtime, plan, orders)
     del runtime.pipeline_order_with_comms[1][-2]
-    with pytest.raises(InvalidRun, match=r"not run the plan as it is.*rank 1: stage . must have one"):
+    with pytest.raises(InvalidRun, match=r"not run the plan correctly.*rank 1: stage . must have one"):
         check(runtime, plan, orders)
 
 
@@ -365,7 +365,7 @@ def test_orders_whose_losses_would_be_mixed_up_are_refused() -> None:
 
 def test_lists_that_the_runtime_rejects_are_named() -> None:
     problem = problem_of(1, 2)
-    with pytest.raises(InvalidRun, match="PyTorch's runtime refuses the plan"):
+    with pytest.raises(InvalidRun, match="PyTorch's runtime rejects the plan"):
         load(torch_runtime(problem, 0), [["0F0", "1F0"]])
 
 

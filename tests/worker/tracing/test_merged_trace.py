@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.selfcheck import random_orders
+from support.thread_transport import ThreadHub
 from zbv_solver.plans.orders import Action
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.placement import Placement
@@ -25,7 +26,6 @@ from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.rehearse.rehearse import Rehearsal, RehearseOptions
 from zbv_worker.tracing.clocks import Alignment, Clock, Offset
 from zbv_worker.tracing.merged_trace import RankTrace, claim, render
-from zbv_worker.transport.threads import ThreadHub
 
 SECOND = 1_000_000_000
 SAME = Alignment((Offset(),) * 2, (Offset(),) * 2)

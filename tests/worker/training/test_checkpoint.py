@@ -19,6 +19,7 @@ import torch
 from support.agents import DEADLINE, until
 from support.pickled import Bomb
 from support.selfcheck import random_orders
+from support.thread_transport import ThreadHub
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -36,7 +37,6 @@ from zbv_worker.training.fence import checkpoints
 from zbv_worker.training.gradients import OwnGradients
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.update import Update
-from zbv_worker.transport.threads import ThreadHub
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 STEPS = 9

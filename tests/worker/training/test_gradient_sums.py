@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import zbv_worker.training.gradients
+from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun
 from zbv_worker.training.gradients import OwnGradients, SummedGradients, squares
 from zbv_worker.transport.channels import Reduction
 from zbv_worker.transport.layout import Layout
-from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 
 class Watched(ThreadTransport):

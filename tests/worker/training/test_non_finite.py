@@ -138,9 +138,9 @@ def test_every_rank_fails_alike_where_they_share_the_norm() -> None:
     """None goes on to the next step and waits there for a peer that has ended."""
     import threading
 
+    from support.thread_transport import ThreadHub
     from zbv_worker.training.gradients import OwnGradients
     from zbv_worker.training.update import Update
-    from zbv_worker.transport.threads import ThreadHub
 
     hub, answers = ThreadHub(2), {}
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import zbv_worker.training.report
 import zbv_worker.training.trace_file
+from support.thread_transport import ThreadHub
 from zbv_solver.plans.orders import Action
 from zbv_worker.execution.executor import StepResult
 from zbv_worker.execution.timeline import Record
 from zbv_worker.host.state_files import trace_file
 from zbv_worker.training.report import RankReport, StepLine
 from zbv_worker.training.trace_file import TraceFile
-from zbv_worker.transport.threads import ThreadHub
 
 
 def result(step: int, actions: int = 2) -> StepResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
 from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
 from zbv_worker.errors import ModelError
@@ -16,7 +17,6 @@ from zbv_worker.transport.channels import (
     decode_header,
     encode_header,
 )
-from zbv_worker.transport.threads import ThreadHub, ThreadTransport
 
 
 class Arrived:

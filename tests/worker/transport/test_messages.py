@@ -13,10 +13,10 @@ import pytest
 import torch
 from support.paths import ROOT
 from support.pickled import Bomb
+from support.thread_transport import ThreadHub
 from torch import Tensor
 from zbv_worker.transport import messages
 from zbv_worker.transport.messages import gather_json
-from zbv_worker.transport.threads import ThreadHub
 
 
 def with_peer(theirs: bytes, announced: int | None = None) -> Callable[[Tensor], Sequence[Tensor]]:

@@ -146,6 +146,12 @@ def forwards(program: Iterable[Instruction]) -> tuple[Instruction, ...]:
     return tuple(i for i in program if i.action.letter == "F")
 
 
+def producer_of(action: Action) -> tuple[int, bool, int]:
+    """The producer of an action's input: its stage, whether it is an F, and its microbatch."""
+    is_forward = action.letter == "F"
+    return action.stage + (-1 if is_forward else 1), is_forward, action.microbatch
+
+
 def _ends(plan: RankPlan, action: Action) -> tuple[Remote | Local | None, Remote | Local | None]:
     """The source and the sink of an action."""
     stage, last = action.stage, plan.placement.n_stages - 1

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zbv_worker.errors import InvalidRun, Superseded, WorkerError, describe_error, naming_errors
 from zbv_worker.model.protocol import StatefulData
 from zbv_worker.training.checkpoint_files import INDEX, Reader, State, write_index, write_part
+from zbv_worker.training.dtensors import is_dtensor
 from zbv_worker.training.fence import Claimant, Fence, checkpoints
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.update import Update
@@ -223,7 +223,7 @@ class Checkpoints:
         tensors = {
             name: tensor
             for at, (name, tensor) in enumerate(_named_tensors(trained).items())
-            if isinstance(tensor, DTensor) or at % replicas == self._transport.replica
+            if is_dtensor(tensor) or at % replicas == self._transport.replica
         }
         values: dict[str, Any] = {f"random.{self._transport.rank}": _random_state()}
         if self._data is not None:

@@ -28,9 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.training.dtensors import is_dtensor
 
 INDEX = "index.json"
 
@@ -251,7 +251,7 @@ class _Stored:
 
 def _block(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
     """This rank's part of a tensor, and its offsets in the tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return (0,) * tensor.dim(), tensor
     # The protocol of torch.distributed.checkpoint; one shard per rank.
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch's own
@@ -287,7 +287,7 @@ def _encoded(name: str, value: Any, stored: _Stored) -> Any:
         kind = _MAPPINGS[type(value)]
         pairs = [(k, v, f"{name}.{k}") for k, v in value.items()]
         return {kind: [[_encoded(n, k, stored), _encoded(n, v, stored)] for k, v, n in pairs]}
-    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+    if isinstance(value, Tensor) and not is_dtensor(value):
         return {"tensor": stored.part(name, (0,) * value.dim(), value).model_dump(mode="json")}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         array = np.ascontiguousarray(value).tobytes()

@@ -48,7 +48,7 @@ def select_device(backend: Backend, local_rank: int) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
         raise InvalidRun(
-            f"--backend nccl: local rank {local_rank} needs a GPU of its own; found {count} here. Start "
+            f"--backend nccl: local rank {local_rank} needs its own GPU, but found {count}. Start "
             f"fewer ranks on this node, or use --backend gloo."
         )
     device = torch.device("cuda", local_rank)

@@ -152,4 +152,5 @@ class AsyncBody(httpx.AsyncByteStream):
             yield chunk
 
     async def aclose(self) -> None:
+        """Close the response's body."""
         await self._body.aclose()

@@ -153,4 +153,5 @@ class Body(httpx.SyncByteStream):
             yield chunk
 
     def close(self) -> None:
+        """Close the response's body."""
         self._body.close()

@@ -18,8 +18,10 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.table import Table
+from zbv_solver.plans.orders import Action
 
 from zbv_worker.errors import WorkerError
+from zbv_worker.execution.rank_plan import producer_of
 from zbv_worker.host.inventory import versions
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.profile.profile import LinkProfile, RankProfile, StageProfile, read_rank
@@ -32,7 +34,6 @@ GRADIENT_TOLERANCE = 1e-3
 """Relative error per parameter: a GPU sums in another order, in single precision."""
 
 _LONGEST_SECONDS = 1800.0
-_MEGABYTE = 1e6
 
 
 class NoGpu(WorkerError):
@@ -190,8 +191,7 @@ def overlaps(actions: Sequence[Timed], links: Mapping[tuple[int, int], LinkProfi
     for action in actions:
         if not action.received:
             continue
-        down = action.letter == "F"
-        source = made[action.stage + (-1 if down else 1), down, action.microbatch]
+        source = made[producer_of(Action(action.stage, action.letter, action.microbatch))]
         link = links[source.rank, action.rank]
         exposed = max(0, action.start - max(action.wait, source.end)) / 1e9
         usual = link.latency + (action.received / link.bandwidth if link.bandwidth else 0.0)

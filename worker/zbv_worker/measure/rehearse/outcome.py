@@ -18,6 +18,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from zbv_worker.execution.rank_plan import producer_of
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.tracing.merged_trace import END, START, WAIT, RankTrace
 
@@ -190,9 +191,8 @@ def _links(plan: WholePlan, scale: float, traces: Sequence[RankTrace]) -> Iterat
         for index, action in enumerate(trace.actions):
             if not trace.received[-1, index]:
                 continue
-            down = action.letter == "F"
-            source = where[action.stage + (-1 if down else 1), down, action.microbatch]
-            boundary = action.stage - 1 if down else action.stage
+            source = where[producer_of(action)]
+            boundary = action.stage - 1 if action.letter == "F" else action.stage
             pair = (source[0], trace.rank)
             planned[pair] = max(planned.get(pair, 0.0), plan.problem.costs.p2p[boundary] * scale)
             found.setdefault(pair, []).extend(_under_way(traces[source[0]], source[1], trace, index))

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: a transport without a network, for tests.
+"""Ranks as threads of one process: a transport without a network.
 
 It behaves like the real ones where it matters: channels are ordered, sends do not wait, receives match in
 the order in which they were posted, and every wait has a timeout.
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from typing_extensions import override
-
 from zbv_worker.transport.channels import ChannelKey, Pending, Reduction, TensorSpec, Transport
 from zbv_worker.transport.layout import Layout
 

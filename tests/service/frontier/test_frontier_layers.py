@@ -67,13 +67,13 @@ async def test_every_limit_is_cut_anew_once_and_recomputes_what_it_must(serving:
         assert after.cuts[plan_id] == CutSummary("v", 2, 4, 0)
 
         text = (await service.http.get(f"/plans/{plan_id}/frontier")).text
-        assert "The layers are cut anew for every limit" in text
+        assert "Every limit has its own division into stages" in text
         assert "of 4 stages recomputed" in text
         assert "V, nothing recomputed" in text
         assert "MiB" in text
         assert "1F1B's memory" not in text
         form = (await service.http.get(f"/new?from={plan_id}&limit=smallest")).text
-        assert "Its layers are cut anew." in form
+        assert "Its layers are cut again." in form
         assert "the smallest that some plan fits" not in form, "nobody has looked"
         # From the plan of another limit it is the same frontier.
         other = await frontier(service, first.name)
@@ -91,14 +91,14 @@ async def test_a_cut_that_was_given_is_kept_and_layers_that_hold_nothing_have_no
         found = await frontier(service, plan_id)
         assert found.cuts is None
         text = (await service.http.get(f"/plans/{plan_id}/frontier")).text
-        assert "The cut of its layers is given" in text
-        assert "cut anew" not in text
+        assert "The division into stages is fixed" in text
+        assert "its own division" not in text
 
         bare = [{key: layer[key] for key in layer if key != "memory"} for layer in UNLIMITED["layers"]]
         bare[1].pop("recompute")
         plan_id = await planned(service, {**UNLIMITED, "layers": bare})
         text = (await service.http.get(f"/plans/{plan_id}/frontier")).text
-        assert "says nothing about memory" in text
+        assert "has no memory costs" in text
         assert "of the layers" in text
         assert (await ask(service, plan_id, effort="quick")).status_code == 422
 
@@ -114,7 +114,7 @@ async def test_a_limit_that_nothing_fits_after_all_is_not_asked_for_ever(serving
         point = (await frontier(service, plan_id)).points[0]
         assert (point.is_searched, point.is_missing, point.best) == (True, False, None)
         text = (await service.http.get(f"/plans/{plan_id}/frontier")).text
-        assert f'<a class="state infeasible" href="/searches/{record["id"]}">nothing fits</a>' in text
+        assert f'<a class="state infeasible" href="/searches/{record["id"]}">no plan fits</a>' in text
 
 
 def cut() -> Problem:

@@ -91,7 +91,7 @@ async def test_missing_points_are_searched_once(serving: Serving) -> None:
         unproved = sum(not point.is_proved for point in found.points)
         answer = await ask(service, plan_id, effort="quick", again="1")
         assert answer.headers["location"] == f"/plans/{plan_id}/frontier?known={unproved}"
-        assert "searched with that effort before" in (await service.http.get(answer.headers["location"])).text
+        assert "already searched with that effort" in (await service.http.get(answer.headers["location"])).text
         answer = await ask(service, plan_id, effort="standard", again="1")
         assert answer.headers["location"] == f"/plans/{plan_id}/frontier"
         assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1 + len(missing) + unproved
@@ -130,7 +130,7 @@ async def test_rubbish_is_refused_and_a_problem_without_memory_told_what_to_do(s
         plan_id = await planned(service, {name: PROBLEM[name] for name in PROBLEM if name != "memory"})
         page = await service.http.get(f"/plans/{plan_id}/frontier")
         assert page.status_code == 200
-        assert "says nothing about memory" in page.text
+        assert "has no memory costs" in page.text
         assert (await ask(service, plan_id, effort="quick")).status_code == 422
 
 

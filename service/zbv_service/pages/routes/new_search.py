@@ -69,7 +69,7 @@ def _of_plan(write: Callable[[Start], str], at_smallest_limit: bool, packed: byt
     note = f"This is the problem of plan {plan.plan_id[:12]}."
     if plan.cut is not None:
         # Which limit is the smallest for layers, only a search that found nothing knows.
-        return write(start_from_layers(asked_of(plan), {}, f"{note} Its layers are cut anew."))
+        return write(start_from_layers(asked_of(plan), {}, f"{note} Its layers are cut again."))
     return write(_start_from(plan.problem, {}, note, at_smallest_limit))
 
 

@@ -32,7 +32,7 @@ async def page_of(service: Service, plan_id: str, *names: str) -> str:
         assert answer.status_code == 200, answer.text
         if AGAIN not in answer.text:
             return answer.text
-        assert "Making" in answer.text
+        assert "Computing" in answer.text
         assert "chart-lanes" not in answer.text
 
 

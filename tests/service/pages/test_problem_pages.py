@@ -20,8 +20,8 @@ BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
     [
         ("GET", "/nothing", 404, "Found no /nothing here"),
         ("GET", "/v1/plans/nothing/export/svg", 404, "Found no plan"),
-        ("GET", "/plans?cursor=x", 422, "it must be one from a page before"),
-        ("POST", "/", 405, "takes GET"),
+        ("GET", "/plans?cursor=x", 422, "it must come from an earlier page"),
+        ("POST", "/", 405, "accepts GET"),
         ("GET", "/problems/nothing", 404, "found no type of error"),
     ],
 )

@@ -37,7 +37,7 @@ def compiled_leaf(function: Kernel) -> Kernel:
     """
     from numba import njit
 
-    drop_stale_code(Path(__file__).parent)
+    drop_stale_code(Path(__file__).parents[1])
     return cast(Kernel, njit(cache=True, nogil=True, _nrt=False)(function))
 
 

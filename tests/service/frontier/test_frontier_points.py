@@ -91,9 +91,8 @@ async def test_missing_points_are_searched_once(serving: Serving) -> None:
         unproved = sum(not point.is_proved for point in found.points)
         answer = await ask(service, plan_id, effort="quick", again="1")
         assert answer.headers["location"] == f"/plans/{plan_id}/frontier?known={unproved}"
-        assert (
-            "already searched with that effort" in (await service.http.get(answer.headers["location"])).text
-        )
+        page = await service.http.get(answer.headers["location"])
+        assert "already searched with that effort" in page.text
         answer = await ask(service, plan_id, effort="standard", again="1")
         assert answer.headers["location"] == f"/plans/{plan_id}/frontier"
         assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1 + len(missing) + unproved

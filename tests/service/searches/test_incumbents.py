@@ -45,9 +45,9 @@ UNFIT = [
     (PROBLEM, incumbent_for({**PROBLEM, "microbatches": 5}), "InvalidPlan"),
     (PROBLEM, incumbent_for({**PROBLEM, "pp_degree": 3}), "InvalidPlan"),
     (PROBLEM | {"memory": {**PROBLEM["memory"], "limit": 2}}, pack(None), "TypeError"),
-    (LAYERED, incumbent_for(OTHER_LAYERS), "not a cut of the layers"),
-    (LAYERED, incumbent_for({**LAYERED, "pp_degree": 1, "microbatches": 3}), "not a cut of the layers"),
-    (LAYERED, incumbent_for({**LAYERED, "costs": {"p2p": 3}}), "not a cut of the layers"),
+    (LAYERED, incumbent_for(OTHER_LAYERS), "not a cut of the problem"),
+    (LAYERED, incumbent_for({**LAYERED, "pp_degree": 1, "microbatches": 3}), "not a cut of the problem"),
+    (LAYERED, incumbent_for({**LAYERED, "costs": {"p2p": 3}}), "not a cut of the problem"),
     (LAYERED, pack({"ranks": [["0F0"]], "problem": {}}), "InvalidInput"),
 ]
 

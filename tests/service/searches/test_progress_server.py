@@ -33,7 +33,7 @@ async def test_strangers_are_refused_and_latecomers_are_none(caplog: pytest.LogC
         assert await said_to(server, late.token) == b""
         assert caplog.messages == []
         assert await said_to(server, TaskConnection(updates.append).token) == b""
-        assert "belongs to no search" in caplog.messages[0]
+        assert "unknown token" in caplog.messages[0]
     assert updates == []
     await server.close()
 

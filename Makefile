@@ -33,10 +33,10 @@ run: install ## Plan, train and compare on this machine; ARGS=--exit exits after
 test: install browser postgres style ## Run all checks and tests; ARGS go to pytest
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
-# Twice as many processes as CI has cores, because many tests wait for child processes.
+# One process more than CI has cores, because many tests wait for child processes.
 # After a large change of the tests, run `make suite ARGS=--store-durations` and commit tests/durations.json.
 suite: install
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 docs: install ## Build the documentation site in build/docs
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs

@@ -20,7 +20,7 @@ def test_a_token_signs_in_and_leads_to_what_was_asked_for(
     found.keep("sign-in")
     page.get_by_label("Token").fill("zbv_wrong")
     page.get_by_role("button", name="Sign in").click()
-    assert "unknown to this service" in page.get_by_role("alert").inner_text()
+    assert "Unknown, expired or revoked token" in page.get_by_role("alert").inner_text()
 
     found.open(f"{service.url}/plans/{plan.plan_id}")
     page.get_by_label("Token").fill(str(find(service.url)))

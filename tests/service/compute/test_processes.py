@@ -133,8 +133,10 @@ def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Pa
     polling = httpx.Client(base_url=served.address, headers={"Authorization": f"Bearer {token}"})
     other = served.client.submit(PROBLEM, {"effort": "quick"})
     for attempts, number in enumerate((signal.SIGKILL, signal.SIGTERM), start=2):
-        below = children_of(served.process.pid)
-        assert below
+        deadline = time.monotonic() + DEADLINE
+        while not (below := children_of(served.process.pid)):
+            assert time.monotonic() < deadline, "the service starts no process for its searches"
+            time.sleep(0.05)
         status = served.ended_with(number)
         assert status == (-number if number == signal.SIGKILL else 0)
         deadline = time.monotonic() + DEADLINE

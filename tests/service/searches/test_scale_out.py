@@ -242,6 +242,6 @@ def of_another_version(folder: Path) -> dict[str, str]:
     for package in (zbv_solver, zbv_service):
         source = Path(str(package.__file__)).parent
         shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-    changed = folder / "zbv_solver/__init__.py"
+    changed = folder / "zbv_solver/_version.py"
     changed.write_text(changed.read_text().replace(f'"{zbv_solver.__version__}"', '"9.9.9"'))
     return {**os.environ, "PYTHONPATH": str(folder)}

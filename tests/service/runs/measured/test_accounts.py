@@ -61,7 +61,8 @@ def test_the_parts_of_every_rank_add_up_to_the_difference(problem: Problem, seed
         assert row.difference.total == pytest.approx(found.difference, abs=1e-6)
         assert row.measured.without_transfer().total == pytest.approx(found.measured, abs=1e-6)
         for parts in (row.planned, row.measured):
-            assert min(parts.compute, parts.transfer, parts.waiting, parts.between) >= -1e-9
+            rounding = 1e-12 * (1 + found.measured)
+            assert min(parts.compute, parts.transfer, parts.waiting, parts.between) >= -rounding
 
 
 @given(problems(max_p=3, max_m=3), st.integers(0, 1000))
@@ -102,7 +103,9 @@ def test_each_part_is_what_it_says(problem: Problem, seed: int) -> None:
 def test_a_step_that_went_as_planned_differs_in_nothing(problem: Problem, seed: int) -> None:
     plan = plan_of(problem, seed)
     orders = plan.orders
+    tolerance = 1e-6 * (1 + plan.objective)
     if plan.problem.objective == "makespan":
+        tolerance += 1e-3 * len(orders)  # traces have whole nanoseconds; the plan's unit is a microsecond
         (step,) = (lay_out(plan, as_planned(plan), 0, MICROSECOND),)
     else:
         start = span_start_times(plan.problem, orders)
@@ -115,10 +118,10 @@ def test_a_step_that_went_as_planned_differs_in_nothing(problem: Problem, seed: 
         )
         step = MeasuredStep(0, 0, turned, start, end, tuple(range(orders.pp_degree)), 0.0)
     found = account(plan, step)
-    assert found.difference == pytest.approx(0, abs=1e-6 * (1 + plan.objective))
+    assert found.difference == pytest.approx(0, abs=tolerance)
     for row in found.ranks:
         for part in vars(row.difference).values():
-            assert part == pytest.approx(0, abs=1e-6 * (1 + plan.objective))
+            assert part == pytest.approx(0, abs=tolerance)
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])

@@ -26,7 +26,7 @@ RANKS = (2, 3)
 
 
 class Service:
-    """What a sync is given to talk to: notes what it sends, and answers as it is told."""
+    """A fake transport of a sync: records what the sync sends and returns prepared answers."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, bytes]] = []

@@ -1,4 +1,4 @@
-// The estimate beside the form: for its problem, or for the values of the sliders.
+// The estimate next to the form: for its problem, or for the values of the sliders.
 
 import { at, input } from "../dom.js";
 import { drawBars } from "./promise.js";

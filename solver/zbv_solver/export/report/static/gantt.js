@@ -11,7 +11,7 @@ const DIGIT_WIDTH = 6.6; // px, with the font of the labels
 const LABEL_FONT = FONT.replace("12px", "11px");
 const MAX_LABELS = 3000;
 const EDGE_FROM = 5; // px of the average bar from which a gap separates it from its neighbour
-const SLACK = 4; // px beside an action that still point at it
+const SLACK = 4; // pixels around an action that still count as pointing at it
 const PATH_AT = 0.46; // of a row below its middle
 const ROW_NAME_HEIGHT = 14; // px
 

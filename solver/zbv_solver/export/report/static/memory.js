@@ -12,7 +12,7 @@ const MUTED = 0.08; // and of a line that the legend switched off
 const TOP = 8;
 const BOTTOM = 6;
 const FAR_LIMIT = 3; // a limit this many times above the highest peak would flatten the lines
-const NEAR = 12; // px beside a line that still point at it
+const NEAR = 12; // pixels around a line that still count as pointing at it
 
 /** @typedef {import("./timeline.js").Timeline} Timeline */
 /** @typedef {{ at: number[], held: number[] }} Steps `held` from each time of `at` to the next */

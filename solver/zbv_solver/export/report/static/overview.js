@@ -1,10 +1,10 @@
 // The whole of a timeline on a narrow strip, with the part that is shown marked. Drag the mark to move through time,
-// its edges to zoom, or click beside it to go there.
+// its edges to zoom, or click outside it to go there.
 
 import { raster } from "./raster.js";
 import { Surface } from "./surface.js";
 
-const EDGE = 7; // px beside an edge of the mark that still take hold of it
+const EDGE = 7; // pixels around an edge of the mark in which a drag resizes it
 
 export class Overview {
   /**

@@ -18,7 +18,6 @@ from zbv_service.api.rank_fetches import RankFetches
 from zbv_service.api.readiness import Readiness
 from zbv_service.api.routers import agents as agent_routes
 from zbv_service.api.routers import health, problem_checks
-from zbv_service.api.routers import metrics as metric_routes
 from zbv_service.api.routers import plans as plan_routes
 from zbv_service.api.routers import runs as run_routes
 from zbv_service.api.routers import search_events as search_event_routes
@@ -160,7 +159,6 @@ def create_app(
         run_routes.router,
         agent_routes.router,
         health.router,
-        metric_routes.router,
         problem_types.router,
         *pages.ROUTERS,
         sign_in.router,

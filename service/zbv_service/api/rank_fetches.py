@@ -1,9 +1,9 @@
-"""The short way of the one request that thousands send at once: a rank's part of a plan.
+"""A fast path for the request that thousands of ranks send at once: a rank's part of a plan.
 
-The framework's way through routing, parameters and dependencies takes several times as long as the answer
-itself. What is in memory already is answered here, with headers made once; everything else (an unknown
-plan, a first fetch, a wrong rank, other methods) goes the ordinary way, to
-:func:`zbv_service.api.routers.plans.get_rank`. Both ask :class:`zbv_service.security.access.Access` first.
+The framework's routing, parameters and dependencies take several times as long as the response itself.
+This middleware serves rank plans that are in memory. It leaves all other requests (an unknown plan, a first
+fetch, a wrong rank, other methods) to :func:`zbv_service.api.routers.plans.get_rank`. Both authorize requests
+with :class:`zbv_service.security.access.Access`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _PATH = re.compile(r"/v1/plans/([0-9a-f]{64})/ranks/(0|[1-9][0-9]{0,5})")
 
 
 class RankFetches:
-    """Answers fetches of known rank plans in place of an application.
+    """Serves known rank plans in front of an application.
 
     Parameters
     ----------
+    owner
+        The application that has the state.
     route
-        What the route that it stands for is called in metrics.
+        The route that it replaces, for metrics.
     scopes
-        Of which a caller needs one, as the route declares them.
+        The scopes of that route; a caller needs one of them.
     """
 
     def __init__(self, app: ASGIApp, owner: Starlette, route: object, scopes: Sequence[str]):

@@ -40,7 +40,7 @@ async def test_a_run_takes_another_plan_only_of_the_same_cut(serving: Serving) -
         run = (await submit(service, plan_id=ours)).json()
         refused = await service.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": theirs})
         assert refused.status_code == 422
-        assert "cuts the model elsewhere" in refused.json()["errors"][0]["detail"]
+        assert "partitions the model differently" in refused.json()["errors"][0]["detail"]
         slower = {**cut(EARLY), "costs": {"p2p": 3}}
         taken = await service.http.post(
             f"/v1/runs/{run['id']}/plan", json={"plan_id": await import_plan(service, slower)}

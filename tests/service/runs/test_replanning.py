@@ -9,7 +9,7 @@ from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.runs_over_http import beat, end, events, import_plan, run_of, started, submit, until_run, work
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.runs.replanner import _is_enough, _patience, measure, objective_of
+from zbv_service.runs.replanner import _is_enough, _patience, evaluate, measure
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
@@ -61,7 +61,7 @@ async def test_auto_searches_offers_and_changes_over(serving: Serving) -> None:
         found = await run_of(service, run_id)
         assert found["plan_id"] == before != target
         assert (found["offer"]["plan_id"], found["offer"]["objective_then"]) == (target, 8.0)
-        assert found["offer"]["objective_now"] == pytest.approx(objective_of(*under(SLOW)))
+        assert found["offer"]["objective_now"] == pytest.approx(evaluate(*under(SLOW)))
         assert (await beat(service, first, run_id))["plan_id"] == target
         await measured(service, run, SLOW, steps=1, first_step=5, plan_id=target)
         found = await run_of(service, run_id)

@@ -10,7 +10,8 @@ from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_bytes
 from zbv_solver.plans.plan import Plan
 
-from zbv_service.api.state import derived, state_of
+from zbv_service.api.caching import derived
+from zbv_service.api.state import state_of
 from zbv_service.errors import NOT_FOUND, ProblemError
 from zbv_service.pages.answers import page, problem_answer, shell_of
 from zbv_service.pages.views.compare import compare_page, compare_view

@@ -12,10 +12,11 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 
 from zbv_service.api.bodies import read_form
+from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.errors import INVALID_BODY, ProblemError
 from zbv_service.frontier.points import Frontier
-from zbv_service.pages.answers import page, problem_answer, root_of, shell_of
+from zbv_service.pages.answers import page, problem_answer, shell_of
 from zbv_service.pages.views.frontier import frontier_page, frontier_view
 from zbv_service.security.scheme import READ, needs
 

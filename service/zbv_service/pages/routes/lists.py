@@ -10,13 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from pydantic import ValidationError
 
-from zbv_service.api.cursors import neighbours, position_of
 from zbv_service.api.listing import (
     AgentListQuery,
     PageQuery,
     PlanListQuery,
     RunListQuery,
     SearchListQuery,
+    neighbours,
+    position_of,
 )
 from zbv_service.api.state import state_of
 from zbv_service.pages.answers import page, shell_of

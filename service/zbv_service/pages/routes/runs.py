@@ -11,10 +11,11 @@ from fastapi.responses import RedirectResponse
 from zbv_solver.errors import InvalidInput
 
 from zbv_service.api.bodies import read_form
+from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import INVALID_BODY, ProblemError
-from zbv_service.pages.answers import page, problem_answer, root_of, shell_of
+from zbv_service.pages.answers import page, problem_answer, shell_of
 from zbv_service.pages.views.measured import measured_page, measured_view, nothing_view
 from zbv_service.pages.views.run import run_page, run_view
 from zbv_service.records.runs import RUN_ENDED

@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 from zbv_service.api.bodies import read_form
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.negotiation import wants_page
+from zbv_service.api.negotiation import root_of, wants_page
 from zbv_service.api.state import state_of
 from zbv_service.errors import (
     INSUFFICIENT_SCOPE,
@@ -21,7 +21,7 @@ from zbv_service.errors import (
     ProblemError,
     response_to,
 )
-from zbv_service.pages.answers import page, problem_answer, root_of, shell_of
+from zbv_service.pages.answers import page, problem_answer, shell_of
 from zbv_service.pages.views.sign_in import sign_in_page
 from zbv_service.security.access import (
     InsufficientScope,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from zbv_service.api.state import derived, state_of
+from zbv_service.api.caching import derived
+from zbv_service.api.state import state_of
 from zbv_service.security.scheme import READ
 
 router = APIRouter(include_in_schema=False)

@@ -96,7 +96,7 @@ def test_time_between_actions_is_found_though_none_is_planned(plan: Plan) -> Non
     found = explained(plan, change=dawdle)
     assert found.main is not None
     assert found.main.kind == "between"
-    assert "time between their actions" in sentence(found)
+    assert "time between actions" in sentence(found)
 
 
 def test_faster_than_planned_is_explained_as_well(plan: Plan) -> None:

@@ -194,7 +194,7 @@ def _build_state(
     dispatcher = Dispatcher(runs, run_plans, replanner, watch, settings)
     heartbeats = Heartbeats(HeartbeatTable(database))
     token_table = TokenTable(database)
-    schedules, run_parts = Schedules(computations), RunParts(parts, computations)
+    schedules = Schedules(computations)
     tokens = Tokens(token_table, local_token)
     return ApplicationState(
         settings=settings,
@@ -214,9 +214,9 @@ def _build_state(
         heartbeats=heartbeats,
         agents=Agents(agents, runs, heartbeats, dispatcher),
         runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher, computations, settings),
-        parts=run_parts,
-        steps=RunSteps(run_parts, computations),
-        measurements=Measurements(run_parts, plans, computations),
+        parts=RunParts(parts, computations),
+        steps=RunSteps(parts, computations),
+        measurements=Measurements(parts, plans, computations),
         sweeper=Sweeper(Retention(database), _keep(settings), plans.used),
         metrics=metrics,
         readiness=Readiness(database, runner, dispatcher),

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from zbv_solver.measure.rank_trace import RankTraceDocument
 
@@ -120,6 +121,11 @@ def _alternatives(scopes: list[str]) -> list[dict[str, list[str]]]:
     if set(scopes) == set(SCOPES):
         return [{SCHEME: []}]
     return [{SCHEME: [scope]} for scope in scopes]
+
+
+def operation_id(route: APIRoute) -> str:
+    """The id of an operation: the name of its function, by which generated clients call it."""
+    return route.name
 
 
 def body_of(model: type) -> dict[str, Any]:

@@ -44,12 +44,11 @@ class Dispatcher:
     ):
         self._runs = runs
         self._run_plans = run_plans
-        self._replanner = replanner
+        self.replanner = replanner
         self._watch = watch
         self._settings = settings
         self._changed = asyncio.Event()
         self._submitted = asyncio.Event()
-        self._looking = asyncio.Lock()
         self._stopped = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
         self.assigned = asyncio.Event()
@@ -124,13 +123,8 @@ class Dispatcher:
             self._changed.set()
         await happened(self._submitted, _PLANNING_SECONDS if waiting else POLL_SECONDS)
 
-    async def look(self) -> None:
-        """Check the measured costs of runs now."""
-        async with self._looking:
-            await self._replanner.step()
-
     async def _replan(self) -> None:
-        await self.look()
+        await self.replanner.step()
         await happened(self._stopped, POLL_SECONDS)
 
     async def _watch_agents(self) -> None:

@@ -13,6 +13,7 @@ from zbv_solver.plans.plan import Plan
 
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.database import PartTable
 from zbv_service.plans.plans import Plans
 from zbv_service.records.runs import PartInfo, RunRecord
 from zbv_service.runs.measured.accounts import Account, KindTimes, account, kind_times
@@ -26,7 +27,7 @@ from zbv_service.runs.measured.step import (
     step_length,
     typical,
 )
-from zbv_service.runs.parts import RunParts, parse_traces
+from zbv_service.runs.parts import parse_traces
 
 MANY_ACTIONS = 100_000
 FEW_STEPS = 5
@@ -93,7 +94,7 @@ class Measured(TraceSource):
 class Measurements:
     """Reads and analyses measured steps, and caches the results."""
 
-    def __init__(self, parts: RunParts, plans: Plans, computations: Computations):
+    def __init__(self, parts: PartTable, plans: Plans, computations: Computations):
         self._computations = computations
         self._parts = parts
         self._plans = plans
@@ -126,10 +127,11 @@ class Measurements:
         self, run_id: str, step: int | None, source: TraceSource, parts: Sequence[PartInfo]
     ) -> Measured | NothingMeasured:
         plan = await self._plans.plan(parts[0].plan_id or "")
-        packed = await self._parts.packed_traces(run_id, source.generation, [part.rank for part in parts])
+        ranks = [part.rank for part in parts]
+        traces = await self._parts.read(run_id, source.generation, "trace", ranks)
         try:
             return await self._computations.run(
-                partial(measure_packed, plan, step, source), [packed[rank] for rank in sorted(packed)]
+                partial(measure_packed, plan, step, source), [trace.body for trace in traces]
             )
         except InvalidInput as error:
             return NothingMeasured("foreign", f"The traces do not fit the run's plan: {error}")

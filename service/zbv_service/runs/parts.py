@@ -156,21 +156,9 @@ class RunParts:
         details = [f"{place}, step {each.step}: the {each.what} is {each.value}" for each in document.events]
         await self._table.note(key.run_id, "non_finite", details)
 
-    async def traces(
-        self, run_id: str, generation: int, ranks: Sequence[int] | None = None
-    ) -> tuple[RankTrace, ...]:
-        """The traces of these ranks, or of all ranks, by rank."""
-        parts = await self._table.read(run_id, generation, "trace", ranks)
-        return await self._computations.run(parse_traces, [part.body for part in parts])
-
     async def index(self, run_id: str) -> list[PartInfo]:
         """The list of a run's parts in all generations, without their content."""
         return await self._table.index(run_id)
-
-    async def packed_traces(self, run_id: str, generation: int, ranks: Sequence[int]) -> dict[int, bytes]:
-        """The packed traces of these ranks, by rank."""
-        parts = await self._table.read(run_id, generation, "trace", ranks)
-        return {part.rank: part.body for part in parts}
 
     async def merged_trace(self, run: RunRecord, generation: int | None) -> bytes:
         """All ranks' newest common step as one Trace Event Format document.

@@ -26,7 +26,7 @@ from zbv_service.documents.packing import unpack
 from zbv_service.plans.plans import Plans
 from zbv_service.records.runs import Replanning, RunRecord
 from zbv_service.records.searches import FINISHED
-from zbv_service.runs.parts import RunParts
+from zbv_service.runs.parts import parse_traces
 from zbv_service.searches.searches import Searches
 
 FRESH_STEPS = 3
@@ -101,8 +101,7 @@ class Replanner:
         self._computations = computations
         self._runs = runs
         self._run_plans = run_plans
-        self._part_table = parts
-        self._parts = RunParts(parts, computations)
+        self._parts = parts
         self._plans = plans
         self._searches = searches
 
@@ -157,10 +156,11 @@ class Replanner:
         """The first replica's common steps after a given one; empty if there are too few."""
         ranks = range(plan.problem.pp_degree)
         patience = _patience(searches)
-        known = await self._part_table.first_replica(run.id, run.generation, plan.plan_id)
+        known = await self._parts.first_replica(run.id, run.generation, plan.plan_id)
         if any(known.get(rank, (0, -1))[1] - after < patience for rank in ranks):
             return ()
-        traces = await self._parts.traces(run.id, run.generation, [known[rank][0] for rank in ranks])
+        parts = await self._parts.read(run.id, run.generation, "trace", [known[rank][0] for rank in ranks])
+        traces = await self._computations.run(parse_traces, [part.body for part in parts])
         common = frozenset.intersection(*(trace.numbers for trace in traces))
         fresh = frozenset(step for step in common if step > after)
         has_passed = max(fresh, default=after) - after >= patience

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.database import PartTable
 from zbv_service.documents.packing import unpack
 from zbv_service.records.runs import PartInfo
-from zbv_service.runs.parts import RunParts
 
 MOST_READ = 16
 """Most ranks with traces to read, spread over the pipeline: unpacking hundreds of traces takes seconds."""
@@ -29,7 +29,7 @@ class StepLine:
 class RunSteps:
     """Reads steps from traces, each trace once."""
 
-    def __init__(self, parts: RunParts, computations: Computations):
+    def __init__(self, parts: PartTable, computations: Computations):
         self._parts = parts
         self._computations = computations
         self._read: Cache[tuple[StepLine, ...]] = Cache(CACHED)
@@ -49,8 +49,8 @@ class RunSteps:
 
     async def _of(self, run_id: str, part: PartInfo) -> tuple[StepLine, ...]:
         async def load() -> tuple[StepLine, ...]:
-            packed = await self._parts.packed_traces(run_id, part.generation, [part.rank])
-            return await self._computations.run(_lines, packed[part.rank]) if part.rank in packed else ()
+            found = await self._parts.read(run_id, part.generation, "trace", [part.rank])
+            return await self._computations.run(_lines, found[0].body) if found else ()
 
         key = f"{run_id} {part.generation} {part.rank} {part.updated_at.isoformat()}"
         return await self._read.get(key, load)

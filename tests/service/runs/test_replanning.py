@@ -46,7 +46,7 @@ async def measured(
 
 async def looked(service: Service) -> None:
     """Have the service look, as it does by itself every second."""
-    await service.app.state.application.dispatcher.look()
+    await service.app.state.application.dispatcher.replanner.step()
 
 
 async def searches(service: Service) -> int:

@@ -12,7 +12,9 @@ from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.runs_over_http import end, started, work
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.runs.parts import MAX_LOG_BYTES
+from zbv_service.database import PartTable
+from zbv_service.runs.parts import MAX_LOG_BYTES, parse_traces
+from zbv_solver.measure.rank_trace import RankTrace
 from zbv_solver.problem.reading import parse_problem
 
 pytestmark = pytest.mark.anyio
@@ -98,6 +100,13 @@ async def test_the_latest_trace_of_a_rank_counts_and_each_generation_has_its_own
             assert shown.json()["otherData"]["steps"] == [step]
 
 
+async def stored_trace(service: Service, run_id: str) -> RankTrace:
+    """The stored trace of rank 0."""
+    parts = await PartTable(service.app.state.application.database).read(run_id, 0, "trace", [0])
+    (trace,) = parse_traces([part.body for part in parts])
+    return trace
+
+
 async def test_former_steps_are_kept_for_ranks_that_write_at_other_times(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
@@ -107,10 +116,10 @@ async def test_former_steps_are_kept_for_ranks_that_write_at_other_times(serving
         for sent, expected in ((traces(5, first_step=4), 8), (traces(5, first_step=0), 8)):
             await put(service, second, run_id, 1, sent[1])
             assert (await service.http.get(shown)).json()["otherData"]["steps"] == [expected]
-        kept = (await service.app.state.application.parts.traces(run_id, 0))[0]
+        kept = await stored_trace(service, run_id)
         assert kept.numbers == frozenset(range(5, 20))
         await put(service, first, run_id, 0, traces(2, first_step=20, ahead=[5, 5])[0])
-        kept = (await service.app.state.application.parts.traces(run_id, 0))[0]
+        kept = await stored_trace(service, run_id)
         assert kept.numbers == {20, 21}  # of another clock
 
 

@@ -12,7 +12,7 @@ from zbv_service.api.bodies import read_json, read_packed
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import AgentListQuery, list_response
 from zbv_service.api.negotiation import SEE_PAGE
-from zbv_service.api.openapi import body_of
+from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import decompressed, parse_body
 from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, INVALID_BODY
@@ -45,12 +45,11 @@ OWN_AGENT = [AGENT, Depends(_require_own_agent)]
 _PRESENT = (AGENT_OF_OTHERS, AGENT_GONE)
 """Errors of a route that only a present agent of the caller's token may use."""
 
-router = APIRouter(prefix="/v1/agents", tags=["agents"])
+router = APIRouter(prefix="/v1/agents", tags=["agents"], generate_unique_id_function=operation_id)
 
 
 @router.post(
     "",
-    operation_id="register_agent",
     dependencies=[AGENT],
     summary="Register an agent",
     status_code=201,
@@ -78,7 +77,6 @@ async def register_agent(request: Request) -> Response:
 
 @router.get(
     "",
-    operation_id="list_agents",
     dependencies=[READ],
     summary="List agents, newest first",
     response_model=AgentList,
@@ -99,7 +97,6 @@ async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()
 
 @router.get(
     "/{agent_id}",
-    operation_id="get_agent",
     dependencies=[needs("read", "agent")],
     summary="Get an agent",
     responses=documented(AGENT_OF_OTHERS),
@@ -113,7 +110,6 @@ async def get_agent(request: Request, agent_id: str) -> AgentDocument:
 
 @router.get(
     "/{agent_id}/work",
-    operation_id="get_work",
     dependencies=OWN_AGENT,
     summary="Wait for an agent's work",
     response_model=WorkDocument,
@@ -135,7 +131,6 @@ async def get_work(
 
 @router.post(
     "/{agent_id}/heartbeat",
-    operation_id="beat",
     dependencies=OWN_AGENT,
     summary="Send a heartbeat with the places of the ranks",
     response_model=HeartbeatAnswer,
@@ -151,7 +146,6 @@ async def beat(request: Request, agent_id: str) -> HeartbeatAnswer:
 
 @router.post(
     "/{agent_id}/ended",
-    operation_id="report_end",
     dependencies=OWN_AGENT,
     summary="Report how an agent's node ended",
     status_code=204,
@@ -185,7 +179,6 @@ _Key = Annotated[RankKey, Depends(_own_rank)]
 
 @router.put(
     _PART + "/trace",
-    operation_id="put_trace",
     dependencies=OWN_AGENT,
     summary="Store a rank's trace",
     status_code=204,
@@ -203,7 +196,6 @@ async def put_trace(request: Request, key: _Key) -> Response:
 
 @router.put(
     _PART + "/log",
-    operation_id="put_log",
     dependencies=OWN_AGENT,
     summary="Store the end of a rank's log",
     status_code=204,
@@ -220,7 +212,6 @@ async def put_log(request: Request, key: _Key) -> Response:
 
 @router.put(
     _PART + "/events",
-    operation_id="put_events",
     dependencies=OWN_AGENT,
     summary="Store events of a rank",
     status_code=204,
@@ -240,7 +231,6 @@ async def _small_body(request: Request) -> bytes:
 
 @router.post(
     "/{agent_id}/drain",
-    operation_id="drain_agent",
     dependencies=OWN_AGENT,
     summary="Stop assigning work to an agent",
     responses=documented(*_PRESENT),
@@ -252,7 +242,6 @@ async def drain_agent(request: Request, agent_id: str) -> AgentDocument:
 
 @router.delete(
     "/{agent_id}",
-    operation_id="remove_agent",
     dependencies=OWN_AGENT,
     summary="Deregister an agent",
     status_code=204,

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
+from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
 from zbv_service.database.tally import tally
 from zbv_service.errors import NOT_READY, ProblemError
@@ -18,7 +19,7 @@ from zbv_service.security.scheme import ANYBODY, READ
 RETRY_SECONDS = 1
 COUNT_SECONDS = 5.0
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], generate_unique_id_function=operation_id)
 
 
 class Health(BaseModel):
@@ -27,18 +28,14 @@ class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-@router.get(
-    "/healthz", operation_id="get_health", dependencies=[ANYBODY], summary="Whether the process is alive"
-)
+@router.get("/healthz", dependencies=[ANYBODY], summary="Whether the process is alive")
 async def get_health(response: Response) -> Health:
     """Responds as long as the process can respond at all."""
     response.headers["Cache-Control"] = "no-store"
     return Health()
 
 
-@router.get(
-    "/readyz", operation_id="get_readiness", dependencies=[ANYBODY], summary="Whether the service can work"
-)
+@router.get("/readyz", dependencies=[ANYBODY], summary="Whether the service can work")
 async def get_readiness(request: Request, response: Response) -> Health:
     """Responds with 200 while the database answers and the loops for searches and runs work.
 
@@ -58,7 +55,6 @@ async def get_readiness(request: Request, response: Response) -> Health:
 
 @router.get(
     "/metrics",
-    operation_id="get_metrics",
     dependencies=[READ],
     summary="Metrics for Prometheus",
     response_class=Response,

@@ -11,7 +11,7 @@ from zbv_service.api.caching import REVALIDATED, cached, derived
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import PlanListQuery, list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
-from zbv_service.api.openapi import body_of, content_of
+from zbv_service.api.openapi import body_of, content_of, operation_id
 from zbv_service.api.state import state_of
 from zbv_service.errors import INVALID_BODY, INVALID_PLAN, NOT_IMPLEMENTED
 from zbv_service.plans.documents import (
@@ -26,14 +26,13 @@ from zbv_service.security.scheme import READ, needs
 
 FETCH = needs("read", "agent")
 
-router = APIRouter(prefix="/v1/plans", tags=["plans"])
+router = APIRouter(prefix="/v1/plans", tags=["plans"], generate_unique_id_function=operation_id)
 
 _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "The client has it already."}}
 
 
 @router.post(
     "",
-    operation_id="import_plan",
     dependencies=[needs("search", "launch")],
     summary="Import a plan",
     status_code=201,
@@ -57,7 +56,6 @@ async def import_plan(request: Request) -> Response:
 
 @router.get(
     "",
-    operation_id="list_plans",
     dependencies=[FETCH],
     summary="List plans, newest first",
     response_model=PlanList,
@@ -78,7 +76,6 @@ async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()])
 
 @router.get(
     "/{plan_id}",
-    operation_id="get_plan",
     dependencies=[FETCH],
     summary="Get a plan",
     response_class=Response,
@@ -101,7 +98,6 @@ async def get_plan(request: Request, plan_id: str) -> Response:
 
 @router.get(
     "/{plan_id}/ranks/{rank}",
-    operation_id="get_rank",
     dependencies=[FETCH],
     summary="Get the part of one rank",
     response_class=Response,
@@ -121,7 +117,6 @@ async def get_rank(request: Request, plan_id: str, rank: int) -> Response:
 
 @router.get(
     "/{plan_id}/export/{format_name}",
-    operation_id="export_plan",
     dependencies=[READ],
     summary="Export a plan",
     response_class=Response,

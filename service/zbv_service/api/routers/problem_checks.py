@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from zbv_service.api.bodies import read_text
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.openapi import body_of
+from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
 from zbv_service.errors import INFEASIBLE_MEMORY, INVALID_BODY
 from zbv_service.problems.check import check_text
@@ -25,14 +25,13 @@ from zbv_service.security.scheme import needs
 
 SEARCH = needs("search")
 
-router = APIRouter(prefix="/v1/problems", tags=["problems"])
+router = APIRouter(prefix="/v1/problems", tags=["problems"], generate_unique_id_function=operation_id)
 former_router = APIRouter(tags=["problems"])
 
 
 @router.post(
     "/check",
     dependencies=[SEARCH],
-    operation_id="check_problem",
     summary="Check a problem",
     response_model=ProblemCheck,
     response_description="Every broken rule; for a valid problem its limits, fractions and loads.",
@@ -49,7 +48,6 @@ async def check_problem(request: Request) -> Response:
 @router.post(
     "/estimate",
     dependencies=[SEARCH],
-    operation_id="estimate_problem",
     summary="Estimate a problem",
     response_description="The metrics of a plan, a bound, and the classical schedules.",
     openapi_extra=body_of(EstimateRequest),
@@ -79,7 +77,6 @@ _COMPARE: dict[str, Any] = {
 )
 @router.post(
     "/compare",
-    operation_id="compare_problem",
     summary="Compare the classical schedules of a problem",
     **_COMPARE,
 )

@@ -15,7 +15,7 @@ from zbv_service.api.error_handlers import documented
 from zbv_service.api.idempotency import KEY_PARAMETER, request_key
 from zbv_service.api.listing import RunListQuery, list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
-from zbv_service.api.openapi import body_of
+from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import INVALID_BODY, RUN_REMOVED, RUN_STATE, TOO_MANY_SEARCHES
@@ -37,12 +37,11 @@ LAUNCH = needs("launch")
 
 Generation = Annotated[int | None, Query(ge=0, le=_MOST)]
 
-router = APIRouter(prefix="/v1/runs", tags=["runs"])
+router = APIRouter(prefix="/v1/runs", tags=["runs"], generate_unique_id_function=operation_id)
 
 
 @router.post(
     "",
-    operation_id="submit_run",
     dependencies=[LAUNCH],
     summary="Run a plan, or search a problem's plan and run it",
     status_code=202,
@@ -65,7 +64,6 @@ async def submit_run(request: Request) -> Response:
 
 @router.get(
     "",
-    operation_id="list_runs",
     dependencies=[READ],
     summary="List runs, newest first",
     response_model=RunList,
@@ -84,7 +82,6 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
 
 @router.get(
     "/{run_id}",
-    operation_id="get_run",
     dependencies=[READ],
     summary="Get a run",
     response_model=RunDocument,
@@ -99,7 +96,6 @@ async def get_run(request: Request, run_id: str) -> Response:
 
 @router.get(
     "/{run_id}/events",
-    operation_id="list_run_events",
     dependencies=[READ],
     summary="List the events of a run",
 )
@@ -116,7 +112,6 @@ async def list_run_events(
 
 @router.post(
     "/{run_id}/cancel",
-    operation_id="cancel_run",
     dependencies=[LAUNCH],
     summary="Cancel a run",
     status_code=202,
@@ -132,7 +127,6 @@ async def cancel_run(request: Request, run_id: str) -> Response:
 
 @router.post(
     "/{run_id}/plan",
-    operation_id="change_plan",
     dependencies=[LAUNCH],
     summary="Change the plan of a run",
     status_code=202,
@@ -150,7 +144,6 @@ async def change_plan(request: Request, run_id: str) -> Response:
 
 @router.get(
     "/{run_id}/trace",
-    operation_id="get_run_trace",
     dependencies=[READ],
     summary="Get the measured step of all ranks",
     response_class=Response,
@@ -170,7 +163,6 @@ async def get_run_trace(request: Request, run_id: str, generation: Generation = 
 
 @router.get(
     "/{run_id}/ranks/{rank}/log",
-    operation_id="get_rank_log",
     dependencies=[READ],
     summary="Get the end of a rank's log",
     response_class=PlainTextResponse,

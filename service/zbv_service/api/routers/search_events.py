@@ -12,6 +12,7 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.types import Send
 
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, preferred
+from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
 from zbv_service.records.searches import FINISHED, SearchEvent, SearchRecord
 from zbv_service.searches.event_documents import SearchEventList
@@ -21,7 +22,7 @@ from zbv_service.security.scheme import READ, READ_SCOPES
 RECONNECT_MILLISECONDS = 1000
 _MAX_NUMBER = 2**31 - 1
 
-router = APIRouter(prefix="/v1/searches", tags=["searches"])
+router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_function=operation_id)
 
 _Number = Annotated[int | None, Query(ge=0, le=_MAX_NUMBER, description="Return only events after this one.")]
 _LastEventId = Annotated[
@@ -41,7 +42,6 @@ class _Stream(EventSourceResponse):
 @router.get(
     "/{search_id}/events",
     dependencies=[READ],
-    operation_id="follow_search",
     summary="Follow the events of a search",
     response_model=SearchEventList,
     response_description="The events so far, or a stream of them that ends after the event `end`.",

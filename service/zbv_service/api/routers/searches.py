@@ -11,7 +11,7 @@ from zbv_service.api.error_handlers import documented
 from zbv_service.api.idempotency import KEY_PARAMETER, request_key
 from zbv_service.api.listing import SearchListQuery, list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
-from zbv_service.api.openapi import body_of
+from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.errors import INVALID_BODY, SEARCH_DISCARDED, SEARCH_IN_USE, TOO_MANY_SEARCHES
 from zbv_service.records.searches import FINISHED, SearchRecord
@@ -21,13 +21,12 @@ from zbv_service.security.scheme import READ, needs
 RETRY_SECONDS = 1
 SEARCH = needs("search")
 
-router = APIRouter(prefix="/v1/searches", tags=["searches"])
+router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_function=operation_id)
 
 
 @router.post(
     "",
     dependencies=[SEARCH],
-    operation_id="submit_search",
     summary="Search a plan for a problem",
     status_code=202,
     response_model=SearchDocument,
@@ -51,7 +50,6 @@ async def submit_search(request: Request) -> Response:
 @router.get(
     "",
     dependencies=[READ],
-    operation_id="list_searches",
     summary="List searches, newest first",
     response_model=SearchList,
     responses=SEE_PAGE,
@@ -72,7 +70,6 @@ async def list_searches(request: Request, query: Annotated[SearchListQuery, Quer
 @router.get(
     "/{search_id}",
     dependencies=[READ],
-    operation_id="get_search",
     summary="Get a search",
     response_model=SearchDocument,
     responses=SEE_PAGE,
@@ -89,7 +86,6 @@ async def get_search(request: Request, search_id: str) -> Response:
 @router.get(
     "/{search_id}/problem",
     dependencies=[READ],
-    operation_id="get_search_problem",
     summary="Get the problem of a search",
     response_description="The normalised problem document, for a report or for another search.",
     responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}},
@@ -103,7 +99,6 @@ async def get_search_problem(request: Request, search_id: str) -> Response:
 @router.post(
     "/{search_id}/cancel",
     dependencies=[SEARCH],
-    operation_id="cancel_search",
     summary="Cancel a search",
     status_code=202,
     response_model=SearchDocument,
@@ -118,7 +113,6 @@ async def cancel_search(request: Request, search_id: str) -> Response:
 @router.delete(
     "/{search_id}",
     dependencies=[SEARCH],
-    operation_id="discard_search",
     summary="Discard a search",
     status_code=204,
     response_description="The search and its events are removed, also for all others who use it.",

@@ -29,12 +29,10 @@ from zbv_service.security.access import (
     Unauthenticated,
     require_same_origin,
 )
-from zbv_service.security.cookies import end_session, session_of, set_session
-from zbv_service.security.documents import SignInLink
+from zbv_service.security.browsers import is_from_elsewhere, session_of, set_session
 from zbv_service.security.grants import grant_of
-from zbv_service.security.origins import is_from_elsewhere
 from zbv_service.security.scheme import ANY_TOKEN, ANYBODY
-from zbv_service.security.sign_in import LINK_SECONDS, LinkUnusable
+from zbv_service.security.sign_in import LINK_SECONDS, LinkUnusable, SignInLink
 
 MAX_FORM_BYTES = 8192
 
@@ -92,7 +90,7 @@ async def post_sign_out(request: Request) -> Response:
     if text is not None:
         await state_of(request).sign_in.end(text)
     answer = _see_other(request, "/sign-in")
-    end_session(answer, request)
+    set_session(answer, request, "", max_age=0)
     return answer
 
 

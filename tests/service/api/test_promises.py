@@ -113,29 +113,27 @@ async def test_a_get_that_fails_may_be_repeated(serving: Serving, monkeypatch: p
     assert detail == "The database does not answer now. Repeat the request in a moment."
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/searches", {"problem": {**PROBLEM, "pp_degree": 0}}),
-        ("/v1/searches", {"problem": PROBLEM, "options": {"effort": "none"}}),
-        ("/v1/runs", {"problem": PROBLEM, "model": MODEL, "nodes": 3, "steps": 5}),
-        (
-            "/v1/runs",
-            {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5, "search_options": {"seed": -1}},
-        ),
-        ("/v1/runs", {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5}),
-        ("/v1/plans", {"problem": PROBLEM, "ranks": []}),
-        ("/v1/agents", {"id": "a" * 32, "name": "h", "address": "h", "port": 0, "slots": 1}),
-    ],
-)
-async def test_of_a_body_that_breaks_a_rule_nothing_is_stored(
-    serving: Serving, path: str, body: dict[str, Any]
-) -> None:
+WRONG_BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/searches", {"problem": {**PROBLEM, "pp_degree": 0}}),
+    ("/v1/searches", {"problem": PROBLEM, "options": {"effort": "none"}}),
+    ("/v1/runs", {"problem": PROBLEM, "model": MODEL, "nodes": 3, "steps": 5}),
+    (
+        "/v1/runs",
+        {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5, "search_options": {"seed": -1}},
+    ),
+    ("/v1/runs", {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5}),
+    ("/v1/plans", {"problem": PROBLEM, "ranks": []}),
+    ("/v1/agents", {"id": "a" * 32, "name": "h", "address": "h", "port": 0, "slots": 1}),
+]
+
+
+async def test_a_body_that_breaks_a_rule_stores_nothing(serving: Serving) -> None:
     async with serving("immediate") as service:
         before = await rows(service.app.state.application.database)
-        answer = await service.http.post(path, json=body, headers=KEY)
-        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-body"), answer.text
-        assert await rows(service.app.state.application.database) == before
+        for path, body in WRONG_BODIES:
+            answer = await service.http.post(path, json=body, headers=KEY)
+            assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-body"), answer.text
+            assert await rows(service.app.state.application.database) == before, body
 
 
 async def test_what_another_site_sends_changes_nothing(serving: Serving) -> None:

@@ -9,6 +9,7 @@ from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.runs_over_http import beat, end, events, import_plan, run_of, started, submit, until_run, work
 from support.serving import PROBLEM, Service, Serving
+from zbv_service.runs import dispatch
 from zbv_service.runs.replanner import _is_enough, _patience, evaluate, measure
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.problem.problem import Problem
@@ -20,6 +21,12 @@ pytestmark = pytest.mark.anyio
 PLANNED = {**PROBLEM, "units": {"time": "us"}}
 SLOW = {**PLANNED, "costs": {"forward": 3, "backward_input": 1, "backward_weight": 1}}
 """What the ranks really cost. The fake search states 8 for any plan; the running one then takes 40."""
+
+
+@pytest.fixture(autouse=True)
+def only_explicit_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service looks once when it starts; afterwards only :func:`looked` does."""
+    monkeypatch.setattr(dispatch, "POLL_SECONDS", 3600.0)
 
 
 async def running(service: Service, **options: Any) -> tuple[str, str, str]:
@@ -45,15 +52,25 @@ async def measured(
 
 
 async def looked(service: Service) -> None:
-    """Have the service look, as it does by itself every second."""
+    """Have the service look, as it usually does every second."""
     await service.app.state.application.dispatcher.replanner.step()
+
+
+async def replanned(service: Service, run_id: str) -> None:
+    """Look, wait for the search of the measured costs, and judge its plan."""
+    await looked(service)
+    await service.ended((await memory(service, run_id))["search_id"])
+    await looked(service)
 
 
 async def searches(service: Service) -> int:
     return len((await service.http.get("/v1/searches")).json()["searches"])
 
 
-async def test_auto_searches_offers_and_changes_over(serving: Serving) -> None:
+async def test_auto_searches_offers_and_changes_the_plan(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "POLL_SECONDS", 0.05)  # here the service looks by itself
     async with serving("immediate") as service:
         run = run_id, first, second = await running(service, replan="auto")
         before = await measured(service, run, SLOW, steps=3)
@@ -80,7 +97,8 @@ async def test_ask_waits_for_an_answer_and_off_does_not_look(serving: Serving) -
     async with serving("immediate") as service:
         run = run_id, first, _ = await running(service, replan="ask")
         await measured(service, run, SLOW, steps=3)
-        offer = (await until_run(service, run_id, lambda seen: seen["offer"]))["offer"]
+        await replanned(service, run_id)
+        offer = (await run_of(service, run_id))["offer"]
         assert (await beat(service, first, run_id))["plan_id"] is None
         answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": offer["plan_id"]})
         assert (answer.status_code, answer.json()["target_plan_id"]) == (202, offer["plan_id"])
@@ -161,7 +179,8 @@ async def test_after_a_change_only_traces_of_the_new_plan_count(serving: Serving
     async with serving("immediate") as service:
         run = run_id, *_ = await running(service, replan="auto")
         before = await measured(service, run, SLOW, steps=3)
-        target = (await until_run(service, run_id, lambda seen: seen["target_plan_id"]))["target_plan_id"]
+        await replanned(service, run_id)
+        target = (await run_of(service, run_id))["target_plan_id"]
         await measured(service, run, SLOW, steps=1, first_step=3, plan_id=target)
         slower = {**PLANNED, "costs": {"forward": 9, "backward_input": 1, "backward_weight": 1}}
         await measured(service, run, slower, steps=3, first_step=4, plan_id=before)

@@ -142,43 +142,46 @@ async def test_registering_twice_is_one_agent(serving: Serving) -> None:
         assert len((await service.http.get("/v1/agents")).json()["agents"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "pointer"),
-    [
-        ({"plan_id": "0" * 64}, "/plan_id"),
-        ({"plan_id": "x"}, "/plan_id"),
-        ({"nodes": 3}, "/nodes"),
-        ({"nodes": 0}, "/nodes"),
-        ({"steps": 2**40}, "/steps"),
-        ({"model": {"factory": "no colon"}}, "/model/factory"),
-        ({"model": {"factory": "a:b", "seed": -1}}, "/model/seed"),
-        ({"options": {"backend": "mpi"}}, "/options/backend"),
-        ({"extra": 1}, "/extra"),
-    ],
-)
-async def test_a_wrong_run_is_refused_where_it_is_wrong(
-    serving: Serving, changes: dict[str, Any], pointer: str
-) -> None:
+WRONG_RUNS: list[tuple[dict[str, Any], str]] = [
+    ({"plan_id": "0" * 64}, "/plan_id"),
+    ({"plan_id": "x"}, "/plan_id"),
+    ({"nodes": 3}, "/nodes"),
+    ({"nodes": 0}, "/nodes"),
+    ({"steps": 2**40}, "/steps"),
+    ({"model": {"factory": "no colon"}}, "/model/factory"),
+    ({"model": {"factory": "a:b", "seed": -1}}, "/model/seed"),
+    ({"options": {"backend": "mpi"}}, "/options/backend"),
+    ({"extra": 1}, "/extra"),
+]
+
+
+async def test_a_wrong_run_is_refused_with_a_pointer(serving: Serving) -> None:
     async with serving("immediate") as service:
-        answer = await submit(service, **changes)
-        assert answer.status_code == 422, answer.text
-        assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
+        for changes, pointer in WRONG_RUNS:
+            answer = await submit(service, **changes)
+            assert answer.status_code == 422, answer.text
+            assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
         assert (await service.http.get("/v1/runs")).json() == {"runs": [], "next": None, "previous": None}
 
 
-@pytest.mark.parametrize(
-    "argument",
-    ["1e999", '"\\ud800"', '"\\u0000"', '{"\\udfff": 1}', '{"\\\\\\u0000": 1}', "[" * 32 + "]" * 32],
-)
-async def test_arguments_that_answers_cannot_hold_are_refused(serving: Serving, argument: str) -> None:
+async def test_arguments_that_responses_cannot_contain_are_refused(serving: Serving) -> None:
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
-        text = f'{{"plan_id": "{plan_id}", "model": {{"factory": "a:b", "arguments": {{"x": {argument}}}}},'
-        answer = await service.http.post(
-            "/v1/runs", content=text + '"nodes": 1, "steps": 1}', headers={"content-type": "application/json"}
-        )
-        assert answer.status_code == 422
-        assert answer.json()["errors"][0]["pointer"] == "/model/arguments"
+        start = f'{{"plan_id": "{plan_id}", "nodes": 1, "steps": 1, "model": {{"factory": "a:b", '
+        for argument in (
+            "1e999",
+            '"\\ud800"',
+            '"\\u0000"',
+            '{"\\udfff": 1}',
+            '{"\\\\\\u0000": 1}',
+            "[" * 32 + "]" * 32,
+        ):
+            content = f'{start}"arguments": {{"x": {argument}}}}}}}'
+            answer = await service.http.post(
+                "/v1/runs", content=content, headers={"content-type": "application/json"}
+            )
+            assert answer.status_code == 422, argument
+            assert answer.json()["errors"][0]["pointer"] == "/model/arguments", argument
 
 
 async def test_a_run_whose_arguments_are_at_every_limit_is_answered_everywhere(serving: Serving) -> None:
@@ -195,8 +198,8 @@ async def test_a_run_whose_arguments_are_at_every_limit_is_answered_everywhere(s
             assert (await service.http.get(path)).status_code == 200, path
 
 
-@pytest.mark.parametrize("address", ["/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"])
-async def test_unknown_ids_are_not_found(serving: Serving, address: str) -> None:
+async def test_unknown_ids_are_not_found(serving: Serving) -> None:
     async with serving("immediate") as service:
-        answer = await service.http.get(address)
-        assert (answer.status_code, answer.json()["type"]) == (404, "/problems/not-found")
+        for address in ("/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"):
+            answer = await service.http.get(address)
+            assert (answer.status_code, answer.json()["type"]) == (404, "/problems/not-found"), address

@@ -111,28 +111,20 @@ async def test_files_of_pages_are_for_everybody_and_unknown_addresses_stay_unkno
     assert (await service.http.get("/v1/nothing")).status_code == 404
 
 
-@pytest.mark.parametrize(
-    "credentials",
-    [f"Bearer {TokenText.new()}", "Bearer", "Bearer x y", "bearer zbv_é"],
-    ids=["unknown", "none", "two", "no-ascii"],
-)
-async def test_wrong_credentials_are_no_credentials(service: Service, credentials: str) -> None:
-    answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == 'Bearer realm="zbv", error="invalid_token"'
+async def test_wrong_credentials_are_invalid_tokens(service: Service) -> None:
+    for credentials in (f"Bearer {TokenText.new()}", "Bearer", "Bearer x y", "bearer zbv_é"):
+        answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
+        assert answer.status_code == 401, credentials
+        assert answer.headers["www-authenticate"] == 'Bearer realm="zbv", error="invalid_token"', credentials
 
 
-@pytest.mark.parametrize(
-    "credentials", ["Basic dXNlcjpwYXNz", "", str(TokenText.new())], ids=["basic", "nothing", "no scheme"]
-)
-async def test_credentials_of_another_kind_are_none_and_may_be_a_proxys(
-    service: Service, credentials: str
-) -> None:
-    for _ in range(attempts.ALLOWED + 1):  # they are no wrong tokens either
-        answer = await service.http.get("/v1/searches", headers={"Authorization": credentials})
-        assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == 'Bearer realm="zbv"'
-    assert "Authorization: Bearer" in answer.json()["detail"]
+async def test_credentials_of_another_scheme_may_be_for_a_proxy_and_are_ignored(service: Service) -> None:
+    for credentials in ("Basic dXNlcjpwYXNz", "", str(TokenText.new())):
+        for _ in range(attempts.ALLOWED + 1):  # they do not count as wrong tokens
+            answer = await service.http.get("/v1/searches", headers={"Authorization": credentials})
+            assert answer.status_code == 401, credentials
+        assert answer.headers["www-authenticate"] == 'Bearer realm="zbv"', credentials
+        assert "Authorization: Bearer" in answer.json()["detail"]
 
 
 async def test_the_name_of_the_scheme_may_be_written_in_any_way(service: Service) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import platform
 import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 from support import fake_searches
 from support.serving import DEADLINE, PROBLEM, Service
 from support.tokens import add, bearer, kind_of
@@ -111,13 +111,11 @@ async def test_whoever_has_to_sign_in_gets_a_page_and_comes_back(service: Servic
     assert (refused.status_code, kind_of(refused)) == (403, "insufficient-scope"), "the session is no more"
 
 
-@pytest.mark.parametrize(
-    "elsewhere", ["//evil.example", "https://evil.example", "/\\evil.example", "x", "/\n/"]
-)
-async def test_nobody_is_sent_elsewhere(service: Service, elsewhere: str) -> None:
-    data = {"token": str(LOCAL), "next": elsewhere}
-    answer = await service.http.post("/sign-in", data=data, headers=OURS)
-    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+async def test_sign_in_never_redirects_to_another_site(service: Service) -> None:
+    for elsewhere in ("//evil.example", "https://evil.example", "/\\evil.example", "x", "/\n/"):
+        data = {"token": str(LOCAL), "next": elsewhere}
+        answer = await service.http.post("/sign-in", data=data, headers=OURS)
+        assert (answer.status_code, answer.headers["location"]) == (303, "/"), elsewhere
 
 
 async def test_a_wrong_token_signs_nobody_in(service: Service) -> None:
@@ -171,19 +169,23 @@ async def test_a_session_creates_no_credentials(service: Service, behind: str) -
 
 
 async def test_a_session_does_not_outlive_the_token_that_began_it(service: Service) -> None:
-    fields = await add(service, "read", seconds=0.5)
+    fields = await add(service, "read", seconds=3600)
     await service.http.get(await link(service, fields))
     assert (await service.http.get("/v1/searches")).is_success
-    await asyncio.sleep(0.6)
+    async with service.app.state.application.database.writing() as session:
+        expired = update(TokenRow).where(TokenRow.kind == "token")
+        await session.execute(expired.values(expires_at=datetime.now(UTC)))
     service.app.state.application.access.tokens._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
 
 
-async def test_a_session_of_a_local_token_ends_with_it(service: Service, settings: Settings) -> None:
+async def test_a_session_of_a_local_token_works_only_with_that_token(
+    service: Service, settings: Settings
+) -> None:
     url = await link(service)
     await service.http.get(await link(service))
     kept = dict(service.http.cookies)
-    for local, expected in ((LOCAL, True), (TokenText.new(), False)):
+    for local, expected in ((LOCAL, True), (TokenText.new(), False), (None, False)):
         app = create_app(
             settings.model_copy(update={"auth": "tokens"}),
             search=fake_searches.immediate,
@@ -254,22 +256,6 @@ async def test_a_session_ends_with_its_token(service: Service) -> None:
     application.access.tokens._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
     assert "was revoked" in (await service.http.get(url)).text
-
-
-async def test_sessions_of_this_machine_do_not_work_where_others_come_in(
-    service: Service, settings: Settings
-) -> None:
-    url = await link(service)
-    await service.http.get(await link(service))
-    kept = dict(service.http.cookies)
-    app = create_app(settings.model_copy(update={"auth": "tokens"}), search=fake_searches.immediate)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://zbv:8000", cookies=kept) as http,
-    ):
-        assert (await http.get("/v1/searches")).status_code == 401
-        assert (await http.get(url)).status_code == 401
 
 
 async def test_over_tls_the_cookie_is_for_tls_alone(service: Service) -> None:

@@ -90,7 +90,7 @@ def merged(generation: int, packed: Sequence[bytes]) -> bytes:
     Raises
     ------
     ProblemError
-        404 where there is none.
+        404: there is none.
     """
     traces = parse_traces(packed)
     common = frozenset.intersection(*(trace.numbers for trace in traces))

@@ -24,7 +24,7 @@ JSON = {"content-type": "application/json"}
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong request, and the kind of error that must answer it."""
+    """A wrong request and its expected error."""
 
     method: str
     path: str
@@ -110,7 +110,7 @@ async def refused(service: Service, wrong: Wrong) -> httpx.Response:
     return await service.http.request(wrong.method, wrong.path, content=wrong.body, headers=wrong.headers)
 
 
-async def test_every_error_has_the_one_shape_and_stores_nothing(serving: Serving) -> None:
+async def test_every_error_is_a_problem_document_and_stores_nothing(serving: Serving) -> None:
     async with serving("immediate") as service:
         for name, wrong in WRONG.items():
             answer = await refused(service, wrong)
@@ -128,7 +128,7 @@ async def test_every_error_has_the_one_shape_and_stores_nothing(serving: Serving
         assert (await service.http.get("/v1/searches")).json()["searches"] == []
 
 
-async def test_every_broken_rule_of_a_body_is_named_at_once(serving: Serving) -> None:
+async def test_every_broken_rule_of_a_body_is_reported(serving: Serving) -> None:
     problem = {**PROBLEM, "pp_degree": 0, "costs": {"forward": "x"}, "colour": "red"}
     async with serving("immediate") as service:
         errors = (await service.submit(problem, effort="heroic")).json()["errors"]
@@ -142,7 +142,7 @@ async def test_every_broken_rule_of_a_body_is_named_at_once(serving: Serving) ->
         }
 
 
-async def test_a_body_without_declared_length_is_bounded_too(serving: Serving) -> None:
+async def test_a_body_without_a_declared_length_is_limited(serving: Serving) -> None:
     async def endless() -> Any:
         for _ in range(10_000):
             yield b" " * 1000
@@ -161,12 +161,12 @@ _JSON_VALUES = st.recursive(
 
 
 @given(_JSON_VALUES)
-def test_strict_reading_takes_what_json_writes(value: Any) -> None:
+def test_strict_parsing_accepts_valid_json(value: Any) -> None:
     assert parse_json(json.dumps(value).encode()) == value
 
 
 @given(st.binary(max_size=40))
-def test_strict_reading_refuses_or_reads_any_bytes(body: bytes) -> None:
+def test_strict_parsing_accepts_or_refuses_any_bytes(body: bytes) -> None:
     try:
         value = parse_json(body)
     except ProblemError as error:
@@ -183,7 +183,7 @@ _KEYS = ["problem", "options", "costs", "memory", "units", "pp_degree", "objecti
 
 @pytest.mark.parametrize("key", _KEYS)
 @pytest.mark.parametrize("value", _ODD_VALUES, ids=repr)
-def test_any_value_anywhere_is_accepted_or_answered(key: str, value: Any) -> None:
+def test_any_value_at_any_key_is_accepted_or_refused(key: str, value: Any) -> None:
     body: dict[str, Any] = {"problem": dict(PROBLEM), "options": {}}
     (body if key in body else body["problem"])[key] = value
     try:

@@ -1,4 +1,4 @@
-"""Replanning: measured costs that differ are searched once, and a better plan is offered or taken."""
+"""Replanning: measured costs that drift are searched once, and a better plan is offered or adopted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 PLANNED = {**PROBLEM, "units": {"time": "us"}}
 SLOW = {**PLANNED, "costs": {"forward": 3, "backward_input": 1, "backward_weight": 1}}
-"""What the ranks really cost. The fake search states 8 for any plan; the running one then takes 40."""
+"""The real costs of the ranks. The fake search claims 8 for any plan; the running one then takes 40."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ async def running(service: Service, **options: Any) -> tuple[str, str, str]:
 async def measured(
     service: Service, run: tuple[str, str, str], document: dict[str, Any], generation: int = 0, **how: Any
 ) -> str:
-    """Send what the ranks measured, as the plan that the run has unless told otherwise."""
+    """Send traces of the ranks with the costs of a document, by default for the plan of the run."""
     run_id, *agents = run
     problem = parse_problem(document)
     plan_id = str(how.pop("plan_id", None) or (await run_of(service, run_id))["plan_id"])
@@ -70,7 +70,7 @@ async def searches(service: Service) -> int:
 async def test_auto_searches_offers_and_changes_the_plan(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "POLL_SECONDS", 0.05)  # here the service looks by itself
+    monkeypatch.setattr(dispatch, "POLL_SECONDS", 0.05)  # in this test the service looks by itself
     async with serving("immediate") as service:
         run = run_id, first, second = await running(service, replan="auto")
         before = await measured(service, run, SLOW, steps=3)
@@ -93,7 +93,7 @@ def under(document: dict[str, Any]) -> tuple[Problem, Any]:
     return parse_problem(document), make_plan(problem, orders_of(problem), method="test")
 
 
-async def test_ask_waits_for_an_answer_and_off_does_not_look(serving: Serving) -> None:
+async def test_ask_waits_for_a_decision_and_off_does_nothing(serving: Serving) -> None:
     async with serving("immediate") as service:
         run = run_id, first, _ = await running(service, replan="ask")
         await measured(service, run, SLOW, steps=3)
@@ -119,7 +119,7 @@ async def test_ask_waits_for_an_answer_and_off_does_not_look(serving: Serving) -
         assert await searches(service) == count
 
 
-async def test_few_steps_or_costs_as_planned_start_no_search(serving: Serving) -> None:
+async def test_too_few_steps_or_planned_costs_start_no_search(serving: Serving) -> None:
     async with serving("immediate") as service:
         run = run_id, *_ = await running(service, replan="auto")
         await measured(service, run, SLOW, steps=2)
@@ -135,13 +135,13 @@ async def test_few_steps_or_costs_as_planned_start_no_search(serving: Serving) -
 
 
 async def memory(service: Service, run_id: str) -> Any:
-    """What is remembered of looks at a run."""
+    """The stored state of replanning."""
     record = await service.app.state.application.runs.get(run_id)
     return record.replanning
 
 
-async def test_costs_that_were_searched_in_vain_are_not_searched_again(serving: Serving) -> None:
-    """A plan that is no better is not offered, the next look waits for longer, and needs other costs."""
+async def test_costs_without_a_better_plan_are_not_searched_again(serving: Serving) -> None:
+    """A plan that is no better is not offered. The next look comes later, and needs other costs."""
     async with serving("honest") as service:
         run = run_id, *_ = await running(service, replan="auto")
         await measured(service, run, SLOW, steps=3)
@@ -164,7 +164,7 @@ async def test_costs_that_were_searched_in_vain_are_not_searched_again(serving: 
         assert (await run_of(service, run_id))["offer"] is None
 
 
-async def test_an_open_search_is_the_only_one(serving: Serving) -> None:
+async def test_a_run_has_at_most_one_open_search(serving: Serving) -> None:
     async with serving("held") as service:
         run = run_id, *_ = await running(service, replan="auto")
         for step in (0, 3, 6):
@@ -175,7 +175,7 @@ async def test_an_open_search_is_the_only_one(serving: Serving) -> None:
         await service.http.post(f"/v1/searches/{(await memory(service, run_id))['search_id']}/cancel")
 
 
-async def test_after_a_change_only_traces_of_the_new_plan_count(serving: Serving) -> None:
+async def test_after_a_change_of_plan_only_its_traces_count(serving: Serving) -> None:
     async with serving("immediate") as service:
         run = run_id, *_ = await running(service, replan="auto")
         before = await measured(service, run, SLOW, steps=3)
@@ -193,7 +193,7 @@ async def test_after_a_change_only_traces_of_the_new_plan_count(serving: Serving
         assert (known["plan_id"], known["step"], known["searches"]) == (target, 9, 2)
 
 
-async def test_a_generation_begun_anew_has_the_plan_that_was_decided_on(serving: Serving) -> None:
+async def test_a_new_generation_starts_with_the_target_plan(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await running(service, retries=1)
         target = await import_plan(service, SLOW)
@@ -207,7 +207,7 @@ async def test_a_generation_begun_anew_has_the_plan_that_was_decided_on(serving:
         assert swapped["detail"].endswith("from the start of generation 1")
 
 
-async def test_only_a_plan_of_the_same_shape_can_be_changed_to(serving: Serving) -> None:
+async def test_a_run_changes_only_to_plans_of_the_same_shape(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await running(service)
         loop = await import_plan(service, {**PLANNED, "placement": "loop"})
@@ -224,7 +224,7 @@ async def test_only_a_plan_of_the_same_shape_can_be_changed_to(serving: Serving)
         assert answer.status_code == 409
 
 
-async def test_a_run_that_is_to_stay_with_its_plan_after_all_says_so_to_its_ranks(serving: Serving) -> None:
+async def test_a_change_of_plan_can_be_reverted(serving: Serving) -> None:
     async with serving("immediate") as service:
         run = run_id, first, _ = await running(service)
         plan_id = (await run_of(service, run_id))["plan_id"]
@@ -236,18 +236,18 @@ async def test_a_run_that_is_to_stay_with_its_plan_after_all_says_so_to_its_rank
         assert (await beat(service, first, run_id))["plan_id"] is None
 
 
-def test_three_steps_are_enough_and_one_of_very_many_microbatches() -> None:
+def test_three_steps_or_one_with_many_microbatches_are_enough() -> None:
     assert [_is_enough(steps, 4) for steps in range(5)] == [False, False, False, True, True]
     assert _is_enough(1, 1000)
     assert not _is_enough(0, 10**6)
 
 
-def test_every_search_doubles_the_patience_up_to_a_point() -> None:
+def test_every_search_doubles_the_patience_up_to_a_limit() -> None:
     assert [_patience(searches) for searches in range(4)] == [3, 6, 12, 24]
     assert _patience(10) == _patience(1000) == 3072
 
 
-def test_the_objective_counts_as_well_as_each_stage() -> None:
+def test_a_change_of_the_objective_counts_like_a_change_of_a_stage() -> None:
     problem, plan = under(PLANNED)
     slow = parse_problem({**PLANNED, "costs": {**PLANNED["costs"], "p2p": 5}})
     traces = tuple(map(parse_rank_trace, trace_documents(slow, plan.orders, steps=3)))

@@ -1,4 +1,4 @@
-"""Runs and agents over HTTP: states, repeated messages, what a run fails of, and who is lost."""
+"""Runs and agents over HTTP: states, repeated messages, causes of failures, and lost agents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.serving import DEADLINE, Serving
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_run_waits_for_all_its_agents_and_then_each_gets_its_node(serving: Serving) -> None:
+async def test_a_run_waits_for_all_its_agents_and_each_gets_a_node(serving: Serving) -> None:
     async with serving("immediate") as service:
         answer = await submit(service)
         assert (answer.status_code, answer.json()["state"]) == (202, "waiting")
@@ -44,7 +44,7 @@ async def test_a_run_waits_for_all_its_agents_and_then_each_gets_its_node(servin
         assert await work(service, first) == found[0]
 
 
-async def test_it_runs_once_every_node_does_and_succeeds_once_all_have(serving: Serving) -> None:
+async def test_a_run_is_running_or_succeeded_once_all_nodes_are(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         await beat(service, first, run_id, 0)
@@ -64,12 +64,12 @@ async def test_it_runs_once_every_node_does_and_succeeds_once_all_have(serving: 
         assert later.json()["events"] == events[2:]
 
 
-async def test_a_failure_stops_the_others_and_the_cause_speaks_for_the_run(serving: Serving) -> None:
+async def test_a_failure_stops_other_nodes_and_the_cause_is_the_error_of_the_run(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         lost = {"kind": "peer", "rank": 0, "action": "3F1", "peer": 1, "detail": "rank 1 did not deliver"}
         await end(service, first, run_id, "failed", lost)
-        assert (await run_of(service, run_id))["state"] == "starting"  # the other may know more
+        assert (await run_of(service, run_id))["state"] == "starting"  # the other node may report the cause
         answer = await beat(service, second, run_id)
         assert (answer["stop"], answer["cause"]) == (True, "failed")
         await end(service, second, run_id, "failed", {"kind": "killed", "rank": 1, "detail": "SIGKILL"})
@@ -80,7 +80,7 @@ async def test_a_failure_stops_the_others_and_the_cause_speaks_for_the_run(servi
         assert [failure["peer"] for failure in found["error"]["failures"]] == [None, 1]
 
 
-async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_when_its_nodes_say_so(
+async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_once_its_nodes_stopped(
     serving: Serving,
 ) -> None:
     async with serving("immediate") as service:
@@ -98,7 +98,7 @@ async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_when_its_nod
         assert [run["id"] for run in listed] == [run_id, waiting]
 
 
-async def test_silent_agents_are_lost_and_named_and_the_others_are_not(serving: Serving) -> None:
+async def test_only_silent_agents_are_lost(serving: Serving) -> None:
     async with serving("immediate", agent_heartbeat_seconds=0.1, agent_timeout_seconds=1.0) as service:
         run_id, first, second = await started(service)
         until = time.monotonic() + DEADLINE
@@ -116,7 +116,7 @@ async def test_silent_agents_are_lost_and_named_and_the_others_are_not(serving: 
         assert [agent["name"] for agent in listed] == ["host-a"]
 
 
-async def test_a_draining_agent_gets_no_work_and_one_that_leaves_fails_its_run(serving: Serving) -> None:
+async def test_a_draining_agent_gets_no_work_and_a_leaving_agent_fails_its_run(serving: Serving) -> None:
     async with serving("immediate") as service:
         idle = await register(service, "c")
         assert (await service.http.post(f"/v1/agents/{idle}/drain")).json()["state"] == "draining"
@@ -131,7 +131,7 @@ async def test_a_draining_agent_gets_no_work_and_one_that_leaves_fails_its_run(s
         assert "deregistered while it had a node" in found["error"]["detail"]
 
 
-async def test_registering_twice_is_one_agent(serving: Serving) -> None:
+async def test_a_repeated_registration_is_one_agent(serving: Serving) -> None:
     async with serving("immediate") as service:
         agent = await register(service, "a")
         again = await service.http.post(
@@ -184,7 +184,7 @@ async def test_arguments_that_responses_cannot_contain_are_refused(serving: Serv
             assert answer.json()["errors"][0]["pointer"] == "/model/arguments", argument
 
 
-async def test_a_run_whose_arguments_are_at_every_limit_is_answered_everywhere(serving: Serving) -> None:
+async def test_arguments_at_every_limit_are_shown_everywhere(serving: Serving) -> None:
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
         nested: Any = "\\u0000 é 😀 " + "x" * 16_000

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypeVar
@@ -207,5 +208,6 @@ async def list_response(
     ]
     if links:
         headers["Link"] = ", ".join(links)
-    text = await computations.write(write, page.items, around)
+    # The thread gets the context of the request, because errors in the list contain its root path.
+    text = await computations.write(copy_context().run, write, page.items, around)
     return Response(text, headers=headers, media_type="application/json")

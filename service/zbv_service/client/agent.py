@@ -122,7 +122,7 @@ class AgentClient(Client):
         try:
             return self._call(Call(method, path, _decoded_or_none, errors=_GONE, **arguments))
         except InvalidRequest as error:
-            if error.kind == _OWNED_BY_ANOTHER:  # the agent's token was replaced since it registered
+            if error.kind.endswith(_OWNED_BY_ANOTHER):  # the agent's token was replaced since it registered
                 raise AgentGone(error.document) from None
             raise
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.runs_over_http import MODEL, until_run
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.documents.parsing import parse_json
 from zbv_service.errors import INVALID_BODY, ProblemError, problem_document, problem_response
@@ -140,6 +141,28 @@ async def test_every_broken_rule_of_a_body_is_reported(serving: Serving) -> None
             "/problem/colour",
             "/options/effort",
         }
+
+
+async def test_types_are_addresses_below_the_root_path(serving: Serving) -> None:
+    async with serving("broken") as service:
+        failed = await service.ended((await service.submit()).json()["id"])
+        run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5}
+        run_id = (await service.http.post("/v1/runs", json=run)).json()["id"]
+        await until_run(service, run_id, lambda found: found["state"] == "failed")
+        transport = httpx.ASGITransport(service.app, root_path="/planner")
+        async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:
+            search = f"/planner/v1/searches/{failed['id']}"
+            missing = (await http.get("/planner/v1/searches/x")).json()
+            listed = (await http.get("/planner/v1/searches")).json()["searches"]
+            events = (await http.get(f"{search}/events?after=0")).json()["events"]
+            runs = (await http.get("/planner/v1/runs")).json()["runs"]
+            errors = [(await http.get(search)).json()["error"], listed[-1]["error"], events[-1]["error"]]
+            for error in (missing, *errors, runs[0]["error"]):
+                assert error["type"].startswith("/planner/problems/"), error
+                assert (await http.get(error["type"])).status_code == 200
+            page = await http.get("/planner/v1/searches/x/problem", headers={"accept": "text/html"})
+            assert 'href="/planner/problems/not-found"' in page.text
+    assert failed["error"]["type"].startswith("/problems/"), "without a root path"
 
 
 async def test_a_body_without_a_declared_length_is_limited(serving: Serving) -> None:

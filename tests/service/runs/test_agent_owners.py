@@ -109,8 +109,8 @@ async def test_an_agent_without_owner_belongs_to_the_first_token_that_acts_for_i
 
 
 def test_the_client_reports_a_replaced_token_as_a_gone_agent() -> None:
-    """The agent then registers again with the new token."""
-    told = {"type": "/problems/agent-of-others", "title": "T", "status": 403, "detail": "D"}
+    """The agent then registers again with the new token. The service is below a root path here."""
+    told = {"type": "/planner/problems/agent-of-others", "title": "T", "status": 403, "detail": "D"}
     transport = httpx.MockTransport(lambda _request: httpx.Response(403, json=told))
     with AgentClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
         client.heartbeat("a", {})

@@ -18,7 +18,7 @@ from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.parsing import parse_body
-from zbv_service.errors import INVALID_BODY, RUN_REMOVED, RUN_STATE, TOO_MANY_SEARCHES
+from zbv_service.errors import INVALID_BODY, RUN_REMOVED, RUN_STATE, TOO_MANY_SEARCHES, located
 from zbv_service.records.runs import RUN_ENDED, RunRecord
 from zbv_service.runs.documents import (
     EventDocument,
@@ -188,4 +188,5 @@ def _response(record: RunRecord, status: int) -> Response:
 
 def _json(record: RunRecord) -> dict[str, Any]:
     """A run as JSON; the stored error is a problem document already, without members that are null."""
-    return {**RunDocument.model_validate(record).model_dump(mode="json"), "error": record.error}
+    error = None if record.error is None else located(record.error)
+    return {**RunDocument.model_validate(record).model_dump(mode="json"), "error": error}

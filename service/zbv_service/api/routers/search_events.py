@@ -14,6 +14,7 @@ from starlette.types import Send
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, preferred
 from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
+from zbv_service.errors import located
 from zbv_service.records.searches import FINISHED, SearchEvent, SearchRecord
 from zbv_service.searches.event_documents import SearchEventList
 from zbv_service.searches.events import event_json
@@ -80,7 +81,7 @@ async def follow_search(
 def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Response:
     document = {
         "search_id": record.id,
-        "events": [event_json(event) for event in events],
+        "events": [_document(event) for event in events],
         "last_id": events[-1].number if events else number,
         "is_over": record.state in FINISHED or (bool(events) and events[-1].kind == "end"),
     }
@@ -99,8 +100,14 @@ async def _stream(request: Request, search_id: str, number: int) -> AsyncIterato
             yield b"".join(map(_encoded, batch)) or format_sse_event(comment="still here")
 
 
+def _document(event: SearchEvent) -> dict[str, Any]:
+    document = event_json(event)
+    error = document.get("error")
+    return document if error is None else {**document, "error": located(error)}
+
+
 def _encoded(event: SearchEvent) -> bytes:
-    return format_sse_event(event=event.kind, id=str(event.number), data_str=_text(event_json(event)))
+    return format_sse_event(event=event.kind, id=str(event.number), data_str=_text(_document(event)))
 
 
 def _text(document: Any) -> str:

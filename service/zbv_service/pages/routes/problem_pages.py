@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
 
-from zbv_service.api.negotiation import wants_page
+from zbv_service.api.negotiation import root_of, wants_page
 from zbv_service.errors import MEDIA_TYPE
 from zbv_service.pages.answers import document_page
 
@@ -30,6 +30,7 @@ def _as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Respo
         if answer.media_type != MEDIA_TYPE or not wants_page(request):
             return answer
         document: dict[str, Any] = json.loads(bytes(answer.body))
+        document["type"] = document["type"].removeprefix(root_of(request))  # pages add it themselves
         kept = ("retry-after", "www-authenticate", "allow")
         headers = {name: value for name in kept if (value := answer.headers.get(name)) is not None}
         return document_page(document, request, headers)

@@ -47,7 +47,8 @@ def plan(arguments: argparse.Namespace) -> None:
 
 def compare(arguments: argparse.Namespace) -> None:
     """Search a plan and compare it with the classical schedules."""
-    from zbv_solver.plans.plan import baseline_json, plan_json
+    from zbv_solver.documents.text import plain
+    from zbv_solver.plans.plan import plan_json
     from zbv_solver.problem.reading import load_problem
 
     found = watched_search(load_problem(arguments.problem), search_options(arguments))
@@ -56,7 +57,7 @@ def compare(arguments: argparse.Namespace) -> None:
             {
                 "plan_id": found.plan_id,
                 "metrics": plan_json(found)["metrics"],
-                "baselines": [baseline_json(baseline) for baseline in found.baselines],
+                "baselines": [plain(baseline) for baseline in found.baselines],
             }
         )
     else:

@@ -46,7 +46,7 @@ from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
 from zbv_service.pages import routes as pages
-from zbv_service.pages.routes import problem_pages, problem_types, sign_in
+from zbv_service.pages.routes import problems, sign_in
 from zbv_service.pages.shell import assets
 from zbv_service.plans.compared import ComparedPlans
 from zbv_service.plans.pictures import PlanPictures
@@ -161,16 +161,14 @@ def create_app(
         agent_routes.router,
         health.router,
         metric_routes.router,
-        problem_types.router,
         *pages.ROUTERS,
-        sign_in.router,
     ):
         require_declared(router)
         # As they are: FastAPI makes the routes of an included router once more, for every application, and
         # looks for them twice at every request.
         app.router.routes.extend(router.routes)
     pages.mount_static(app)
-    problem_pages.install(app)
+    problems.install(app)
     openapi.install(app)
     return app
 

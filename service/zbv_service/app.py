@@ -49,7 +49,6 @@ from zbv_service.pages import routes as pages
 from zbv_service.pages.routes import problem_pages, problem_types, sign_in
 from zbv_service.pages.shell import assets
 from zbv_service.plans.compared import ComparedPlans
-from zbv_service.plans.pictures import PlanPictures
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.schedules import Schedules
 from zbv_service.problems.compare import Comparisons
@@ -211,7 +210,6 @@ def _build_state(
         frontiers=Frontiers(plan_table, searches_table, searches, schedules, computations),
         compared=ComparedPlans(plans, schedules),
         plans=plans,
-        pictures=PlanPictures(plans),
         dispatcher=dispatcher,
         heartbeats=heartbeats,
         agents=Agents(agents, runs, heartbeats, dispatcher),

@@ -157,7 +157,7 @@ def create_app(
             Middleware(KnownHosts, host_names(settings)),
             # Starlette's own handler of crashes is outside of all middleware, so its response would lack the
             # request's id and the security headers.
-            Middleware(ExceptionMiddleware, handlers={Exception: on_crash}),
+            Middleware(ExceptionMiddleware, handlers={Exception: problem_pages.as_page(on_crash)}),
             Middleware(RankFetches),
         ],
         openapi_url=None,  # replaced by a route that requires a token

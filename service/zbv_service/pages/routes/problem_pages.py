@@ -19,10 +19,12 @@ Handler = Callable[[Request, Exception], Response | Awaitable[Response]]
 def install(app: FastAPI) -> None:
     """Show browsers the errors of an application as pages; after all of its handlers are there."""
     for key, handler in list(app.exception_handlers.items()):
-        app.add_exception_handler(key, _as_page(cast("Handler", handler)))
+        app.add_exception_handler(key, as_page(cast("Handler", handler)))
 
 
-def _as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Response]]:
+def as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The handler of an error, except that browsers get the problem document as a page."""
+
     async def handle(request: Request, error: Exception) -> Response:
         answer = handler(request, error)
         if inspect.isawaitable(answer):

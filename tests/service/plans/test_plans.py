@@ -228,4 +228,4 @@ async def test_an_import_says_which_claims_it_verified(serving: Serving) -> None
 def lie(plan: dict[str, Any]) -> dict[str, Any]:
     """A baseline that is nearly right."""
     (gpipe, *_) = compare(parse_problem(plan["problem"]))
-    return plain(gpipe) | {"span": gpipe.span + 1}
+    return {**plain(gpipe), "span": gpipe.span + 1}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.selfcheck import hard_model
 from support.thread_transport import ThreadHub, ThreadTransport
-from torch import Tensor
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
@@ -21,7 +20,7 @@ from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan, lower
 from zbv_worker.stage.stage import Stage
-from zbv_worker.transport.channels import ChannelKey, Transport, key_of
+from zbv_worker.transport.channels import ChannelKey, Send, Transport, key_of
 
 CPU = torch.device("cpu")
 
@@ -82,9 +81,8 @@ def test_a_rank_with_a_lost_peer_fails_at_once() -> None:
 class Mute(ThreadTransport):
     """A rank that sends no gradients."""
 
-    def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
-        if key.kind == "activation":
-            super().isend(key, tensor, label)
+    def sender(self, key: ChannelKey) -> Send:
+        return super().sender(key) if key.kind == "activation" else lambda tensor, label: None
 
 
 def test_a_missing_gradient_is_named_by_its_producer() -> None:

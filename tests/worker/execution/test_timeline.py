@@ -19,7 +19,7 @@ from zbv_worker.execution.progress import CurrentProgress, Progress, progress_of
 from zbv_worker.execution.rank_plan import Instruction, RankPlan
 from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, timeline_of
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
-from zbv_worker.transport.channels import ChannelKey, Pending, TensorSpec, key_of
+from zbv_worker.transport.channels import ChannelKey, Receive, key_of
 
 CPU = torch.device("cpu")
 ORDERS = Orders.from_text(
@@ -93,8 +93,8 @@ class Streaming(ThreadTransport):
         self._cuda = cuda
         self._milliseconds = milliseconds
 
-    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
-        return OnStream(self._cuda, self._milliseconds)
+    def receiver(self, key: ChannelKey) -> Receive:
+        return lambda spec: OnStream(self._cuda, self._milliseconds)
 
 
 def executor_of(

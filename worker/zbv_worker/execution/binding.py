@@ -18,7 +18,8 @@ from zbv_solver.plans.channels import Transfer
 from zbv_worker.execution.computation import Computation, evaluation_of
 from zbv_worker.execution.rank_plan import Instruction, Local, Remote
 from zbv_worker.execution.wait_errors import not_received, send_failed
-from zbv_worker.transport.channels import ChannelKey, Inbox, Outbox, TensorSpec
+from zbv_worker.transport.channels import ChannelKey, TensorSpec
+from zbv_worker.transport.endpoints import Inbox, Outbox
 
 
 @dataclass

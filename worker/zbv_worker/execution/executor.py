@@ -26,7 +26,8 @@ from zbv_worker.execution.rank_plan import Instruction, RankPlan, forwards, lowe
 from zbv_worker.execution.timeline import Clock, Overdue, Queued, Record, Timeline, timeline_of
 from zbv_worker.execution.wait_errors import overdue, send_failed
 from zbv_worker.model.protocol import Evaluated
-from zbv_worker.transport.channels import Inbox, Outbox, TensorSpec, Transport, key_of
+from zbv_worker.transport.channels import TensorSpec, Transport, key_of
+from zbv_worker.transport.endpoints import Inbox, Outbox
 
 DEFAULT_LOOK_AHEAD = 3
 

@@ -21,6 +21,7 @@ from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.timeline import HostTimeline
 from zbv_worker.execution.whole_plan import SECONDS, WholePlan
 from zbv_worker.host.cores import keep_freed_memory
 from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
@@ -165,7 +166,7 @@ class Rehearsal:
             transport,
             device=_CPU,
             timeout=options.timeout,
-            options=ExecutorOptions(look_ahead=options.look_ahead, clock=self._clock),
+            options=ExecutorOptions(look_ahead=options.look_ahead, timeline=HostTimeline(self._clock)),
         )
         steps = []
         spent = CpuUse()

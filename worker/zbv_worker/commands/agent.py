@@ -103,6 +103,7 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="report whether the agent with this state directory is running, and exit: status 0 if it is",
     )
+    agent.set_defaults(execute=execute)
 
 
 def _require_address(server: str | None) -> None:

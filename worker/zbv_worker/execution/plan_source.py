@@ -23,7 +23,7 @@ from zbv_worker.execution.whole_plan import (
     seconds_per_attempt,
 )
 
-_NO_PLAN = "no plan given; pass --server URL and --plan ID, or --plan-file FILE."
+_NO_PLAN = "no plan given; pass --plan ID and --server URL (or set ZBV_SERVER), or --plan-file FILE."
 
 
 @dataclass(frozen=True)

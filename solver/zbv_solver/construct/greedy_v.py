@@ -29,7 +29,8 @@ from zbv_solver.construct.board import (
     place,
 )
 from zbv_solver.construct.fusing import fuse_options
-from zbv_solver.construct.tables import FloatArray, IntArray, Tables, make_tables
+from zbv_solver.construct.tables import Tables, make_tables
+from zbv_solver.kernels import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
@@ -39,6 +40,10 @@ GREEDY_COST = 4
 search finds, so it does not follow the kernels' speed."""
 CHUNKS = 2
 """Chunks per rank in a V."""
+OUTER, INNER = np.int64(0), np.int64(1)
+"""The chunks of a rank. (NumPy integers: Numba would compile a kernel again for every literal argument.)"""
+FORWARD = np.int64(F)
+"""Code of an F of the outer chunk."""
 
 
 class GreedyParameters(NamedTuple):
@@ -89,7 +94,7 @@ class GreedyV:
 
     def default(self, fill_forward: bool = True, fill_backward: bool = True) -> GreedyParameters:
         """The published parameters, for a first pass."""
-        loads, limit = self.tables.loads, self.tables.limit
+        loads, limit = self.tables.loads(), self.tables.limit
         return GreedyParameters(
             fill_forward, fill_backward, loads.max() - loads, np.zeros(len(loads)), limit.copy()
         )
@@ -179,7 +184,7 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
     position, placed, level = tables.position, board.placed, board.level
     p, m = len(position), board.end.shape[1]
     for rank in range(p):
-        _try_forward(tables, board, rank, 0)
+        _try_forward(tables, board, rank, OUTER)
     for rank in range(p - 1, -1, -1):
         ready = arrival(tables, board, rank, 4 + F)
         progress = True
@@ -191,9 +196,9 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
         ):
             progress = False
             for upstream in range(rank + 1):
-                progress |= _try_forward(tables, board, upstream, 0)
-        _try_forward(tables, board, rank, 1)
-    chunk = 0
+                progress |= _try_forward(tables, board, upstream, OUTER)
+        _try_forward(tables, board, rank, INNER)
+    chunk = OUTER
     for rank in range(1, p):
         stalled = 0
         while stalled < CHUNKS and (
@@ -204,7 +209,7 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
             for later in range(p - 1, rank - 1, -1):
                 progress |= _try_forward(tables, board, later, chunk)
             stalled = 0 if progress else stalled + 1
-            chunk = 1 - chunk
+            chunk = INNER - chunk
 
 
 @compiled_leaf
@@ -255,7 +260,7 @@ def _forward_action(tables: Tables, board: Board, rank: int) -> int:  # pragma: 
     down, up = board.placed[tables.position[rank, F]], board.placed[tables.position[rank, 4 + F]]
     if up < down and arrival(tables, board, rank, 4 + F) < np.inf:
         return 4 + F
-    if arrival(tables, board, rank, F) < np.inf:
+    if arrival(tables, board, rank, FORWARD) < np.inf:
         return F
     return -1
 

@@ -11,19 +11,17 @@ position: it waits for its own I only, and nothing waits for it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
-from zbv_solver.problem.problem import B, F, I, Problem, W
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
+from zbv_solver.kernels import FloatArray, IntArray
+from zbv_solver.problem.numeric import SEARCH_MEMORY
+from zbv_solver.problem.problem import B, F, I, Problem
 
 NO_POSITION = -1
-"""The position of a W."""
+"""Position of a W."""
 
 
 class Tables(NamedTuple):
@@ -67,21 +65,13 @@ class Tables(NamedTuple):
         """Stages per rank."""
         return int(self.position.shape[1]) // 4
 
-    @property
-    def loads(self) -> FloatArray:
-        """Busy time of every rank (p,) when the marked chunks are fused and the others split."""
-        by_chunk = self.duration.reshape(self.pp_degree, self.chunks, 4)
-        backward = np.where(self.fuse, by_chunk[:, :, B], by_chunk[:, :, I] + by_chunk[:, :, W])
-        loads: FloatArray = self.microbatches * (by_chunk[:, :, F] + backward).sum(axis=1)
+    def loads(self, least: bool = False) -> FloatArray:
+        """Busy time of every rank (p,): the marked chunks fused, or every chunk as is cheaper (``least``)."""
+        forward, inputs, weights, fused = np.moveaxis(self.duration.reshape(self.pp_degree, -1, 4), 2, 0)
+        split = inputs + weights
+        backward = np.minimum(fused, split) if least else np.where(self.fuse, fused, split)
+        loads: FloatArray = self.microbatches * (forward + backward).sum(axis=1)
         return loads
-
-    @property
-    def least_loads(self) -> FloatArray:
-        """Least busy time of every rank (p,), each backward fused or split as is cheaper."""
-        by_chunk = self.duration.reshape(self.pp_degree, self.chunks, 4)
-        backward = np.minimum(by_chunk[:, :, B], by_chunk[:, :, I] + by_chunk[:, :, W])
-        loads: FloatArray = self.microbatches * (by_chunk[:, :, F] + backward).sum(axis=1)
-        return loads * (1 - ROUNDING)
 
 
 def make_tables(problem: Problem, fuse: NDArray[np.bool_] | None = None) -> Tables:

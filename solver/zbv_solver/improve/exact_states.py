@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from zbv_solver.kernels import IntArray
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
 MOST_STATES = 200_000
 """With more states than this nothing is derived: memory then hardly restricts the rank."""
 
-IntArray = NDArray[np.int64]
 Chain = tuple[int, int]
 """(letter, stage); letter I stands for I or B."""
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.tables import FloatArray, IntArray, Tables
+from zbv_solver.construct.tables import Tables
+from zbv_solver.kernels import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import I, W
@@ -81,7 +82,7 @@ def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - com
     for rank in range(len(state.length)):
         state.cursor[rank] = state.length[rank]
         number_weights(tables, state, rank)
-        sum_memory(tables, state, rank, 0)
+        sum_memory(tables, state, rank, np.int64(0))  # a literal would compile it again
     state.counted[:] = tables.microbatches
     sweep_tails(tables, state)
 

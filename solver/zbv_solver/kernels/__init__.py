@@ -1,4 +1,10 @@
-"""How compiled kernels are made: every one of them is compiled and cached in the same way.
+"""Array types of compiled kernels; :mod:`.jit` compiles them. Each kernel is in the module that calls it."""
 
-Kernels themselves are next to the code that calls them.
-"""
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[Any]
+"""Integers of any width; a kernel's docstring states the width where it matters."""

@@ -11,18 +11,16 @@ take; the least of these loads is a lower bound, so the bisection ends at an exa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels import IntArray
+from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.numeric import ROUNDING
-
-IntArray = NDArray[Any]
 
 FIRST_STEP = 0.01
 """First step by which T grows until a cut is found, as a share of the mean load."""
@@ -139,7 +137,7 @@ def _pieces(bounds: IntArray, rank: int, p: int, two_sided: bool) -> tuple[int, 
     return a, b, int(bounds[2 * p - 1 - rank]), int(bounds[2 * p - rank])
 
 
-@compiled
+@compiled_leaf
 def _measure(
     tables: KernelTables, mode: int, rank: int, a: int, b: int, c: int, d: int
 ) -> tuple[float, int]:  # pragma: no cover - compiled
@@ -208,7 +206,7 @@ def _sweep(
                 if mode == LOAD:
                     enough = cheapest[after] + (p - 1 - rank) * most * (1 + ROUNDING)
                     farthest = np.searchsorted(cheapest, enough, side="right") - 1
-                c, painted = -1, -1
+                c = painted = np.int64(-1)
                 for j in range(max(lowest, after + reserve + least), highest + 1):
                     if not reached[rank, i, j]:
                         continue

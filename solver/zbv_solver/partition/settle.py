@@ -6,17 +6,15 @@ served one after another as in :mod:`.balance`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels import FloatArray, IntArray
+from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.partition.cut_space import MOST_TRIED, Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import EXCESS, LOAD, FloatArray, KernelTables
+from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
 from zbv_solver.problem.numeric import ROUNDING
-
-IntArray = NDArray[Any]
 
 MOVES_PER_STAGE, MOST_SHIFTS = 2_000, 200_000_000
 """Moves per stage, and the most boundaries that all moves together may shift, which bounds the time."""
@@ -76,7 +74,7 @@ def _annealed(space: CutSpace, start: Boundaries, mode: int, seed: int) -> Bound
     return tuple(map(int, bounds))
 
 
-@compiled
+@compiled_leaf
 def _energy(
     tables: KernelTables, settling: _Settling, bounds: IntArray, rank: int
 ) -> float:  # pragma: no cover - compiled
@@ -144,7 +142,8 @@ def _settle(
             possible = possible and bounds[low + 1] - bounds[low] - 1 >= least
         if not possible:
             continue
-        bounds[low + 1 : high + 1] += step
+        for bound in range(low + 1, high + 1):
+            bounds[bound] += step
         fresh = energy.copy()
         for stage in range(low, high + 1):
             rank = rank_of[stage]
@@ -155,9 +154,10 @@ def _settle(
             energy, total = fresh, total + changed
             if total < lowest * (1 - ROUNDING):
                 lowest = total
-                best[:] = bounds
+                best = bounds.copy()
                 if lowest <= 0:
                     break
         else:
-            bounds[low + 1 : high + 1] -= step
+            for bound in range(low + 1, high + 1):
+                bounds[bound] -= step
     return best

@@ -32,13 +32,10 @@ from zbv_solver.bounds.directions import (
 )
 from zbv_solver.bounds.heads import CELL_END, knapsack, sweep
 from zbv_solver.bounds.quick import preemptive_bound
-from zbv_solver.kernels import FloatArray
+from zbv_solver.kernels import ZERO, FloatArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
-
-FIRST = np.int64(0)
-"""Index of the first microbatch; a literal 0 would make Numba compile :func:`_earliest` twice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +206,7 @@ def _late_ramp(
     """
     work, memory, capacity = direction.work[rank], direction.memory[rank], direction.capacity[rank]
     chunks = tails.shape[1]
-    last, soonest = _last(tails, m), _earliest(tails, FIRST)
+    last, soonest = _last(tails, m), _earliest(tails, ZERO)
     rows = np.zeros((len(times), 4))
     known = 0
     ready = np.zeros(2, np.int64)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.tables import Tables
-from zbv_solver.kernels import FloatArray, IntArray
+from zbv_solver.kernels import ZERO, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.problem import F, I, Problem, W
 
@@ -170,7 +170,7 @@ def replay(
         progress = False
         for rank in range(len(until)):
             while board.length[rank] < until[rank]:
-                action = np.int64(codes[rank, board.length[rank]])
+                action = codes[rank, board.length[rank]] + ZERO  # int64, as for all other callers
                 ready = board.level[rank, CLOCK]
                 if tables.position[rank, action] >= 0:
                     ready = arrival(tables, board, rank, action)

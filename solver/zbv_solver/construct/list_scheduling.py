@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import BACK, CLOCK, FIRST, FRONT, HELD, IDLE, Board, arrival, place, replay
-from zbv_solver.construct.fusing import fuse_options
-from zbv_solver.construct.tables import Tables, make_tables
+from zbv_solver.construct.tables import Tables, fuse_options, make_tables
 from zbv_solver.kernels import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, ROUNDING
@@ -55,7 +54,7 @@ class Rule(NamedTuple):
 
 
 class ListScheduler:
-    """Makes orders of one problem by rules, on one board that is reused."""
+    """Constructs orders of one problem by rules, on one board that is reused."""
 
     def __init__(self, problem: Problem, fuse: NDArray[np.bool_] | None = None, halt: IntArray | None = None):
         self.problem = problem
@@ -72,8 +71,8 @@ class ListScheduler:
         most
             An order that is certain to be worse than this is abandoned and counts as incomplete.
         kept
-            Codes (p, n) of an order, and the number (p,) of every rank's actions to keep; the rule places the
-            others. The kept actions must be executable without the others.
+            Codes (p, n) of an order, and how many actions of every rank (p,) to keep from its beginning; the
+            rule places the others. The kept actions must be executable without the others.
         """
         tables, board = self.tables, self.board
         codes, until = (board.code, np.zeros_like(board.length)) if kept is None else kept
@@ -86,13 +85,11 @@ class ListScheduler:
         """Number of actions that the last rule placed."""
         return int(self.board.length.sum())
 
-    def attempt(
-        self, rule: Rule, method: str, kept: tuple[IntArray, IntArray] | None = None
-    ) -> Attempt | None:
-        """The rule's order after the kept actions, or None if it is incomplete."""
-        if self.value(rule, kept=kept) == float("inf"):
+    def attempt(self, rule: Rule, method: str) -> Attempt | None:
+        """The rule's order, or None if it is incomplete."""
+        if self.value(rule) == float("inf"):
             return None
-        return Attempt.of(method, self.problem, self.board, rule if kept is None else None)
+        return Attempt.of(method, self.problem, self.board, rule)
 
 
 PREFERENCES = {
@@ -267,13 +264,12 @@ def _schedule(
         actions += 1
         if actions % POLL_EVERY == 0 and board.halt[0]:
             return False
+    waiting, missing = 0, 0
     for rank in range(p):
-        if ends[rank, FRONT] != ends[rank, BACK]:
-            return False
+        waiting += ends[rank, BACK] - ends[rank, FRONT]
     for here in range(positions):
-        if placed[here] < m:
-            return False
-    return True
+        missing += m - placed[here]
+    return bool(waiting + missing == 0)
 
 
 @compiled

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from zbv_solver.bounds.fusing import is_cheaper_fused
 from zbv_solver.kernels import FloatArray, IntArray
 from zbv_solver.problem.numeric import SEARCH_MEMORY
 from zbv_solver.problem.problem import B, F, I, Problem
@@ -95,6 +96,21 @@ def make_tables(problem: Problem, fuse: NDArray[np.bool_] | None = None) -> Tabl
         fuse=fused[stages],
         microbatches=problem.microbatches,
     )
+
+
+def fuse_options(problem: Problem) -> list[tuple[str, NDArray[np.bool_]]]:
+    """Stages (S,) that a constructor runs with a fused backward, with a name per option.
+
+    No stage; if fusing is cheaper anywhere, also the first stage (no stage waits for its I), and every stage
+    where it is cheaper.
+    """
+    cheaper = is_cheaper_fused(problem)
+    none = np.zeros(problem.n_stages, dtype=np.bool_)
+    if not cheaper.any():
+        return [("none", none)]
+    first = none.copy()
+    first[0] = cheaper[0]
+    return [("none", none), ("first", first), ("all", cheaper)]
 
 
 def _by_code(values: FloatArray, stages: IntArray) -> FloatArray:

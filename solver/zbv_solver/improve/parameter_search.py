@@ -16,9 +16,9 @@ from typing import Protocol
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
 from zbv_solver.construct.list_scheduling import PHASES, ListScheduler, Rule, in_flight_caps
+from zbv_solver.construct.tables import fuse_options
 from zbv_solver.kernels import FloatArray, IntArray
 from zbv_solver.problem.problem import Problem
 

@@ -1,6 +1,6 @@
-"""Array types of compiled kernels; :mod:`.jit` compiles them. Each kernel is in the module that calls it."""
+"""What compiled kernels share; :mod:`.jit` compiles them. Each kernel is in the module that calls it."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,3 +8,6 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[Any]
 """Integers of any width; a kernel's docstring states the width where it matters."""
+
+ZERO = cast(int, np.int64(0))
+"""0 as an argument of a kernel. Numba would compile the kernel a second time for a literal 0."""

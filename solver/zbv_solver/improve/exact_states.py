@@ -46,7 +46,7 @@ class Implied:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _ChainStep:
     """The next action of a chain; a fused B is a step of its I's chain and of its W's.
 
     Attributes
@@ -100,7 +100,7 @@ class _States:
         self.power = (self.m + 1) ** np.arange(len(chains), dtype=np.int64)
         self.steps = list(self._steps())
 
-    def _steps(self) -> Iterator[_Step]:
+    def _steps(self) -> Iterator[_ChainStep]:
         c = len(self.chains) // 3
         for at, (letter, stage) in enumerate(self.chains):
             chunk = at % c
@@ -112,18 +112,18 @@ class _States:
                 needs = at - c
             adds = np.zeros(len(self.chains), dtype=np.int64)
             adds[at] = 1
-            yield _Step(at, needs, adds, max(0.0, float(self.delta[letter, stage])))
+            yield _ChainStep(at, needs, adds, max(0.0, float(self.delta[letter, stage])))
             if letter == I and stage in self.fusable:
                 both = adds.copy()
                 both[at + c] = 1
-                yield _Step(at, needs, both, max(0.0, float(self.delta[B, stage])))
+                yield _ChainStep(at, needs, both, max(0.0, float(self.delta[B, stage])))
 
     def _rows(self, keys: IntArray) -> IntArray:
         """States (n, chains) from their codes (n,)."""
         rows: IntArray = keys[:, None] // self.power % (self.m + 1)
         return rows
 
-    def _admits(self, step: _Step, rows: IntArray) -> NDArray[np.bool_]:
+    def _admits(self, step: _ChainStep, rows: IntArray) -> NDArray[np.bool_]:
         """Whether a step may follow each of the states."""
         fine: NDArray[np.bool_] = rows @ self.change + step.growth <= self.room
         fine &= (rows + step.adds <= self.m).all(axis=1)

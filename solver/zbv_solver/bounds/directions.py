@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.bounds.fusing import may_fuse
-from zbv_solver.kernels import FloatArray, IntArray
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING, MEMORY_TOLERANCE, OPTIMAL_GAP, integer_scale
 from zbv_solver.problem.problem import F, I, Problem
 

@@ -38,7 +38,7 @@ from zbv_solver.bounds.directions import (
     UP,
     Direction,
 )
-from zbv_solver.kernels import FloatArray, IntArray
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY

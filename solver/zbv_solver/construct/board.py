@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.tables import Tables
-from zbv_solver.kernels import ZERO, FloatArray, IntArray
+from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.problem import F, I, Problem, W
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.bounds.fusing import is_cheaper_fused
-from zbv_solver.kernels import FloatArray, IntArray
+from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.problem.numeric import SEARCH_MEMORY
 from zbv_solver.problem.problem import B, F, I, Problem
 
@@ -53,7 +52,7 @@ class Tables(NamedTuple):
     host: IntArray
     static: FloatArray
     limit: FloatArray
-    fuse: NDArray[np.bool_]
+    fuse: BoolArray
     microbatches: int
 
     @property
@@ -75,7 +74,7 @@ class Tables(NamedTuple):
         return loads
 
 
-def make_tables(problem: Problem, fuse: NDArray[np.bool_] | None = None) -> Tables:
+def make_tables(problem: Problem, fuse: BoolArray | None = None) -> Tables:
     """Tables of a problem; ``fuse`` (S,) marks stages that always use B (default: none)."""
     arrays, n = problem.arrays, problem.n_stages
     stages = np.array(problem.placement.stages_of, dtype=np.int64)
@@ -98,7 +97,7 @@ def make_tables(problem: Problem, fuse: NDArray[np.bool_] | None = None) -> Tabl
     )
 
 
-def fuse_options(problem: Problem) -> list[tuple[str, NDArray[np.bool_]]]:
+def fuse_options(problem: Problem) -> list[tuple[str, BoolArray]]:
     """Stages (S,) that a constructor runs with a fused backward, with a name per option.
 
     No stage; if fusing is cheaper anywhere, also the first stage (no stage waits for its I), and every stage

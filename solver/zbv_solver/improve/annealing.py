@@ -28,7 +28,7 @@ from zbv_solver.improve.order_state import (
     sweep_ends,
     sweep_tails,
 )
-from zbv_solver.kernels import FloatArray, IntArray
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING

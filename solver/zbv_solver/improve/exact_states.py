@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from zbv_solver.kernels import FloatArray, IntArray
+from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
@@ -123,9 +122,9 @@ class _States:
         rows: IntArray = keys[:, None] // self.power % (self.m + 1)
         return rows
 
-    def _admits(self, step: _ChainStep, rows: IntArray) -> NDArray[np.bool_]:
+    def _admits(self, step: _ChainStep, rows: IntArray) -> BoolArray:
         """Whether a step may follow each of the states."""
-        fine: NDArray[np.bool_] = rows @ self.change + step.growth <= self.room
+        fine: BoolArray = rows @ self.change + step.growth <= self.room
         fine &= (rows + step.adds <= self.m).all(axis=1)
         if step.needs is not None:
             fine &= rows[:, step.chain] < rows[:, step.needs]

@@ -24,7 +24,7 @@ from zbv_solver.improve.exact import make_solver, stopped_when
 from zbv_solver.improve.exact_grid import Grid, make_grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
 from zbv_solver.improve.order_state import State, compute_all
-from zbv_solver.kernels import IntArray
+from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.timing.start_times import objective_of, span_start_times

@@ -1,13 +1,1 @@
-"""What compiled kernels share; :mod:`.jit` compiles them. Each kernel is in the module that calls it."""
-
-from typing import Any, cast
-
-import numpy as np
-from numpy.typing import NDArray
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
-"""Integers of any width; a kernel's docstring states the width where it matters."""
-
-ZERO = cast(int, np.int64(0))
-"""0 as an argument of a kernel. Numba would compile the kernel a second time for a literal 0."""
+"""How compiled kernels are made, and the arrays that they take. Each kernel is in the module that calls it."""

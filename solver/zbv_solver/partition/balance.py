@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels import ZERO, IntArray
+from zbv_solver.kernels.arrays import ZERO, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables

@@ -9,7 +9,7 @@ from operator import ge
 
 import numpy as np
 
-from zbv_solver.kernels import IntArray
+from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels import FloatArray
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import CUT_MEMORY, MEMORY_TOLERANCE
 

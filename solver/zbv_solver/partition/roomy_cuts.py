@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from zbv_solver.kernels import FloatArray
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels import FloatArray, IntArray
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.partition.cut_space import MOST_TRIED, Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables

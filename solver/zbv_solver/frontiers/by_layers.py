@@ -1,8 +1,8 @@
 """Memory limits of a frontier by layers, where every limit has its own cut and its own recomputed stages.
 
 The memory of 1F1B depends on the cut, so limits are amounts of memory, equal on all ranks, instead of
-fractions. The smallest limit is what the leanest cut needs with everything recomputed. The largest limits are
-beyond the point where recomputation no longer helps.
+fractions. The smallest limit is what the leanest cut needs with everything recomputed. At the largest limits,
+recomputation no longer helps.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def limits(problem: LayeredProblem) -> tuple[float, ...]:
 
 
 def smallest_limit(problem: LayeredProblem) -> float:
-    """The smallest limit that a cut is known to fit, whatever the problem's own limit is.
+    """The smallest limit that some cut is known to fit; the problem's own limit is ignored.
 
-    Exact for placements V and single. Loop, where only a heuristic is known, is used only if it is the only
-    placement.
+    Exact for placements V and single. For loop only a heuristic is known, so loop counts only if it is the
+    only placement.
     """
     exact = [placement for placement in problem.placements if placement.kind != "loop"]
     return min(_smallest(problem, placement) for placement in exact or problem.placements)

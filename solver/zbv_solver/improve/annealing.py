@@ -249,9 +249,9 @@ def _delimit(
     """Write the first and last index of the stretch that the action at ``at`` may cross.
 
     ``reach`` is the number of places to move, positive towards the beginning. The action passes none that it
-    needs, none that needs it, and none of the same code. Memory fits throughout. It passes no action that ends
-    before its own input arrives. So no cycle can arise: if there were a path from the passed action to that
-    input, the input would arrive later.
+    needs, none that needs it, and none of the same code. Memory fits throughout. It passes no action that
+    ends before its own input arrives. So no cycle can arise: if there were a path from the passed action to
+    that input, the input would arrive later.
     """
     position, limit, static = tables.position, tables.limit[rank], tables.static[rank]
     code, microbatch, end, held = state.code, state.microbatch, state.end, state.held

@@ -9,23 +9,20 @@ from random import Random
 
 import pytest
 from zbv_worker.errors import InvalidRun, Superseded
+from zbv_worker.training.checkpoint_files import INDEX
 from zbv_worker.training.fence import Claimant, Fence, checkpoints
 
 ALONE = Claimant("model")
 
 
-def is_complete(path: Path) -> bool:
-    return (path / "done").is_file()
-
-
 def claim(folder: Path, claimant: Claimant = ALONE) -> Fence:
-    return Fence.claim(folder, claimant, is_complete)
+    return Fence.claim(folder, claimant)
 
 
 def write(fence: Fence, step: int) -> None:
     partial = fence.partial(step)
     partial.mkdir(exist_ok=True)
-    (partial / "done").write_text(str(fence.generation))
+    (partial / INDEX).write_text(str(fence.generation))
 
 
 def save(fence: Fence, step: int, kept: int = 3) -> None:
@@ -34,12 +31,12 @@ def save(fence: Fence, step: int, kept: int = 3) -> None:
 
 
 def made_by(folder: Path) -> dict[int, int]:
-    """The generation that made each checkpoint that counts."""
-    return {step: int((path / "done").read_text()) for step, path in checkpoints(folder, is_complete).items()}
+    """The generation that wrote each checkpoint that counts, by step."""
+    return {step: int((path / INDEX).read_text()) for step, path in checkpoints(folder).items()}
 
 
 def stopped_after_check(fence: Fence, count: int, meanwhile: Callable[[], object]) -> None:
-    """Have a fence stopped right after a check that it passed, while something else happens."""
+    """Stop a fence after a successful check, and let something else happen before it continues."""
     checks, check = 0, fence.check
 
     def checked() -> None:
@@ -133,7 +130,7 @@ def test_another_model_cannot_take_over_checkpoints(tmp_path: Path) -> None:
 def test_checkpoints_without_a_generation_count(tmp_path: Path) -> None:
     for name in ("step-00000010", "step-00000020.partial", "step-00000030"):
         (tmp_path / name).mkdir()
-    (tmp_path / "step-00000010" / "done").write_text("0")
+    (tmp_path / "step-00000010" / INDEX).write_text("0")
     assert made_by(tmp_path) == {10: 0}
     fence = claim(tmp_path)
     assert made_by(tmp_path) == {10: 0}
@@ -146,7 +143,7 @@ def test_a_manually_copied_checkpoint_counts(tmp_path: Path) -> None:
     claim(tmp_path / "new")
     for name in ("old/step-00000010.g7", "new/step-00000020"):
         (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "done").write_text("7")
+        (tmp_path / name / INDEX).write_text("7")
     assert made_by(tmp_path / "old") == {10: 7}, "a directory without claims"
     claim(tmp_path / "old")
     assert made_by(tmp_path / "old") == {10: 7}

@@ -119,7 +119,7 @@ def test_an_abandoned_attempt_cannot_claim_after_its_successor(tmp_path: Path) -
 
 def test_another_model_cannot_take_over_checkpoints(tmp_path: Path) -> None:
     first = claim(tmp_path)
-    claim(tmp_path, Claimant("other"))  # there is nothing yet that it could damage
+    claim(tmp_path, Claimant("other"))  # allowed while there are no checkpoints
     first = claim(tmp_path)
     save(first, 10)
     with pytest.raises(InvalidRun, match="belongs to another model"):
@@ -136,7 +136,7 @@ def test_checkpoints_without_a_generation_count(tmp_path: Path) -> None:
     assert made_by(tmp_path) == {10: 0}
     save(fence, 20, kept=1)
     assert made_by(tmp_path) == {20: 1}
-    assert (tmp_path / "step-00000030").is_dir(), "what is not known is not removed"
+    assert (tmp_path / "step-00000030").is_dir(), "only complete checkpoints are pruned"
 
 
 def test_a_manually_copied_checkpoint_counts(tmp_path: Path) -> None:
@@ -150,14 +150,12 @@ def test_a_manually_copied_checkpoint_counts(tmp_path: Path) -> None:
     assert made_by(tmp_path / "new") == {20: 7}, "a name without a generation"
 
 
-def test_two_that_claim_at_the_same_time_get_different_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simultaneous_claims_get_different_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, others = Path.rename, iter(range(3))
     numbers: list[int] = []
 
     def late(self: Path, target: Path) -> Path:
-        """Before this one has its number, another one takes it."""
+        """Let another generation take the number first."""
         if next(others, None) is not None:
             numbers.append(claim(tmp_path).generation)
         return rename(self, target)
@@ -171,7 +169,7 @@ def test_two_that_claim_at_the_same_time_get_different_numbers(
 def test_the_newest_checkpoint_belongs_to_the_newest_generation(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any check that passes may be followed by a stop in which successors live, are stopped, and end."""
+    """After any successful check, the process may be stopped while successors run, are stopped, and end."""
     random, check, rename = Random(seed), Fence.check, Path.rename
     lives, newest, started = iter(range(6)), [0], [0]
 
@@ -180,7 +178,7 @@ def test_the_newest_checkpoint_belongs_to_the_newest_generation(
         if random.random() < 0.3 and next(lives, None) is not None:
             written = [path.name for path in tmp_path.glob(f"*.g{fence.generation}.partial")]
             live()
-            for name in written:  # a rank that was not stopped goes on writing
+            for name in written:  # the other ranks continue to write
                 write(fence, int(name[5:13]))
 
     def renamed(self: Path, target: Path) -> Path:

@@ -20,7 +20,7 @@ def tight(service: Service) -> Plan:
 def test_missing_points_are_searched_and_the_picture_fills_in(
     look: Callable[..., Look], service: Service, tight: Plan
 ) -> None:
-    found = look(service.url)
+    found = look(service.url, has_clock=True)
     page = found.page
     found.open(f"{service.url}/plans/{tight.plan_id}/frontier")
     points = page.locator("[aria-labelledby=limits] tbody tr").count()
@@ -35,14 +35,7 @@ def test_missing_points_are_searched_and_the_picture_fills_in(
     if effort.count():  # what is given stays given while the picture fills in around it
         effort.select_option("thorough")
         effort.focus()
-    page.wait_for_function(
-        """() => {
-          const limits = document.querySelector("[aria-labelledby=limits]").innerText;
-          return document.querySelector("[data-live=frontier]").dataset.open === undefined
-            && !limits.includes("not searched yet");
-        }""",
-        timeout=120_000,
-    )
+    found.soon(page.locator("[data-live=frontier]:not([data-open])").filter(has_not_text="not searched yet"))
     assert page.locator(".plot a").count() > before, "without being loaded again"
     if effort.count():
         assert effort.input_value() == "thorough"

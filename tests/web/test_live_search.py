@@ -170,15 +170,15 @@ def test_without_streams_it_asks_now_and_then(
         else:
             route.continue_()
 
-    found = look(service.url, **PHONE)
+    found = look(service.url, has_clock=True, **PHONE)
     found.page.route("**/events*", no_streams)
     found.page.goto(f"{service.url}/searches/{going_on}")
-    found.page.get_by_text("Polling every two seconds").wait_for()
+    found.soon(found.page.get_by_text("Polling every two seconds"))
     assert drawn(found.page) > 0
     assert found.page.evaluate("document.documentElement.scrollWidth") == 390
     found.keep("live-search-phone")
     service.call(f"/v1/searches/{going_on}/cancel", {})
-    found.page.locator("#to-plan").wait_for()
+    found.soon(found.page.locator("#to-plan"))
 
 
 def test_a_search_is_deleted_and_whoever_looks_at_it_is_told(

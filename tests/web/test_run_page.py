@@ -23,31 +23,31 @@ def run(service: Service, plan: Plan) -> Iterator[PlayedRun]:
 def test_the_page_keeps_up_with_the_run_and_a_browser_stops_it(
     look: Callable[..., Look], service: Service, plan: Plan, run: PlayedRun
 ) -> None:
-    found = look(service.url)
+    found = look(service.url, has_clock=True)
     page = found.page
     found.open(run.url)
     state = page.locator("[data-live=state]")
     assert "starting" in state.inner_text()
     run.beat(3)
-    state.get_by_text("running", exact=True).wait_for()
-    state.get_by_text("All ranks have reported step 3 of 40.").wait_for()
+    found.soon(state.get_by_text("All ranks have reported step 3 of 40."))
+    assert state.get_by_text("running", exact=True).is_visible()
     run.measured(traces(plan, slower(plan.problem, 2, 1.4)))
-    page.locator("[data-live=steps] rect.step").nth(5).wait_for()
+    found.soon(page.locator("[data-live=steps] rect.step").nth(5))
     page.get_by_role("link", name="Planned against measured").wait_for()
     assert page.locator("[data-live=steps] circle.dot").count() == 6
     run.log(1, "what rank 1 printed")
-    page.locator("[data-live=ranks] a", has_text="log").first.wait_for()
+    found.soon(page.locator("[data-live=ranks] a", has_text="log").first)
     found.keep("run-light")
     assert page.locator("[aria-labelledby=events] li").first.inner_text().startswith(tuple("012"))
 
     page.get_by_text("Cancel run").click()
     run.beat(4)
-    state.get_by_text("All ranks have reported step 4 of 40.").wait_for()
+    found.soon(state.get_by_text("All ranks have reported step 4 of 40."))
     assert page.get_by_role("button", name="Stop all ranks").is_visible(), "what was opened stays open"
     page.get_by_role("button", name="Stop all ranks").click()
     page.get_by_text("Cancelling: its ranks are stopping").wait_for()
     run.end("stopped")
-    page.locator("[data-live=state] .state.cancelled").wait_for()
+    found.soon(page.locator("[data-live=state] .state.cancelled"))
     assert page.locator("[data-open]").count() == 0
     log = page.locator("[data-live=ranks] a", has_text="log").first.get_attribute("href")
     assert page.request.get(f"{service.url}{log}").text() == "what rank 1 printed"

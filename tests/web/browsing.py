@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 from playwright.sync_api import FloatRect, Locator, Page, TimeoutError
 from support.paths import ROOT
@@ -122,6 +123,10 @@ class Look:
     def drawn(self, what: str, at: int = 0) -> Any:
         """What a Gantt chart shows: ``bars``, ``labels``, ``idle.left``, ``path.x`` and so on."""
         return self.page.evaluate(f"(at) => zbv.chart.gantts[at].drawn.{what}", at)
+
+    def screen(self) -> NDArray[np.uint8]:
+        """The window as it is painted: (height, width, 3)."""
+        return np.asarray(Image.open(io.BytesIO(self.page.screenshot())).convert("RGB"))
 
     def colour_at(self, x: float, y: float) -> tuple[int, ...]:
         """Red, green and blue of a point of the window, as it is painted."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ from zbv_solver.search.search import make_plan
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with serving(tmp_path_factory.mktemp("service")) as found:
-        yield found
-
-
-@pytest.fixture
-def empty_service(tmp_path: Path) -> Iterator[Service]:
-    with serving(tmp_path) as found:
         yield found
 
 

@@ -14,7 +14,6 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.reading import parse_problem
 
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 READY = "Ready to search."
 
 
@@ -515,15 +514,3 @@ def test_without_javascript_it_says_what_to_do(look: Callable[..., Look], servic
     found.page.goto(f"{service.url}/new")
     assert "zbv-service submit problem.json" in found.page.locator("main").inner_text()
     assert found.page.locator("#app").is_hidden()
-
-
-def test_it_fits_a_phone_and_the_dark(look: Callable[..., Look], service: Service) -> None:
-    form = Form(look(service.url, has_clock=True, color_scheme="dark", **PHONE))
-    form.open("?preset=heavy-head")
-    form.promised()
-    assert form.page.evaluate("document.documentElement.scrollWidth") == 390
-    form.look.keep("new-search-phone")
-    form.page.set_viewport_size({"width": 1280, "height": 900})
-    form.look.keep("new-search-dark")
-    assert form.look.complaints == []
-    assert form.look.strangers() == []

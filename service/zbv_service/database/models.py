@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import JSON, DateTime, Dialect, Double, ForeignKey, Index, LargeBinary, String, TypeDecorator
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -32,6 +38,17 @@ class Base(DeclarativeBase):
     """The declarative base of all tables."""
 
     type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), float: Double()}  # noqa: RUF012
+
+
+def record_of(kind: type[R], row: Base, **values: Any) -> R:
+    """A record with the values of a row's columns of the same names, and with other values."""
+    names = (field.name for field in fields(kind) if field.name not in values)
+    return kind(**{name: getattr(row, name) for name in names}, **values)
+
+
+def columns_of(kind: type[DataclassInstance], table: type[Base]) -> tuple[Any, ...]:
+    """The columns of a table that have the names of a record's fields, in their order."""
+    return tuple(getattr(table, field.name) for field in fields(kind))
 
 
 class PlanRow(Base):

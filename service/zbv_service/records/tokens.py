@@ -39,20 +39,10 @@ class NewToken:
     expires_at: datetime | None = None
 
 
-@dataclass(frozen=True)
-class TokenRecord:
+@dataclass(frozen=True, kw_only=True)
+class TokenRecord(NewToken):
     """A stored token. A link's ``used_at`` is when it became a session."""
 
-    id: str
-    kind: TokenKind
-    name: str
-    secret_hash: str
-    scopes: tuple[str, ...]
-    parent_id: str | None
-    local_id: str | None
-    max_searches: int | None
-    created_at: datetime
-    expires_at: datetime | None
     revoked_at: datetime | None
     used_at: datetime | None
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from distributed.core import Status
 from distributed.scheduler import KilledWorker
-from support.fake_searches import FakeProgress, immediate, orders_of, plan_of, stages_of
+from support.fake_searches import immediate, orders_of, plan_of, stages_of
 from support.serving import PROBLEM
 from zbv_service.documents.packing import pack
 from zbv_service.documents.problems import parse_question, question_json
-from zbv_service.records.searches import Update
+from zbv_service.records.searches import Claim, Update
 from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
-from zbv_service.searches.executors.task import SearchTask
 from zbv_solver.errors import ContradictedBound
+from zbv_solver.search.search import Progress
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +29,7 @@ def a_computation(updates: list[Update] | None = None) -> DaskComputation:
         raise AssertionError("nothing is computed here")
 
     told = [] if updates is None else updates
-    task = SearchTask("a", b"", {}, None)
+    task = Claim("a", 1, b"", {}, None, 1, False)
     return DaskComputation(task, immediate, told.append, lambda: None, never)  # type: ignore[arg-type]
 
 
@@ -86,12 +86,12 @@ async def test_a_worker_says_that_it_refused_an_incumbent(monkeypatch: pytest.Mo
     def search(problem: Any, options: Any, on_progress: Any, cancelled: Any, incumbent: Any) -> Any:
         assert incumbent is None
         stages = stages_of(problem)
-        on_progress(FakeProgress(9.0, 4.0, 1.25, "m", orders_of(stages), stages))
+        on_progress(Progress(9.0, 4.0, 1.25, "m", 0.0, orders_of(stages), stages))
         held = asyncio.run(worker.exchange("service", {"token": Wanted(stop=False, seen=0)}))
         seen.append(held.searches["token"].update)
         return plan_of(stages)
 
-    task = SearchTask("a", pack(question_json(parse_question(PROBLEM))), {}, pack([["0F0"], []]))
+    task = Claim("a", 1, pack(question_json(parse_question(PROBLEM))), {}, pack([["0F0"], []]), 1, False)
     plan = await asyncio.to_thread(worker.run_on_worker, task, search, "token", "service", 60.0)
     (update,) = seen
     assert update is not None

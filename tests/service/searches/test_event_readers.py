@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import Engine, event
 from support.serving import until
 from support.stored import a_search
 from zbv_service.database import Database, SearchEventTable, SearchTable
@@ -28,14 +28,13 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-def table(database: Database) -> SearchTable:
-    return SearchTable(database)
+def table(database: Database, events: SearchEvents) -> SearchTable:
+    return SearchTable(database, events.changed)
 
 
 @pytest.fixture
-async def events(database: Database, table: SearchTable) -> AsyncIterator[SearchEvents]:
+async def events(database: Database) -> AsyncIterator[SearchEvents]:
     made = SearchEvents(SearchEventTable(database))
-    table.listen(made.changed)
     await made.start()
     yield made
     await made.stop()
@@ -70,24 +69,23 @@ async def test_a_change_made_here_is_told_at_once(
 
 
 async def test_many_idle_readers_cost_one_query_per_look(
-    events: SearchEvents, table: SearchTable, database: Database, monkeypatch: pytest.MonkeyPatch
+    events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "POLL_SECONDS", 0.05)
     for index in range(20):
         await table.add(a_search(f"s{index}"))
     readers = [asyncio.create_task(all_of(events, f"s{index % 20}", 1)) for index in range(400)]
     await until(lambda: events.readers == 400, "readers")
-    await asyncio.sleep(1.5)  # their first looks are over
+    await until(lambda: all(held.newest == 1 for held in events._channels.values()), "the first events")
     statements: list[str] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         if statement != "BEGIN":
             statements.append(statement)
 
-    engine = database._engine.sync_engine
-    event.listen(engine, "before_cursor_execute", note)
+    event.listen(Engine, "before_cursor_execute", note)
     await until(lambda: len(statements) >= 6, "looks")
-    event.remove(engine, "before_cursor_execute", note)
+    event.remove(Engine, "before_cursor_execute", note)
     assert [text for text in statements if "last_event" not in text] == []
     for reader in readers:
         reader.cancel()

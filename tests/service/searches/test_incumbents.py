@@ -14,8 +14,8 @@ from zbv_service.database import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
 from zbv_service.documents.problems import answers, parse_question, question_json
-from zbv_service.records.searches import Refusal
-from zbv_service.searches.executors.task import SearchTask, compute, solver_search
+from zbv_service.records.searches import Claim, Refusal
+from zbv_service.searches.executors.task import compute, solver_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
@@ -52,6 +52,10 @@ UNFIT = [
 ]
 
 
+def a_claim(problem: bytes, options: dict[str, Any], incumbent: bytes | None) -> Claim:
+    return Claim("s", 1, problem, options, incumbent, 1, False)
+
+
 class Tie:
     """A search's tie to nobody."""
 
@@ -79,7 +83,7 @@ def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without
         return plan_of(stages_of(question))
 
     asked = pack(question_json(parse_question(problem)))
-    found = compute(SearchTask("s", asked, {}, incumbent), search, Tie())
+    found = compute(a_claim(asked, {}, incumbent), search, Tie())
     assert given == [None]
     assert found.refusal is not None
     assert reason in found.refusal.reason
@@ -88,7 +92,7 @@ def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without
 @pytest.mark.parametrize("problem", [PROBLEM, LAYERED])
 def test_an_incumbent_that_fits_is_started_from(problem: Any) -> None:
     asked = pack(question_json(parse_question(problem)))
-    found = compute(SearchTask("s", asked, {"effort": "quick"}, incumbent_for(problem)), solver_search, Tie())
+    found = compute(a_claim(asked, {"effort": "quick"}, incumbent_for(problem)), solver_search, Tie())
     assert found.refusal is None
 
 
@@ -99,7 +103,7 @@ def test_an_incumbent_that_overflows_memory_is_refused() -> None:
         for actions in (("0F", "3F", "3B", "0B"), ("1F", "2F", "2B", "1B"))
     ]
     asked = pack(question_json(parse_question(tight)))
-    task = SearchTask("s", asked, {"effort": "quick"}, pack(all_forwards_first))
+    task = a_claim(asked, {"effort": "quick"}, pack(all_forwards_first))
     found = compute(task, solver_search, Tie())
     assert found.refusal is not None
     assert "memory" in found.refusal.reason
@@ -111,7 +115,7 @@ def test_a_plan_of_another_problem_is_no_answer() -> None:
 
     asked = pack(question_json(parse_question(PROBLEM)))
     with pytest.raises(InvalidPlan, match="another problem"):
-        compute(SearchTask("s", asked, {}, None), foreign, Tie())
+        compute(a_claim(asked, {}, None), foreign, Tie())
     layers = parse_question(LAYERED)
     assert answers(layers, stages_of(layers))
     assert not answers(layers, stages_of(parse_question(OTHER_LAYERS)))

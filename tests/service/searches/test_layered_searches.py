@@ -14,8 +14,8 @@ from support.serving import Service, Serving, until
 from zbv_service.client.answers import read_plan, read_rank
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
 from zbv_service.documents.problems import Question, parse_question, question_json
-from zbv_service.records.searches import NewPlan, Refusal
-from zbv_service.searches.executors.task import ProgressLike, SearchTask, compute, solver_search
+from zbv_service.records.searches import Claim, NewPlan, Refusal
+from zbv_service.searches.executors.task import compute, solver_search
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
@@ -205,9 +205,9 @@ class Listener:
         return self._is_stopped
 
 
-def task(incumbent: bytes | None) -> SearchTask:
+def task(incumbent: bytes | None) -> Claim:
     problem = pack(question_json(parse_question(LAYERED)))
-    return SearchTask("s", problem, {"effort": "quick"}, incumbent)
+    return Claim("s", 1, problem, {"effort": "quick"}, incumbent, 1, False)
 
 
 def test_what_a_stopped_search_stores_is_a_whole_cut_for_the_next_one() -> None:
@@ -217,7 +217,7 @@ def test_what_a_stopped_search_stores_is_a_whole_cut_for_the_next_one() -> None:
     def search(
         problem: Question,
         options: dict[str, Any],
-        on_progress: Callable[[ProgressLike], None],
+        on_progress: Callable[[Progress], None],
         cancelled: Callable[[], bool],
         incumbent: Orders | Plan | None,
     ) -> Plan:

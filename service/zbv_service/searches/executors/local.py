@@ -8,11 +8,11 @@ from concurrent.futures import BrokenExecutor, Future
 from functools import partial
 
 from zbv_service.compute.processes import IsolatedProcesses
-from zbv_service.records.searches import NewPlan, Update
+from zbv_service.records.searches import Claim, NewPlan, Update
 from zbv_service.searches.executors.connection import run_connected
 from zbv_service.searches.executors.executor import SearchCrashed
 from zbv_service.searches.executors.progress import ProgressServer
-from zbv_service.searches.executors.task import SearchFunction, SearchTask
+from zbv_service.searches.executors.task import SearchFunction
 
 
 class LocalExecutor:
@@ -58,10 +58,10 @@ class LocalExecutor:
         return None
 
     def expect(
-        self, task: SearchTask, search: SearchFunction, on_update: Callable[[Update], None]
+        self, claim: Claim, search: SearchFunction, on_update: Callable[[Update], None]
     ) -> LocalComputation:
         """Prepare a search for a separate process."""
-        return LocalComputation(self._processes, self._progress, task, search, on_update)
+        return LocalComputation(self._processes, self._progress, claim, search, on_update)
 
 
 class LocalComputation:
@@ -71,14 +71,13 @@ class LocalComputation:
         self,
         processes: IsolatedProcesses,
         progress: ProgressServer,
-        task: SearchTask,
+        claim: Claim,
         search: SearchFunction,
         on_update: Callable[[Update], None],
     ):
         self._processes = processes
         self._progress = progress
-        self._task = task
-        self._search = search
+        self._run = partial(run_connected, claim, search)
         self._line = progress.expect(on_update)
         self._future: Future[NewPlan] | None = None
         self._was_killed = False
@@ -100,7 +99,7 @@ class LocalComputation:
 
     async def plan(self) -> NewPlan:
         """Compute the plan; raises :class:`SearchCrashed`, or the search's own error."""
-        run = partial(run_connected, self._task, self._search, self._progress.address, self._line.token)
+        run = partial(self._run, self._progress.address, self._line.token)
         try:
             # Starting a process takes some milliseconds, so another thread does it.
             self._future = await asyncio.to_thread(lambda: self._processes.submit(run))

@@ -13,7 +13,7 @@ from sqlalchemy import update
 from support.stored import an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.run_models import AgentRow, ListenerRow
-from zbv_service.records.runs import Beat, BeatAnswer, NodeReport, RunOrders
+from zbv_service.records.runs import AgentFilter, Beat, BeatAnswer, NodeReport, RunOrders
 from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
@@ -48,7 +48,7 @@ async def test_a_heartbeat_costs_the_same_in_a_run_of_any_size(database: Databas
         agents = await begin(database, f"run-{nodes}", nodes)
         await table.store([in_step(agent, f"run-{nodes}") for agent in agents])
         assert await state_of(database, f"run-{nodes}") == "running"
-        with counting(database) as counts:
+        with counting() as counts:
             await table.store([in_step(agents[1], f"run-{nodes}", 2)])
         costs.append(counts)
     assert costs[0] == costs[1]
@@ -59,11 +59,11 @@ async def test_work_and_the_end_of_a_node_read_one_node_and_the_last_end_reads_a
     database: Database,
 ) -> None:
     agents, runs = await begin(database, "run", 12), RunTable(database)
-    with counting(database) as counts:
+    with counting() as counts:
         work = await runs.work_of(agents[5])
     assert work is not None
     assert (work.node.node_rank, counts.nodes) == (5, 1)
-    with counting(database) as counts:
+    with counting() as counts:
         for agent in agents[:-1]:
             await runs.ended(agent, NodeReport("run", 0, "succeeded", []))
     assert counts.nodes == 11
@@ -130,9 +130,9 @@ async def test_heartbeats_and_ends_at_the_same_time_bring_no_node_back(any_datab
 async def test_heartbeats_that_come_together_are_written_together(database: Database) -> None:
     agents = await begin(database, "run", 6)
     heartbeats = Heartbeats(HeartbeatTable(database))
-    with counting(database) as alone:
+    with counting() as alone:
         assert (await heartbeats.store(in_step(agents[0], "run"))).orders == GO_ON
-    with counting(database) as together:
+    with counting() as together:
         # One agent says two things at once, and each of them is answered.
         both = (in_step(agents[1], "run"), Beat(agents[1]))
         answers = await asyncio.gather(
@@ -167,7 +167,7 @@ async def test_agents_that_wait_for_work_share_one_look(database: Database) -> N
     assignments = Assignments(runs, cast("Dispatcher", bell))
     with ExitStack() as waits:
         events = {name: waits.enter_context(assignments.expected(name)) for name in names}
-        with counting(database) as counts:
+        with counting() as counts:
             for _ in range(4):
                 bell.ring()
                 await asyncio.sleep(0.1)
@@ -208,7 +208,7 @@ async def test_the_silence_of_an_agent_counts_only_while_every_service_listens(d
     await age(database, 70)
     await agents.add(an_agent("talks"))
     assert await look("two")
-    assert [record.id for record in await agents.newest(9)] == ["talks"]
+    assert [record.id for record in (await agents.page(AgentFilter(), 9)).items] == ["talks"]
 
 
 async def test_a_service_that_is_stopped_holds_up_losses_until_its_agents_could_turn_elsewhere(

@@ -11,6 +11,7 @@ from support.clocks import clock_off_by
 from support.stored import a_plan, a_search
 from zbv_service.database import Database, SearchTable
 from zbv_service.database.tally import tally
+from zbv_service.records.searches import SearchFilter
 
 pytestmark = pytest.mark.anyio
 
@@ -97,7 +98,7 @@ async def test_searches_of_one_moment_are_listed_in_the_order_in_which_they_came
     table, names = SearchTable(database), list("zmaqkfyb")
     for name in names:
         await table.add(a_search(name, created_at=None))
-    assert [record.id for record in await table.newest(9)] == names[::-1]
+    assert [record.id for record in (await table.page(SearchFilter(), 9)).items] == names[::-1]
     # A clock that was set back sorts later ones before; it does not drag their times along.
     noon -= timedelta(hours=1)
     await table.add(a_search("back", created_at=None))

@@ -199,13 +199,13 @@ async def test_a_list_reads_its_page_and_the_nodes_that_it_shows(database: Datab
             for member in members:
                 await runs.ended(member, NodeReport(f"r{index}", generation, "failed", []))
             assert await runs.assign(scheduler) == [f"r{index}"]
-    with counting(database) as counts:
+    with counting() as counts:
         page = await runs.page(RunFilter(), 6)
     assert [run.id for run in page.items] == ["r9", "r8", "r7", "r6", "r5", "r4"]
     assert {(run.generation, len(run.members)) for run in page.items} == {(2, 4)}
     assert counts.statements <= 4
     assert counts.loaded == {"RunRow": 7, "NodeRow": 6 * 4}
-    with counting(database) as counts:
+    with counting() as counts:
         await agents.page(AgentFilter(), 5)
         await SearchTable(database).page(SearchFilter(), 5)
         await runs.brief("r3")

@@ -19,7 +19,7 @@ from zbv_service.database import AgentTable, Database, DatabaseUnusable, PlanTab
 from zbv_service.database.migrate import upgrade
 from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
-from zbv_service.records.searches import NamedRequest
+from zbv_service.records.searches import NamedRequest, SearchFilter
 
 _AT = "'2030-01-01 00:00:00'"
 _PLAN = zlib.compress(json.dumps({"problem": {"pp_degree": 2}}).encode()).hex()
@@ -71,7 +71,10 @@ async def test_what_any_version_has_written_is_kept(
     database = Database(empty_database_url)
     await database.migrate()
     searches = SearchTable(database)
-    assert {record.id: record.state for record in await searches.newest(9)} == {"s": "done", "t": "queued"}
+    assert {record.id: record.state for record in (await searches.page(SearchFilter(), 9)).items} == {
+        "s": "done",
+        "t": "queued",
+    }
     assert (await searches.problem("s"), await PlanTable(database).document("p")) == (
         b"\x00",
         bytes.fromhex(_PLAN),
@@ -114,14 +117,15 @@ async def test_migrating_twice_or_at_once_changes_nothing(empty_database_url: st
     opened = [Database(empty_database_url) for _ in range(4)]
     await asyncio.gather(*(each.migrate() for each in opened))
     await opened[0].migrate()
-    assert await SearchTable(opened[1]).newest(1) == []
+    assert (await SearchTable(opened[1]).page(SearchFilter(), 1)).items == ()
     for each in opened:
         await each.close()
 
 
 @pytest.mark.anyio
-async def test_a_database_of_a_newer_version_is_left_alone(any_database_url: str) -> None:
-    database = Database(any_database_url)
+async def test_a_database_of_a_newer_version_is_left_alone(empty_database_url: str) -> None:
+    database = Database(empty_database_url)
+    await database.migrate()
     async with database.writing() as session:
         await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(DatabaseUnusable, match="9999"):

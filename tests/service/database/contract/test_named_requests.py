@@ -121,7 +121,7 @@ async def test_a_discarded_search_takes_nothing_from_who_still_runs_it(database:
     assert await table.renew("me", {"a": claim.fence}, 60) == set()
     assert not await table.finished("a", claim.fence, a_plan("p"))
     assert await PlanTable(database).document("p") is None
-    assert not await table.crashed("a", claim.fence, None, 1, {})
+    assert not await table.retry("a", claim.fence, None, "process-died", 1, {})
     assert not await table.release("a", claim.fence, None)
 
 

@@ -27,7 +27,7 @@ from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow
 from zbv_service.database.sweeper import Sweeper
 from zbv_service.database.token_models import TokenRow
 from zbv_service.records.runs import NewRun
-from zbv_service.records.searches import NamedRequest, SearchState
+from zbv_service.records.searches import NamedRequest, SearchFilter, SearchState
 
 pytestmark = pytest.mark.anyio
 
@@ -340,7 +340,7 @@ async def test_services_that_sweep_at_once_remove_everything_once(
             assert [sum(each.get(kind, 0) for each in gone) for kind in ("plans", "searches")] == [9, 9]
     finally:
         await second.close()
-    assert await SearchTable(database).newest(9) == []
+    assert (await SearchTable(database).page(SearchFilter(), 9)).items == ()
 
 
 async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_refused(

@@ -25,7 +25,7 @@ from zbv_service.database import (
     SearchTable,
 )
 from zbv_service.database.run_models import AgentRow, EventRow, RunRow
-from zbv_service.records.runs import Beat, NewAgent, NewRun, NodeOutcome, NodeReport
+from zbv_service.records.runs import AgentFilter, Beat, NewAgent, NewRun, NodeOutcome, NodeReport, RunFilter
 from zbv_service.records.searches import NamedRequest, NewPlan, PlanSummary
 from zbv_service.runs import scheduler
 
@@ -73,20 +73,22 @@ async def test_services_that_assign_at_once_give_each_agent_to_one_run(any_datab
                 assert run is not None
                 for node in run.members:
                     await table.ended(node.agent_id, NodeReport(name, 0, "succeeded", []))
-            if all(record.state == "succeeded" for record in await table.newest(100)):
+            if all(record.state == "succeeded" for record in (await table.page(RunFilter(), 100)).items):
                 return
 
     async def check(table: RunTable) -> None:
         holders: dict[str, str] = {}
-        for run in await table.newest(100):
+        for run in (await table.page(RunFilter(), 100)).items:
             assert len(run.members) == (0 if run.state == "waiting" else run.nodes)
             for node in run.members:
                 if node.state != "ended":
                     assert holders.setdefault(node.agent_id, run.id) == run.id
 
     await asyncio.gather(*map(serve, tables))
-    assert {record.state for record in await tables[0].newest(100)} == {"succeeded"}
-    assert [agent.run_id for agent in await AgentTable(databases[0]).newest(100)] == [None] * 4
+    assert {record.state for record in (await tables[0].page(RunFilter(), 100)).items} == {"succeeded"}
+    assert [agent.run_id for agent in (await AgentTable(databases[0]).page(AgentFilter(), 100)).items] == [
+        None
+    ] * 4
     for database in databases:
         await database.close()
 
@@ -109,7 +111,7 @@ async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_
         for turn in range(8):
             with suppress(AgentsTaken):
                 await runs.assign(scheduler)
-            for agent in await agents.newest(100):
+            for agent in (await agents.page(AgentFilter(), 100)).items:
                 run = None if agent.run_id is None else await runs.get(agent.run_id)
                 if run is None:
                     continue
@@ -129,7 +131,7 @@ async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_
 
     async with asyncio.timeout(120):
         await asyncio.gather(*map(play, range(4)))
-    states = {record.state for record in await RunTable(databases[0]).newest(100)}
+    states = {record.state for record in (await RunTable(databases[0]).page(RunFilter(), 100)).items}
     assert states & {"succeeded", "failed", "cancelled"}
     for database in databases:
         await database.close()
@@ -161,7 +163,7 @@ async def test_what_is_registered_or_submitted_twice_at_once_is_there_once(any_d
     adding = (RunTable(each).add(new_run(f"r{index}", 1), named) for index, each in enumerate(both))
     runs = await asyncio.gather(*adding)
     assert len({run.id for run in runs}) == 1
-    assert [run.id for run in await RunTable(databases[0]).newest(9)] == [runs[0].id]
+    assert [run.id for run in (await RunTable(databases[0]).page(RunFilter(), 9)).items] == [runs[0].id]
     assert len(await RunTable(databases[0]).events(runs[0].id, 0, 9)) == 1
     for database in databases:
         await database.close()
@@ -180,7 +182,7 @@ async def test_a_named_run_and_its_name_are_stored_together_or_not_at_all(any_da
     for other in (replace(named, fingerprint="other"), replace(named, kind="search")):
         with pytest.raises(KeyReused):
             await runs.add(new_run("c", 1), other)
-    assert [run.id for run in await runs.newest(9)] == ["a"]
+    assert [run.id for run in (await runs.page(RunFilter(), 9)).items] == ["a"]
     async with database.writing() as session:
         await session.execute(delete(EventRow))
         await session.execute(delete(RunRow))

@@ -74,12 +74,12 @@ async def test_a_report_that_says_nothing_new_is_no_event(database: Database) ->
 
 
 async def test_a_change_that_is_refused_is_not_told(database: Database) -> None:
-    table = SearchTable(database)
+    heard: list[str] = []
+    table = SearchTable(database, heard.append)
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
     assert claim is not None
-    heard: list[str] = []
-    table.listen(heard.append)
+    heard.clear()
     assert not await table.progressed("a", claim.fence - 1, found(10, 5))
     assert not await table.finished("a", claim.fence - 1, a_plan("p"))
     assert (len(await told(database)), heard) == (2, [])

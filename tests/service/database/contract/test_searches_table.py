@@ -94,8 +94,8 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert await table.renew("old", {"a": old.fence}, 60) == set()
     assert not await table.progressed("a", old.fence, BETTER)
     assert not await table.release("a", old.fence, None)
-    assert not await table.crashed("a", old.fence, None, 1, {})
-    assert not await table.evicted("a", old.fence, None, 1, {})
+    assert not await table.retry("a", old.fence, None, "process-died", 1, {})
+    assert not await table.retry("a", old.fence, None, "worker-ended", 1, {})
     assert not await table.ended("a", old.fence, "failed", {})
     assert not await table.finished("a", old.fence, a_plan())
     record = await table.get("a")
@@ -155,7 +155,7 @@ async def test_a_search_fails_when_its_process_dies_once_too_often(database: Dat
         claim = await table.claim("me", 60)
         assert claim is not None
         assert claim.incumbent == (None if death == 0 else b"ranks")
-        assert await table.crashed("a", claim.fence, BETTER, 3, {"detail": "why"})
+        assert await table.retry("a", claim.fence, BETTER, "process-died", 3, {"detail": "why"})
     record = await table.get("a")
     assert record is not None
     assert (record.state, record.crashes, record.error, record.objective) == (
@@ -177,7 +177,7 @@ async def test_a_search_fails_when_its_worker_is_told_to_end_over_and_over(datab
         claim = await table.claim("me", 60)
         assert claim is not None
         found = None if value is None else Update(value, 4.0, 1.0, "m", b"ranks")
-        assert await table.evicted("a", claim.fence, found, 4, {"detail": "why"})
+        assert await table.retry("a", claim.fence, found, "worker-ended", 4, {"detail": "why"})
         ended = await table.get("a")
         states.append(ended and ended.state)
     assert states == ["queued"] * 5 + ["failed"]
@@ -224,8 +224,8 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_no_answer(database: Datab
     for store in (
         table.progressed("a", claim.fence, better),
         table.release("a", claim.fence, better),
-        table.crashed("a", claim.fence, better, 1, {}),
-        table.evicted("a", claim.fence, better, 1, {}),
+        table.retry("a", claim.fence, better, "process-died", 1, {}),
+        table.retry("a", claim.fence, better, "worker-ended", 1, {}),
         table.finished("a", claim.fence, plan),
     ):
         with pytest.raises(ContradictedBound) as raised:

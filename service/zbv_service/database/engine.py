@@ -42,7 +42,7 @@ Ts = TypeVarTuple("Ts")
 
 _RETRY_SECONDS = 0.02
 _ONE_STATE = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-"""By default each statement of a PostgreSQL transaction sees what was committed before that statement."""
+"""By default each statement of a PostgreSQL transaction sees the commits before that statement."""
 _MIGRATION_LOCK = 6_451_203
 """The advisory lock under which one service at a time migrates PostgreSQL; the number is arbitrary."""
 
@@ -246,7 +246,7 @@ def _open_once(path: str) -> None:
     The asynchronous driver would raise the same error, but its thread then outlives the event loop and
     writes a traceback to standard error.
     """
-    with suppress(OSError):  # sqlite3 reports what is wrong
+    with suppress(OSError):  # sqlite3 reports the reason
         if path != ":memory:":
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     sqlite3.connect(path, timeout=BUSY_SECONDS).close()

@@ -130,7 +130,7 @@ class RunTable(BaseTable):
             return None if row is None else _record(row, await nodes_of(session, row))
 
     async def brief(self, run_id: str) -> RunRecord | None:
-        """A run by id without its nodes; reads one row, whatever the size of the run."""
+        """A run by id without its nodes; reads one row for a run of any size."""
         async with self._database.reading() as session:
             row = await session.get(RunRow, run_id)
             return None if row is None else _record(row, ())

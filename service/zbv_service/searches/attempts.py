@@ -169,7 +169,7 @@ class Endings:
         self._metrics.incumbent_refused()
 
     async def _fail_contradicted(self, attempt: Attempt, error: ContradictedBound) -> bool:
-        """Fail a search whose plan undercuts a bound. It does not run again, which would hide the bug."""
+        """Fail a search with a plan that undercuts a bound. Another attempt would hide the bug."""
         claim = attempt.claim
         document = contradicted(error, f"/v1/searches/{claim.id}/problem")
         is_ours = await self._table.contradicted(claim.id, claim.fence, document)

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """Runs as many searches as its executor has slots for, between :meth:`start` and :meth:`stop`.
+    """Runs as many searches as its executor has slots, between :meth:`start` and :meth:`stop`.
 
     Parameters
     ----------

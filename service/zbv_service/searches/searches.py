@@ -233,7 +233,7 @@ def request_key(problem: dict[str, Any], options: dict[str, Any]) -> str:
 
 
 def _known(search_id: str) -> str:
-    """Check the form of an id, because databases reject some texts; raises :class:`ProblemError` 404."""
+    """The id, if it has the form of one; databases reject some texts. Raises :class:`ProblemError` 404."""
     if not _ID.fullmatch(search_id):
         raise _not_found(search_id)
     return search_id

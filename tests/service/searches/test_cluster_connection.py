@@ -13,7 +13,7 @@ import pytest
 from distributed import Scheduler, Worker
 from support.fake_searches import immediate
 from zbv_service.records.searches import Claim
-from zbv_service.searches.executors.cluster import connection, worker
+from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.connection import Cluster
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted
@@ -89,7 +89,7 @@ async def test_only_a_worker_that_is_stopped_is_no_crash_of_a_search_that_did_no
 async def test_a_worker_of_another_version_is_not_used_and_the_trouble_says_why(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site.cluster._mine = {**connection.describe(), "zbv": "9.9.9"}
+    site.cluster._mine = {**worker.describe(), "zbv": "9.9.9"}
     while site.cluster.trouble == "The Dask cluster has no workers.":
         await site.cluster.look({})
     version = worker.describe()["zbv"]

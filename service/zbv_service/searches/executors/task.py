@@ -93,7 +93,7 @@ def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan
             incumbent = _incumbent(question, unpack(claim.incumbent))
         except ContradictedBound:
             raise
-        except Exception as error:  # the search can start without it, whatever is wrong
+        except Exception as error:  # after any error, the search can start without it
             digest = hashlib.sha256(claim.incumbent).hexdigest()
             reporter.refusal = Refusal(digest, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
     plan = search(question, claim.options, reporter.report, reporter.is_stopped, incumbent)

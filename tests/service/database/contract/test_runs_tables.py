@@ -108,7 +108,7 @@ async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_
     async def play(part: int) -> None:
         random = Random(part)
         runs, agents = RunTable(databases[part % 2]), AgentTable(databases[part % 2])
-        for turn in range(8):
+        for turn in range(5):
             with suppress(AgentsTaken):
                 await runs.assign(scheduler)
             for agent in (await agents.page(AgentFilter(), 100)).items:

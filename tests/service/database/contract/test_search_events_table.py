@@ -96,7 +96,7 @@ async def test_numbers_count_every_change_of_a_search(database: Database, any_da
     claims = [await tables[0].claim("me", 60) for _ in range(2)]
     changes = [
         tables[step % 2].progressed(claim.id, claim.fence, found(100.0 - step, 1))
-        for step in range(20)
+        for step in range(10)
         for claim in claims
         if claim is not None
     ]

@@ -53,12 +53,12 @@ async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
 
 
 async def test_many_writers_at_once_all_succeed(database: Database, any_database_url: str) -> None:
-    second = Database(any_database_url)  # as another process has its own connections
+    second = Database(any_database_url)  # another process has other connections
     tables = [SearchTable(database), SearchTable(second)]
-    await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(40)))
-    claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(41)))
+    await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(16)))
+    claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(17)))
     ids = [claim.id for claim in claims if claim is not None]
-    assert sorted(ids) == sorted(f"s{index}" for index in range(40))
+    assert sorted(ids) == sorted(f"s{index}" for index in range(16))
     await second.close()
 
 

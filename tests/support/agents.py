@@ -1,4 +1,4 @@
-"""A real service and real agents, each a process of its own, for tests of runs."""
+"""A real service and real agents, each in a separate process, for tests of runs."""
 
 from __future__ import annotations
 

@@ -14,17 +14,14 @@ replaced by I and W without loss, so there is none.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.bounds.fusing import may_fuse
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING, MEMORY_TOLERANCE, OPTIMAL_GAP, integer_scale
 from zbv_solver.problem.problem import F, I, Problem
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
 
 UP, DOWN, REST_BEFORE, REST_AFTER = range(4)
 """Rows of ``work``; the first three are also those of required counts."""

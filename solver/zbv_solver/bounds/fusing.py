@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zbv_solver.kernels.arrays import BoolArray
 from zbv_solver.problem.problem import B, I, Problem, W
-
-BoolArray = NDArray[np.bool_]
 
 
 def is_cheaper_fused(problem: Problem) -> BoolArray:

@@ -23,10 +23,9 @@ microbatch 0 on the rank: the ramp has its gaps there, and more times gained not
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.bounds.directions import (
     DOWN,
@@ -39,12 +38,10 @@ from zbv_solver.bounds.directions import (
     UP,
     Direction,
 )
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
 
 CELL_END = 2
 """Row of heads, after UP and DOWN: the earliest end of a cell."""

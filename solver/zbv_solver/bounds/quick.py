@@ -10,16 +10,11 @@ For ``makespan``, heads begin at the first start of all ranks, and tails end at 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.problem.problem import Problem
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
 
 
 def one_machine_bounds(problem: Problem) -> list[float]:

@@ -16,10 +16,8 @@ farthest from both ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.bounds.directions import (
     DOWN,
@@ -34,12 +32,10 @@ from zbv_solver.bounds.directions import (
 )
 from zbv_solver.bounds.heads import CELL_END, knapsack, sweep
 from zbv_solver.bounds.quick import preemptive_bound
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)

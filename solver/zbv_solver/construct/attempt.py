@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zbv_solver.construct.board import Board
-from zbv_solver.construct.tables import IntArray
+from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import F, I, Problem, W

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.tables import FloatArray, IntArray, Tables
+from zbv_solver.construct.tables import Tables
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.problem import F, I, W
 

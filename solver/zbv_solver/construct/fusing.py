@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.bounds.fusing import is_cheaper_fused
+from zbv_solver.kernels.arrays import BoolArray
 from zbv_solver.problem.problem import Problem
 
 
-def fuse_options(problem: Problem) -> list[tuple[str, NDArray[np.bool_]]]:
+def fuse_options(problem: Problem) -> list[tuple[str, BoolArray]]:
     """Named masks (S,): none; where B is cheaper, also the first stage (nothing waits for its I), and all."""
     cheaper = is_cheaper_fused(problem)
     none = np.zeros(problem.n_stages, dtype=np.bool_)

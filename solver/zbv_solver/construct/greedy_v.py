@@ -13,7 +13,6 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import (
@@ -29,7 +28,8 @@ from zbv_solver.construct.board import (
     place,
 )
 from zbv_solver.construct.fusing import fuse_options
-from zbv_solver.construct.tables import FloatArray, IntArray, Tables, make_tables
+from zbv_solver.construct.tables import Tables, make_tables
+from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
@@ -73,7 +73,7 @@ class GreedyV:
     def __init__(
         self,
         problem: Problem,
-        fuse: NDArray[np.bool_] | None = None,
+        fuse: BoolArray | None = None,
         *,
         mean_costs: bool = False,
         halt: IntArray | None = None,

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import BACK, CLOCK, FIRST, FRONT, HELD, IDLE, Board, replay
 from zbv_solver.construct.fusing import fuse_options
-from zbv_solver.construct.tables import FloatArray, IntArray, Tables, make_tables
+from zbv_solver.construct.tables import Tables, make_tables
+from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I, Problem, W
@@ -56,7 +57,7 @@ class Rule(NamedTuple):
 class ListScheduler:
     """Makes orders of one problem by rules, on one board that is reused."""
 
-    def __init__(self, problem: Problem, fuse: NDArray[np.bool_] | None = None, halt: IntArray | None = None):
+    def __init__(self, problem: Problem, fuse: BoolArray | None = None, halt: IntArray | None = None):
         self.problem = problem
         self.tables = make_tables(problem, fuse)
         self.board = Board.of(self.tables, halt)

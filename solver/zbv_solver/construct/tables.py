@@ -11,16 +11,13 @@ position: it waits for its own I only, and nothing waits for it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
 from zbv_solver.problem.problem import B, F, I, Problem, W
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
 
 NO_POSITION = -1
 """The position of a W."""
@@ -54,7 +51,7 @@ class Tables(NamedTuple):
     host: IntArray
     static: FloatArray
     limit: FloatArray
-    fuse: NDArray[np.bool_]
+    fuse: BoolArray
     microbatches: int
 
     @property
@@ -84,7 +81,7 @@ class Tables(NamedTuple):
         return loads * (1 - ROUNDING)
 
 
-def make_tables(problem: Problem, fuse: NDArray[np.bool_] | None = None) -> Tables:
+def make_tables(problem: Problem, fuse: BoolArray | None = None) -> Tables:
     """Tables of a problem; ``fuse`` (S,) marks stages that always use B (default: none)."""
     arrays, n = problem.arrays, problem.n_stages
     stages = np.array(problem.placement.stages_of, dtype=np.int64)

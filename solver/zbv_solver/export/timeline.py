@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.export.palette import PALETTE_SHADES
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS
 
@@ -33,16 +34,16 @@ class Timeline:
         (n,) float64, memory of the action's rank while it runs and when it has ended.
     """
 
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
+    start: FloatArray
+    end: FloatArray
     rank: NDArray[np.int32]
     chunk: NDArray[np.int32]
     stage: NDArray[np.int32]
     letter: NDArray[np.int8]
     microbatch: NDArray[np.int32]
     kind: NDArray[np.uint8]
-    during: NDArray[np.float64]
-    after: NDArray[np.float64]
+    during: FloatArray
+    after: FloatArray
     offset: NDArray[np.int64]
 
     def __len__(self) -> int:

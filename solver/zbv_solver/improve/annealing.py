@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.attempt import from_orders, to_orders
-from zbv_solver.construct.tables import FloatArray, IntArray, Tables, make_tables
+from zbv_solver.construct.tables import Tables, make_tables
 from zbv_solver.improve.order_state import (
     State,
     compute_all,
@@ -29,6 +29,7 @@ from zbv_solver.improve.order_state import (
     sweep_ends,
     sweep_tails,
 )
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model_helper import Literal
 
@@ -21,6 +20,7 @@ from zbv_solver.bounds.fusing import may_fuse
 from zbv_solver.improve.exact_grid import Grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
 from zbv_solver.improve.exact_states import Implied, implied
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.timing.start_times import evaluate, span_start_times
@@ -306,5 +306,5 @@ class ExactModel:
         return Orders.pack(ranks)
 
 
-def _earliest_starts(problem: Problem, orders: Orders) -> NDArray[np.float64]:
+def _earliest_starts(problem: Problem, orders: Orders) -> FloatArray:
     return evaluate(problem, orders).start

@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
 MOST_STATES = 200_000
 """With more states than this nothing is derived: memory then hardly restricts the rank."""
 
-IntArray = NDArray[np.int64]
 Chain = tuple[int, int]
 """(letter, stage); letter I stands for I or B."""
 
@@ -117,10 +116,8 @@ def _moves(problem: Problem, stages: tuple[int, ...], fusable: list[int]) -> Ite
                 yield _ActionKind(both, needs, max(0.0, float(delta[B, stage])), [at])
 
 
-def _legal(
-    move: _ActionKind, rows: IntArray, change: NDArray[np.float64], room: float, m: int
-) -> NDArray[np.bool_]:
-    fine: NDArray[np.bool_] = rows @ change + move.growth <= room
+def _legal(move: _ActionKind, rows: IntArray, change: FloatArray, room: float, m: int) -> BoolArray:
+    fine: BoolArray = rows @ change + move.growth <= room
     fine &= (rows + move.step <= m).all(axis=1)
     for mine, needed in move.needs:
         fine &= rows[:, mine] < rows[:, needed]
@@ -128,7 +125,7 @@ def _legal(
 
 
 def _reached(
-    moves: list[_ActionKind], power: IntArray, change: NDArray[np.float64], room: float, m: int, n: int
+    moves: list[_ActionKind], power: IntArray, change: FloatArray, room: float, m: int, n: int
 ) -> list[IntArray] | None:
     """States that can be reached, by the number of actions done; a state is coded in base m + 1."""
     layers: list[list[IntArray]] = [[] for _ in range(n * m + 1)]
@@ -155,7 +152,7 @@ def _read(
     moves: list[_ActionKind],
     layers: list[IntArray],
     power: IntArray,
-    change: NDArray[np.float64],
+    change: FloatArray,
     room: float,
 ) -> Implied:
     """Go backwards from everything done, and collect what all states before an action have in common."""

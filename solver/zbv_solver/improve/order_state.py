@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.tables import FloatArray, IntArray, Tables
+from zbv_solver.construct.tables import Tables
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import I, W

@@ -19,7 +19,7 @@ from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
 from zbv_solver.construct.list_scheduling import PHASES, ListScheduler, Rule, in_flight_caps
-from zbv_solver.construct.tables import FloatArray, IntArray
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.problem import Problem
 
 PATIENCE = np.array([0.0, 0.25, 0.5, 0.75, 1.0])

@@ -16,8 +16,8 @@ import numpy as np
 
 from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.list_scheduling import Rule
-from zbv_solver.construct.tables import FloatArray, IntArray
 from zbv_solver.improve.parameter_search import FINE, RuleClimber
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import earliest_times

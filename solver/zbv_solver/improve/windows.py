@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from zbv_solver.construct.attempt import from_orders
@@ -25,12 +24,12 @@ from zbv_solver.improve.exact import make_solver, stopped_when
 from zbv_solver.improve.exact_grid import Grid, make_grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
 from zbv_solver.improve.order_state import State, compute_all
+from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.timing.start_times import objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
-IntArray = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).min // 2
 BEFORE, INSIDE, AFTER, NOWHERE = range(4)
 """Where an action lies relative to a window."""

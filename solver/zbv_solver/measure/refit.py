@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
 from zbv_solver.measure.stage_costs import with_stage_costs
 from zbv_solver.problem.problem import LETTERS, B, Costs, F, I, Problem, W
@@ -89,20 +89,20 @@ class _Samples:
     times: NDArray[np.int64]
 
     @property
-    def duration(self) -> NDArray[np.float64]:
+    def duration(self) -> FloatArray:
         """(n,) in nanoseconds."""
         return (self.times[:, END] - self.times[:, START]).astype(np.float64)
 
 
 def _collect(problem: Problem, traces: Sequence[RankTrace]) -> _Samples:
     runs: dict[tuple[int, int], int] = {}
-    columns: list[list[NDArray[Any]]] = [[], [], [], [], []]
+    columns: list[list[IntArray]] = [[], [], [], [], []]
     for trace in traces:
         for step in trace.steps:
             _require_of(problem, trace, step.orders.stage, step.orders.microbatch)
             run = runs.setdefault((trace.replica, step.step), len(runs))
             orders = step.orders
-            row: tuple[NDArray[Any], ...] = (
+            row: tuple[IntArray, ...] = (
                 np.full(len(orders), run),
                 orders.stage,
                 orders.letter,
@@ -133,16 +133,14 @@ def _require_of(
             )
 
 
-def _medians(samples: _Samples, n_stages: int) -> NDArray[np.float64]:
+def _medians(samples: _Samples, n_stages: int) -> FloatArray:
     """(4, S): median duration by letter and stage, in nanoseconds; nan without measurements."""
     return _grouped_medians(
         samples.letter * n_stages + samples.stage, samples.duration, len(LETTERS) * n_stages
     ).reshape(len(LETTERS), n_stages)
 
 
-def _grouped_medians(
-    group: NDArray[np.int64], values: NDArray[np.float64], groups: int
-) -> NDArray[np.float64]:
+def _grouped_medians(group: NDArray[np.int64], values: FloatArray, groups: int) -> FloatArray:
     """The median of every group of values; nan for an empty group."""
     by_group = np.argsort(group, kind="stable")
     begins = np.searchsorted(group[by_group], np.arange(groups + 1))
@@ -161,11 +159,11 @@ def _fitted_unit(problem: Problem, samples: _Samples) -> float:
 
 def _halves(
     costs: Costs,
-    inputs: NDArray[np.float64],
-    weights: NDArray[np.float64],
-    fused: NDArray[np.float64],
-    planned: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    inputs: FloatArray,
+    weights: FloatArray,
+    fused: FloatArray,
+    planned: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
     """I and W per stage: measured, else in proportion to a measured B, else as planned."""
     ratio = _ratio(fused, planned)
     found = []
@@ -178,10 +176,10 @@ def _halves(
 
 def _fused(
     costs: Costs,
-    inputs: NDArray[np.float64],
-    weights: NDArray[np.float64],
-    fused: NDArray[np.float64],
-    planned: NDArray[np.float64],
+    inputs: FloatArray,
+    weights: FloatArray,
+    fused: FloatArray,
+    planned: FloatArray,
 ) -> tuple[float, ...] | None:
     """B per stage: measured, else in proportion to I and W; None if B is I + W as far as known."""
     if costs.backward is None and np.isnan(fused).all():
@@ -191,12 +189,12 @@ def _fused(
     return _rounded(np.where(np.isnan(fused), supposed, fused))
 
 
-def _ratio(measured: NDArray[np.float64], planned: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ratio(measured: FloatArray, planned: FloatArray) -> FloatArray:
     """measured / planned; 1 where the planned value is 0."""
     return np.divide(measured, planned, out=np.ones_like(measured), where=planned > 0)
 
 
-def _latencies(problem: Problem, samples: _Samples) -> NDArray[np.float64]:
+def _latencies(problem: Problem, samples: _Samples) -> FloatArray:
     """(S-1,): median latency of every boundary in ns, over both directions; nan without measurements."""
     n_stages, m = problem.n_stages, problem.microbatches
     down = samples.letter == F
@@ -217,9 +215,9 @@ def _latencies(problem: Problem, samples: _Samples) -> NDArray[np.float64]:
     return _grouped_medians(boundary[taken][waited_for], latency, max(n_stages - 1, 0))
 
 
-def _or_planned(measured: NDArray[np.float64], planned: tuple[float, ...]) -> tuple[float, ...]:
+def _or_planned(measured: FloatArray, planned: tuple[float, ...]) -> tuple[float, ...]:
     return _rounded(np.where(np.isnan(measured), planned, measured))
 
 
-def _rounded(values: NDArray[np.float64]) -> tuple[float, ...]:
+def _rounded(values: FloatArray) -> tuple[float, ...]:
     return tuple(float(f"{value:.{_DIGITS}g}") for value in values.tolist())

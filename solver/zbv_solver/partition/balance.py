@@ -11,18 +11,16 @@ take; the least of these loads is a lower bound, so the bisection ends at an exa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.numeric import ROUNDING
-
-IntArray = NDArray[Any]
 
 FIRST_STEP = 0.01
 """First step by which T grows until a cut is found, as a share of the mean load."""

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 from operator import ge
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.placement import Placement
 
-IntArray = NDArray[Any]
 Boundaries = tuple[int, ...]
 """(S+1,) boundaries of stages: stage s has the parts ``[bounds[s], bounds[s + 1])``."""
 

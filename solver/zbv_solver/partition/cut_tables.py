@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import CUT_MEMORY, MEMORY_TOLERANCE
-
-FloatArray = NDArray[np.float64]
 
 LOAD, EXCESS = 0, 1
 """What kernels minimise: the load of the most loaded rank of cuts that fit, or the largest memory excess."""

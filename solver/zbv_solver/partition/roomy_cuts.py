@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import FloatArray
 
 IN_FLIGHT = (0.15, 0.25, 1 / 3, 0.5, 2 / 3, 1.0)
 """Microbatches that a rank has room for on all its stages, in multiples of p: 1F1B and ZB-V hold 1, V-Half

@@ -6,17 +6,15 @@ served one after another as in :mod:`.balance`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.partition.cut_space import MOST_TRIED, Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import EXCESS, LOAD, FloatArray, KernelTables
+from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
 from zbv_solver.problem.numeric import ROUNDING
-
-IntArray = NDArray[Any]
 
 MOVES_PER_STAGE, MOST_SHIFTS = 2_000, 200_000_000
 """Moves per stage, and the most boundaries that all moves together may shift, which bounds the time."""

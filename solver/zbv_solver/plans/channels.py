@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.kernels.arrays import BoolArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem
 
@@ -84,7 +85,7 @@ def channels_of(rank: int, all_channels: Iterable[Channel]) -> tuple[Channel, ..
 
 
 def _channels_of_kind(
-    kind: ChannelKind, orders: Orders, producing: NDArray[np.bool_], ranks: NDArray[np.int32], step: int
+    kind: ChannelKind, orders: Orders, producing: BoolArray, ranks: NDArray[np.int32], step: int
 ) -> list[Channel]:
     """Channels of the tensors from a producing action's stage to the stage at distance ``step``."""
     stage = orders.stage[producing]

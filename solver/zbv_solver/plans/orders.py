@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.kernels.arrays import BoolArray
 from zbv_solver.problem.limits import MAX_CELLS
 from zbv_solver.problem.problem import LETTERS, B, F, I, W
 
@@ -258,9 +259,7 @@ def _by_stage(at: NDArray[np.int64], stage: NDArray[np.int32]) -> NDArray[np.int
     return at[np.argsort(stage[at].astype(np.uint16), kind="stable")]
 
 
-def _number(
-    microbatch: NDArray[np.int32], stage: NDArray[np.int32], chosen: NDArray[np.bool_], n: int
-) -> None:
+def _number(microbatch: NDArray[np.int32], stage: NDArray[np.int32], chosen: BoolArray, n: int) -> None:
     """Number the chosen actions of every stage 0, 1, 2, … in order."""
     at = _by_stage(np.flatnonzero(chosen), stage)
     begins = np.searchsorted(stage[at], np.arange(n))

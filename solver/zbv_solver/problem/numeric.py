@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
+
+from zbv_solver.kernels.arrays import FloatArray
 
 MAX_NUMBER = 1e15
 """Largest cost or memory figure, so that sums stay far from overflow and large rounding errors."""
@@ -137,7 +138,7 @@ def integer_scale(values: Iterable[float], largest_integer: int) -> float | None
     return None if found is None else math.ldexp(found, -exponent)
 
 
-def _by_ratio(shares: NDArray[np.float64], largest_integer: int) -> float | None:
+def _by_ratio(shares: FloatArray, largest_integer: int) -> float | None:
     """The factor if every value is a simple fraction of the largest."""
     ratios, common = shares / shares[-1], 1
     while True:
@@ -159,7 +160,7 @@ def _denominator(ratio: float) -> int | None:
     return near.denominator if abs(float(near) - ratio) <= INTEGER_ROUNDING * ratio else None
 
 
-def _by_decimals(shares: NDArray[np.float64], largest_integer: int) -> float | None:
+def _by_decimals(shares: FloatArray, largest_integer: int) -> float | None:
     """The factor if the values have few decimals in a unit that is a power of two."""
     for decimals in range(13):
         room = largest_integer / (float(shares[-1]) * 10.0**decimals)
@@ -172,16 +173,16 @@ def _by_decimals(shares: NDArray[np.float64], largest_integer: int) -> float | N
     return None
 
 
-def _far_from_integers(values: NDArray[np.float64], tolerance: float) -> int | None:
+def _far_from_integers(values: FloatArray, tolerance: float) -> int | None:
     """The index of a value that is not close to a positive integer; None if all are."""
     nearest = np.rint(values)
     far = (np.abs(values - nearest) > tolerance * values) | (nearest < 1)
     return int(np.argmax(far)) if far.any() else None
 
 
-def rounded_to_bits(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def rounded_to_bits(values: FloatArray) -> FloatArray:
     """The values rounded to :data:`SIGNIFICANT_BITS` binary digits each."""
     mantissa, exponent = np.frexp(values)
     digits = np.rint(np.ldexp(mantissa, SIGNIFICANT_BITS))
-    rounded: NDArray[np.float64] = np.ldexp(digits, exponent - SIGNIFICANT_BITS)
+    rounded: FloatArray = np.ldexp(digits, exponent - SIGNIFICANT_BITS)
     return rounded

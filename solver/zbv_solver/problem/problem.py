@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.numeric import FEASIBLE_MEMORY, broken_rule, clean_deltas, delta_rule
 from zbv_solver.problem.numeric import MAX_NUMBER as MAX_NUMBER
@@ -127,12 +128,12 @@ class ProblemArrays:
         (p,) float64; the limit is inf when unlimited.
     """
 
-    duration: NDArray[np.float64]
-    delta: NDArray[np.float64]
-    latency: NDArray[np.float64]
+    duration: FloatArray
+    delta: FloatArray
+    latency: FloatArray
     rank_of: NDArray[np.int32]
-    static: NDArray[np.float64]
-    limit: NDArray[np.float64]
+    static: FloatArray
+    limit: FloatArray
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from zbv_solver.kernels.arrays import IntArray
 
 POLL_SECONDS = 0.05
 LEAST_SECONDS = 1e-6
@@ -29,7 +29,7 @@ class Halt:
     """
 
     def __init__(self, cancelled: Callable[[], bool] | None, deadline: float | None):
-        self.flag: NDArray[Any] = np.zeros(1, np.uint8)
+        self.flag: IntArray = np.zeros(1, np.uint8)
         self.reason: str | None = None
         self._cancelled, self._deadline = cancelled, deadline
         self._finished = threading.Event()
@@ -77,7 +77,7 @@ class Turn:
         Length of the turn, or None without a time limit.
     """
 
-    flag: NDArray[Any]
+    flag: IntArray
     began: float
     seconds: float | None
 

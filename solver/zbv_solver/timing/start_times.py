@@ -8,20 +8,16 @@ longest-path problem is then a linear sweep over the runs (kernels: :mod:`zbv_so
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidPlan
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, objective_value
 from zbv_solver.timing import sweeps
 from zbv_solver.timing.sweeps import Graph
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
 
 
 @compiled

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidPlan
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import can_compile, compiled_where_possible
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
 
 
 def for_loops(array: IntArray) -> IntArray:

@@ -9,12 +9,11 @@ sorted by Kahn's algorithm, and a stated span is checked against its definition 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidPlan
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_where_possible
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Metrics, Plan
@@ -22,9 +21,6 @@ from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.numeric import SAME_METRIC as RELATIVE
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 from zbv_solver.verify.graph import PrecedenceGraph, columns, for_loops, refuting_cycle
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[Any]
 
 _FINE, _OUT_OF_RANGE, _MISPLACED, _REPEATED, _MISSING, _EARLY = range(6)
 

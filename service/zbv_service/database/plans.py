@@ -52,10 +52,7 @@ class PlanTable(BaseTable):
 
     async def best(self, problem_key: str) -> PlanSummary | None:
         """The best plan of a problem; ties go to the oldest."""
-        query = select(*_SUMMARY).where(PlanRow.problem_key == problem_key)
-        query = query.order_by(PlanRow.value, PlanRow.created_at).limit(1)
-        found = await self._database.rows(query)
-        return PlanSummary(*found[0]) if found else None
+        return (await self.best_of([problem_key])).get(problem_key)
 
     async def best_of(self, problem_keys: Collection[str]) -> dict[str, PlanSummary]:
         """The best plan of each of these problems, by problem key; problems without a plan are left out."""

@@ -17,9 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import Base, IdempotencyRow, PlanRow, SearchEventRow, SearchRow
+from zbv_service.database.models import Base, IdempotencyRow, PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
-from zbv_service.database.token_models import TokenRow
 from zbv_service.records.runs import AGENT_ENDED, RUN_ENDED
 from zbv_service.records.searches import FINISHED
 

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import undefer
 from zbv_solver.plans.certificate import gap_of
@@ -69,7 +69,9 @@ class SearchLeases(BaseTable):
         async with self._database.writing() as session:
             row, busy = None, [] if share is None else await _callers_running(session, share)
             if busy:
-                row = await session.scalar(first.where(_of_none_of(busy)))
+                # An anonymous caller (null) counts as one caller.
+                others = func.coalesce(SearchRow.created_by, "").not_in([caller or "" for caller in busy])
+                row = await session.scalar(first.where(others))
             row = row or await session.scalar(first)
             if row is None:
                 return None
@@ -303,15 +305,6 @@ async def _callers_running(session: AsyncSession, least: int) -> list[str | None
     """Callers with at least this many running searches."""
     query = select(SearchRow.created_by).where(SearchRow.state == "running").group_by(SearchRow.created_by)
     return list(await session.scalars(query.having(func.count() >= least)))
-
-
-def _of_none_of(callers: Collection[str | None]) -> ColumnElement[bool]:
-    """Whether none of these callers asked for a search; an anonymous caller (None) counts as one."""
-    column = SearchRow.created_by
-    named = [caller for caller in callers if caller is not None]
-    if None in callers:
-        return column.is_not(None) if not named else column.not_in(named)
-    return or_(column.is_(None), column.not_in(named))
 
 
 async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: str) -> None:

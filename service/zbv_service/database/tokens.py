@@ -10,8 +10,7 @@ from sqlalchemy import ColumnElement, CursorResult, and_, delete, or_, select, u
 from sqlalchemy.orm import aliased
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import record_of
-from zbv_service.database.token_models import TokenRow
+from zbv_service.database.models import TokenRow, record_of
 from zbv_service.records.tokens import NewToken, TokenRecord
 
 

@@ -26,7 +26,8 @@ async def test_strangers_are_refused_and_latecomers_are_none(caplog: pytest.LogC
     server = ProgressServer()
     await server.start()
     updates: list[Update] = []
-    late = server.expect(updates.append)
+    late = TaskConnection(updates.append)
+    server.expect(late)
     server.forget(late)
     with caplog.at_level(logging.WARNING):
         # A search that ends at once has ended before its connection is accepted.
@@ -41,7 +42,8 @@ async def test_strangers_are_refused_and_latecomers_are_none(caplog: pytest.LogC
 async def test_a_task_that_was_stopped_before_it_called_hears_of_it() -> None:
     server = ProgressServer()
     await server.start()
-    line = server.expect(lambda _update: None)
+    line = TaskConnection(lambda _update: None)
+    server.expect(line)
     line.stop()
     answer = asyncio.create_task(said_to(server, line.token))
     await until(lambda: line.writer is not None, "the connection")

@@ -22,10 +22,9 @@ from zbv_service.database import (
     SearchEventTable,
     SearchTable,
 )
-from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow, SearchRow
+from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.sweeper import Sweeper
-from zbv_service.database.token_models import TokenRow
 from zbv_service.records.runs import NewRun
 from zbv_service.records.searches import NamedRequest, SearchFilter, SearchState
 

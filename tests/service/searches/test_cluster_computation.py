@@ -1,4 +1,4 @@
-"""A search on a cluster as the service sees it: its reports, and how it can end."""
+"""A search on a cluster from the service's side: its reports, and the errors that can end it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def a_computation(updates: list[Update] | None = None) -> DaskComputation:
     async def never(_computation: DaskComputation) -> object:
         raise AssertionError("nothing is computed here")
 
-    told = [] if updates is None else updates
+    taken = [] if updates is None else updates
     task = Claim("a", 1, b"", {}, None, 1, False)
-    return DaskComputation(task, immediate, told.append, lambda: None, never)  # type: ignore[arg-type]
+    return DaskComputation(task, immediate, taken.append, lambda: None, never)  # type: ignore[arg-type]
 
 
 def found(number: int, objective: float) -> Found:
     return Found(number, Update(objective, 1.0, objective - 1, "m", b""))
 
 
-async def test_reports_are_taken_once_also_from_another_process_that_counts_anew() -> None:
+async def test_each_report_is_taken_once_even_if_another_process_restarts_the_numbers() -> None:
     updates: list[Update] = []
     computation = a_computation(updates)
     assert not computation.is_under_way
     for number, objective in ((3, 9.0), (3, 9.0), (5, 8.0)):
         computation.found("first", found(number, objective))
-    # Dask itself gave it to another process, which goes on from what the first one was given.
+    # Dask moved it to another process, which resumes from the same incumbent.
     computation.found("second", found(1, 7.0))
     assert [update.objective for update in updates] == [9, 8, 7]
     assert (computation.wanted.seen, computation.is_under_way) == (1, True)
@@ -54,13 +54,13 @@ async def test_reports_are_taken_once_also_from_another_process_that_counts_anew
     [
         (KilledWorker("task", None, 3), SearchCrashed, "each worker that computed it died"),  # type: ignore[arg-type]
         (OutOfMemory(), SearchCrashed, "ran out of memory"),
-        (Evicted("its worker was told to end."), SearchEvicted, "told to end"),
+        (Evicted("its worker was stopped."), SearchEvicted, "was stopped"),
         (Abandoned("its service was silent."), SearchLost, "silent"),
         (ZeroDivisionError("of the search"), ZeroDivisionError, "of the search"),
         (ContradictedBound({}, 7.0, 8.0, "cp-sat"), ContradictedBound, "below the lower bound 8 (cp-sat)"),
     ],
 )
-async def test_what_ended_it_is_put_down_to_whom_it_should_be(
+async def test_the_error_of_a_dask_task_is_translated(
     raised: Exception, kind: type[Exception], says: str
 ) -> None:
     computation = a_computation()
@@ -72,7 +72,7 @@ async def test_what_ended_it_is_put_down_to_whom_it_should_be(
     assert says in str(error)
 
 
-async def test_one_that_does_not_stop_is_given_up_and_blamed() -> None:
+async def test_a_search_that_does_not_stop_is_given_up_as_a_crash() -> None:
     computation = a_computation()
     computation.kill()
     with pytest.raises(SearchCrashed, match="did not stop"):

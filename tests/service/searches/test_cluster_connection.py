@@ -1,4 +1,4 @@
-"""The service's connection to a cluster: what it makes of workers that end, and of workers that differ."""
+"""The service's connection to a cluster: workers that end, and workers of other versions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
 
 
 def a_computation(site: Site) -> DaskComputation:
-    """A search that the worker computes; it never looks whether it is to stop."""
+    """A search on the worker that does not react to a request to stop."""
 
     async def never(_computation: DaskComputation) -> object:
         raise AssertionError("nothing is computed here")
@@ -68,7 +68,7 @@ def a_computation(site: Site) -> DaskComputation:
     [(0.2, True, SearchEvicted), (0.2, False, SearchCrashed), (0.9, True, SearchCrashed)],
     ids=["stopped", "died", "stopped-for-lack-of-memory"],
 )
-async def test_only_a_worker_that_is_stopped_is_no_crash_of_a_search_that_did_not_react(
+async def test_a_search_that_did_not_react_before_its_worker_was_gone_crashed_unless_the_worker_was_stopped(
     site: Site,
     monkeypatch: pytest.MonkeyPatch,
     share: float,

@@ -1,4 +1,4 @@
-"""Many readers of events: one look at the database for all, and none in another's way."""
+"""Many readers of events share one query, and do not delay each other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def all_of(events: SearchEvents, search_id: str, after: int = 0) -> list[S
     return [found async for batch in events.follow(search_id, after) for found in batch]
 
 
-async def test_a_change_made_here_is_told_at_once(
+async def test_a_change_by_this_service_reaches_readers_immediately(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "POLL_SECONDS", 3600.0)
@@ -93,28 +93,28 @@ async def test_many_idle_readers_cost_one_query_per_look(
     assert events.readers == 0
 
 
-async def test_a_slow_reader_neither_holds_up_others_nor_costs_memory(
+async def test_a_slow_reader_neither_delays_others_nor_costs_memory(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "HELD_EVENTS", 10)
     claim = await claimed(table, "a")
     slow = events.follow("a", 0)
-    assert [found.number for found in await anext(slow)] == [1, 2]  # and reads no further for now
+    assert [found.number for found in await anext(slow)] == [1, 2]  # it stops reading here
     fast = asyncio.create_task(all_of(events, "a"))
     for step in range(60):
         await table.progressed("a", claim.fence, better(100.0 - step))
         held = events._channels["a"].events
         assert len(held) <= 20
     await table.ended("a", claim.fence, "failed", {})
-    told = await asyncio.wait_for(fast, 30)
-    assert [found.number for found in told] == list(range(1, 64))
+    seen = await asyncio.wait_for(fast, 30)
+    assert [found.number for found in seen] == list(range(1, 64))
     late = [found.number async for batch in slow for found in batch]
     assert late[-1] == 63
     assert late == list(range(late[0], 64))
     assert len(late) >= 10
 
 
-async def test_a_reader_that_comes_as_the_last_one_goes_misses_nothing(
+async def test_a_reader_that_joins_while_the_last_one_leaves_misses_no_event(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = await claimed(table, "a")
@@ -132,14 +132,14 @@ async def test_a_reader_that_comes_as_the_last_one_goes_misses_nothing(
     await table.progressed("a", claim.fence, better(9))
     await was_read.wait()
     await first.aclose()
-    told = asyncio.create_task(anext(second))
+    seen = asyncio.create_task(anext(second))
     await asyncio.sleep(0.01)
     goes_on.set()
-    assert [found.number for found in await asyncio.wait_for(told, 30)] == [1, 2, 3]
+    assert [found.number for found in await asyncio.wait_for(seen, 30)] == [1, 2, 3]
     await second.aclose()
 
 
-async def test_silence_is_broken_now_and_then(
+async def test_a_silent_stream_sends_signs_of_life(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
@@ -156,7 +156,7 @@ async def test_readers_end_with_their_service(events: SearchEvents, table: Searc
     assert [found.kind for found in await asyncio.wait_for(reader, 30)] in ([], ["state"])
 
 
-async def test_a_database_that_is_away_for_a_moment_ends_no_stream(
+async def test_a_short_database_failure_ends_no_stream(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = await claimed(table, "a")

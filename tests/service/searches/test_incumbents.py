@@ -1,4 +1,4 @@
-"""A stored plan that does not fit the problem is never the answer, and never the end of a search."""
+"""A stored incumbent that does not fit the problem neither becomes the answer nor fails the search."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def a_claim(problem: bytes, options: dict[str, Any], incumbent: bytes | None) ->
 
 
 class Tie:
-    """A search's tie to nobody."""
+    """A reporter without a service."""
 
     refusal: Refusal | None = None
 
@@ -73,7 +73,7 @@ class Tie:
     UNFIT,
     ids=[f"{number}-{reason}" for number, (_, _, reason) in enumerate(UNFIT)],
 )
-def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without(
+def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without_it(
     problem: Any, incumbent: bytes, reason: str
 ) -> None:
     given: list[Orders | Plan | None] = []
@@ -90,7 +90,7 @@ def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, LAYERED])
-def test_an_incumbent_that_fits_is_started_from(problem: Any) -> None:
+def test_a_search_starts_from_an_incumbent_that_fits(problem: Any) -> None:
     asked = pack(question_json(parse_question(problem)))
     found = compute(a_claim(asked, {"effort": "quick"}, incumbent_for(problem)), solver_search, Tie())
     assert found.refusal is None
@@ -109,7 +109,7 @@ def test_an_incumbent_that_overflows_memory_is_refused() -> None:
     assert "memory" in found.refusal.reason
 
 
-def test_a_plan_of_another_problem_is_no_answer() -> None:
+def test_a_plan_of_another_problem_is_rejected() -> None:
     def foreign(*_: Any) -> Plan:
         return plan_of(stages_of(parse_question(OTHER_COSTS)))
 
@@ -133,7 +133,7 @@ async def test_after_a_restart_a_foreign_incumbent_certifies_nothing(
     foreign: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its objective and bound are better than anything that this problem has, and none of them survives."""
+    """Its objective and bound are better than possible for this problem; neither survives."""
     async with serving("held") as service:
         search_id = (await service.submit(problem)).json()["id"]
         await service.until(search_id, lambda found: found["objective"] is not None)

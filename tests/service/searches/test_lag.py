@@ -31,7 +31,7 @@ def live(database_url: str) -> Iterator[Live]:
         yield found
 
 
-def test_a_service_that_stood_still_hears_its_agents_before_it_judges_them(live: Live) -> None:
+def test_a_service_that_was_stopped_reads_heartbeats_before_it_declares_agents_lost(live: Live) -> None:
     loops: list[asyncio.AbstractEventLoop] = []
     ended = threading.Event()
 

@@ -42,7 +42,7 @@ LONG: dict[str, Any] = {
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 13},
 }
 LEASE_SECONDS = 2.0
-# Services, the scheduler and workers find the searches by it.
+# Services, the scheduler and workers import the searches from there.
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
@@ -65,7 +65,7 @@ class Served:
 
 
 class Site:
-    """Services on one database, before one cluster."""
+    """Services that share one database and one cluster."""
 
     def __init__(self, folder: Path, database: str, cluster: DaskCluster, stack: ExitStack):
         self._folder = folder
@@ -148,7 +148,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def begun(site: Site, seed: int) -> Search:
-    """A long search that has found a plan and goes on: with seed 0 it computes, else it waits."""
+    """A long search that has found a plan and continues: seed 0 computes, other seeds wait."""
     client = site.services[seed % 2].client
     options = {"effort": "thorough", "time_limit": 600.0, "seed": seed}
     search_id = client.submit(LONG, options).id
@@ -156,7 +156,7 @@ def begun(site: Site, seed: int) -> Search:
     return client.search(search_id)
 
 
-def test_services_share_the_work_and_find_what_the_solver_finds(site: Site) -> None:
+def test_services_share_the_work_and_find_the_plans_of_the_solver(site: Site) -> None:
     until(lambda: all(service.readiness()[0] == 200 for service in site.services), "readiness")
     clients = [service.client for service in site.services]
     submitted = [clients[seed].submit(PROBLEM, {"effort": "quick", "seed": seed}) for seed in range(2)]
@@ -174,7 +174,7 @@ def test_any_service_cancels_a_search_of_another_one_on_a_remote_worker(site: Si
     other.client.cancel(running.id)
     ended = other.client.wait(running.id, timeout=DEADLINE)
     assert (ended.state, ended.attempts) == ("cancelled", 1)
-    assert time.monotonic() - began < 60.0  # of ten minutes that it would have gone on
+    assert time.monotonic() - began < 60.0  # its time limit is ten minutes
     verify(other.client.plan(str(ended.plan_id)))
 
 
@@ -200,18 +200,18 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
     site.workers = [site.cluster.start_worker() for _ in range(2)]
     until(lambda: states() == ["running", "running"], "the searches' return")
 
-    # A service: the other one takes its searches over.
+    # A service: the other one takes over its searches.
     victim = next(s for s in site.services if s.process.pid == site.owner_of(before[0].id))
     survivor = second if victim is first else first
     victim.process.send_signal(signal.SIGKILL)
-    # A worker, and with it what it computes.
+    # A worker, and with it the search that it computes.
     site.workers[0].send_signal(signal.SIGKILL)
 
     def is_back(found: Search) -> bool:
         seen = survivor.client.search(found.id)
         return seen.state == "running" and site.owner_of(found.id) == survivor.process.pid
 
-    # One worker is left for both, one after the other.
+    # One worker remains, so the two searches run one after the other.
     until(lambda: any(map(is_back, before)), "a search in the other service")
     for found in before:
         survivor.client.cancel(found.id)

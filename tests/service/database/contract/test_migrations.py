@@ -1,4 +1,4 @@
-"""Migrations: from nothing, from every earlier version with rows in it, and by several services at once."""
+"""Migrations of an empty database, of every earlier version with rows, and by several services at once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_migrations_build_the_tables_that_the_code_uses(engine: Engine) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("version", _ROWS)
-async def test_what_any_version_has_written_is_kept(
+async def test_rows_of_every_version_survive_the_migration(
     engine: Engine, empty_database_url: str, version: str
 ) -> None:
     with engine.connect() as connection, connection.begin():
@@ -83,7 +83,7 @@ async def test_what_any_version_has_written_is_kept(
     assert claim is not None
     assert claim.id == "t"
     if version >= "0002":
-        # Version 3 copies the table of runs on SQLite, while others refer to it.
+        # Version 3 copies the table of runs on SQLite, while other tables refer to it.
         run, agent = await RunTable(database).get("r"), await AgentTable(database).get("a")
         assert run is not None
         assert agent is not None
@@ -99,7 +99,7 @@ async def test_what_any_version_has_written_is_kept(
 
 
 def write_as(connection: Connection, version: str) -> None:
-    """Bring a database to a version, with rows as that version and those before it wrote them."""
+    """Bring a database to a version, with the rows of this version and of earlier ones."""
     if connection.dialect.name == "sqlite":
         values = {"@plan": f"x'{_PLAN}'", "@bytes": "x'00'", "@false": "0"}
     else:
@@ -123,7 +123,7 @@ async def test_migrating_twice_or_at_once_changes_nothing(empty_database_url: st
 
 
 @pytest.mark.anyio
-async def test_a_database_of_a_newer_version_is_left_alone(empty_database_url: str) -> None:
+async def test_a_database_of_a_newer_version_is_refused(empty_database_url: str) -> None:
     database = Database(empty_database_url)
     await database.migrate()
     async with database.writing() as session:

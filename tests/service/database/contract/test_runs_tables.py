@@ -1,4 +1,4 @@
-"""Runs and agents in every kind of database, changed by several services at once."""
+"""Runs and agents on every kind of database, with several services at once."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def a_plan() -> NewPlan:
     return NewPlan(summary, b"document", "problem")
 
 
-async def test_services_that_assign_at_once_give_each_agent_to_one_run(any_database_url: str) -> None:
-    """Three services, 4 agents, runs of 1 to 3 nodes; runs end and agents come free all the while."""
+async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_url: str) -> None:
+    """Three services, 4 agents, runs of 1 to 3 nodes; runs end and release agents during the test."""
     databases = [Database(any_database_url) for _ in range(3)]
     await PlanTable(databases[0]).add(a_plan())
     tables = [RunTable(database) for database in databases]
@@ -93,10 +93,10 @@ async def test_services_that_assign_at_once_give_each_agent_to_one_run(any_datab
         await database.close()
 
 
-async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_ever(
+async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
     any_database_url: str,
 ) -> None:
-    """Two services; agents fail, report, are lost and come back while runs are assigned and cancelled."""
+    """Two services; agents fail, report, get lost and return while runs are assigned and cancelled."""
     databases = [Database(any_database_url) for _ in range(2)]
     await PlanTable(databases[0]).add(a_plan())
     names = [f"run-{index}" for index in range(8)]
@@ -137,7 +137,7 @@ async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_
         await database.close()
 
 
-async def test_a_run_waits_only_for_a_search_that_is_there(any_database_url: str) -> None:
+async def test_a_run_cannot_wait_for_a_missing_search(any_database_url: str) -> None:
     database = Database(any_database_url)
     searches, runs = SearchTable(database), RunTable(database)
     waiting = replace(new_run("waits", 1), plan_id=None, search_id="search")
@@ -153,7 +153,9 @@ async def test_a_run_waits_only_for_a_search_that_is_there(any_database_url: str
 OUTCOMES: tuple[NodeOutcome, ...] = ("succeeded", "failed", "stopped")
 
 
-async def test_what_is_registered_or_submitted_twice_at_once_is_there_once(any_database_url: str) -> None:
+async def test_simultaneous_equal_registrations_and_submissions_are_stored_once(
+    any_database_url: str,
+) -> None:
     databases = [Database(any_database_url) for _ in range(2)]
     await PlanTable(databases[0]).add(a_plan())
     both = databases * 8
@@ -169,7 +171,7 @@ async def test_what_is_registered_or_submitted_twice_at_once_is_there_once(any_d
         await database.close()
 
 
-async def test_a_named_run_and_its_name_are_stored_together_or_not_at_all(any_database_url: str) -> None:
+async def test_a_run_and_its_key_are_stored_together_or_not_at_all(any_database_url: str) -> None:
     database = Database(any_database_url)
     await PlanTable(database).add(a_plan())
     runs = RunTable(database)
@@ -194,7 +196,7 @@ async def test_a_named_run_and_its_name_are_stored_together_or_not_at_all(any_da
     await database.close()
 
 
-async def test_an_agent_belongs_to_whom_it_was_registered_by_or_to_the_first_that_acts_for_it(
+async def test_an_agent_belongs_to_the_token_that_registered_it_or_used_it_first(
     any_database_url: str,
 ) -> None:
     database = Database(any_database_url)
@@ -210,8 +212,8 @@ async def test_an_agent_belongs_to_whom_it_was_registered_by_or_to_the_first_tha
     await database.close()
 
 
-async def test_an_agent_that_gives_a_sign_of_life_just_now_is_not_lost(any_database_url: str) -> None:
-    """Its sign comes between the look and the loss: it holds the row, and the loss waits for it."""
+async def test_an_agent_with_a_concurrent_heartbeat_is_not_lost(any_database_url: str) -> None:
+    """The heartbeat comes between the query and the loss: it locks the row, and the loss waits."""
     database, other = Database(any_database_url), Database(any_database_url)
     agents = AgentTable(database)
     await agents.add(new_agent("quiet"))

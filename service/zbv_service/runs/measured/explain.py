@@ -159,12 +159,12 @@ def _specific(cause: Cause) -> int:
 
 
 def _causes(plan: Plan, measured: MeasuredStep, account: Account) -> Iterator[Cause]:
-    from zbv_solver.timing.start_times import earliest_start_span, objective_of  # loads numba
+    from zbv_solver.timing.start_times import earliest_start_values, objective_of  # loads numba
 
     planned = plan.problem.arrays.duration
     base = objective_of(plan.problem, plan.orders)
     if plan.problem.objective == "span":
-        yield Cause("start", None, None, None, earliest_start_span(plan.problem, plan.orders) - base)
+        yield Cause("start", None, None, None, earliest_start_values(plan.problem, plan.orders)[1] - base)
     counts, took = _durations(plan, measured)
     for rank, letter in _groups(plan, measured, counts * (took - planned)):
         chosen = _chosen(plan.problem, rank, letter)

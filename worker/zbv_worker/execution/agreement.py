@@ -14,8 +14,8 @@ from zbv_solver.plans.channels import Channel
 
 from zbv_worker.errors import ChannelTimeout, Disagreement
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
-from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.rendezvous import named
+from zbv_worker.transport.world import Layout
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.distributed import DistributedTransport
-from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.rendezvous import refuse
-from zbv_worker.transport.world import Backend, World, select_device
+from zbv_worker.transport.world import Backend, Layout, World, select_device
 
 Runtime = Literal["zbv", "torch"]
 

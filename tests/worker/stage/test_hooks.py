@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as nnf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.plans import unit_problem
 from support.selfcheck import HardModel, random_orders, reference_gradients, run_in_threads
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from zbv_solver.plans.orders import first_in_first_out
-from zbv_solver.problem.placement import Placement, PlacementKind
-from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.placement import PlacementKind
 from zbv_worker.errors import ModelError
 from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.measure.live_bytes import LiveBytes
@@ -29,12 +29,6 @@ from zbv_worker.stage.weight_grads import WeightGrads
 
 WIDTH = 6
 CPU = torch.device("cpu")
-
-
-def problem_of(kind: PlacementKind, p: int, microbatches: int) -> Problem:
-    placement = Placement.of(kind, p)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
 
 
 def bent(gradient: Tensor) -> Tensor:
@@ -89,7 +83,7 @@ class Hooked(HardModel):
 def test_in_any_plan_hooks_are_called_as_often_and_with_the_same_gradients_as_by_autograd(
     p: int, microbatches: int, kind: PlacementKind, seed: int, fused: float
 ) -> None:
-    problem = problem_of(kind, p, microbatches)
+    problem = unit_problem(p, microbatches, kind)
     orders = random_orders(problem, Random(seed), fused)
     # A hook that scales what is there depends on the order of the microbatches, under plain autograd too.
     orders = first_in_first_out(orders, problem.n_stages)

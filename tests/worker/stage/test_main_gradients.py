@@ -9,13 +9,12 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as nnf
+from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.gpu_report.rank import relative_error
@@ -108,15 +107,9 @@ def alone(microbatches: int, *, in_float32: bool) -> dict[str, Tensor]:
     return {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def v_problem(microbatches: int) -> Problem:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-
-
 @pytest.mark.parametrize(("replicas", "fused"), [(1, 0.0), (1, 0.5), (1, 1.0), (2, 0.3)])
 def test_the_gradients_of_64_microbatches_are_those_added_up_in_float32(replicas: int, fused: float) -> None:
-    problem = v_problem(MICROBATCHES // replicas)
+    problem = unit_problem(2, MICROBATCHES // replicas)
     models: list[Half] = []
 
     def make() -> Half:
@@ -135,7 +128,7 @@ def test_the_gradients_of_64_microbatches_are_those_added_up_in_float32(replicas
 
 
 def test_clipping_measures_and_scales_the_gradients_in_float32() -> None:
-    problem = v_problem(4)
+    problem = unit_problem(2, 4)
     models: list[Half] = []
 
     def make() -> Half:

@@ -8,11 +8,10 @@ from random import Random
 import pytest
 import torch
 from rich.console import Console
+from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor, nn
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.measure.profile.profile import RankProfile, Spread, StageProfile, rank_json, read_rank
 from zbv_worker.measure.profile.report import print_report
 from zbv_worker.measure.stage_memory import StaticBytes
@@ -39,9 +38,7 @@ class Unsplit(Remembering):
 
 
 def train(model: type[Remembering], fused: float) -> Trained:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    problem = Problem(placement, 2, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    problem = unit_problem(2, 2)
     return train_in_threads(
         problem, random_orders(problem, Random(0), fused), TrainingOptions(), 3, model=model
     )

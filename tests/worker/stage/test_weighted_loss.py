@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 import torch
+from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_in_threads
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import InvalidRun, ModelError, NotFinite
 from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.stage.stage import Stage, WeightedLoss
@@ -45,9 +45,7 @@ class Empty(Padded):
 
 
 def plan(microbatches: int = MICROBATCHES) -> tuple[Problem, Orders]:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    problem = Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    problem = unit_problem(2, microbatches)
     return problem, random_orders(problem, Random(0))
 
 

@@ -51,7 +51,9 @@ class PlanSource:
 
     def _address(self) -> tuple[str, str]:
         if self.server is None or self.plan_id is None:
-            raise InvalidRun("no plan given; pass --server URL and --plan ID, or --plan-file FILE.")
+            raise InvalidRun(
+                "no plan given; pass --plan ID and --server URL (or set ZBV_SERVER), or --plan-file FILE."
+            )
         return self.server, self.plan_id
 
 

@@ -69,7 +69,7 @@ def test_targets_are_the_next_characters() -> None:
     assert "import" in bytes(text.tolist()).decode()
 
 
-def test_a_random_plan_computes_its_gradients() -> None:
+def test_a_random_plan_computes_the_gradients_of_the_model() -> None:
     problem = unit_problem(2, 3)
     found, loss = run_in_threads(problem, random_orders(problem, Random(1)), small())
     reference, right = reference_gradients(small(), 3)
@@ -77,7 +77,7 @@ def test_a_random_plan_computes_its_gradients() -> None:
     assert loss == pytest.approx(right, rel=1e-6)
 
 
-def test_a_tied_head_is_the_embedding_where_both_are_on_one_rank() -> None:
+def test_a_tied_head_shares_the_embedding_if_both_are_on_one_rank() -> None:
     problem = unit_problem(2, 3)
     plan = RankPlan.of("tied", problem, random_orders(problem, Random(1)), rank=0)
     names = "embedding.token.weight", "head.logits.weight"
@@ -88,7 +88,7 @@ def test_a_tied_head_is_the_embedding_where_both_are_on_one_rank() -> None:
         assert (found[0] is found[1]) == tied
 
 
-def test_dropout_leaves_out_in_training_only() -> None:
+def test_dropout_acts_only_in_training() -> None:
     model = gpt(layers=2, width=16, heads=2, length=8, sequences=1, characters=20_000, dropout=0.5)
     module = model.build_stage(0, 1, CPU)
     x, _ = model.microbatch(0, 0)

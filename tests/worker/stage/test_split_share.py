@@ -22,11 +22,11 @@ from zbv_worker.training.options import TrainingOptions
 
 
 class TELinear(nn.Linear):
-    """A Linear that is not split, as TransformerEngine's."""
+    """A Linear that is not split, like TransformerEngine's."""
 
 
 class Unsplit(Remembering):
-    """A model whose last two layers have nothing that is split."""
+    """A model without split modules in its last two layers."""
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
         module = super().build_stage(stage, n_stages, device)
@@ -66,7 +66,7 @@ def share_of(module: nn.Module, x: Tensor) -> SplitShare | None:
     return SplitShare.of(module, queue.parameters())
 
 
-def test_the_share_is_that_of_elements_and_the_largest_module_comes_first() -> None:
+def test_the_share_counts_elements_and_the_largest_module_comes_first() -> None:
     module = nn.Sequential(
         nn.Linear(4, 4), nn.LayerNorm(4), TELinear(4, 8), nn.Linear(8, 1).requires_grad_(False)
     )

@@ -163,7 +163,7 @@ def test_losses_and_records_have_the_plans_microbatches() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_steps_follow_each_other_and_gradients_add_up() -> None:
+def test_a_second_step_computes_the_same_gradients() -> None:
     executor = one_rank(hard_model(), OVERTAKING)
     executor.step(0)
     first = {name: p.grad.clone() for name, p in parameters_of(executor) if p.grad is not None}
@@ -329,7 +329,7 @@ def test_the_runtimes_loaded_lists_are_checked() -> None:
         check(runtime, plan, orders)
 
 
-def test_orders_whose_losses_would_be_mixed_up_are_refused() -> None:
+def test_orders_that_would_mix_up_the_losses_are_refused() -> None:
     problem = unit_problem(1, 2)
     orders = Orders.from_text([OVERTAKING])
     runtime = torch_runtime(problem, 0)
@@ -338,7 +338,7 @@ def test_orders_whose_losses_would_be_mixed_up_are_refused() -> None:
         check(runtime, whole(problem, orders), orders)
 
 
-def test_lists_that_the_runtime_rejects_are_named() -> None:
+def test_lists_that_the_runtime_rejects_raise_a_clear_error() -> None:
     problem = unit_problem(1, 2)
     with pytest.raises(InvalidRun, match="PyTorch's runtime rejects the plan"):
         load(torch_runtime(problem, 0), [["0F0", "1F0"]])
@@ -394,7 +394,7 @@ def test_ranks_with_different_runtimes_refuse(plan_file: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_peer_that_hangs_or_dies_in_mid_step_is_noticed_and_named(
+def test_a_peer_that_hangs_or_dies_within_a_step_is_named(
     plan_file: Path, tmp_path: Path, sign: signal.Signals
 ) -> None:
     arguments = run_arguments(plan_file, "--runtime", "torch", steps=1_000_000, timeout=4)

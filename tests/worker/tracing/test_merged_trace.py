@@ -136,7 +136,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholePlan, dict[st
     return plan, json.loads(path.read_text())
 
 
-def test_every_rank_runs_its_list_in_order_and_one_thing_at_a_time(
+def test_every_rank_runs_its_list_in_order_and_one_action_at_a_time(
     merged: tuple[WholePlan, dict[str, Any]],
 ) -> None:
     plan, document = merged

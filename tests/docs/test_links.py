@@ -48,7 +48,9 @@ def test_every_module_and_name_that_a_text_refers_to_exists() -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for path in texts
         if path.is_file() and path.name != "CHANGELOG.md"
-        for name in re.findall(r"\bzbv_(?:solver|service|worker)(?:\.(?!__)[A-Za-z_]\w*)+", path.read_text("utf-8"))
+        for name in re.findall(
+            r"\bzbv_(?:solver|service|worker)(?:\.(?!__)[A-Za-z_]\w*)+", path.read_text("utf-8")
+        )
         if not is_defined(name)
     }
     assert wrong == set()

@@ -23,10 +23,7 @@ def decode_json(text: str) -> Any:
     A number that no float can hold becomes inf, even an integer of thousands of digits, which Python itself
     refuses to parse. The document's validation can then name the offending field.
 
-    Raises
-    ------
-    json.JSONDecodeError
-        When the text is not JSON.
+    Raises :class:`json.JSONDecodeError` when the text is not JSON.
     """
     return json.loads(text, parse_int=_integer)
 

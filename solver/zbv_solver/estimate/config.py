@@ -215,10 +215,7 @@ class EstimateConfig(_Config):
 def parse_config(document: Any) -> EstimateConfig:
     """Parse a decoded JSON document with presets already merged.
 
-    Raises
-    ------
-    InvalidInput
-        With one issue per broken rule; pointers are into the document.
+    Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document.
     """
     config = validated(EstimateConfig, document)
     issues = [*_model_issues(config.model), *_count_issues(config), *_parallel_issues(config)]

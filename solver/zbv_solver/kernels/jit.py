@@ -18,10 +18,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., object])
 def compiled(function: Kernel) -> Kernel:
     """Compile with Numba at the first call; the machine code is cached on disk next to the module.
 
-    Raises
-    ------
-    ModuleNotFoundError
-        When Numba is not installed.
+    Raises :class:`ModuleNotFoundError` when Numba is not installed.
     """
     from numba import njit
 

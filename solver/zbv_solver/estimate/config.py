@@ -168,7 +168,7 @@ class DeviceConfig(_Config):
 
     achieved_tflops: Rate = Field(description="TFLOP/s of matrix products")
     memory_bandwidth: Rate | None = Field(
-        None, description="GB/s of norms, softmax and the like; null: they take no time of their own"
+        None, description="GB/s of norms, softmax and other memory traffic; null: it takes no time"
     )
     link_bandwidth: Rate | None = Field(None, description="GB/s between pipeline ranks; null: no limit")
     link_latency: Amount = Field(0.0, description="us, of every transfer between pipeline ranks")

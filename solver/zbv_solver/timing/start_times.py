@@ -97,7 +97,7 @@ def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, float]:
     """Makespan, and the largest (last end - first start) of any rank at earliest times.
 
-    The latter is an upper bound on the span. This is much cheaper than :func:`evaluate`.
+    The second number is an upper bound on the span. This is much cheaper than :func:`evaluate`.
 
     Raises :class:`InvalidPlan` like :func:`evaluate`.
     """

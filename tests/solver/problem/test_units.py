@@ -20,7 +20,7 @@ from zbv_solver.verify.verifier import verify
 
 FEWER = settings(max_examples=settings().max_examples // 6)
 BRIEF = Budget(2_000, 4_000, 60, 20_000, 400, 80, 0.015, 60, 0.02)
-"""All stages of a search, each for a moment."""
+"""All stages of a search, each with a tiny budget."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ powers = st.integers(-20, 20).map(lambda exponent: 2.0**exponent)
 
 @FEWER
 @given(rough_problems())
-def test_whatever_numbers_are_accepted_end_in_a_verified_plan(problem: Problem) -> None:
+def test_every_accepted_problem_gets_a_verified_plan(problem: Problem) -> None:
     plan = search(problem)
     verify(plan)
     assert plan.metrics.lower_bound <= plan.objective
@@ -62,7 +62,7 @@ def test_another_factor_gives_the_same_objective_up_to_rounding(
 
 
 def outcome(problem: LayeredProblem) -> Plan | None:
-    """The plan of layers; None where none fits."""
+    """The plan; None if none fits the memory."""
     try:
         return search(problem, SearchOptions("quick"))
     except InfeasibleMemory:
@@ -104,7 +104,7 @@ def test_another_factor_gives_layers_the_same_objective_up_to_rounding(
 
 
 HEURISTIC = Budget(20_000, 40_000, 100, 200_000, 2_000, 0, 0.015, 0, 0.02)
-"""No CP-SAT, which finds the best order of a small problem whatever the others make of it."""
+"""No CP-SAT, which would find the best order of a small problem from any start."""
 
 
 @pytest.mark.parametrize("factor", [0.1, 1 / 3, 3e-10, 7e9])
@@ -112,7 +112,7 @@ HEURISTIC = Budget(20_000, 40_000, 100, 200_000, 2_000, 0, 0.015, 0, 0.02)
 def test_moves_that_tie_in_one_unit_tie_in_every_unit(
     p: int, m: int, limit: float, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.1 + 0.2 is more than 0.3 for a float: annealing went another way, and ended elsewhere."""
+    """In floats, 0.1 + 0.2 exceeds 0.3. Annealing must not take another path because of that."""
     monkeypatch.setattr("zbv_solver.search.pipeline.BUDGETS", {"standard": HEURISTIC})
     problem = uniform(p, m, p2p=2, limit=limit)
     other = search(in_other_units(problem, factor, factor))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -35,68 +34,7 @@ def orders_of(problem: Problem, random: Random) -> Orders:
     return relabelled(random_orders(problem, random), problem.n_stages)
 
 
-def peer_and_tensor(problem: Problem, text: str) -> tuple[int, tuple[str, int, str]]:
-    """The peer of a send or receive, and a name of the tensor that is the same on both ends."""
-    stage, _, rest = text.partition("SEND_" if "SEND" in text else "RECV_")
-    step = 1 if (rest[0] == "F") == ("SEND" in text) else -1
-    other = int(stage) + step
-    return problem.placement.rank_of[other], (rest[0], min(int(stage), other), rest[1:])
-
-
 # --- exported lists
-
-
-@given(any_problem, seeds)
-def test_without_communication_the_lists_are_the_plans_orders(problem: Problem, random: Random) -> None:
-    orders = orders_of(problem, random)
-    lists = lowered(problem, orders)
-    compute = [
-        [text for text in texts if not text.endswith(("SHARD", "GRAD")) and "_" not in text]
-        for texts in lists
-    ]
-    assert Orders.from_text(compute) == orders
-
-
-@given(any_problem, seeds)
-def test_every_tensor_that_crosses_ranks_is_sent_and_received_once(problem: Problem, random: Random) -> None:
-    rank_of, m = problem.placement.rank_of, problem.microbatches
-    crossing = [s for s in range(problem.n_stages - 1) if rank_of[s] != rank_of[s + 1]]
-    expected = sorted((kind, s, str(j)) for kind in "FB" for s in crossing for j in range(m))
-    lists = lowered(problem, orders_of(problem, random))
-    for verb in ("SEND", "RECV"):
-        found = [peer_and_tensor(problem, t)[1] for texts in lists for t in texts if verb in t]
-        assert sorted(found) == expected
-
-
-@given(any_problem, seeds)
-def test_two_ranks_list_their_transfers_in_the_same_order(problem: Problem, random: Random) -> None:
-    between = defaultdict(list)
-    for rank, texts in enumerate(lowered(problem, orders_of(problem, random))):
-        for text in texts:
-            if "_" in text and "GRAD" not in text:
-                peer, tensor = peer_and_tensor(problem, text)
-                between[rank, peer].append(tensor)
-    assert all(between[rank, peer] == between[peer, rank] for rank, peer in list(between))
-
-
-@given(any_problem, seeds)
-def test_ranks_finish_even_if_every_send_waits_for_its_receive(problem: Problem, random: Random) -> None:
-    """The strictest transport: it buffers nothing."""
-    lists = [
-        [t for t in texts if "SEND" in t or "RECV" in t]
-        for texts in lowered(problem, orders_of(problem, random))
-    ]
-    progress = True
-    while progress:
-        progress = False
-        for texts in lists:
-            if texts and "SEND" in texts[0]:
-                peer, tensor = peer_and_tensor(problem, texts[0])
-                other = lists[peer]
-                if other and "RECV" in other[0] and peer_and_tensor(problem, other[0])[1] == tensor:
-                    del texts[0], other[0]
-                    progress = True
-    assert not any(lists)
 
 
 @given(any_problem, seeds)

@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zbv_solver.errors import InfeasibleMemory, InvalidInput
+from zbv_solver.commands.messages import contradiction
+from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput
 from zbv_worker.errors import InvalidRun, WorkerError
 
 from benchmarks.errors import BenchmarkError, WrongInput
@@ -15,10 +16,11 @@ from benchmarks.service.cli import add_service
 from benchmarks.soak.cli import add_soak
 from benchmarks.worker.cli import add_worker
 
-DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG, CONTRADICTION, INTERRUPTED = 0, 1, 2, 70, 130
 EPILOG = """\
 exit status: 0 done, and every target was met; 1 a target was missed or a measurement failed; 2 the input is
-wrong; 130 interrupted. docs/benchmarks.md explains every benchmark.
+wrong; 70 a plan contradicts a lower bound (a bug in zbv: a file keeps the problem); 130 interrupted.
+docs/benchmarks.md explains every benchmark.
 """
 
 
@@ -27,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
+    except ContradictedBound as error:
+        _complain(contradiction(error))
+        return CONTRADICTION
     except InvalidInput as error:
         for message in (*error.issues, *filter(None, [error.rest])):
             _complain(message)

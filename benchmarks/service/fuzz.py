@@ -68,16 +68,16 @@ async def prepare(http: httpx.AsyncClient) -> str:
 
 async def send(http: httpx.AsyncClient, request: Malformed, run_id: str) -> tuple[int, str]:
     """Send a request; returns status and text of the response, or :data:`NO_ANSWER`."""
-    target = request.target
+    route = request.route
     path, content = (
-        target.path.replace(RUN_ID, run_id),
+        route.path.replace(RUN_ID, run_id),
         request.content.replace(RUN_ID.encode(), run_id.encode()),
     )
     try:
-        answer = await http.request(target.method, path, content=content, headers=request.headers)
+        answer = await http.request(route.method, path, content=content, headers=request.headers)
     except httpx.TransportError as error:
         # The service may close a connection instead of reading a refused body to its end.
-        return (CLOSED, f"{error!r}") if len(request.content) > 2**20 else (NO_ANSWER, f"{target}: {error!r}")
+        return (CLOSED, f"{error!r}") if len(request.content) > 2**20 else (NO_ANSWER, f"{route}: {error!r}")
     return answer.status_code, answer.text
 
 

@@ -47,7 +47,7 @@ VALUES: tuple[Any, ...] = (
 
 
 @dataclass(frozen=True)
-class Target:
+class Route:
     """An address that takes a body, and a valid body; if ``is_packed``, the body may be gzip."""
 
     method: str
@@ -61,7 +61,7 @@ class Target:
 class Malformed:
     """A request to send."""
 
-    target: Target
+    route: Route
     content: bytes
     headers: dict[str, str]
 
@@ -121,41 +121,41 @@ _TRACE = {
 _EVENTS = {"rank": 0, "events": [{"kind": "non_finite", "step": 1, "what": "loss", "value": "nan"}]}
 _PART = f"/v1/agents/{ID}/runs/{RUN_ID}/generations/0/ranks/0"
 
-TARGETS: tuple[Target, ...] = (
-    Target("POST", "/v1/searches", {"problem": _PROBLEM, "options": _OPTIONS}),
-    Target("POST", "/v1/searches", {"problem": _LAYERS, "options": _OPTIONS}),
-    Target("POST", "/v1/problems/compare", {"problem": _PROBLEM}),
-    Target("POST", "/v1/compare", {"problem": _PROBLEM}),
-    Target("POST", "/v1/problems/check", {"problem": _PROBLEM}),
-    Target("POST", "/v1/problems/estimate", {"problem": _PROBLEM}),
-    Target("POST", "/v1/plans", PLAN),
-    Target("POST", "/v1/runs", RUN),
-    Target(
+ROUTES: tuple[Route, ...] = (
+    Route("POST", "/v1/searches", {"problem": _PROBLEM, "options": _OPTIONS}),
+    Route("POST", "/v1/searches", {"problem": _LAYERS, "options": _OPTIONS}),
+    Route("POST", "/v1/problems/compare", {"problem": _PROBLEM}),
+    Route("POST", "/v1/compare", {"problem": _PROBLEM}),
+    Route("POST", "/v1/problems/check", {"problem": _PROBLEM}),
+    Route("POST", "/v1/problems/estimate", {"problem": _PROBLEM}),
+    Route("POST", "/v1/plans", PLAN),
+    Route("POST", "/v1/runs", RUN),
+    Route(
         "POST",
         "/v1/runs",
         {**RUN, "plan_id": None, "problem": _PROBLEM, "search_options": _OPTIONS},
     ),
-    Target("POST", f"/v1/runs/{RUN_ID}/plan", {"plan_id": PLAN_ID}),
-    Target("POST", "/v1/agents", AGENT),
-    Target("POST", f"/v1/agents/{ID}/heartbeat", _HEARTBEAT),
-    Target("POST", f"/v1/agents/{ID}/ended", _END),
-    Target("PUT", f"{_PART}/trace", _TRACE, is_packed=True),
-    Target("PUT", f"{_PART}/events", _EVENTS, is_packed=True),
-    Target("PUT", f"{_PART}/log", "text", media_type="text/plain", is_packed=True),
+    Route("POST", f"/v1/runs/{RUN_ID}/plan", {"plan_id": PLAN_ID}),
+    Route("POST", "/v1/agents", AGENT),
+    Route("POST", f"/v1/agents/{ID}/heartbeat", _HEARTBEAT),
+    Route("POST", f"/v1/agents/{ID}/ended", _END),
+    Route("PUT", f"{_PART}/trace", _TRACE, is_packed=True),
+    Route("PUT", f"{_PART}/events", _EVENTS, is_packed=True),
+    Route("PUT", f"{_PART}/log", "text", media_type="text/plain", is_packed=True),
 )
 
 
 def malformed(random: Random) -> Malformed:
     """Return a request with a body that is almost certainly wrong."""
-    target = random.choice(TARGETS)
-    text = json.dumps(target.body)
+    route = random.choice(ROUTES)
+    text = json.dumps(route.body)
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         text = random.choice(_OF_TEXT)(random, text) if random.random() < 0.3 else _of_value(random, text)
     content = text.encode(errors="surrogatepass")
     for _ in range(random.choice((0, 0, 0, 1, 2))):
         content = random.choice(_OF_BYTES)(random, content)
-    headers = {"Content-Type": target.media_type}
-    if target.is_packed and random.random() < 0.5:
+    headers = {"Content-Type": route.media_type}
+    if route.is_packed and random.random() < 0.5:
         content, headers = (
             random.choice(_OF_PACKING)(random, content),
             {**headers, "Content-Encoding": "gzip"},
@@ -164,7 +164,7 @@ def malformed(random: Random) -> Malformed:
         headers["Content-Type"] = random.choice(
             ("text/html", "", "application/json; charset=utf-16", ";;;", "a/b")
         )
-    return Malformed(target, content, headers)
+    return Malformed(route, content, headers)
 
 
 def _of_value(random: Random, text: str) -> str:

@@ -52,7 +52,7 @@ class Contradiction(Exception):
 
 
 @dataclass
-class Tally:
+class Coverage:
     """Counts of checks, and the largest gaps of bounds.
 
     Attributes
@@ -71,35 +71,30 @@ class Tally:
     checks: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True)
-class Extras:
-    """Optional checks: multiply all costs by powers of two."""
+def check(kind: str, document: Document, seed: str, coverage: Coverage, scaling: bool) -> None:
+    """Make all checks of one problem.
 
-    scaling: bool = False
-
-
-def check(kind: str, document: Document, seed: str, tally: Tally, extras: Extras) -> None:
-    """Make all checks of one problem; ``seed`` selects the searches.
+    ``seed`` selects the searches. With ``scaling``, the checks also multiply all costs by powers of two.
 
     Raises
     ------
     Contradiction
         At the first contradiction.
     """
-    tally.problems[kind] += 1
+    coverage.problems[kind] += 1
     chance = Random(seed)
     examine = _Layers if "layers" in document else _Stages
-    examine(kind, document, chance, tally, extras).run()
+    examine(kind, document, chance, coverage, scaling).run()
 
 
 class _Examination:
-    def __init__(self, kind: str, document: Document, chance: Random, tally: Tally, extras: Extras):
+    def __init__(self, kind: str, document: Document, chance: Random, coverage: Coverage, scaling: bool):
         self.kind, self.document, self.chance = kind, document, chance
-        self.tally, self.extras = tally, extras
+        self.coverage, self.scaling = coverage, scaling
         self.best: Optimum | None = None
 
     def require(self, is_true: bool, check: str, detail: Callable[[], str]) -> None:
-        self.tally.checks[check] += 1
+        self.coverage.checks[check] += 1
         if not is_true:
             raise Contradiction(check, detail())
 
@@ -116,7 +111,7 @@ class _Examination:
         if best.is_exact and best.value > 0:
             gap = float(best.value) / value - 1 if value > 0 else float("inf")
             at = self.kind.split(",")[0], name
-            self.tally.gaps[at] = max(self.tally.gaps.get(at, 0.0), gap)
+            self.coverage.gaps[at] = max(self.coverage.gaps.get(at, 0.0), gap)
 
     def plan(self, name: str, plan: Plan, pipeline: Pipeline) -> None:
         """A plan is valid, and its metrics and bound are true."""
@@ -171,7 +166,7 @@ class _Stages(_Examination):
             return
         self.best = optimum(pipeline, with_presolve=self.chance.random() < 0.7)
         if self.best.is_exact:
-            self.tally.exact[self.kind] += 1
+            self.coverage.exact[self.kind] += 1
         self.bound("quick", bounds.lower_bound(problem, effort="quick").value)
         self.bound("full", bounds.lower_bound(problem).value)
         self._windows(problem, pipeline)
@@ -182,21 +177,21 @@ class _Stages(_Examination):
         except InfeasibleMemory:
             if not _counts_on_tolerance(problem):
                 raise
-            self.tally.checks["infeasible but for the tolerance"] += 1
+            self.coverage.checks["infeasible but for the tolerance"] += 1
             return
         self.plan("quick search", quick, pipeline)
         if self.chance.random() < 0.3:
             self.plan("standard search", search(problem, self.options()), pipeline)
         if self.chance.random() < 0.3:
             self._resume(problem, pipeline)
-        if self.extras.scaling:
+        if self.scaling:
             self._scale(problem, quick)
 
     def _refuses(self, problem: Problem) -> None:
         try:
             search(problem, SearchOptions(effort="quick"))
         except InfeasibleMemory:
-            self.tally.checks["infeasible"] += 1
+            self.coverage.checks["infeasible"] += 1
         else:
             raise Contradiction("infeasible", "a plan was found where one microbatch does not fit.")
 
@@ -283,7 +278,7 @@ class _Layers(_Examination):
         self._balanced(problem, feasible)
         self.best = self._best(feasible)
         if self.best is not None and self.best.is_exact:
-            self.tally.exact[self.kind] += 1
+            self.coverage.exact[self.kind] += 1
         if plan.cut is not None:
             self.bound("any cut", plan.cut.lower_bound)
         self._of_its_cut(plan)
@@ -417,4 +412,4 @@ def scaled(document: Document, factor: float) -> Document:
     return {**document, "costs": costs}
 
 
-__all__ = ["Contradiction", "Extras", "F", "Tally", "check"]
+__all__ = ["Contradiction", "Coverage", "F", "check"]

@@ -36,7 +36,6 @@ def add_soak(commands: Any) -> None:
 
 
 def _soak(parsed: argparse.Namespace) -> int:
-    from benchmarks.soak.checks import Extras
     from benchmarks.soak.run import replay, soak, summary
 
     if parsed.replay is not None:
@@ -47,7 +46,7 @@ def _soak(parsed: argparse.Namespace) -> int:
         seed,
         parsed.output,
         seconds=60 * parsed.minutes,
-        extras=Extras(parsed.scaling),
+        scaling=parsed.scaling,
         say=lambda line: print(line, flush=True),
     )
     print(summary(ended), flush=True)

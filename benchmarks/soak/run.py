@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.soak.checks import Contradiction, Extras, Tally, check
+from benchmarks.soak.checks import Contradiction, Coverage, check
 from benchmarks.soak.draw import draw
 
 PROGRESS_SECONDS = 30.0
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 class Ended:
     """The end of a run: the counts, and the file of the contradiction that stopped it, or None."""
 
-    tally: Tally
+    coverage: Coverage
     seconds: float
     found: Path | None
 
@@ -33,37 +33,36 @@ def soak(
     *,
     seconds: float = float("inf"),
     problems: float = float("inf"),
-    extras: Extras | None = None,
+    scaling: bool = False,
     say: Say = print,
 ) -> Ended:
     """Check random problems until the time is up, the number is reached, or there is a contradiction."""
-    extras = extras or Extras()
-    tally, began, number = Tally(), time.monotonic(), 0
+    coverage, began, number = Coverage(), time.monotonic(), 0
     told = began
     while time.monotonic() - began < seconds and number < problems:
         kind, document = draw(Random(f"{seed}/{number}"))
-        found = examine(kind, document, f"{seed}/{number}/checks", tally, extras)
+        found = examine(kind, document, f"{seed}/{number}/checks", coverage, scaling)
         if found is not None:
             path = _write(directory, found)
             say(f"problem {number} of seed {seed}: {found['found']}")
             say(f"to reproduce it: python -m benchmarks soak --replay {path}")
-            return Ended(tally, time.monotonic() - began, path)
+            return Ended(coverage, time.monotonic() - began, path)
         number += 1
         if time.monotonic() - told >= PROGRESS_SECONDS:
             told = time.monotonic()
-            say(f"{told - began:6.0f} s: {number} problems, {tally.checks.total()} checks, nothing found")
-    return Ended(tally, time.monotonic() - began, None)
+            say(f"{told - began:6.0f} s: {number} problems, {coverage.checks.total()} checks, nothing found")
+    return Ended(coverage, time.monotonic() - began, None)
 
 
 def examine(
-    kind: str, document: dict[str, Any], seed: str, tally: Tally, extras: Extras
+    kind: str, document: dict[str, Any], seed: str, coverage: Coverage, scaling: bool
 ) -> dict[str, Any] | None:
     """Return the contradiction about a problem as a document, or None.
 
     Any exception counts, because a valid problem must not raise one.
     """
     try:
-        check(kind, document, seed, tally, extras)
+        check(kind, document, seed, coverage, scaling)
     except Contradiction as contradiction:
         found, details = str(contradiction), None
     except Exception as error:
@@ -75,7 +74,7 @@ def examine(
         "traceback": details,
         "kind": kind,
         "seed": seed,
-        "scaling": extras.scaling,
+        "scaling": scaling,
         "problem": document,
     }
 
@@ -83,8 +82,8 @@ def examine(
 def replay(path: Path, say: Say = print) -> bool:
     """Check the problem of a file again; returns whether there is no contradiction any more."""
     case = json.loads(path.read_text())
-    extras = Extras(case["scaling"])
-    found = examine(case["kind"], case["problem"], case["seed"], Tally(), extras)
+    scaling = case["scaling"]
+    found = examine(case["kind"], case["problem"], case["seed"], Coverage(), scaling)
     if found is None:
         say(f"there is no contradiction any more; the file says: {case['found']}")
         return True
@@ -102,15 +101,15 @@ def _write(directory: Path, case: dict[str, Any]) -> Path:
 
 def summary(ended: Ended) -> str:
     """Return the counts as tables."""
-    tally, lines = ended.tally, []
-    lines.append(f"{sum(tally.problems.values())} problems in {ended.seconds:.0f} s")
+    coverage, lines = ended.coverage, []
+    lines.append(f"{sum(coverage.problems.values())} problems in {ended.seconds:.0f} s")
     lines.append(f"\n{'problems of kind':32}{'drawn':>8}{'exact optimum':>15}")
-    for kind in sorted(tally.problems):
-        lines.append(f"{kind:32}{tally.problems[kind]:8}{tally.exact[kind]:15}")
+    for kind in sorted(coverage.problems):
+        lines.append(f"{kind:32}{coverage.problems[kind]:8}{coverage.exact[kind]:15}")
     lines.append(f"\n{'largest optimum / bound - 1':32}{'':8}{'gap':>15}")
-    for (kind, name), gap in sorted(tally.gaps.items()):
+    for (kind, name), gap in sorted(coverage.gaps.items()):
         lines.append(f"{kind + ', ' + name:40}{gap:15.4f}")
     lines.append(f"\n{'check':40}{'made':>15}")
-    for name in sorted(tally.checks):
-        lines.append(f"{name:40}{tally.checks[name]:15}")
+    for name in sorted(coverage.checks):
+        lines.append(f"{name:40}{coverage.checks[name]:15}")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT
+from zbv_solver.errors import ContradictedBound
 
 from benchmarks.cli import main
 
@@ -63,3 +65,17 @@ def test_wrong_input_has_status_2_and_a_message(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+def test_a_contradicted_bound_has_status_70_and_keeps_its_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def contradicted(*_: object, **__: object) -> None:
+        raise ContradictedBound({"pp_degree": 2}, 5.0, 6.0, "a test")
+
+    monkeypatch.setattr("benchmarks.planner.run.bench", contradicted)
+    monkeypatch.chdir(tmp_path)
+    assert main(["planner", str(ROOT / "benchmarks" / "proofs.json")]) == 70
+    (kept,) = tmp_path.glob("zbv-contradiction-*.json")
+    assert json.loads(kept.read_text()) == {"pp_degree": 2}
+    assert kept.name in capsys.readouterr().err

@@ -28,9 +28,9 @@ def quiet(line: str) -> None:
 def test_a_short_run_finds_no_contradiction_and_prints_its_counts(tmp_path: Path) -> None:
     ended = soak(SEED, tmp_path, problems=6, say=quiet)
     assert ended.found is None
-    assert ended.tally.problems.total() == 6
-    assert ended.tally.exact.total() > 0
-    assert {"bound: quick", "bound: full", "windows: head", "round trip"} <= set(ended.tally.checks)
+    assert ended.coverage.problems.total() == 6
+    assert ended.coverage.exact.total() > 0
+    assert {"bound: quick", "bound: full", "windows: head", "round trip"} <= set(ended.coverage.checks)
     assert "6 problems" in summary(ended)
 
 

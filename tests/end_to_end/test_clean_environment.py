@@ -104,14 +104,14 @@ def test_code_comes_from_the_wheel(installed: Installed) -> None:
     assert all(Path(path).is_relative_to(installed.commands.parent) for path in found)
 
 
-def test_commands_say_who_they_are(installed: Installed) -> None:
+def test_the_commands_print_version_help_and_openapi(installed: Installed) -> None:
     assert installed.say("zbv-service", "--version").split() == ["zbv-service", __version__]
     assert "agent" in installed.say("zbv-worker", "--help")
     document = json.loads((ROOT / "service" / "openapi.json").read_text())
     assert json.loads(installed.say("zbv-service", "openapi")) == document
 
 
-def test_an_example_is_planned(installed: Installed) -> None:
+def test_zbv_plans_an_example(installed: Installed) -> None:
     example = str(ROOT / "examples" / "tight-memory.json")
     installed.say("zbv", "plan", example, "--effort", "quick", "--time-limit", "1", "-o", "plan.json")
     assert len(json.loads((installed.folder / "plan.json").read_text())["plan_id"]) == 64
@@ -183,14 +183,14 @@ def answers(port: int) -> bool:
         return False
 
 
-def test_the_images_health_check_tells_a_service_that_answers_from_none(started: Started) -> None:
+def test_the_service_images_health_check_fails_if_nothing_answers(started: Started) -> None:
     check = Dockerfile.read("Dockerfile.service").last("HEALTHCHECK").words
     assert started.healthy(check)
     nobody = Started(started.installed, free_port(), "", started.node, {})
     assert not nobody.healthy(check)
 
 
-def test_pages_and_what_they_load_are_served(started: Started) -> None:
+def test_the_service_serves_pages_styles_and_metrics(started: Started) -> None:
     page = started.get("/")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     style = re.search(r"/static/\w+/zbv\.css", page.text)
@@ -199,7 +199,7 @@ def test_pages_and_what_they_load_are_served(started: Started) -> None:
     assert started.get("/metrics").status_code == 200
 
 
-def test_the_nodes_health_check_is_content_with_an_agent_that_is_at_work(started: Started) -> None:
+def test_the_worker_images_health_check_passes_while_its_agent_works(started: Started) -> None:
     check = started.node.health
     assert check is not None
     until(lambda: started.healthy(check), started.processes, started.installed.folder)
@@ -208,10 +208,10 @@ def test_the_nodes_health_check_is_content_with_an_agent_that_is_at_work(started
         started.processes,
         started.installed.folder,
     )
-    assert not [word for word in check if "--state-dir" in word], "asked where the image's agent writes"
+    assert not [word for word in check if "--state-dir" in word], "uses the default directory"
 
 
-def test_a_node_and_a_service_end_when_they_are_told_to(started: Started) -> None:
+def test_agent_and_service_exit_with_status_0_after_sigterm(started: Started) -> None:
     for name in ("agent", "service"):
         process = started.processes.pop(name)
         process.send_signal(signal.SIGTERM)

@@ -49,7 +49,7 @@ SCONTROL = """#!/bin/bash
 if [[ "$*" == "show hostnames node[0-1]" ]]; then printf '127.0.0.1\\nnowhere.invalid\\n'
 else echo "$*" >> "$SCONTROL_LOG"; fi
 """
-SAYS_WHAT_IT_IS_CALLED_WITH = '#!/bin/sh\necho "$(basename "$0") $*"\n'
+PRINTS_ITS_ARGUMENTS = '#!/bin/sh\necho "$(basename "$0") $*"\n'
 
 
 def executables(folder: Path, **texts: str) -> Path:
@@ -142,7 +142,7 @@ def test_slurm_trains_on_all_nodes(trained_by_slurm: Job, right_losses: dict[int
     assert trained_by_slurm.asked_of_slurm == ""
 
 
-def test_slurm_starts_one_launcher_per_node_and_queues_again_what_it_loses() -> None:
+def test_slurm_starts_one_launcher_per_node_and_requeues_lost_jobs() -> None:
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", SCRIPT.read_text(), re.MULTILINE))
     assert options["ntasks-per-node"] == "1"
     assert "requeue" in options
@@ -150,7 +150,7 @@ def test_slurm_starts_one_launcher_per_node_and_queues_again_what_it_loses() -> 
 
 
 @pytest.mark.parametrize(("restarts", "asked"), [(0, "requeue 4711\n"), (1, "requeue 4711\n"), (2, "")])
-def test_a_job_that_fails_is_queued_again_until_its_retries_are_used_up(
+def test_a_failed_slurm_job_is_requeued_until_its_retries_are_used_up(
     tmp_path: Path, restarts: int, asked: str
 ) -> None:
     values = {"ZBV_SERVER": "http://planner:8000", "ZBV_PLAN": "ab", "ZBV_RETRIES": 2}
@@ -158,10 +158,8 @@ def test_a_job_that_fails_is_queued_again_until_its_retries_are_used_up(
     assert (job.status, job.asked_of_slurm) == (7, asked)
 
 
-def test_the_plan_comes_from_a_service_or_a_file_and_a_job_without_one_is_refused(tmp_path: Path) -> None:
-    said = sbatch(
-        tmp_path, SAYS_WHAT_IT_IS_CALLED_WITH, ZBV_SERVER="http://planner:8000", ZBV_PLAN="ab"
-    ).output
+def test_a_slurm_job_needs_a_plan_from_a_service_or_a_file(tmp_path: Path) -> None:
+    said = sbatch(tmp_path, PRINTS_ITS_ARGUMENTS, ZBV_SERVER="http://planner:8000", ZBV_PLAN="ab").output
     assert "zbv-worker run --server http://planner:8000 --plan ab --model" in said
     assert "--master-addr 127.0.0.1 " in said
     job = sbatch(tmp_path, ZBV_PLAN="ab")
@@ -198,7 +196,7 @@ def container_of(job: Any) -> Any:
     return container
 
 
-def test_kubernetes_goes_on_from_the_checkpoint_on_all_pods(
+def test_kubernetes_pods_resume_from_the_checkpoint(
     job: Any, plan_file: Path, trained_by_slurm: Job, right_losses: dict[int, float], tmp_path: Path
 ) -> None:
     container = container_of(job)
@@ -230,11 +228,9 @@ def test_kubernetes_goes_on_from_the_checkpoint_on_all_pods(
     assert losses_in(said) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_pod_that_failed_waits_until_the_others_must_have_noticed(job: Any, tmp_path: Path) -> None:
+def test_a_restarted_pod_waits_until_the_others_have_timed_out(job: Any, tmp_path: Path) -> None:
     container = container_of(job)
-    stubs = executables(
-        tmp_path / "bin", torchrun=SAYS_WHAT_IT_IS_CALLED_WITH, sleep=SAYS_WHAT_IT_IS_CALLED_WITH
-    )
+    stubs = executables(tmp_path / "bin", torchrun=PRINTS_ITS_ARGUMENTS, sleep=PRINTS_ITS_ARGUMENTS)
     values = {**plain_environment(container), "STATE": tmp_path, "JOB_COMPLETION_INDEX": 1}
     command = [*container["command"], *container["args"]]
 
@@ -248,7 +244,7 @@ def test_a_pod_that_failed_waits_until_the_others_must_have_noticed(job: Any, tm
     assert first_words() == [f"sleep {values['TIMEOUT']}", "sleep 30", "torchrun --nnodes"]
 
 
-def test_the_jobs_numbers_and_names_fit_each_other(job: Any) -> None:
+def test_the_kubernetes_jobs_counts_names_and_mounts_agree(job: Any) -> None:
     spec, pod, container = job["spec"], job["spec"]["template"]["spec"], container_of(job)
     values = plain_environment(container)
     service = documents("kubernetes.yaml")["Service", pod["subdomain"]]
@@ -266,7 +262,7 @@ def test_the_jobs_numbers_and_names_fit_each_other(job: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-agents.yaml"])
-def test_containers_are_limited_and_without_privileges_and_have_their_volumes(name: str) -> None:
+def test_pods_are_limited_unprivileged_and_have_their_volumes(name: str) -> None:
     claims = {claim for kind, claim in documents(name) if kind == "PersistentVolumeClaim"}
     for pod in pod_specs(name):
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -281,14 +277,14 @@ def test_containers_are_limited_and_without_privileges_and_have_their_volumes(na
         }
         assert wanted <= claims
         for container in [*pod.get("initContainers", []), *pod["containers"]]:
-            assert container["image"].rpartition(":")[2] == __version__, "latest is another one tomorrow"
+            assert container["image"].rpartition(":")[2] == __version__, "the tag must be a version"
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             assert "memory" in container["resources"]["limits"]
             assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
 
 
-def test_agents_find_the_service_and_have_the_time_to_drain() -> None:
+def test_agents_reach_the_service_and_have_time_to_drain() -> None:
     found = documents("kubernetes-agents.yaml")
     service = found["Service", "zbv-service"]
     (serving,) = found["Deployment", "zbv-service"]["spec"]["template"]["spec"]["containers"]
@@ -319,7 +315,7 @@ def test_agents_find_the_service_and_have_the_time_to_drain() -> None:
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_the_service_starts_with_a_token_and_agents_have_one_of_their_own() -> None:
+def test_the_service_creates_an_admin_token_and_agents_mount_their_own() -> None:
     found = documents("kubernetes-agents.yaml")
     (making,) = found["Deployment", "zbv-service"]["spec"]["template"]["spec"]["initContainers"]
     made = service_parser().parse_args(making["args"])

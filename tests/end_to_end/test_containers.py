@@ -51,11 +51,11 @@ def image(request: pytest.FixtureRequest) -> Dockerfile:
 # --- images
 
 
-def test_bases_are_pinned_and_nothing_but_the_environment_leaves_the_first_stage(image: Dockerfile) -> None:
+def test_base_images_are_pinned_and_only_the_environment_leaves_the_build_stage(image: Dockerfile) -> None:
     ((argument, base),) = image.arguments.items()
     found = A_TAG.fullmatch(base)
     assert found is not None
-    assert re.match(r"\d+\.\d+\.\d+", found["tag"]), "a tag that does not say the release is moved"
+    assert re.match(r"\d+\.\d+\.\d+", found["tag"]), "the tag must name a release, or its image can change"
     build, final = image.stages
     assert [found.text for found in image.all("FROM")] == [f"${{{argument}}} AS build", f"${{{argument}}}"]
     assert [found.text for found in final if found.name == "COPY"] == ["--from=build /opt/zbv /opt/zbv"]
@@ -63,7 +63,7 @@ def test_bases_are_pinned_and_nothing_but_the_environment_leaves_the_first_stage
     assert any("pip install" in found.text for found in build)
 
 
-def test_bases_are_new_enough() -> None:
+def test_base_images_are_new_enough() -> None:
     python = Dockerfile.read("Dockerfile.service").arguments["PYTHON"]
     torch = Dockerfile.read("Dockerfile.worker").arguments["BASE"]
     interpreter = version(re.findall(r":([\d.]+)-", python)[0])
@@ -74,7 +74,7 @@ def test_bases_are_new_enough() -> None:
     assert version(re.findall(r":([\d.]+)-", torch)[0]) >= version(needed.removeprefix("torch>="))
 
 
-def test_what_is_copied_exists_and_is_all_that_is_sent_to_the_engine(image: Dockerfile) -> None:
+def test_the_build_context_is_exactly_the_files_that_images_copy(image: Dockerfile) -> None:
     assert not [source for source in image.sources if not (ROOT / source).exists()]
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "*"
@@ -84,7 +84,7 @@ def test_what_is_copied_exists_and_is_all_that_is_sent_to_the_engine(image: Dock
     assert image.variables.keys() <= {"PATH", "PYTHONUNBUFFERED", "NUMBA_CACHE_DIR", "HOME"}
 
 
-def test_extras_exist_and_versions_are_the_tested_ones(image: Dockerfile) -> None:
+def test_images_install_existing_extras_in_the_tested_versions(image: Dockerfile) -> None:
     (installed,) = (found.text for found in image.all("RUN") if "pip install" in found.text)
     (extras,) = re.findall(r"install '\.\[([a-z,]+)\]'", installed)
     assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
@@ -130,7 +130,7 @@ def parse(command: str, *words: str) -> argparse.Namespace:
     return {"zbv-service": service_parser, "zbv-worker": worker_parser}[command]().parse_args(words)
 
 
-def test_the_files_fit_the_compose_specifications_schema() -> None:
+def test_compose_files_match_the_compose_schema() -> None:
     check = [str(Path(sys.executable).parent / "check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
     files = [str(DOCKER / name) for name in ("compose.yaml", "compose.gpu.yaml")]
     ran = subprocess.run([*check, *files], capture_output=True, text=True, timeout=120, check=False)
@@ -138,7 +138,7 @@ def test_the_files_fit_the_compose_specifications_schema() -> None:
 
 
 @pytest.mark.parametrize("names", STACKS)
-def test_every_command_line_is_one_that_its_program_takes(
+def test_programs_accept_the_command_lines_of_their_containers(
     names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = set()
@@ -161,12 +161,12 @@ def test_every_command_line_is_one_that_its_program_takes(
                 assert container.image is None
                 continue
             case other:
-                raise AssertionError(f"{container.name}: nothing here knows {other}")
+                raise AssertionError(f"{container.name}: unknown command {other}")
         checked.add(container.words[0])
     assert checked == {"zbv-service", "zbv-worker", "dask", "sh"}
 
 
-def test_every_variable_of_ours_is_a_setting() -> None:
+def test_every_zbv_variable_is_a_setting() -> None:
     known = {f"ZBV_{name.upper()}" for name in Settings.model_fields} | {
         "ZBV_SERVER",
         "ZBV_TOKEN",
@@ -178,7 +178,7 @@ def test_every_variable_of_ours_is_a_setting() -> None:
     assert found <= known
 
 
-def test_nothing_in_the_file_waits_to_be_filled_in() -> None:
+def test_the_compose_file_needs_no_variables() -> None:
     def strings(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
             value = [*value, *value.values()]
@@ -192,14 +192,14 @@ def test_nothing_in_the_file_waits_to_be_filled_in() -> None:
 
 
 @pytest.mark.parametrize("name", STACK)
-def test_containers_are_pinned_limited_and_without_privileges(name: str) -> None:
+def test_containers_are_pinned_limited_and_unprivileged(name: str) -> None:
     service = STACK[name].service
     found = A_TAG.fullmatch(service["image"])
     assert found is not None
     if STACK[name].image is None:
         assert re.match(r"\d+\.\d+", found["tag"])
     else:
-        assert found["tag"] == "local", "made here, and to be looked for nowhere else"
+        assert found["tag"] == "local", "built here, never pulled"
         assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -210,7 +210,7 @@ def test_containers_are_pinned_limited_and_without_privileges(name: str) -> None
 
 
 @pytest.mark.parametrize("names", STACKS)
-def test_every_name_refers_to_something(names: tuple[str, ...]) -> None:
+def test_every_volume_network_and_file_name_is_defined_and_used(names: tuple[str, ...]) -> None:
     document = compose(*names)
     for container in containers(document).values():
         named = {source for source, _ in container.mounts.values() if not source.startswith("./")}
@@ -224,7 +224,7 @@ def test_every_name_refers_to_something(names: tuple[str, ...]) -> None:
     assert document["networks"].keys() == {network for found in STACK.values() for network in found.networks}
 
 
-def test_containers_start_in_an_order_that_can_be_waited_for() -> None:
+def test_containers_depend_on_each_other_without_cycles_and_only_on_health_or_completion() -> None:
     waits = {name: found.service.get("depends_on", {}) for name, found in STACK.items()}
     list(TopologicalSorter(waits).static_order())
     for name, conditions in waits.items():
@@ -237,7 +237,7 @@ def test_containers_start_in_an_order_that_can_be_waited_for() -> None:
     assert all(STACK[name].health is not None for name in LASTING)
 
 
-def test_addresses_lead_to_containers_that_can_be_reached_and_listen_there() -> None:
+def test_addresses_name_reachable_containers_that_listen_on_the_port() -> None:
     listening = {"service": 8000, "balancer": 8000, "postgres": 5432, "dask-scheduler": 8786}
     checked = set()
     for container in STACK.values():
@@ -271,7 +271,7 @@ def test_only_the_balancer_is_reached_from_outside_and_only_from_this_machine() 
     assert members["front"] == {"balancer", "service"}
 
 
-def test_secrets_reach_those_who_need_them_and_have_one_writer() -> None:
+def test_each_secret_has_one_writer_and_only_its_readers() -> None:
     holders = {
         secret: {
             name: can_write
@@ -290,16 +290,16 @@ def test_secrets_reach_those_who_need_them_and_have_one_writer() -> None:
         "agent-token": {"agent-token": True, "node-1": False, "node-2": False},
     }
     users = {STACK[name].user for who in holders.values() for name in who}
-    assert users == {"999:999"}, "files of secrets are their owner's alone"
+    assert users == {"999:999"}, "only one user can read the secrets"
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_files_are_where_containers_look_for_them(name: str) -> None:
+def test_images_own_the_folders_that_their_containers_mount(name: str) -> None:
     container = STACK[name]
     assert container.image is not None
     folders = " ".join(found.text for found in container.image.all("RUN"))
     for path, (source, _) in container.mounts.items():
-        assert f" {path}" in folders, f"{path}: without it the volume {source} would belong to root"
+        assert f" {path}" in folders, f"no image creates {path}: root would own the volume {source}"
     for variable in (FILE_VARIABLE, "PGPASSFILE"):
         if variable in container.variables:
             assert str(Path(container.variables[variable]).parent) in container.mounts
@@ -311,7 +311,7 @@ def test_files_are_where_containers_look_for_them(name: str) -> None:
         assert {path, str(Path(path).parent)} & container.writable
 
 
-def test_tokens_may_what_their_holders_need() -> None:
+def test_each_token_has_exactly_the_scope_that_its_holders_need() -> None:
     for name, scopes in {"admin-token": ["admin"], "agent-token": ["agent"]}.items():
         parsed = parse(*STACK[name].words)
         assert (parsed.scope, parsed.if_missing) == (scopes, True)
@@ -319,7 +319,7 @@ def test_tokens_may_what_their_holders_need() -> None:
         assert readers
 
 
-def test_the_password_is_made_once_and_is_nobody_elses(tmp_path: Path) -> None:
+def test_the_password_is_created_once_and_private(tmp_path: Path) -> None:
     *shell, script = STACK["password"].words
     (folder,) = STACK["password"].mounts
     (found,) = re.findall(r"cd (\S+)", script)
@@ -339,7 +339,7 @@ def test_the_password_is_made_once_and_is_nobody_elses(tmp_path: Path) -> None:
     assert postgres["POSTGRES_PASSWORD_FILE"] == f"{folder}/password"
 
 
-def test_containers_have_the_time_to_end() -> None:
+def test_grace_periods_exceed_the_time_to_shut_down() -> None:
     def seconds(name: str) -> float:
         return float(STACK[name].service["stop_grace_period"].removesuffix("s"))
 
@@ -352,13 +352,13 @@ def test_containers_have_the_time_to_end() -> None:
     assert float(hard_stop[0]) < seconds("balancer")
 
 
-def test_there_are_two_of_what_may_die() -> None:
+def test_services_workers_and_nodes_are_redundant() -> None:
     for name in ("service", "dask-worker"):
         assert STACK[name].service["deploy"]["replicas"] == 2
     assert [STACK[name].service["hostname"] for name in ("node-1", "node-2")] == ["node-1", "node-2"]
 
 
-def test_the_balancer_waits_longer_than_services_are_silent() -> None:
+def test_the_balancers_timeouts_exceed_long_polls_and_keep_alives() -> None:
     text = (DOCKER / "haproxy.cfg").read_text()
     waits = {name: float(value) for name, value in re.findall(r"timeout (client|server) (\d+)s", text)}
     assert waits.keys() == {"client", "server"}
@@ -366,21 +366,21 @@ def test_the_balancer_waits_longer_than_services_are_silent() -> None:
     assert "uri /healthz " in text
 
 
-def test_the_balancer_passes_on_nothing_that_clients_say_of_where_they_come_from() -> None:
+def test_the_balancer_removes_forwarding_headers_of_clients() -> None:
     """Services trust the forwarded address: a client that reached one could forge it to guess more tokens."""
     assert STACK["service"].variables["ZBV_TRUSTED_PROXIES"] == "*"
     lines = [line.strip() for line in (DOCKER / "haproxy.cfg").read_text().splitlines()]
     assert {"http-request del-header X-Forwarded- -m beg", "http-request del-header Forwarded"} <= {*lines}
 
 
-def test_the_balancer_says_that_no_service_is_alive_as_a_service_would() -> None:
+def test_the_balancers_503_is_the_services_problem_document() -> None:
     (text,) = re.findall(r"http-error status 503 .* string '(.*)'", (DOCKER / "haproxy.cfg").read_text())
     body, kind = json.loads(text), NOT_READY
     expected = problem_document(kind, body["detail"])
     assert body == expected
 
 
-def test_each_node_has_a_gpu_of_its_own_and_a_slot_for_it() -> None:
+def test_each_node_has_its_own_gpu_and_one_slot() -> None:
     stack = containers(compose("compose.yaml", "compose.gpu.yaml"))
     reserved = []
     for name in ("node-1", "node-2"):
@@ -390,7 +390,7 @@ def test_each_node_has_a_gpu_of_its_own_and_a_slot_for_it() -> None:
     assert len(reserved) == len(set(reserved))
 
 
-def test_commands_in_texts_name_files_that_exist() -> None:
+def test_documented_compose_commands_name_existing_files_and_services() -> None:
     pages = [ROOT / "docs" / name for name in ("clusters.md", "containers.md")]
     texts = [path.read_text() for path in (*DOCKER.iterdir(), *pages)]
     files = {name for text in texts for name in re.findall(r" -f (\S+)", text)}
@@ -402,7 +402,7 @@ def test_commands_in_texts_name_files_that_exist() -> None:
     assert services <= STACK.keys()
 
 
-def test_commands_to_try_are_ones_that_the_programs_take() -> None:
+def test_programs_accept_the_documented_commands() -> None:
     text = (ROOT / "docs" / "containers.md").read_text().replace("\\\n", " ")
     tried = [shlex.split(line) for line in re.findall(r"exec (?:-T )?service ([^<#\n]+)", text)]
     assert {tuple(words[:2]) for words in tried} == {("zbv-service", c) for c in ("token", "submit", "run")}
@@ -414,7 +414,7 @@ def test_commands_to_try_are_ones_that_the_programs_take() -> None:
     assert str(Path(checkpoints).parent) in STACK["node-1"].mounts
 
 
-def test_container_reads_what_an_engine_would() -> None:
+def test_the_compose_reader_resolves_commands_mounts_and_health_checks() -> None:
     """The reader that the tests above use recognises the wrong cases."""
     node, scheduler = STACK["node-1"], STACK["dask-scheduler"]
     assert isinstance(node, Container)

@@ -27,7 +27,7 @@ def test_profile_plan_train_and_compare(tmp_path: Path) -> None:
     losses = [outcome["run"]["losses"] for outcome in outcomes]
     assert len(losses) == 3
     assert all(len(steps) == 4 and steps[-1] < steps[0] for steps in losses)
-    assert not leftovers(tmp_path), "the demonstration must end what it started"
+    assert not leftovers(tmp_path), "the demonstration left processes behind"
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def leftovers(folder: Path) -> list[str]:
         try:
             command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
-            continue  # it has just ended
+            continue  # the process has ended
         if str(folder) in command and "pytest" not in command:
             found.append(command)
     return found

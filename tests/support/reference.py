@@ -59,7 +59,7 @@ def steady_period(problem: Problem, orders: Orders, iterations: int = 60) -> flo
 
 
 def reach(problem: Problem, orders: Orders) -> list[list[float]]:
-    """D[r][q]: the longest path from rank r's first start to rank q's last end, -inf where there is none."""
+    """D[r][q]: the longest path from rank r's first start to rank q's last end, -inf if there is no path."""
     ranks = [orders.actions(rank) for rank in range(orders.pp_degree)]
     before = {then: first for actions in ranks for first, then in pairwise(actions)}
     executable = list(simulate(problem, orders)[0])

@@ -85,7 +85,7 @@ class HardModel:
             layer = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WORDS, bias=False))
         else:
             layer = HardLayer(frozen=at == 4)
-        # A generator of its own: torch's global one is shared by ranks that are threads.
+        # A separate generator, because ranks that are threads share torch's global one.
         generator = torch.Generator().manual_seed(self._seed * 101 + at)
         with torch.no_grad():
             for parameter in layer.parameters():
@@ -245,7 +245,7 @@ def _gradients(modules: Iterable[nn.Module]) -> Gradients:
 
 
 def main(folder: Path, timeout: float, runtime: Runtime = "zbv") -> None:
-    """Run every ``*.plan.json`` of a folder as one rank; writes ``NAME.RANK.pt`` beside each."""
+    """Run every ``*.plan.json`` of a folder as one rank; writes ``NAME.RANK.pt`` next to each."""
     torch.set_num_threads(1)
     world = World.from_environment()
     transport = DistributedTransport(world, "gloo", _CPU, timeout)

@@ -11,7 +11,7 @@ from support.paths import ROOT
 from support.serving import Serving
 
 from benchmarks.service import fuzz
-from benchmarks.service.malformed import ID, RUN_ID, TARGETS, malformed
+from benchmarks.service.malformed import ID, ROUTES, RUN_ID, malformed
 
 pytestmark = pytest.mark.anyio
 OPENAPI = json.loads((ROOT / "service" / "openapi.json").read_text())
@@ -31,7 +31,7 @@ def test_every_address_that_takes_a_body_is_a_target() -> None:
             path = path.replace(name, value)
         return path
 
-    assert {(target.method, target.path) for target in TARGETS} == {
+    assert {(route.method, route.path) for route in ROUTES} == {
         (method, filled(path)) for method, path in documented
     }
 

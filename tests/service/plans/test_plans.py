@@ -200,7 +200,7 @@ async def test_pages_show_the_plan_and_the_list(serving: Serving, ranks: list[li
             assert page.headers["content-type"] == "text/html; charset=utf-8"
             assert "default-src 'none'" in page.headers["content-security-policy"]
             assert plan_id[:8] in page.text
-        missing = await service.http.get("/plans/nothing")
+        missing = await service.http.get("/plans/nothing", headers={"accept": "text/html"})
         assert (missing.status_code, missing.headers["content-type"]) == (404, "text/html; charset=utf-8")
         assert (await service.http.get("/static/zbv.css")).status_code == 200
         assert (await service.http.get("/static/plan.js")).status_code == 200
@@ -228,4 +228,4 @@ async def test_an_import_says_which_claims_it_verified(serving: Serving) -> None
 def lie(plan: dict[str, Any]) -> dict[str, Any]:
     """A baseline that is nearly right."""
     (gpipe, *_) = compare(parse_problem(plan["problem"]))
-    return plain(gpipe) | {"span": gpipe.span + 1}
+    return {**plain(gpipe), "span": gpipe.span + 1}

@@ -9,7 +9,7 @@ import pytest
 import zbv_solver.estimate.presets
 from pydantic import BaseModel
 from support.paths import ROOT
-from zbv_solver.commands.estimate import FLAGS
+from zbv_solver.commands.estimate_flags import FLAGS
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.config import (
     DeviceConfig,

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from zbv_solver.problem.placement import Placement
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.commands.cli import main
 from zbv_worker.measure.gpu_report.gpu_report import Timed, overlaps
-from zbv_worker.measure.gpu_report.rank import problem_of, v_orders
+from zbv_worker.measure.gpu_report.rank import v_orders
 from zbv_worker.measure.profile.profile import LinkProfile
+from zbv_worker.measure.ranks import equal_stages
 
 GPT = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
 US = 1000
@@ -44,7 +46,7 @@ def test_a_transfer_is_exposed_where_its_receiver_waits_after_it_was_sent(
 
 @pytest.mark.parametrize(("p", "microbatches"), [(2, 1), (2, 8), (3, 5), (4, 8)])
 def test_its_own_plan_is_valid_and_splits_every_backward(p: int, microbatches: int) -> None:
-    problem = problem_of(p, microbatches)
+    problem = equal_stages(Placement.of("v", p), microbatches)
     orders = v_orders(problem)
     verify_orders(problem, orders)
     assert len(orders) == 3 * problem.n_stages * microbatches

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +46,7 @@ def write_plan(path: Path, problem: Problem, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended, in this process or one of its own."""
+    """The result of a command, run in this process or in another."""
 
     returncode: int
     stdout: str
@@ -149,12 +147,12 @@ def test_ranks_with_different_plans_refuse_by_name(tmp_path: Path) -> None:
 def test_a_tensor_that_does_not_come_in_time_names_rank_action_and_peer(
     rehearse: Rehearse, tmp_path: Path
 ) -> None:
-    """Rank 1 cannot get its first input before rank 0 has slept ten times as long as it may wait."""
+    """Rank 0 sleeps for much longer than rank 1 waits for its first input."""
     path = write_plan(tmp_path / "plan.json", problem_of(2, 1), seed=0)
-    finished = rehearse("--plan-file", path, "--scale", 1.5, "--timeout", 0.3)
+    finished = rehearse("--plan-file", path, "--scale", 5, "--timeout", 1)
     assert finished.returncode == 1
     assert re.search(
-        r"rank 1 waited 0\.3 s at 1F0 for the activation of 0F0 from rank 0, which did not arrive",
+        r"rank 1 waited 1 s at 1F0 for the activation of 0F0 from rank 0, which did not arrive",
         finished.stderr,
     )
     assert "Traceback" not in finished.stderr
@@ -190,7 +188,7 @@ def test_wrong_arguments_give_a_message_and_status_2(
     assert message in capsys.readouterr().err
 
 
-def test_a_service_without_an_answer_gives_status_1(
+def test_without_an_answer_of_the_service_in_zbv_server_the_status_is_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -202,8 +200,9 @@ def test_a_service_without_an_answer_gives_status_1(
             super().__init__(server, timeout=timeout)
 
     monkeypatch.setattr("zbv_service.client.Client", Watched)
-    assert main(["rehearse", "--server", "http://127.0.0.1:9", "--plan", "ab", "--timeout", "1.5"]) == 1
-    assert "no plan ab from" in capsys.readouterr().err
+    monkeypatch.setenv("ZBV_SERVER", "http://127.0.0.1:9")
+    assert main(["rehearse", "--plan", "ab", "--timeout", "1.5"]) == 1
+    assert "no plan ab from http://127.0.0.1:9" in capsys.readouterr().err
     assert given == [1.5], "all attempts together keep the timeout"
 
 
@@ -249,8 +248,3 @@ def test_a_plan_of_the_service_is_the_plan_of_its_file(tmp_path: Path) -> None:
     assert [found.of_rank(rank) for rank in (0, 1)] == [expected.of_rank(rank) for rank in (0, 1)]
     with pytest.raises(InvalidRun, match="found rank 2; the plan has 2 ranks"):
         found.of_rank(2)
-
-
-def test_help_does_not_import_torch() -> None:
-    code = "import sys, zbv_worker.commands.cli; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -33,9 +33,9 @@ def _integer(digits: str) -> int | float:
 
 
 def plain(value: Any) -> Any:
-    """A value of our own as JSON: the fields of dataclasses in their order, tuples as lists, inf as null.
+    """A dataclass as JSON values: its fields in their order, tuples as lists, infinity as null.
 
-    Whole numbers have no fraction, as in :func:`number`.
+    Whole numbers have no fraction (:func:`number`).
     """
     if isinstance(value, float):
         return number(value) if math.isfinite(value) else None

@@ -143,10 +143,10 @@ def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
 
 def _require_layers(document: PlanDocument, problem: Problem) -> None:
     """Raise when the plan states another partition than its problem."""
-    cut = problem.model
+    cut_model = problem.model
     for name, stated, expected in (
-        ("partition", document.partition, None if cut is None else plain(cut.partition)),
-        ("recompute", document.recompute, None if cut is None else plain(cut.cut.recompute)),
+        ("partition", document.partition, None if cut_model is None else plain(cut_model.partition)),
+        ("recompute", document.recompute, None if cut_model is None else plain(cut_model.cut.recompute)),
     ):
         if stated is not None and stated != expected:
             raise InvalidInput.at(

@@ -11,7 +11,7 @@ from support.fake_searches import plan_of
 from support.frontiers import ask, frontier, planned
 from support.layered import NAMES, RECOMPUTED
 from support.serving import Service, Serving
-from zbv_service.documents.problems import asked_of, parse_question
+from zbv_service.documents.problems import asked_of
 from zbv_service.frontier.points import CutSummary, Frontier, Point
 from zbv_service.frontier.problems import holds_up_to
 from zbv_service.pages.views.frontier_axis import Axis
@@ -19,6 +19,7 @@ from zbv_service.pages.views.frontier_picture import picture_of
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.plans.plan import Baseline, CutCertificate
 from zbv_solver.problem.problem import Problem, Units
+from zbv_solver.problem.reading import parse_any_problem
 
 pytestmark = pytest.mark.anyio
 
@@ -118,7 +119,7 @@ async def test_a_limit_that_nothing_fits_after_all_is_not_asked_for_ever(serving
 
 
 def cut() -> Problem:
-    question = parse_question({**CUT, "memory": {"limit": [40, 35]}})
+    question = parse_any_problem({**CUT, "memory": {"limit": [40, 35]}})
     assert isinstance(question, Problem)
     return question
 

@@ -13,12 +13,13 @@ from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.serving import Service, Serving, until
 from zbv_service.client.answers import read_plan, read_rank
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
-from zbv_service.documents.problems import Question, parse_question, question_json
+from zbv_service.documents.problems import Question, question_json
 from zbv_service.records.searches import NewPlan, Refusal
 from zbv_service.searches.executors.task import ProgressLike, SearchTask, compute, solver_search
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import Progress
 
 pytestmark = pytest.mark.anyio
@@ -186,7 +187,7 @@ async def test_a_search_goes_on_from_the_cut_that_it_had_found(serving: Serving,
         (directory / "release").touch()
         ended = await service.ended(search_id)
         assert (ended["state"], ended["attempts"]) == ("done", 2)
-        first = orders_of(stages_of(parse_question(LAYERED))).text(0)
+        first = orders_of(stages_of(parse_any_problem(LAYERED))).text(0)
         assert resumed.read_text().splitlines() == first
 
 
@@ -206,12 +207,12 @@ class Listener:
 
 
 def task(incumbent: bytes | None) -> SearchTask:
-    problem = pack(question_json(parse_question(LAYERED)))
+    problem = pack(question_json(parse_any_problem(LAYERED)))
     return SearchTask("s", problem, {"effort": "quick"}, incumbent)
 
 
 def test_what_a_stopped_search_stores_is_a_whole_cut_for_the_next_one() -> None:
-    known = pack_plan(plan_of(stages_of(parse_question(LAYERED))))
+    known = pack_plan(plan_of(stages_of(parse_any_problem(LAYERED))))
     given: list[Orders | Plan | None] = []
 
     def search(
@@ -228,7 +229,7 @@ def test_what_a_stopped_search_stores_is_a_whole_cut_for_the_next_one() -> None:
     found = compute(task(incumbent_of(known).incumbent), search, listener)
     (incumbent,) = given
     assert isinstance(incumbent, Plan)
-    assert incumbent.problem == stages_of(parse_question(LAYERED))
+    assert incumbent.problem == stages_of(parse_any_problem(LAYERED))
     # It is stopped at once, and still never worse than what it was given.
     assert isinstance(found, NewPlan)
     assert found.summary.value <= incumbent.objective

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 from support.frontiers import ask, frontier, planned
 from support.serving import PROBLEM, Serving
+from zbv_service.documents.packing import problem_key
 from zbv_service.frontier.points import Point
+from zbv_service.frontier.problems import problems_of_stages
 from zbv_service.pages.views.frontier import frontier_view
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known
@@ -59,6 +62,14 @@ def test_a_point_is_proved_if_its_plan_reaches_the_bound() -> None:
     assert replace(point, bound=100.0 * (1 - 1e-12)).is_proved
     assert not replace(point, bound=None).is_proved
     assert not replace(point, best=None).is_proved
+
+
+def test_the_bound_of_the_plans_own_problem_holds_up_to_its_limit() -> None:
+    own, unlimited = at(1.01), {**at(1.01), "memory": {**at(1.01)["memory"], "limit": None}}
+    found = problems_of_stages(parse_problem(own), (LEAST, 1.0, 2.0))
+    assert found.keys[problem_key(own)] == pytest.approx(1.01)
+    assert found.keys[problem_key(unlimited)] == math.inf
+    assert [found.keys[point.key] for point in found.points] == [LEAST, 1.0, 2.0]
 
 
 async def test_plans_of_limits_in_between_and_of_no_limit_are_found(serving: Serving) -> None:

@@ -24,7 +24,7 @@ from zbv_service.database import Database, TokenTable
 from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
 from zbv_service.pages import routes as pages
-from zbv_service.pages.routes import problem_pages, problem_types, sign_in
+from zbv_service.pages.routes import problems, sign_in
 from zbv_service.pages.shell import assets
 from zbv_service.searches.executors.task import SearchFunction, solver_search
 from zbv_service.security.headers import SecurityHeaders
@@ -44,9 +44,7 @@ _ROUTERS = (
     agents.router,
     health.router,
     metric_routes.router,
-    problem_types.router,
     *pages.ROUTERS,
-    sign_in.router,
 )
 """Every route of the service.
 
@@ -105,7 +103,7 @@ def create_app(
             Middleware(KnownHosts, host_names(settings)),
             # Starlette's own handler of crashes is outside of all middleware, so its response would lack the
             # request's id and the security headers.
-            Middleware(ExceptionMiddleware, handlers={Exception: problem_pages.as_page(on_crash)}),
+            Middleware(ExceptionMiddleware, handlers={Exception: problems.as_page(on_crash)}),
             Middleware(RankFetches),
         ],
         openapi_url=None,  # replaced by a route that requires a token
@@ -121,6 +119,6 @@ def create_app(
     install_error_handlers(app)
     sign_in.install(app)
     pages.mount_static(app)
-    problem_pages.install(app)
+    problems.install(app)
     openapi.install(app)
     return app

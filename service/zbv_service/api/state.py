@@ -78,9 +78,8 @@ class ApplicationState:
         self.metrics, self.assets = metrics, assets
         self.computations = computations = Computations()
 
-        plan_table, search_table = PlanTable(database), SearchTable(database)
         self.events = SearchEvents(SearchEventTable(database))
-        search_table.listen(self.events.changed)
+        plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)
         self.runner = Runner(search_table, settings, search, metrics)
         self.searches = Searches(search_table, self.runner, settings, computations)
 

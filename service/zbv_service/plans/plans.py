@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -198,7 +199,7 @@ def import_plan(body: Any, max_cells: int) -> tuple[NewPlan, tuple[Claim, ...]]:
         seed=provenance.seed,
         seconds=provenance.seconds,
     )
-    return pack_plan(plan.with_baselines(compare(problem))), checked.claims
+    return pack_plan(replace(plan, baselines=compare(problem))), checked.claims
 
 
 def _bytes_of(plan: Plan) -> int:

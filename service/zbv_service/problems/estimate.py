@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from zbv_solver.documents.text import plain
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.plans.certificate import gap_of
-from zbv_solver.plans.plan import Plan, baseline_json
-from zbv_solver.problem.layered_document import LayeredProblemDocument
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.documents import LayeredProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_problem, to_layered
 from zbv_solver.search.options import SearchOptions
@@ -95,7 +96,7 @@ def estimate_of(packed: bytes) -> dict[str, Any]:
     else:
         found = search(problem, SearchOptions("quick", time_limit=SECONDS))
         bound, plan, baselines = found.metrics.lower_bound, _figures(found), found.baselines
-    return {"lower_bound": bound, "plan": plan, "baselines": [baseline_json(each) for each in baselines]}
+    return {"lower_bound": bound, "plan": plan, "baselines": [plain(each) for each in baselines]}
 
 
 def estimate_of_layers(packed: bytes) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def estimate_of_layers(packed: bytes) -> dict[str, Any]:
     return {
         "lower_bound": bound,
         "plan": {**_figures(found), "gap": finite_or_none(gap), "status": status},
-        "baselines": [baseline_json(each) for each in found.baselines],
+        "baselines": [plain(each) for each in found.baselines],
     }
 
 

@@ -17,7 +17,6 @@ from zbv_service.api.error_handlers import on_crash
 from zbv_service.api.limits import Limited
 from zbv_service.api.rank_fetches import RankFetches
 from zbv_service.api.routers import agents, health, plans, problem_checks, runs, search_events, searches
-from zbv_service.api.routers import metrics as metric_routes
 from zbv_service.api.state import ApplicationState
 from zbv_service.compute.processes import preload
 from zbv_service.database import Database, TokenTable
@@ -43,7 +42,6 @@ _ROUTERS = (
     runs.router,
     agents.router,
     health.router,
-    metric_routes.router,
     *pages.ROUTERS,
 )
 """Every route of the service.

@@ -18,6 +18,8 @@ CALLER: ContextVar[str | None] = ContextVar("zbv_caller", default=None)
 CLIENT_GONE: ContextVar[asyncio.Event | None] = ContextVar("zbv_client_gone", default=None)
 """Set when the client of a request with a body disconnects."""
 SEARCH_ID: ContextVar[str | None] = ContextVar("zbv_search_id", default=None)
+ROOT_PATH: ContextVar[str] = ContextVar("zbv_root_path", default="")
+"""The prefix under which a proxy serves the application, without a trailing slash."""
 
 _SANE = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")
 """Ids that callers may choose. The characters are harmless in headers, log lines and pages."""

@@ -185,9 +185,9 @@ def _build_state(
 ) -> ApplicationState:
     """The parts of the service on an open database."""
     agents, runs, run_plans = AgentTable(database), RunTable(database), RunPlanTable(database)
-    searches_table, plan_table, parts = SearchTable(database), PlanTable(database), PartTable(database)
+    plan_table, parts = PlanTable(database), PartTable(database)
     events = SearchEvents(SearchEventTable(database))
-    searches_table.listen(events.changed)
+    searches_table = SearchTable(database, events.changed)
     runner = Runner(searches_table, settings, search, metrics)
     computations = Computations()
     searches = Searches(searches_table, runner, settings, computations)

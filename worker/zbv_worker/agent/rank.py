@@ -16,7 +16,7 @@ from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, progress_
 
 if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
     from zbv_worker.execution.progress import CurrentProgress
-    from zbv_worker.training.run import RunOptions
+    from zbv_worker.training.options import RunOptions
 
 _FAILED, _WRONG_INPUT = 1, 2
 _PATIENCE = 0.8
@@ -54,8 +54,7 @@ def _options(spec: Any, folder: Path) -> RunOptions:
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
     from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.options import TrainingOptions
-    from zbv_worker.training.run import RunOptions
+    from zbv_worker.training.options import RunOptions, TrainingOptions
 
     work = spec["work"]
     model, options = work["model"], work["options"]

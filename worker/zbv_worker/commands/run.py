@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from zbv_worker.commands.arguments import add_model, add_plan, add_precision, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
-    from zbv_worker.training.run import RunOptions
+    from zbv_worker.training.options import RunOptions
 
 _RUN_EXAMPLES = """\
 examples:
@@ -38,8 +38,7 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
     from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.options import TrainingOptions
-    from zbv_worker.training.run import RunOptions
+    from zbv_worker.training.options import RunOptions, TrainingOptions
 
     fetched = [PlanSource(parsed.server, plan) for plan in parsed.plan]
     sources = (*fetched, *(PlanSource(file=file) for file in parsed.plan_file))

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True, timeout=60).split()
 PAGES = [ROOT / name for name in LISTED]
+NAME = re.compile(r"\bzbv_(?:solver|service|worker)(?:\.(?!__)[A-Za-z_]\w*)+")
 
 
 def without_code(text: str) -> str:

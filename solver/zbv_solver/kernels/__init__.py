@@ -1,1 +1,4 @@
-"""How compiled kernels are made, and the arrays that they take. A kernel is in the module that calls it."""
+"""How kernels are compiled and cached, and the array types that they take.
+
+Kernels themselves are next to the code that calls them.
+"""

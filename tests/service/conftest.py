@@ -25,7 +25,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where controllable searches and their test leave each other files."""
+    """The directory in which controllable searches and their test exchange files."""
     monkeypatch.setenv("ZBV_TEST_DIRECTORY", str(tmp_path))
     return tmp_path
 
@@ -37,7 +37,7 @@ def sqlite_databases(tmp_path_factory: pytest.TempPathFactory) -> SqliteDatabase
 
 @pytest.fixture
 def database_url(sqlite_databases: SqliteDatabases, tmp_path: Path) -> str:
-    """A SQLite database with all tables and nothing in them. What databases must do alike is in contract/."""
+    """An empty SQLite database with all tables. Tests of both kinds of databases are in contract/."""
     return sqlite_databases.migrated(tmp_path)
 
 
@@ -53,22 +53,29 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresDatab
     shared.close()
 
 
-@pytest.fixture(params=KINDS)
-def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database of every kind in turn, with all tables and nothing in them."""
-    kind: Kind = request.param
-    if kind == "sqlite":
-        sqlite: SqliteDatabases = request.getfixturevalue("sqlite_databases")
-        yield sqlite.migrated(tmp_path)
-        return
-    postgres: PostgresDatabases = request.getfixturevalue("postgres")
+@pytest.fixture(scope="session")
+def postgres_database(postgres: PostgresDatabases) -> Iterator[str]:
+    """A PostgreSQL database of this process, with all tables; for :func:`any_database_url`."""
     with postgres.migrated() as url:
         yield url
 
 
 @pytest.fixture(params=KINDS)
+def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty database of each kind, with all tables."""
+    kind: Kind = request.param
+    if kind == "sqlite":
+        sqlite: SqliteDatabases = request.getfixturevalue("sqlite_databases")
+        yield sqlite.migrated(tmp_path)
+        return
+    url: str = request.getfixturevalue("postgres_database")
+    PostgresDatabases.clear(url)
+    yield url
+
+
+@pytest.fixture(params=KINDS)
 def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database of every kind in turn, without tables."""
+    """A database of each kind, without tables."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path}/zbv.db"
         return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 _MOST_DIGITS = 100
@@ -21,16 +23,27 @@ def decode_json(text: str) -> Any:
     A number that no float can hold becomes inf, even an integer of thousands of digits, which Python itself
     refuses to parse. The document's validation can then name the offending field.
 
-    Raises
-    ------
-    json.JSONDecodeError
-        When the text is not JSON.
+    Raises :class:`json.JSONDecodeError` when the text is not JSON.
     """
     return json.loads(text, parse_int=_integer)
 
 
 def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
+def plain(value: Any) -> Any:
+    """A dataclass as JSON values: its fields in their order, tuples as lists, infinity as null.
+
+    Whole numbers have no fraction (:func:`number`).
+    """
+    if isinstance(value, float):
+        return number(value) if math.isfinite(value) else None
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return value
 
 
 def number(value: float) -> float | int:

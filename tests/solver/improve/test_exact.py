@@ -1,4 +1,4 @@
-"""CP-SAT: proves small cases, agrees with exhaustive search, repeats itself, can be stopped."""
+"""CP-SAT proves small cases, agrees with exhaustive search, is deterministic, and can be stopped."""
 
 from __future__ import annotations
 
@@ -24,18 +24,25 @@ from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
 
 TIGHT: dict[str, object] = {
-    "pp_degree": 4,
+    "pp_degree": 3,
     "microbatches": 8,
     "objective": "makespan",
     "costs": {
-        "forward": [23, 22, 19, 18, 20, 19, 22, 24],
-        "backward_input": [21, 22, 24, 21, 19, 23, 22, 26],
-        "backward_weight": [16, 17, 16, 16, 13, 15, 16, 20],
+        "forward": [23, 22, 19, 19, 22, 24],
+        "backward_input": [21, 22, 24, 23, 22, 26],
+        "backward_weight": 16,
         "p2p": 1,
     },
-    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 11.2},
+    "memory": {
+        "forward": [2, 3, 2, 3, 2, 3],
+        "backward_input": [-1, -2, -1, -1, -1, -1],
+        "backward_weight": [-1, -1, -1, -2, -1, -2],
+        "limit": 9,
+    },
 }
-TIGHT_OPTIMUM = 1135.0
+"""A rank's W's take equally long and release different amounts, so the model orders them."""
+TIGHT_OPTIMUM = 1271.0
+KINDS = ("v", "loop", "single")
 
 
 def value_of(problem: Problem, orders: object) -> float:
@@ -66,18 +73,9 @@ def assert_proves_plain_optimum(problem: Problem) -> None:
         event("the plain model was too slow")
 
 
-KINDS = ("v", "loop", "single")
-
-
-@given(limited_problems(max_p=2, max_m=3, kinds=KINDS))
+@given(limited_problems(max_p=2, max_m=3, kinds=KINDS) | limited_problems(max_p=3, max_m=2, kinds=KINDS))
 @settings(max_examples=25)
 def test_proves_the_optimum_of_a_plain_model(problem: Problem) -> None:
-    assert_proves_plain_optimum(problem)
-
-
-@given(limited_problems(max_p=3, max_m=2, kinds=KINDS))
-@settings(max_examples=12)
-def test_proves_the_optimum_of_a_plain_model_on_more_ranks(problem: Problem) -> None:
     assert_proves_plain_optimum(problem)
 
 
@@ -86,7 +84,7 @@ def test_proves_the_optimum_of_a_plain_model_on_more_ranks(problem: Problem) -> 
 def test_proves_the_optimum_of_a_plain_model_where_stages_are_alike(
     problem: Problem, costs: list[int]
 ) -> None:
-    """W's of a rank that take equally long are interchangeable, and the model chooses among them."""
+    """If the W's of a rank take equally long, the model orders them by what they release."""
     n = problem.n_stages
     forward, inputs, weights = ((float(cost),) * n for cost in costs)
     assert_proves_plain_optimum(
@@ -100,7 +98,7 @@ def test_proves_the_optimum_of_a_plain_model_where_stages_are_alike(
 
 
 def test_proves_a_larger_problem_with_tight_memory_optimal() -> None:
-    """4 ranks, 8 microbatches: large enough to tell a wrong dominance rule, which tiny problems forgive."""
+    """Wrong implications of memory or a wrong dominance rule may do no harm in tiny problems."""
     problem = parse_problem(TIGHT)
     start = min((a.orders for a in priority_schedules(problem)), key=lambda o: value_of(problem, o))
     result = refine(problem, start, lower_bound=0.0, effort=5.0)
@@ -131,17 +129,6 @@ def test_reports_ever_better_orders_and_bounds(problem: Problem) -> None:
     assert result.lower_bound == (bounds[-1] if bounds else 0.0) <= worst_first[-1] * (1 + 1e-9)
 
 
-@given(limited_problems(max_p=3, max_m=3))
-@settings(max_examples=12)
-def test_orders_found_are_valid_and_never_worse(problem: Problem) -> None:
-    start = next(priority_schedules(problem)).orders
-    result = refine(problem, start, lower_bound=0.0, effort=0.3)
-    if result.orders is not None:
-        verify_orders(problem, result.orders)
-        assert value_of(problem, result.orders) <= value_of(problem, start) * (1 + 1e-9) + 1e-9
-        assert result.lower_bound <= value_of(problem, result.orders) * (1 + 1e-9) + 1e-9
-
-
 @given(limited_problems(max_p=2, max_m=3))
 @settings(max_examples=8)
 def test_repeats_itself(problem: Problem) -> None:
@@ -151,8 +138,8 @@ def test_repeats_itself(problem: Problem) -> None:
     assert results[0].lower_bound == results[1].lower_bound
 
 
-def test_ctrl_c_stays_pythons() -> None:
-    """OR-Tools would take the signal over, and leave the system's default behind: sudden death."""
+def test_python_handles_ctrl_c_during_a_search() -> None:
+    """OR-Tools would replace Python's handler, and leave the system's default, which kills the process."""
     program = (
         "import os, signal\n"
         "from zbv_solver.improve.exact import make_solver\n"
@@ -177,7 +164,7 @@ def test_ctrl_c_stays_pythons() -> None:
 
 
 def test_fractional_costs_keep_a_valid_bound() -> None:
-    """Thirds fit no decimal grid: durations are rounded down, the bound with them."""
+    """Thirds have no common unit: durations are rounded down, and so is the bound."""
     third = 1 / 3
     plain = uniform(2, 3)
     problem = replace(
@@ -198,14 +185,14 @@ def test_stops_soon_after_cancellation() -> None:
     start = serial(problem).orders
     asked = time.monotonic()
     result = refine(
-        problem, start, lower_bound=0.0, effort=1e6, cancelled=lambda: time.monotonic() - asked > 0.5
+        problem, start, lower_bound=0.0, effort=1e6, cancelled=lambda: time.monotonic() - asked > 0.1
     )
-    assert not result.proved  # an hour's effort was cut short, or this test would have timed out
+    assert not result.proved  # the effort would take months
     assert result.orders is None or value_of(problem, result.orders) <= value_of(problem, start)
 
 
-def test_orders_that_differ_by_rounding_alone_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs over eight decades have no common unit: as integers, many orders are a little better."""
+def test_orders_that_differ_only_by_rounding_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs across eight orders of magnitude have no common unit: as integers, many orders look better."""
     problem = parse_problem(
         {
             "pp_degree": 3,

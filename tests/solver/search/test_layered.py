@@ -31,6 +31,11 @@ def plan() -> Plan:
     return search(layered(placement="auto"), QUICK)
 
 
+@pytest.fixture(scope="module")
+def small() -> Plan:
+    return search(layered(), QUICK)
+
+
 @pytest.mark.parametrize("placement", ["v", "single"])
 @pytest.mark.parametrize("limit", [None, 12])
 def test_the_smallest_cases_agree_with_brute_force_over_all_cuts(placement: str, limit: int | None) -> None:
@@ -47,7 +52,7 @@ def test_the_smallest_cases_agree_with_brute_force_over_all_cuts(placement: str,
             assert best.objective >= found.objective * (1 - 1e-9)
 
 
-def test_a_plan_says_which_layers_are_where(plan: Plan) -> None:
+def test_a_plan_states_the_layers_of_every_stage(plan: Plan) -> None:
     written = plan_json(plan)
     names = [name for stage in written["partition"] for name in stage]
     assert names == ["embedding", *(f"block.{k}" for k in range(8)), "head"]
@@ -57,7 +62,7 @@ def test_a_plan_says_which_layers_are_where(plan: Plan) -> None:
     assert 0 <= written["cut"]["lower_bound"] <= plan.metrics.lower_bound
 
 
-def test_it_reads_back_as_it_was_written(plan: Plan) -> None:
+def test_a_written_plan_is_read_back_unchanged(plan: Plan) -> None:
     read = parse_plan(json.loads(json.dumps(plan_json(plan))))
     assert read.plan_id == plan.plan_id
     assert read.problem == plan.problem
@@ -72,16 +77,16 @@ def test_a_plan_whose_partition_was_altered_is_refused(plan: Plan) -> None:
         parse_plan(altered)
 
 
-def test_the_other_placements_and_the_simple_cuts_stand_beside_it(plan: Plan) -> None:
-    beside = {baseline.name: baseline for baseline in plan.baselines}
-    kinds = {"v", "loop-2", "loop-3", "loop-4", "single"} & set(beside)
-    assert {"even-cut", "histogram-cut", "1f1b", "interleaved-1f1b"} <= set(beside)
+def test_baselines_include_the_other_placements_and_the_simple_cuts(plan: Plan) -> None:
+    baselines = {baseline.name: baseline for baseline in plan.baselines}
+    kinds = {"v", "loop-2", "loop-3", "loop-4", "single"} & set(baselines)
+    assert {"even-cut", "histogram-cut", "1f1b", "interleaved-1f1b"} <= set(baselines)
     assert len(kinds) == 4
     for name in ("even-cut", "histogram-cut", *kinds):
-        assert beside[name].span >= plan.objective * (1 - 1e-9)
+        assert baselines[name].span >= plan.objective * (1 - 1e-9)
 
 
-def test_a_placement_on_which_nothing_fits_is_left_out() -> None:
+def test_a_placement_without_a_cut_that_fits_is_left_out() -> None:
     """One layer a stage: of a loop, rank 0 would have both heavy ones."""
     layers = [
         {**EMBEDDING, "name": f"layer{number}", "memory": {"static": held}}
@@ -99,7 +104,7 @@ def test_a_placement_can_be_forced(placement: str) -> None:
     assert found.problem.placement.kind == placement
 
 
-def test_it_is_never_worse_than_the_same_search_on_a_simple_cut() -> None:
+def test_a_plan_is_never_worse_than_the_same_search_on_a_simple_cut() -> None:
     problem = layered(microbatches=8)
     found = search(problem, QUICK).objective
     space = CutSpace(problem, problem.placements[0], CutTables.of(problem))
@@ -108,7 +113,7 @@ def test_it_is_never_worse_than_the_same_search_on_a_simple_cut() -> None:
         assert found <= search(cut, QUICK).objective * (1 + 1e-9)
 
 
-def test_the_certificate_is_what_no_cut_can_beat_and_not_what_was_reached() -> None:
+def test_the_certificate_states_the_bound_over_all_cuts() -> None:
     problem = layered(microbatches=8, memory={"limit": 24})
     space = CutSpace(problem, problem.placements[0], CutTables.of(problem))
     balanced = balanced_cut(space, level_cut(space))
@@ -120,7 +125,7 @@ def test_the_certificate_is_what_no_cut_can_beat_and_not_what_was_reached() -> N
     assert found.cut.gap == pytest.approx(found.objective / found.cut.lower_bound - 1)
 
 
-def test_a_judge_that_is_wrong_costs_time_and_not_the_better_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_estimate_of_cuts_does_not_change_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     def worst_first(judge: Judge, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         return -judge.floor(bounds, recompute)
 
@@ -130,7 +135,7 @@ def test_a_judge_that_is_wrong_costs_time_and_not_the_better_cut(monkeypatch: py
     assert search(problem, QUICK).objective == pytest.approx(right)
 
 
-def test_the_same_question_has_the_same_answer(plan: Plan) -> None:
+def test_the_same_problem_gets_the_same_plan(plan: Plan) -> None:
     assert search(layered(placement="auto"), QUICK).plan_id == plan.plan_id
 
 
@@ -150,21 +155,21 @@ def test_a_cancelled_search_returns_the_best_so_far() -> None:
     assert found.provenance.extra["cut"] == "cancelled"
 
 
-def test_the_first_plan_is_there_before_cuts_are_told_apart() -> None:
+def test_the_first_plan_is_reported_before_cuts_are_estimated() -> None:
     heard: list[Progress] = []
     search(layered(placement="auto", microbatches=8), QUICK, heard.append, lambda: bool(heard))
     assert len(heard) == 1
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.3])
-def test_however_short_the_time_no_baseline_that_fits_is_better(seconds: float) -> None:
+def test_no_baseline_that_fits_is_better_under_any_time_limit(seconds: float) -> None:
     problem = layered(placement="auto", microbatches=32, memory={"limit": 30})
     found = search(problem, SearchOptions(time_limit=seconds))
     verify(found)
     assert all(row.span >= found.objective * (1 - 1e-9) for row in found.baselines if row.fits)
 
 
-def test_an_incumbent_is_where_the_search_starts(plan: Plan) -> None:
+def test_a_search_starts_from_its_incumbent(plan: Plan) -> None:
     resumed = search(layered(placement="auto"), SearchOptions(), cancelled=lambda: True, incumbent=plan)
     assert resumed.objective <= plan.objective * (1 + 1e-9)
     with pytest.raises(TypeError, match="the incumbent must be a Plan"):
@@ -183,20 +188,20 @@ def test_an_incumbent_is_where_the_search_starts(plan: Plan) -> None:
         {"objective": "makespan"},
     ],
 )
-def test_a_plan_of_other_layers_or_of_another_question_is_no_incumbent(changes: dict[str, Any]) -> None:
-    plan = search(layered(), QUICK)
+def test_a_plan_of_another_layered_problem_is_refused_as_incumbent(
+    small: Plan, changes: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidPlan):
-        search(layered(**changes), QUICK, incumbent=plan)
+        search(layered(**changes), QUICK, incumbent=small)
 
 
-def test_what_an_incumbent_states_is_not_believed() -> None:
-    plan = search(layered(), QUICK)
-    metrics = replace(plan.metrics, span=plan.metrics.span / 2, lower_bound=1.0, status="optimal")
-    resumed = search(layered(), QUICK, cancelled=lambda: True, incumbent=replace(plan, metrics=metrics))
-    assert resumed.metrics.span == plan.metrics.span
+def test_the_metrics_of_an_incumbent_are_recomputed(small: Plan) -> None:
+    metrics = replace(small.metrics, span=small.metrics.span / 2, lower_bound=1.0, status="optimal")
+    resumed = search(layered(), QUICK, cancelled=lambda: True, incumbent=replace(small, metrics=metrics))
+    assert resumed.metrics.span == small.metrics.span
     verify(resumed)
     with pytest.raises(InvalidPlan):
-        search(layered(), QUICK, incumbent=replace(plan, orders=Orders.of_rows([])))
+        search(layered(), QUICK, incumbent=replace(small, orders=Orders.of_rows([])))
 
 
 def test_memory_decides_what_is_recomputed() -> None:
@@ -213,7 +218,7 @@ def test_memory_decides_what_is_recomputed() -> None:
 
 
 @pytest.mark.parametrize("placement", ["v", "loop", "single", "auto"])
-def test_what_fits_no_cut_is_told_with_the_least_that_would(placement: str) -> None:
+def test_an_infeasible_limit_is_reported_with_a_feasible_one(placement: str) -> None:
     with pytest.raises(InfeasibleMemory) as caught:
         search(layered(placement=placement, memory={"limit": 10}), QUICK)
     least = caught.value.smallest
@@ -235,14 +240,13 @@ def test_a_single_stage_has_no_neighbours() -> None:
     assert improve_cut(judge, start, 10_000, 0, lambda: False) == start
 
 
-def test_a_given_partition_is_kept() -> None:
-    given = search(layered(), QUICK).problem
-    written = plan_json(search(given, QUICK))
-    assert given.model is not None
-    assert written["partition"] == [list(names) for names in given.model.partition]
+def test_a_given_partition_is_kept(small: Plan) -> None:
+    written = plan_json(search(small.problem, QUICK))
+    assert small.problem.model is not None
+    assert written["partition"] == [list(names) for names in small.problem.model.partition]
 
 
-def test_baselines_hold_the_layers_that_they_host() -> None:
+def test_baselines_hold_the_static_memory_of_their_layers() -> None:
     """1F1B's first rank has the first stages of the model, not the two ends of a V."""
     heavy = {**HEAD, "memory": {"static": 100}}
     problem = layered(layers=[EMBEDDING, BLOCK, heavy])
@@ -265,7 +269,7 @@ def test_checking_a_plan_against_its_layers(plan: Plan) -> None:
         kept.as_cut_in(plan.problem)
 
 
-def test_documents_that_say_too_little_are_told_what_is_missing() -> None:
+def test_layers_are_refused_where_a_cut_problem_is_required() -> None:
     from zbv_solver.problem.reading import parse_problem
 
     with pytest.raises(InvalidInput, match="not cut into stages"):

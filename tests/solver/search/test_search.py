@@ -1,4 +1,4 @@
-"""The search: a verified plan whenever one exists, the same every time, anytime."""
+"""The search finds a verified plan whenever one exists, the same one every time, and can be stopped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_feasible_limit_gives_a_verified_plan(problem: Problem) -> None:
 
 
 @given(problems(max_p=8, max_m=32), st.data())
-def test_no_limit_below_the_smallest_gives_one(problem: Problem, data: st.DataObject) -> None:
+def test_a_limit_below_the_smallest_is_infeasible(problem: Problem, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, problem.pp_degree - 1))
     smallest = problem.smallest_limit
     if smallest[rank] == 0:
@@ -67,16 +67,23 @@ def test_small_cases_are_proved_optimal() -> None:
 
 @given(problems(max_p=3, max_m=1, fused=False, objective="makespan"))
 def test_one_microbatch_is_scheduled_as_well_as_possible(problem: Problem) -> None:
-    """There is little to decide, and even the least effort decides it right."""
+    """There is little to decide, and even the quick effort decides it correctly."""
     best = min(evaluate(problem, orders).makespan for orders in all_orders_of_one_microbatch(problem))
     assert search(problem, QUICK).metrics.makespan == pytest.approx(best)
 
 
 @given(limited_problems(max_p=2, max_m=3))
 @settings(max_examples=8)
-def test_tiny_problems_end_at_the_optimum_of_a_plain_model(problem: Problem) -> None:
-    plan = search(problem)
+def test_progress_gets_ever_better_and_ends_at_the_optimum_of_a_plain_model(problem: Problem) -> None:
+    heard: list[Progress] = []
+    plan = search(problem, on_progress=heard.append)
     assert plan.metrics.status == "optimal"
+    assert is_monotone([progress.objective for progress in heard])
+    assert is_monotone([-progress.lower_bound for progress in heard])
+    assert heard[-1].orders == plan.orders
+    assert plan.objective <= heard[-1].objective * (1 + 1e-9) + 1e-9
+    for progress in heard:
+        make_plan(problem, progress.orders, method="test")
     try:
         least = optimum(problem, evaluate_objective(problem, serial(problem).orders), effort=0.05)
     except RuntimeError:
@@ -86,7 +93,7 @@ def test_tiny_problems_end_at_the_optimum_of_a_plain_model(problem: Problem) -> 
 
 
 @given(
-    limited_problems(max_p=4, max_m=5),
+    limited_problems(max_p=3, max_m=4),
     st.lists(st.sampled_from(STAGES), unique=True).map(tuple),
 )
 @settings(max_examples=6)
@@ -99,13 +106,13 @@ def test_stages_can_be_left_out(problem: Problem, without: tuple[str, ...]) -> N
 
 @given(limited_problems(max_p=3, max_m=4))
 @settings(max_examples=2)
-def test_same_question_same_plan(problem: Problem) -> None:
+def test_the_number_of_workers_does_not_change_the_plan(problem: Problem) -> None:
     plans = [search(problem, SearchOptions(seed=3, workers=workers)) for workers in (1, 2)]
     assert plans[0].plan_id == plans[1].plan_id
 
 
-@pytest.mark.parametrize("seed", [0, 5, 6, 21])
-def test_the_chain_that_meets_the_bound_first_wins_whoever_is_faster(seed: int) -> None:
+@pytest.mark.parametrize("seed", [6, 21])
+def test_threads_do_not_change_which_chain_wins(seed: int) -> None:
     """On these problems tuning meets the bound, in one chain after many more steps than in the other."""
     chance = random.Random(seed)
     forward, backward_input, backward_weight = (
@@ -130,7 +137,7 @@ def test_the_chain_that_meets_the_bound_first_wins_whoever_is_faster(seed: int) 
     ("meets", "winner", "made"),
     [((5, 2), 1, (6, 3)), ((2, 5), 0, (3, 3)), ((2, 2), 0, (3, 3)), ((None, 2), 1, (9, 3))],
 )
-def test_of_two_chains_the_one_of_fewer_steps_wins_and_the_other_ends(
+def test_the_chain_that_meets_the_bound_in_fewer_steps_wins_and_the_other_ends(
     meets: tuple[int | None, int], winner: int, made: tuple[int, int]
 ) -> None:
     """On one thread the first chain runs before the second; the steps alone decide."""
@@ -151,22 +158,10 @@ def test_of_two_chains_the_one_of_fewer_steps_wins_and_the_other_ends(
     assert tuple(steps) == made
 
 
-@given(limited_problems(max_p=2, max_m=3))
-@settings(max_examples=5)
-def test_progress_only_gets_better_and_ends_at_the_plan(problem: Problem) -> None:
-    heard: list[Progress] = []
-    plan = search(problem, SearchOptions(effort="standard"), on_progress=heard.append)
-    assert is_monotone([progress.objective for progress in heard])
-    assert is_monotone([-progress.lower_bound for progress in heard])
-    assert heard[-1].orders == plan.orders
-    assert plan.objective <= heard[-1].objective * (1 + 1e-9) + 1e-9
-    for progress in heard:
-        make_plan(problem, progress.orders, method="test")
-
-
 def test_a_resumed_search_is_never_worse_than_its_incumbent() -> None:
     problem = limited(uniform(3, 6, p2p=1), 1.0)
-    best = search(problem, SearchOptions(effort="standard"))
+    best = search(problem, SearchOptions(without=("tune", "anneal", "windows")))
+    assert best.objective < search(problem, QUICK).objective
     resumed = search(problem, QUICK, incumbent=best.orders)
     assert resumed.objective <= best.objective
     worse = search(problem, QUICK, incumbent=serial(problem).orders)
@@ -178,7 +173,7 @@ def test_an_incumbent_of_another_problem_is_refused() -> None:
         search(uniform(2, 3), QUICK, incumbent=serial(uniform(2, 2)).orders)
 
 
-def test_a_plan_of_another_problem_is_refused_even_where_its_orders_would_do() -> None:
+def test_a_plan_of_another_problem_is_refused_even_if_its_orders_are_valid() -> None:
     plan = search(uniform(2, 3), QUICK)
     assert search(uniform(2, 3), QUICK, incumbent=plan).plan_id == plan.plan_id
     with pytest.raises(InvalidPlan, match="they differ in costs"):
@@ -210,7 +205,7 @@ def test_one_worker_divides_a_time_limit_between_the_chains(
     assert steps[0] == pytest.approx(steps[1], abs=4)
 
 
-def test_the_time_that_the_first_chain_leaves_is_the_second_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_chain_may_use_the_time_that_the_first_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("zbv_solver.search.pipeline.time", clock)
@@ -230,8 +225,8 @@ def test_the_time_that_the_first_chain_leaves_is_the_second_s(monkeypatch: pytes
     assert steps[1] == pytest.approx(790, abs=4)
 
 
-def test_a_turn_that_is_over_stops_what_runs_in_it() -> None:
-    """Annealing's rounds are long: only the flag that kernels poll ends one."""
+def test_the_end_of_a_turn_stops_its_kernels() -> None:
+    """Rounds of annealing are long: only the flag that kernels poll ends one early."""
     stopped: list[int] = []
 
     def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
@@ -240,7 +235,7 @@ def test_a_turn_that_is_over_stops_what_runs_in_it() -> None:
         stopped.append(number)
         yield None
 
-    with Pipeline(uniform(2, 2), SearchOptions(time_limit=0.5), None, None) as pipeline:
+    with Pipeline(uniform(2, 2), SearchOptions(time_limit=0.1), None, None) as pipeline:
         pipeline._race(chain_of, 0.8)
     assert stopped == [0, 1]
 
@@ -251,7 +246,7 @@ def test_a_cancelled_search_keeps_its_incumbent() -> None:
     assert plan.provenance.extra["cut"] == "cancelled"
 
 
-def test_a_time_limit_cuts_and_says_so() -> None:
+def test_a_plan_records_that_a_time_limit_ended_its_search() -> None:
     problem = limited(uniform(4, 16, p2p=1), 2.0)
     began = time.monotonic()
     plan = search(problem, SearchOptions(effort="thorough", time_limit=1e-9))
@@ -260,7 +255,7 @@ def test_a_time_limit_cuts_and_says_so() -> None:
     assert time.monotonic() - began < 60  # thorough would take minutes
 
 
-def test_an_uncut_search_says_nothing_of_cuts() -> None:
+def test_a_plan_of_a_complete_search_records_no_cut() -> None:
     assert "cut" not in search(uniform(2, 2), QUICK).provenance.extra
 
 
@@ -283,7 +278,7 @@ def test_wrong_options_are_refused(options: dict[str, object]) -> None:
     assert caught.value.issues[0].pointer == f"/{next(iter(options))}"
 
 
-def test_orders_from_elsewhere_are_verified() -> None:
+def test_orders_of_a_caller_are_verified() -> None:
     problem = uniform(1, 1)
     good = Orders.from_text([["0F0", "1F0", "1B0", "0B0"]])
     assert make_plan(problem, good, method="mine").metrics.span == 6

@@ -31,7 +31,7 @@ def view_of(plan: Plan, actual: Plan, *, steps: int = 1, ranks: tuple[int, ...] 
     documents = trace_documents(actual.problem, actual.orders, plan_id=plan.plan_id, steps=steps)
     found = measure(plan, [parse_rank_trace(documents[rank]) for rank in ranks], Chosen())
     assert isinstance(found, Measured)
-    return measured_view("e" * 32, found, "", is_open=False)
+    return measured_view(found, "")
 
 
 def idle_notes(view: MeasuredView) -> list[list[str]]:

@@ -23,7 +23,7 @@ from support.runs_over_http import (
 )
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.pages.routes import runs as pages
-from zbv_service.pages.shell import Shell
+from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.run import run_view
 from zbv_service.runs.measurements import most_shared
 from zbv_solver.measure.rank_trace import parse_rank_trace
@@ -228,8 +228,9 @@ async def test_who_may_not_launch_is_not_offered_to(serving: Serving) -> None:
         run_id = (await submit(service)).json()["id"]
         run = await service.app.state.application.runs.get(run_id)
         for may, expected in ((("read",), False), (("launch",), True), (("admin",), True)):
-            view = run_view(run, None, (), (), (), Shell(may=frozenset(may)))
-            assert view.may_launch == expected
+            view, shell = run_view(run, None, (), ()), Shell(may=frozenset(may))
+            text = render("run.html.j2", shell, view=view, run=run, events=())
+            assert ("Cancel run" in text) == expected
 
 
 def test_of_steps_that_not_all_ranks_have_those_of_the_most_ranks_count() -> None:

@@ -20,13 +20,11 @@ from zbv_service.runs import scheduler
 def a_search(name: str, key: str | None = None, **changes: Any) -> NewSearch:
     """A search of two ranks and four microbatches.
 
-    ``changes`` are of its summary, or ``created_at`` or ``created_by``. It is created now by default, and
-    with None when the database says.
+    ``changes`` are of its summary, or ``created_by``.
     """
-    created_at = changes.pop("created_at", datetime.now(UTC))
     created_by = changes.pop("created_by", None)
     summary = {"pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span", **changes}
-    return NewSearch(name, key or name, b"problem", summary, {}, created_at, created_by)
+    return NewSearch(name, key or name, b"problem", summary, {}, created_by)
 
 
 def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: Any) -> NewPlan:

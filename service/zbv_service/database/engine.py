@@ -19,7 +19,7 @@ from alembic.util.exc import CommandError
 from sqlalchemy import URL, Connection, Row, Select, create_engine, event, text
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.util import await_only
 
 from zbv_service.database.migrate import upgrade
@@ -94,7 +94,8 @@ class Database:
                 await connection.execution_options(zbv_writes=True, zbv_migrates=True)
                 async with connection.begin():
                     if not self.is_sqlite:  # SQLite writers exclude each other anyway
-                        await _unhurried(connection)
+                        for limit in ("statement_timeout", "lock_timeout"):  # a migration may take long
+                            await connection.execute(text(f"SET LOCAL {limit} = 0"))
                         await connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
                     await connection.run_sync(upgrade)
                 if self.is_sqlite:
@@ -180,8 +181,12 @@ class _QuickReader:
     """Runs a query on a SQLite file in one hop to a thread; the asynchronous driver needs one per step."""
 
     def __init__(self, url: URL):
-        self._engine = create_engine(url.set(drivername="sqlite"), connect_args={"timeout": BUSY_SECONDS})
-        event.listen(self._engine, "connect", _without_transactions)
+        self._engine = create_engine(
+            url.set(drivername="sqlite"),
+            connect_args={"timeout": BUSY_SECONDS},
+            isolation_level="AUTOCOMMIT",
+            pool_reset_on_return=None,
+        )
         self._threads = ThreadPoolExecutor(QUICK_READERS, thread_name_prefix="zbv-sqlite")
 
     async def rows(self, query: Select[*Ts], values: dict[str, Any]) -> Sequence[Row[*Ts]]:
@@ -196,10 +201,6 @@ class _QuickReader:
     def _read(self, query: Select[*Ts], values: dict[str, Any]) -> Sequence[Row[*Ts]]:
         with self._engine.connect() as connection:
             return connection.execute(query, values).all()
-
-
-def _without_transactions(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None
 
 
 @contextmanager
@@ -232,12 +233,6 @@ def _postgres_options() -> dict[str, Any]:
             "keepalives_count": 4,
         },
     }
-
-
-async def _unhurried(connection: AsyncConnection) -> None:
-    """Lift the time limits for one transaction, because migrating a large database may take long."""
-    for name in ("statement_timeout", "lock_timeout"):
-        await connection.execute(text(f"SET LOCAL {name} = 0"))
 
 
 def _open_once(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from sqlalchemy import delete
@@ -39,13 +40,5 @@ async def remember(session: AsyncSession, named: NamedRequest, resource_id: str)
     """
     same, expired = IdempotencyRow.key_hash == named.key_hash, IdempotencyRow.expires_at <= datetime.now(UTC)
     await session.execute(delete(IdempotencyRow).where(same, expired))
-    session.add(
-        IdempotencyRow(
-            key_hash=named.key_hash,
-            fingerprint=named.fingerprint,
-            kind=named.kind,
-            resource_id=resource_id,
-            expires_at=named.expires_at,
-        )
-    )
+    session.add(IdempotencyRow(**asdict(named), resource_id=resource_id))
     await session.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import cast
 
@@ -39,13 +40,7 @@ class PartTable(BaseTable):
             run = await lock_run(session, new.run_id)  # also serialises two uploads of the same part
             if run is None:
                 return
-            row = await session.get(PartRow, (new.run_id, new.generation, new.rank, new.kind))
-            if row is None:
-                row = PartRow(run_id=new.run_id, generation=new.generation, rank=new.rank, kind=new.kind)
-                session.add(row)
-            row.body, row.plan_id, row.last_step = new.body, new.plan_id, new.last_step
-            row.pp_rank, row.replica = new.pp_rank, new.replica
-            row.updated_at = datetime.now(UTC)
+            await session.merge(PartRow(**asdict(new), updated_at=datetime.now(UTC)))
             is_current = new.generation == run.generation and run.state not in RUN_ENDED
             if not is_current or new.plan_id is None or new.plan_id != run.target_plan_id:
                 return

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Row, Select, and_, bindparam, func, or_, select, update
+from sqlalchemy import Row, Select, bindparam, func, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -112,11 +112,7 @@ class SearchTable(SearchLeases):
         """The number of queued searches that start before this queued one."""
         row = SearchRow
         turn = select(row.turn).where(row.id == record.id).scalar_subquery()
-        earlier = or_(
-            row.turn < turn,
-            and_(row.turn == turn, row.created_at < record.created_at),
-            and_(row.turn == turn, row.created_at == record.created_at, row.id < record.id),
-        )
+        earlier = tuple_(row.turn, row.created_at, row.id) < tuple_(turn, record.created_at, record.id)
         query = select(func.count()).select_from(row).where(row.state == "queued", earlier)
         ((count,),) = await self._database.rows(query)
         return int(count)
@@ -278,9 +274,10 @@ def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
 
 
 def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
-    summary, created_at = new.summary, new.created_at or now
+    summary = new.summary
     return SearchRow(
-        **{**asdict(new), "created_at": created_at},
+        **asdict(new),
+        created_at=now,
         turn=turn,
         pp_degree=summary["pp_degree"],
         microbatches=summary["microbatches"],
@@ -292,7 +289,7 @@ def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
         crashes=0,
         fence=0,
         last_event=1,
-        updated_at=created_at,
+        updated_at=now,
     )
 
 

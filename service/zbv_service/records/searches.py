@@ -26,8 +26,6 @@ class NewSearch:
         The normalised problem document, packed.
     summary
         The few numbers of the problem that lists show.
-    created_at
-        None for the time of storing it, by the database's clock.
     created_by
         Name of the token that submitted it; None without authentication.
     """
@@ -37,7 +35,6 @@ class NewSearch:
     problem: bytes
     summary: dict[str, Any]
     options: dict[str, Any]
-    created_at: datetime | None = None
     created_by: str | None = None
 
 

@@ -59,7 +59,7 @@ def a_computation(site: Site) -> DaskComputation:
 
     claim = Claim("a", 1, b"", {}, None, 1, False)
     made = DaskComputation(claim, immediate, lambda _: None, lambda: None, never)  # type: ignore[arg-type]
-    (made.place,) = site.cluster._threads
+    (made.place,) = site.cluster._workers
     return made
 
 

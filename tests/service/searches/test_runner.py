@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -34,7 +33,6 @@ def new_search(search_id: str = "a" * 32) -> NewSearch:
         problem=pack(problem_json(parse_problem(PROBLEM))),
         summary={"pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span"},
         options={"effort": "quick", "time_limit": None, "seed": 0},
-        created_at=datetime.now(UTC),
     )
 
 

@@ -17,7 +17,7 @@ async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan
     database = Database(any_database_url)
     table, now = SearchTable(database), datetime.now(UTC)
     summary = {"pp_degree": 2, "microbatches": 4, "placement": "auto", "objective": "span", "layers": 8}
-    await table.add(NewSearch("a", "a", b"problem", summary, {}, now))
+    await table.add(NewSearch("a", "a", b"problem", summary, {}))
     claim = await table.claim("me", 60)
     assert claim is not None
     found = PlanSummary("p", 2, 4, "loop", "span", 5.0, 4.5, 1 / 9, "feasible", 0.1, "fake", "us", now)

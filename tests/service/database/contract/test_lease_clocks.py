@@ -67,7 +67,7 @@ async def test_a_service_with_a_wrong_clock_stores_right_times(database: Databas
     table = SearchTable(database)
     await table.add(a_search("before"))
     with clock_off_by(hours):
-        await table.add(a_search("a", created_at=None))
+        await table.add(a_search("a"))
         assert (await tally(database)).queue_age < 60
         await table.request_cancel("before")
         claim = await table.claim("wrong", 60)
@@ -95,11 +95,11 @@ async def test_searches_created_at_the_same_time_are_listed_in_order_of_submissi
     monkeypatch.setattr(Database, "now", now)
     table, names = SearchTable(database), list("zmaqkfyb")
     for name in names:
-        await table.add(a_search(name, created_at=None))
+        await table.add(a_search(name))
     assert [record.id for record in (await table.page(SearchFilter(), 9)).items] == names[::-1]
     # After the clock was set back, later searches sort earlier; their times are not changed.
     noon -= timedelta(hours=1)
-    await table.add(a_search("back", created_at=None))
+    await table.add(a_search("back"))
     back = await table.get("back")
     assert back is not None
     assert back.created_at == noon

@@ -68,7 +68,7 @@ def without(before: Stored, gone: Mapping[str, set[str]]) -> Stored:
 async def ended(database: Database, name: str, state: SearchState, plan_id: str | None = None) -> None:
     """A search that was started and ends now."""
     table = SearchTable(database)
-    await table.add(a_search(name, created_at=None))
+    await table.add(a_search(name))
     claim = await table.claim("me", 60)
     assert claim is not None
     if state == "cancelled":
@@ -134,9 +134,9 @@ async def fill(database: Database, of: str) -> None:
     await ended(database, f"{of}-waited", "done", f"{of}-found")
     await ended(database, f"{of}-measured", "done", f"{of}-found")
     named = NamedRequest(f"{of}-key", "body", now + timedelta(days=1))
-    await table.add(a_search(f"{of}-running", created_at=None), named)
+    await table.add(a_search(f"{of}-running"), named)
     assert await table.claim("me", 60) is not None
-    await table.add(a_search(f"{of}-queued", created_at=None))
+    await table.add(a_search(f"{of}-queued"))
     for name in ("alone", "fetched", "ran", "traced", "earlier", "live", "target", "offered", "replanned"):
         await plans.add(a_plan(f"{of}-{name}", created_at=now))
 

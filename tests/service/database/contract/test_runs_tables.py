@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 from sqlalchemy import delete
-from support.stored import a_search
+from support.stored import PLAN, a_plan, a_run, a_search, an_agent
 from zbv_service.database import (
     AgentsTaken,
     AgentTable,
@@ -25,40 +25,23 @@ from zbv_service.database import (
     SearchTable,
 )
 from zbv_service.database.run_models import AgentRow, EventRow, RunRow
-from zbv_service.records.runs import AgentFilter, Beat, NewAgent, NewRun, NodeOutcome, NodeReport, RunFilter
-from zbv_service.records.searches import NamedRequest, NewPlan, PlanSummary
+from zbv_service.records.runs import AgentFilter, Beat, NodeOutcome, NodeReport, RunFilter
+from zbv_service.records.searches import NamedRequest
 from zbv_service.runs import scheduler
 
 pytestmark = pytest.mark.anyio
-
-PLAN = "f" * 64
-
-
-def new_agent(name: str) -> NewAgent:
-    return NewAgent(name, name, "127.0.0.1", 1000, 1, [], {}, ["*"])
-
-
-def new_run(name: str, nodes: int) -> NewRun:
-    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
-    return NewRun(name, PLAN, None, None, model, nodes, 1, 5, {}, datetime.now(UTC))
-
-
-def a_plan() -> NewPlan:
-    now = datetime.now(UTC)
-    summary = PlanSummary(PLAN, 2, 4, "v", "span", 3.0, 2.0, 0.5, "feasible", 0.1, "fake", "us", now)
-    return NewPlan(summary, b"document", "problem")
 
 
 async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_url: str) -> None:
     """Three services, 4 agents, runs of 1 to 3 nodes; runs end and release agents during the test."""
     databases = [Database(any_database_url) for _ in range(3)]
-    await PlanTable(databases[0]).add(a_plan())
+    await PlanTable(databases[0]).add(a_plan(PLAN))
     tables = [RunTable(database) for database in databases]
     for index in range(4):
-        await AgentTable(databases[0]).add(new_agent(f"agent-{index}"))
+        await AgentTable(databases[0]).add(an_agent(f"agent-{index}"))
     names = [f"run-{index}" for index in range(6)]
     await asyncio.gather(
-        *(tables[index % 3].add(new_run(name, 1 + index % 3)) for index, name in enumerate(names))
+        *(tables[index % 3].add(a_run(name, 1 + index % 3)) for index, name in enumerate(names))
     )
 
     async def serve(table: RunTable) -> None:
@@ -98,12 +81,12 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
 ) -> None:
     """Two services; agents fail, report, get lost and return while runs are assigned and cancelled."""
     databases = [Database(any_database_url) for _ in range(2)]
-    await PlanTable(databases[0]).add(a_plan())
+    await PlanTable(databases[0]).add(a_plan(PLAN))
     names = [f"run-{index}" for index in range(8)]
     for name in names:
-        await RunTable(databases[0]).add(new_run(name, 2))
+        await RunTable(databases[0]).add(a_run(name, 2))
     for index in range(6):
-        await AgentTable(databases[0]).add(new_agent(f"agent-{index}"))
+        await AgentTable(databases[0]).add(an_agent(f"agent-{index}"))
 
     async def play(part: int) -> None:
         random = Random(part)
@@ -123,11 +106,11 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
                         await runs.ended(agent.id, report)
                     case 2:
                         await agents.leave(agent.id)
-                        await agents.add(new_agent(f"{part}-{turn}-{agent.name[:10]}"))
+                        await agents.add(an_agent(f"{part}-{turn}-{agent.name[:10]}"))
                     case _ if random.random() < 0.05:
                         await runs.request_cancel(run.id)
             await agents.lose(0.0, datetime.now(UTC) - timedelta(seconds=random.choice([0.05, 60.0])))
-            await agents.add(new_agent(f"more-{part}-{turn}"))
+            await agents.add(an_agent(f"more-{part}-{turn}"))
 
     async with asyncio.timeout(120):
         await asyncio.gather(*map(play, range(4)))
@@ -140,7 +123,7 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
 async def test_a_run_cannot_wait_for_a_missing_search(any_database_url: str) -> None:
     database = Database(any_database_url)
     searches, runs = SearchTable(database), RunTable(database)
-    waiting = replace(new_run("waits", 1), plan_id=None, search_id="search")
+    waiting = replace(a_run("waits", 1), plan_id=None, search_id="search")
     with pytest.raises(SearchGone):
         await runs.add(waiting)
     await searches.add(a_search("search"))
@@ -157,12 +140,12 @@ async def test_simultaneous_equal_registrations_and_submissions_are_stored_once(
     any_database_url: str,
 ) -> None:
     databases = [Database(any_database_url) for _ in range(2)]
-    await PlanTable(databases[0]).add(a_plan())
+    await PlanTable(databases[0]).add(a_plan(PLAN))
     both = databases * 8
-    agents = await asyncio.gather(*(AgentTable(each).add(new_agent("same")) for each in both))
+    agents = await asyncio.gather(*(AgentTable(each).add(an_agent("same")) for each in both))
     assert sorted(is_new for _, is_new in agents) == [False] * 15 + [True]
     named = NamedRequest("name", "body", datetime.now(UTC) + timedelta(seconds=60), "run")
-    adding = (RunTable(each).add(new_run(f"r{index}", 1), named) for index, each in enumerate(both))
+    adding = (RunTable(each).add(a_run(f"r{index}", 1), named) for index, each in enumerate(both))
     runs = await asyncio.gather(*adding)
     assert len({run.id for run in runs}) == 1
     assert [run.id for run in (await RunTable(databases[0]).page(RunFilter(), 9)).items] == [runs[0].id]
@@ -173,26 +156,26 @@ async def test_simultaneous_equal_registrations_and_submissions_are_stored_once(
 
 async def test_a_run_and_its_key_are_stored_together_or_not_at_all(any_database_url: str) -> None:
     database = Database(any_database_url)
-    await PlanTable(database).add(a_plan())
+    await PlanTable(database).add(a_plan(PLAN))
     runs = RunTable(database)
     named = NamedRequest("name", "body", datetime.now(UTC) + timedelta(seconds=60), "run")
     with pytest.raises(SearchGone):
-        await runs.add(replace(new_run("a", 1), plan_id=None, search_id="gone"), named)
+        await runs.add(replace(a_run("a", 1), plan_id=None, search_id="gone"), named)
     assert await runs.of_request(named) is None, "the name of a request that failed is free"
-    assert (await runs.add(new_run("a", 1), named)).id == "a"
-    assert (await runs.add(new_run("b", 1), named)).id == "a"
+    assert (await runs.add(a_run("a", 1), named)).id == "a"
+    assert (await runs.add(a_run("b", 1), named)).id == "a"
     for other in (replace(named, fingerprint="other"), replace(named, kind="search")):
         with pytest.raises(KeyReused):
-            await runs.add(new_run("c", 1), other)
+            await runs.add(a_run("c", 1), other)
     assert [run.id for run in (await runs.page(RunFilter(), 9)).items] == ["a"]
     async with database.writing() as session:
         await session.execute(delete(EventRow))
         await session.execute(delete(RunRow))
     with pytest.raises(RunRemoved):
-        await runs.add(new_run("d", 1), named)
+        await runs.add(a_run("d", 1), named)
     expired = replace(named, key_hash="old", expires_at=datetime.now(UTC) - timedelta(seconds=1))
-    assert (await runs.add(new_run("e", 1), expired)).id == "e"
-    assert (await runs.add(new_run("f", 1), expired)).id == "f"
+    assert (await runs.add(a_run("e", 1), expired)).id == "e"
+    assert (await runs.add(a_run("f", 1), expired)).id == "f"
     await database.close()
 
 
@@ -201,10 +184,10 @@ async def test_an_agent_belongs_to_the_token_that_registered_it_or_used_it_first
 ) -> None:
     database = Database(any_database_url)
     agents = AgentTable(database)
-    await agents.add(replace(new_agent("a"), owner="one"))
-    assert not (await agents.add(replace(new_agent("a"), owner="two")))[1]
+    await agents.add(replace(an_agent("a"), owner="one"))
+    assert not (await agents.add(replace(an_agent("a"), owner="two")))[1]
     assert await agents.owned("a", "two") == "one"
-    await agents.add(new_agent("older"))
+    await agents.add(an_agent("older"))
     found = await asyncio.gather(*(agents.owned("older", f"token-{index}") for index in range(8)))
     assert len(set(found)) == 1, "all hear of the same owner"
     assert await agents.owned("older", "late") == found[0]
@@ -216,7 +199,7 @@ async def test_an_agent_with_a_concurrent_heartbeat_is_not_lost(any_database_url
     """The heartbeat comes between the query and the loss: it locks the row, and the loss waits."""
     database, other = Database(any_database_url), Database(any_database_url)
     agents = AgentTable(database)
-    await agents.add(new_agent("quiet"))
+    await agents.add(an_agent("quiet"))
     before = datetime.now(UTC)
     async with other.writing() as session:
         row = await session.get_one(AgentRow, "quiet", with_for_update=True)

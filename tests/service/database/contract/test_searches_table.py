@@ -6,14 +6,15 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC
 
 import pytest
 from sqlalchemy import func, select, text
+from support.stored import a_plan, a_search
 from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import pack
-from zbv_service.records.searches import NewPlan, NewSearch, PlanSummary, Refusal, Update
+from zbv_service.records.searches import NewPlan, Refusal, Update
 from zbv_solver.errors import ContradictedBound
 
 pytestmark = pytest.mark.anyio
@@ -24,17 +25,6 @@ async def database(any_database_url: str) -> AsyncIterator[Database]:
     opened = Database(any_database_url)
     yield opened
     await opened.close()
-
-
-def a_search(name: str, key: str | None = None) -> NewSearch:
-    summary = {"pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span"}
-    return NewSearch(name, key or name, b"problem", summary, {}, datetime.now(UTC))
-
-
-def a_plan(name: str = "p") -> NewPlan:
-    now = datetime.now(UTC)
-    summary = PlanSummary(name, 2, 4, "v", "span", 3.0, 2.0, 0.5, "feasible", 0.1, "fake", "us", now)
-    return NewPlan(summary, b"document", "problem")
 
 
 BETTER = Update(5.0, 2.0, 1.5, "m", b"ranks")
@@ -97,15 +87,15 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert not await table.retry("a", old.fence, None, "process-died", 1, {})
     assert not await table.retry("a", old.fence, None, "worker-ended", 1, {})
     assert not await table.ended("a", old.fence, "failed", {})
-    assert not await table.finished("a", old.fence, a_plan())
+    assert not await table.finished("a", old.fence, a_plan("p"))
     record = await table.get("a")
     assert record is not None
     assert (record.state, record.crashes, record.plan_id) == ("running", 0, None)
 
     assert await table.renew("new", {"a": new.fence}, 60) == {"a"}
     assert await table.renew("new", {"a": old.fence}, 60) == set(), "the fence of its earlier attempt"
-    assert await table.finished("a", new.fence, a_plan())
-    assert not await table.finished("a", new.fence, a_plan())
+    assert await table.finished("a", new.fence, a_plan("p"))
+    assert not await table.finished("a", new.fence, a_plan("p"))
 
 
 async def test_a_renewed_lease_does_not_expire(database: Database) -> None:
@@ -128,7 +118,7 @@ async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database
     assert record is not None
     assert record.state == "running"
     assert await table.renew("me", {"a": claim.fence}, 60) == {"a"}
-    assert await table.finished("a", claim.fence, a_plan())
+    assert await table.finished("a", claim.fence, a_plan("p"))
     ended = await table.get("a")
     assert ended is not None
     assert (ended.state, ended.plan_id) == ("cancelled", "p")
@@ -198,19 +188,17 @@ async def test_a_reading_session_sees_one_consistent_state(database: Database, a
 
 async def test_a_plan_is_stored_once(database: Database) -> None:
     table = PlanTable(database)
-    assert await table.add(a_plan())
-    assert not await table.add(NewPlan(a_plan().summary, b"another document", "problem"))
+    assert await table.add(a_plan("p"))
+    assert not await table.add(NewPlan(a_plan("p").summary, b"another document", "problem"))
     assert await table.document("p") == b"document"
     assert await table.document("q") is None
 
 
 async def test_times_are_read_in_utc(database: Database) -> None:
-    table = SearchTable(database)
-    new = a_search("a")
-    await table.add(new)
-    record = await table.get("a")
-    assert record is not None
-    assert (record.created_at, record.created_at.tzinfo) == (new.created_at, UTC)
+    plan = a_plan("p")
+    await PlanTable(database).add(plan)
+    (stored,) = await PlanTable(database).newest(1)
+    assert (stored.created_at, stored.created_at.tzinfo) == (plan.summary.created_at, UTC)
 
 
 async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Database) -> None:
@@ -220,7 +208,7 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Databa
     claim = await table.claim("me", 60)
     assert claim is not None
     assert await table.progressed("a", claim.fence, Update(9.0, 8.5, 0.5 / 8.5, "m", b"ranks"))
-    better, plan = Update(8.0, 8.0, 0.0, "n", b"others"), a_plan()  # of value 3 and bound 2
+    better, plan = Update(8.0, 8.0, 0.0, "n", b"others"), a_plan("p")  # of value 3 and bound 2
     for store in (
         table.progressed("a", claim.fence, better),
         table.release("a", claim.fence, better),
@@ -252,7 +240,7 @@ async def test_a_bound_above_the_objective_by_rounding_is_lowered(database: Data
     claim = await table.claim("me", 60)
     assert claim is not None
     assert await table.progressed("a", claim.fence, Update(9.0, 3 * (1 + 1e-13), 2.0, "m", b"ranks"))
-    assert await table.finished("a", claim.fence, a_plan())
+    assert await table.finished("a", claim.fence, a_plan("p"))
     done = await table.get("a")
     assert done is not None
     assert (done.state, done.lower_bound, done.gap) == ("done", 3.0, 0.0)
@@ -275,7 +263,7 @@ async def test_an_incumbent_that_does_not_fit_is_removed_with_its_objective_and_
     assert await table.progressed(a.id, a.fence, own)
     # Every report of the attempt carries the refusal; results of the attempt itself stay.
     assert await table.progressed(a.id, a.fence, replace(own, objective=7.0, incumbent=b"worse"))
-    assert await table.finished(b.id, b.fence, replace(a_plan(), refusal=refusal))
+    assert await table.finished(b.id, b.fence, replace(a_plan("p"), refusal=refusal))
     unrelated = replace(own, lower_bound=0.5, refusal=Refusal("of another", "why"))
     assert await table.progressed(c.id, c.fence, unrelated)
     records = [await table.get(name) for name in "abc"]

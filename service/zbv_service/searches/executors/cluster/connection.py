@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -31,6 +32,25 @@ _CLOSING = ("closing", "closing_gracefully")
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Worker:
+    """A worker process: ``others`` counts its searches for other services, ``asking`` is a running exchange.
+
+    Its versions are known once it ``has_answered``; ``difference`` then says why it cannot be used, if so.
+    """
+
+    address: str
+    threads: int
+    has_answered: bool = False
+    difference: str | None = None
+    others: int = 0
+    asking: asyncio.Task[None] | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.has_answered and self.difference is None
+
+
 class Cluster:
     """A connection to a scheduler, and the state of its workers."""
 
@@ -39,11 +59,7 @@ class Cluster:
         self._loop: asyncio.AbstractEventLoop = cast("Any", client.loop).asyncio_loop
         self._name = secrets.token_hex(16)
         self._mine = describe()
-        self._differences: dict[str, str | None] = {}
-        self._threads: dict[str, int] = {}
-        self._addresses: dict[str, str] = {}
-        self._others: dict[str, int] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._workers: dict[str, _Worker] = {}
 
     @classmethod
     async def connect(cls, address: str) -> Cluster:
@@ -62,7 +78,7 @@ class Cluster:
 
     async def close(self) -> None:
         """Close the connection."""
-        for asking in self._asking.values():
+        for asking in self._exchanges:
             asking.cancel()
         with suppress(OSError, TimeoutError, RuntimeError):
             await asyncio.to_thread(self._client.close, timeout=CLOSE_SECONDS)
@@ -70,15 +86,15 @@ class Cluster:
     @property
     def room(self) -> int:
         """The number of searches that the usable workers have threads for."""
-        usable = sum(self._threads[place] for place in self._usable)
-        return max(0, usable - sum(self._others.values()))
+        threads = sum(worker.threads for worker in self._usable.values())
+        return max(0, threads - sum(worker.others for worker in self._workers.values()))
 
     @property
     def trouble(self) -> str | None:
         """Why no search can be computed now; None if one can."""
         if self._usable:
             return None
-        differing = [found for found in self._differences.values() if found is not None]
+        differing = [worker.difference for worker in self._workers.values() if worker.difference]
         if not differing:
             return "The Dask cluster has no workers."
         return f"No worker of the Dask cluster can be used; of the first, {differing[0]}."
@@ -86,16 +102,21 @@ class Cluster:
     @property
     def look_seconds(self) -> float:
         """Seconds between polls."""
-        return LOOK_SECONDS * max(1.0, len(self._threads) / LOOKED_AT_PER_LOOK)
+        return LOOK_SECONDS * max(1.0, len(self._workers) / LOOKED_AT_PER_LOOK)
 
     @property
-    def _usable(self) -> list[str]:
-        return [place for place in self._threads if self._differences.get(place, "") is None]
+    def _usable(self) -> dict[str, _Worker]:
+        return {place: worker for place, worker in self._workers.items() if worker.is_usable}
+
+    @property
+    def _exchanges(self) -> list[asyncio.Task[None]]:
+        return [worker.asking for worker in self._workers.values() if worker.asking is not None]
 
     async def submit(self, computation: DaskComputation, patience: float) -> NewPlan:
         """Submit a search to the usable workers, and return its plan."""
-        computation.allowed = frozenset(self._usable)
-        workers = [self._addresses[place] for place in computation.allowed]
+        usable = self._usable
+        computation.allowed = frozenset(usable)
+        workers = [worker.address for worker in usable.values()]
         if not workers:
             raise SearchLost("no worker can be used.")
         executor: Executor = self._client.get_executor(  # type: ignore[no-untyped-call]
@@ -116,17 +137,21 @@ class Cluster:
         if self._client.status != "running":
             raise OSError(f"the connection is {self._client.status}")
         info = await self._call(lambda: self._scheduler.identity(n_workers=-1))
-        workers = {_place(address, worker): (address, worker) for address, worker in info["workers"].items()}
-        gone = self._threads.keys() - workers.keys()
-        self._threads = {place: int(worker["nthreads"]) for place, (_, worker) in workers.items()}
-        former, self._addresses = self._addresses, {place: address for place, (address, _) in workers.items()}
-        self._others = {place: count for place, count in self._others.items() if place in workers}
+        # A place identifies a process: a successor with the same name and address has another scratch folder.
+        present = {
+            f"{address} {found['local_directory']}": (address, found["nthreads"])
+            for address, found in info["workers"].items()
+        }
+        gone = {place: self._workers.pop(place) for place in self._workers.keys() - present.keys()}
+        for place in present.keys() - self._workers.keys():
+            self._workers[place] = _Worker(*present[place])
         for computation in computations.values():
-            if computation.place is None and computation.allowed and not computation.allowed & workers.keys():
+            if computation.place is None and computation.allowed and not computation.allowed & present.keys():
                 computation.fail(SearchLost("the workers that could compute it are gone."))
-        for place in gone:
-            self._differences.pop(place, None)
-            await self._mourn(former[place], [c for c in computations.values() if c.place == place])
+        for place, worker in gone.items():
+            if worker.asking is not None:
+                worker.asking.cancel()
+            await self._mourn(worker.address, [c for c in computations.values() if c.place == place])
         await self._exchange(computations)
 
     async def _difference(self, address: str) -> str | None:
@@ -172,31 +197,32 @@ class Cluster:
         return self._client.scheduler
 
     async def _exchange(self, computations: Mapping[str, DaskComputation]) -> None:
-        for place, address in self._addresses.items():
-            if place not in self._asking and self._differences.get(place) is None:
-                self._asking[place] = asyncio.create_task(self._ask(place, address, computations))
-        if self._asking:
+        for place, worker in self._workers.items():
+            if worker.asking is None and worker.difference is None:
+                worker.asking = asyncio.create_task(self._ask(place, worker, computations))
+        if exchanges := self._exchanges:
             # A worker that hangs must not delay the others.
-            await asyncio.wait(self._asking.values(), timeout=LOOK_SECONDS)
+            await asyncio.wait(exchanges, timeout=LOOK_SECONDS)
 
-    async def _ask(self, place: str, address: str, computations: Mapping[str, DaskComputation]) -> None:
+    async def _ask(self, place: str, worker: _Worker, computations: Mapping[str, DaskComputation]) -> None:
         try:
-            if place not in self._differences:
-                self._differences[place] = await self._difference(address)
-            if self._differences[place] is not None:
+            if not worker.has_answered:
+                worker.difference = await self._difference(worker.address)
+                worker.has_answered = True
+            if worker.difference is not None:
                 return
             concerned = {token: c for token, c in computations.items() if c.place in (None, place)}
             wanted = {token: computation.wanted for token, computation in concerned.items()}
-            held = await self._on_worker(address, exchange, self._name, wanted)
-            self._others[place] = held.others
+            held = await self._on_worker(worker.address, exchange, self._name, wanted)
+            worker.others = held.others
             if held.is_leaving:
-                self._differences[place] = "it is ending"
+                worker.difference = "it is ending"
             for token, found in held.searches.items():
                 concerned[token].found(place, found)
         except (OSError, TimeoutError, RuntimeError) as error:
-            logger.info("the Dask worker %s does not answer: %s", address, error or "not in time")
+            logger.info("the Dask worker %s does not answer: %s", worker.address, error or "not in time")
         finally:
-            del self._asking[place]
+            worker.asking = None
 
     async def _on_worker(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in a worker while its tasks run; raises the function's errors."""
@@ -223,8 +249,3 @@ class Cluster:
             if task is not None and task.cancelling():
                 raise
             raise OSError("the connection was closed") from None
-
-
-def _place(address: str, worker: Mapping[str, Any]) -> str:
-    """Identifies a process: a successor with the same name and address has another scratch folder."""
-    return f"{address} {worker['local_directory']}"

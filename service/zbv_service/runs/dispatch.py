@@ -32,6 +32,8 @@ class Dispatcher:
     ----------
     assigned
         Set, and replaced by a new event, when agents got work.
+    replanner
+        Its step is one of the loops.
     """
 
     def __init__(

@@ -204,7 +204,7 @@ class Runs:
         if not await self._run_plans.change(run_id, wanted):
             state = (await self.brief(run_id)).state
             raise ProblemError(
-                RUN_STATE, f"run {run_id} is {state}; only a run that has a plan and goes on can change it."
+                RUN_STATE, f"run {run_id} is {state}; only a run that has a plan and has not ended can."
             )
         return await self.get(run_id)
 
@@ -240,8 +240,12 @@ class Runs:
 def read_run(settings: Settings, body: Any) -> AskedRun:
     """Check a decoded body; raises :class:`InvalidInput`."""
     request = parse_body(RunRequest, body)
-    _require_one_plan(request)
-    _require_json(request.model.arguments)
+    if (request.plan_id is None) == (request.problem is None):
+        found = "neither" if request.plan_id is None else "both"
+        raise InvalidInput.at("/plan_id", f"found {found}; give exactly one of plan_id and problem.")
+    fault = _fault_of(request.model.arguments)
+    if fault is not None:
+        raise InvalidInput.at("/model/arguments", fault)
     fingerprint, problem = fingerprint_of(body), request.problem
     if problem is None:
         return AskedRun(request, fingerprint, None, None)
@@ -267,12 +271,6 @@ def _shape(plan: Plan) -> str:
     )
 
 
-def _require_one_plan(request: RunRequest) -> None:
-    if (request.plan_id is None) == (request.problem is None):
-        found = "neither" if request.plan_id is None else "both"
-        raise InvalidInput.at("/plan_id", f"found {found}; give exactly one of plan_id and problem.")
-
-
 def _ranks_per_node(request: RunRequest, pp_degree: int) -> int:
     """Ranks per node; raises :class:`InvalidInput` if the nodes cannot have equal numbers."""
     replicas = request.options.data_parallel
@@ -293,31 +291,25 @@ def _in_run(issue: Issue) -> Issue:
     return issue
 
 
-def _require_json(arguments: dict[str, Any]) -> None:
-    """Require arguments that can be sent to agents as JSON; 1e999, for example, was read as infinity.
+def _fault_of(arguments: dict[str, Any]) -> str | None:
+    """Why a model's arguments cannot be sent to agents as JSON; 1e999, for example, was read as infinity.
 
     Every list of runs and the work of every agent contain the arguments, so their size and depth are limited.
     """
-    fault = None
     if _is_deep(arguments):
-        fault = f"found more than {MAX_LEVELS} levels of lists and objects; send fewer."
-    else:
-        try:
-            text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
-            size = len(text.encode())
-            if _NUL.search(text):
-                fault = "found the character \\u0000, which databases cannot store."
-            elif size > MAX_ARGUMENTS:
-                fault = (
-                    f"found {size} bytes of JSON; must be at most {MAX_ARGUMENTS}. Have the factory read the "
-                    f"rest from a file."
-                )
-        except UnicodeEncodeError:
-            fault = "found half of a surrogate pair (\\ud800 to \\udfff), which is not a character."
-        except ValueError:
-            fault = "found a number too large for JSON."
-    if fault is not None:
-        raise InvalidInput.at("/model/arguments", fault)
+        return f"found more than {MAX_LEVELS} levels of lists and objects; send fewer."
+    try:
+        text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        return "found half of a surrogate pair (\\ud800 to \\udfff), which is not a character."
+    except ValueError:
+        return "found a number too large for JSON."
+    if _NUL.search(text):
+        return "found the character \\u0000, which databases cannot store."
+    if size > MAX_ARGUMENTS:
+        return f"found {size} bytes of JSON; must be at most {MAX_ARGUMENTS}. Read the rest from a file."
+    return None
 
 
 def _is_deep(document: Any) -> bool:

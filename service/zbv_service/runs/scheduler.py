@@ -38,37 +38,26 @@ def choose(waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> d
 
 def lack(run: WaitingRun, agents: Sequence[AvailableAgent]) -> str:
     """A sentence that says what a waiting run needs, and why the present agents are not enough."""
-    suitable = _suitable(run, agents)
-    busy = sum(not agent.is_idle for agent in suitable)
+    suitable, directory = _suitable(run, agents), run.checkpoint_directory
     found = f"{len(suitable)} of {_count(len(agents), 'agent')} can take it"
-    reasons = [f"{busy} of these busy"] if busy else []
-    reasons += [
-        f"{count} {reason}"
-        for count, reason in (
-            (sum(agent.slots < run.ranks_per_node for agent in agents), "with too few slots"),
-            (
-                sum(not is_model_allowed(run.factory, a.allowed_models) for a in agents),
-                "not allowing the model",
-            ),
-            (
-                sum(
-                    not is_directory_allowed(run.checkpoint_directory, a.checkpoint_directories)
-                    for a in agents
-                ),
-                "not allowing the checkpoint directory",
-            ),
-            (sum(agent.agent_id in run.refused_by for agent in agents), "having refused it"),
-        )
-        if count
-    ]
+    obstacles = {
+        "of these busy": [not agent.is_idle for agent in suitable],
+        "with too few slots": [agent.slots < run.ranks_per_node for agent in agents],
+        "not allowing the model": [not is_model_allowed(run.factory, a.allowed_models) for a in agents],
+        "not allowing the checkpoint directory": [
+            not is_directory_allowed(directory, agent.checkpoint_directories) for agent in agents
+        ],
+        "having refused it": [agent.agent_id in run.refused_by for agent in agents],
+    }
+    reasons = [f"{sum(blocked)} {reason}" for reason, blocked in obstacles.items() if any(blocked)]
     owners = len(_by_owner(suitable))
     if owners > 1:
         reasons.append(f"registered with {owners} tokens, of which one must have them all")
     each = " that allows" if run.nodes == 1 else " each that allow"
-    directory = "" if run.checkpoint_directory is None else f" and checkpoints in {run.checkpoint_directory}"
+    checkpoints = "" if directory is None else f" and checkpoints in {directory}"
     return (
         f"{_count(run.nodes, 'agent')} with {_count(run.ranks_per_node, 'slot')}{each} model "
-        f"{run.factory}{directory}; {found}{', ' if reasons else ''}{', '.join(reasons)}"
+        f"{run.factory}{checkpoints}; {found}{', ' if reasons else ''}{', '.join(reasons)}"
     )
 
 

@@ -31,11 +31,11 @@ class LinkUnusable(WrongSecret):
 class SessionCreatesNothing(ProblemError):
     """403: a browser session requested another credential."""
 
-    def __init__(self, what: str):
+    def __init__(self) -> None:
         super().__init__(
             INSUFFICIENT_SCOPE,
-            f"A browser session cannot create {what}, which could outlive the session. Use a token of "
-            f"zbv-service token create, or zbv-service token link on the service's machine.",
+            "A browser session cannot create a link or another session, which could outlive it. Use a token "
+            "of zbv-service token create, or zbv-service token link on the service's machine.",
         )
 
 
@@ -55,8 +55,6 @@ class SignIn:
         SessionCreatesNothing
             The grant belongs to a session.
         """
-        if grant.means == "session":
-            raise SessionCreatesNothing("a link")
         return await self._add("link", grant, LINK_SECONDS)
 
     async def follow_link(self, text: str) -> str:
@@ -81,8 +79,6 @@ class SignIn:
         SessionCreatesNothing
             The grant belongs to a session.
         """
-        if grant.means == "session":
-            raise SessionCreatesNothing("another session")
         return await self._add("session", grant, self.session_seconds)
 
     async def end(self, text: str) -> None:
@@ -93,6 +89,8 @@ class SignIn:
             self._tokens.forget(token.id)
 
     async def _add(self, kind: TokenKind, grant: Grant, seconds: float) -> str:
+        if grant.means == "session":
+            raise SessionCreatesNothing
         text, now = TokenText.new(), datetime.now(UTC)
         await self._table.add(
             NewToken(

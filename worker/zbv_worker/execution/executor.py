@@ -14,14 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zbv_worker.execution.binding import (
-    Batches,
-    Binding,
-    Bound,
-    Computation,
-    WalkState,
-    evaluation_of,
-)
+from zbv_worker.execution.binding import Batches, Binding, Bound, Computation, WalkState, evaluation_of
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, forwards, lower
 from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, Timeline

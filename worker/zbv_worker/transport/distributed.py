@@ -25,15 +25,7 @@ from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.buffers import ReceiveBuffers
-from zbv_worker.transport.channels import (
-    ChannelKey,
-    Pending,
-    Receive,
-    Reduction,
-    Send,
-    TensorSpec,
-    Transport,
-)
+from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send, TensorSpec, Transport
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
 from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host

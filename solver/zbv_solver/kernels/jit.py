@@ -4,8 +4,8 @@ Numba reuses the cached code of a kernel as long as the kernel's own file is unc
 calls one from another file that has changed. So all cached code that is older than the newest file with
 kernels is deleted before any is loaded.
 
-A kernel is compiled again for every combination of argument types, and to Numba a literal such as 0 has a
-type of its own. Kernels therefore pass variables or NumPy integers to each other, never literal integers.
+A kernel is compiled again for every combination of argument types, and Numba gives a literal such as 0 a
+separate type. Kernels therefore pass variables or NumPy integers to each other, never literal integers.
 """
 
 from __future__ import annotations

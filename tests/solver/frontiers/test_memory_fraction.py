@@ -23,7 +23,7 @@ def holding(problem: Problem) -> Problem:
 
 
 @given(problems(max_p=5, max_m=8))
-def test_the_unit_is_what_1f1b_holds_on_its_fullest_rank_beside_static_memory(problem: Problem) -> None:
+def test_the_fraction_counts_in_the_largest_activation_memory_of_1f1b(problem: Problem) -> None:
     merged, orders = baseline("1f1b", problem)
     peaks = evaluate(without_limit(merged), orders).peak_memory
     held = [peak - static for peak, static in zip(peaks, problem.memory.static, strict=True)]

@@ -116,7 +116,7 @@ def test_another_rank_may_work_before_the_window_and_both_ramps_may_overlap(
 
 
 def test_a_small_chunk_next_to_a_large_one_counts_in_the_capacity() -> None:
-    """Two cells of 0.3 fit next to one of 10,000,000.3, although the difference of floats is less than 0.6."""
+    """Two cells of 0.3 fit next to one of 10,000,000.3, although the floats differ by less than 0.6."""
     costs = {"forward": 1, "backward_input": 1, "backward_weight": 1, "p2p": 2}
     held = [0.3, 0, 0, 10_000_000.3]
     memory = {

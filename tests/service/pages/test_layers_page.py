@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -13,7 +14,7 @@ from support.problems import uniform
 from zbv_service.documents.problems import parse_question, question_json, uncut
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.compare import compare_view
-from zbv_service.pages.views.layers import facts_of_layers, layers_table
+from zbv_service.pages.views.layers import facts_of_layers, recomputed
 from zbv_service.pages.views.new_search import start_from, start_from_layers
 from zbv_service.pages.views.search import Shortage, search_view
 from zbv_service.records.searches import SearchRecord
@@ -174,20 +175,17 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
     assert facts["Memory limit"] == "24 MiB to 30 MiB"
     assert (facts["First stage"], facts["Last stage"]) == ("3 layers", "1 layer")
     assert (facts["In one stage"], facts["Empty stages"]) == ("embedding to block.0", "allowed")
-    table = layers_table(asked.model, asked.units)
-    assert [(line.name, line.copies) for line in table.lines] == [
-        ("embedding", ""),
-        ("block", "× 6"),
-        ("head", ""),
-    ]
-    assert table.lines[1].recomputed == "holds 0.2 MiB, 10 µs longer"
+    assert recomputed(asked.model.layers[1], asked.units) == "holds 0.2 MiB, 10 µs longer"
     slower = {**RECOMPUTED["layers"][1]["recompute"], "forward": 12}
     layers = [RECOMPUTED["layers"][0], {**RECOMPUTED["layers"][1], "recompute": slower}]
-    assert (
-        layers_table(layered(layers=layers).model, asked.units).lines[1].recomputed.endswith("12 µs longer")
-    )
-    assert (table.has_fused, table.has_recompute, table.is_long) == (False, True, False)
+    assert recomputed(layered(layers=layers).model.layers[1], asked.units).endswith("12 µs longer")
     text = page_of(record(), asked)
+    head, body = text.split('<table class="layers">')[1].split("</thead>")
+    assert ">B" not in head
+    assert "Recomputed" in head
+    names = re.findall(r'<th scope="row">(.*?)</th>', body)
+    assert names == ["embedding", 'block <span class="muted">× 6</span>', "head"]
+    assert "<details>" not in text
     assert "divide 8 layers into stages" in text
     assert "no plan of this problem is shorter, with any division into stages" in text
     # Of a cut that is given the layers are there, and nothing is said of others.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
 from support.rank_traces import trace_documents
 from zbv_service.pages.views.measured import MeasuredView, measured_view
+from zbv_service.pages.views.measured_rows import tone
 from zbv_service.runs.measurements import Chosen, Measured, measure
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.orders import Orders
@@ -79,6 +81,7 @@ def test_an_action_that_was_to_take_nothing_has_no_ratio() -> None:
     view = view_of(planned("span", costs), planned("span"))
     cells = dict(zip(view.letters, view.kinds[0].cells, strict=True))
     assert cells["I"] is not None
-    assert (cells["I"].ratio, cells["I"].tone) == ("–", "slow")
+    assert (cells["I"].ratio, tone(cells["I"].ratio)) == (inf, "slow")
     assert cells["F"] is not None
-    assert (cells["F"].ratio, cells["F"].tone) == ("1.00", "")
+    assert (cells["F"].ratio, tone(cells["F"].ratio)) == (1.0, "")
+    assert (tone(1.06), tone(0.94)) == ("slow", "fast")

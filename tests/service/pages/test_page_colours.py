@@ -6,7 +6,8 @@ import re
 from itertools import product
 
 import pytest
-from zbv_solver.export.palette import FILLS, INKS, contrast
+from support.contrast import contrast
+from zbv_solver.export.palette import FILLS, INKS
 from zbv_solver.export.report import STATIC
 
 STYLE = (STATIC / "zbv.css").read_text(encoding="utf-8")

@@ -146,7 +146,7 @@ def test_the_columns_of_a_raster_add_up_to_the_busy_time(p: int, m: int, columns
 def test_a_raster_column_inside_an_action_has_its_colour_and_idle_time_is_transparent() -> None:
     line = timeline(sequential_plan(2, 1))
     pixels = image(line, 200).view(np.uint8).reshape(2, 200, 4)
-    assert tuple(pixels[0, 1]) == (*palette.rgb(palette.fill("F", 0)), 255)
+    assert tuple(pixels[0, 1]) == (*palette.rgb(palette.FILLS["F"][0]), 255)
     assert pixels[1, 1, 3] == 0  # rank 1 waits for the first activation
 
 

@@ -114,7 +114,8 @@ def test_of_the_service_the_worker_knows_only_the_client() -> None:
         ("zbv_service.commands.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),
         ("zbv_service.commands.run", ("fastapi", "sqlalchemy", "torch")),
         ("zbv_service.client.agent", ("fastapi", "sqlalchemy", "numba", "torch")),
-        ("zbv_worker.commands.cli", ("torch", "numba", "fastapi")),
+        ("zbv_worker.commands.cli", ("torch", "numba", "fastapi", "rich")),
+        ("zbv_worker.agent.daemon", ("torch", "numba", "fastapi")),
     ],
 )
 def test_importing_stays_light(module: str, absent: tuple[str, ...]) -> None:

@@ -1,9 +1,10 @@
-"""Ranks of which one misses a collective; the others write down the error that they get."""
+"""Ranks of which one misses a collective; the others write their error to a file."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,12 +16,9 @@ def main(what: str, late: int, folder: Path) -> None:
     world = World.from_environment()
     replicas = world.world_size if what == "replicas" else 1
     transport = DistributedTransport(world, "gloo", torch.device("cpu"), 60.0, replicas)
-    said = folder / f"said-{world.rank}"
+    files = {rank: folder / f"said-{rank}" for rank in range(world.world_size)}
     if world.rank == late:
-        others = [folder / f"said-{rank}" for rank in range(world.world_size) if rank != late]
-        while not all(path.exists() for path in others):
-            time.sleep(0.05)
-        said.write_text("")
+        _wait_for(path for rank, path in files.items() if rank != late)
     else:
         try:
             if what == "barrier":
@@ -30,11 +28,16 @@ def main(what: str, late: int, folder: Path) -> None:
             else:
                 transport.sum_over_replicas(torch.ones(1)).wait(1.0)
         except TimeoutError as error:
-            text = str(error)
-            # Rank 0 serves the store, which the others read to find the missing rank.
-            time.sleep(3.0 if world.rank == 0 else 0.0)
-            said.write_text(text)
+            if world.rank == 0:  # it serves the store, in which the others look for the missing rank
+                _wait_for(path for rank, path in files.items() if rank not in (0, late))
+            files[world.rank].write_text(str(error))
     transport.close()
+
+
+def _wait_for(paths: Iterable[Path]) -> None:
+    for path in paths:
+        while not path.exists():
+            time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real service and real agents, each in a separate process, for tests of runs."""
+"""A service and agents, each in its own process, for tests of runs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ DEADLINE = 240.0
 FACTORY = "support.unhurried_gpt:gpt"
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 ENDLESS = 1_000_000
+AGENT_TIMEOUT = 5.0
+"""Seconds after which the service considers an agent lost."""
 
 
 def a_plan() -> Plan:
-    """A valid V plan of two ranks, in no particular order."""
+    """A valid V plan of two ranks in random order."""
     placement = Placement.of("v", 2)
     ones = (1.0,) * placement.n_stages
     problem = Problem(placement, 4, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
@@ -52,7 +54,7 @@ class AgentProcess:
 
     @property
     def log(self) -> str:
-        """What it printed."""
+        """Its output."""
         return (self.folder / "agent.log").read_text(errors="replace")
 
     def results(self, run_id: str) -> Path:
@@ -60,7 +62,7 @@ class AgentProcess:
         return self.folder / "state" / run_id / "0" / "results"
 
     def step(self, run_id: str) -> int:
-        """Where its one rank is by its own account, which needs no service."""
+        """The step that its rank reports in its file, which works without the service."""
         (path,) = (self.folder / "state" / run_id / "0").glob("progress-*.json")
         return int(json.loads(path.read_text())["step"] or 0)
 
@@ -115,13 +117,13 @@ class Cluster:
         return pair
 
     def names(self) -> set[str]:
-        """The agents that the service holds for present."""
+        """The registered agents."""
         return {str(found["name"]) for found in self.client.agents()}
 
     def submit(
         self, *, steps: int = ENDLESS, nodes: int = 2, model: Mapping[str, Any] | None = None, **options: Any
     ) -> Run:
-        """Have the plan run; ``model`` are further arguments of the model."""
+        """Submit a run of :func:`a_plan`; ``model`` has additional arguments of the model."""
         plan = a_plan()
         self.client.import_plan(plan_json(plan))
         what = {"factory": FACTORY, "arguments": MODEL | dict(model or {})}
@@ -141,11 +143,12 @@ class Cluster:
 
     @contextmanager
     def service_away(self) -> Iterator[None]:
-        """The service answers nobody for as long as its agents' timeout and longer, and comes back."""
+        """Stop the service, for longer than its agents' timeout."""
         os.kill(self.service, signal.SIGSTOP)
+        until = time.monotonic() + 1.2 * AGENT_TIMEOUT
         try:
             yield
-            time.sleep(6.0)
+            time.sleep(max(0.0, until - time.monotonic()))
         finally:
             os.kill(self.service, signal.SIGCONT)
 
@@ -156,8 +159,8 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
-    """A service whose agents' timeout is short, unless settings say otherwise."""
-    chosen = {"agent_heartbeat_seconds": 0.8, "agent_timeout_seconds": 5.0, **settings}
+    """A service with other settings than the default, above all a short timeout of agents."""
+    chosen = {"agent_heartbeat_seconds": 0.5, "agent_timeout_seconds": AGENT_TIMEOUT, **settings}
     changed = {f"ZBV_{name.upper()}": str(value) for name, value in chosen.items()}
     # For the ranks, so that they find their model.
     changed["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
@@ -177,15 +180,15 @@ def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
 
 
 def until(holds: Callable[[], object], story: Callable[[], str] = str) -> None:
-    """Wait for something to hold."""
+    """Wait for a condition."""
     deadline = time.monotonic() + DEADLINE
     while not holds():
         assert time.monotonic() < deadline, f"did not happen in time\n{story()}"
-        time.sleep(0.4)  # every look costs the service as much CPU as a step costs a rank
+        time.sleep(0.25)  # a request costs the service as much CPU time as a step costs a rank
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -193,7 +196,7 @@ def is_alive(pid: int) -> bool:
 
 
 def read_losses(folder: Path) -> list[float] | None:
-    """The losses of the rank that has the last stage, None of another."""
+    """The losses of the rank with the last stage; None for another rank."""
     (path,) = folder.glob("rank-*.json")
     losses = [step["loss"] for step in json.loads(path.read_text())["steps"]]
     return None if losses[0] is None else losses

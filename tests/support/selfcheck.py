@@ -30,7 +30,7 @@ from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.training.run import Runtime
+from zbv_worker.training.options import Runtime
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.distributed import DistributedTransport
 from zbv_worker.transport.world import World

@@ -24,6 +24,11 @@ TIMEOUT = 60.0
 CPU = torch.device("cpu")
 
 
+def allocated(transport: DistributedTransport) -> int:
+    pools = transport._buffers._pools.values()
+    return sum(buffer.tensor.nbytes for pool in pools for buffer in pool)
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = World.from_environment()
@@ -48,12 +53,12 @@ def main(folder: Path) -> None:
     taken, received = [], 0
     for step in range(STEPS):
         received = sum(record.received for record in executor.step(step).records)
-        taken.append(transport.buffer_bytes)
+        taken.append(allocated(transport))
     losses = executor.evaluate(0)
     transport.flush(TIMEOUT)
     transport.barrier(TIMEOUT)
     transport.close()
-    found = {"taken": taken, "received": received, "losses": losses, "after_close": transport.buffer_bytes}
+    found = {"taken": taken, "received": received, "losses": losses, "after_close": allocated(transport)}
     (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
 
 

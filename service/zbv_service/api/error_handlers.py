@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of an application a problem document."""
+    """Make every expected error of an application a problem document; :func:`on_crash` is for the others."""
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(InvalidInput, _on_invalid_input)
     app.add_exception_handler(InvalidPlan, _on_invalid_plan)
@@ -54,7 +54,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(DatabaseAway, on_database_away)
     app.add_exception_handler(RequestValidationError, _on_parameters)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_crash)
 
 
 def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
@@ -149,7 +148,8 @@ async def on_database_away(request: Request, error: Exception) -> Response:
     return problem_response(problem_document(NOT_READY, detail), {"Retry-After": "1"})
 
 
-async def _on_crash(request: Request, error: Exception) -> Response:
+async def on_crash(request: Request, error: Exception) -> Response:
+    """The response to a request that failed unexpectedly."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     detail = f"An error of the service, not of the request; its log has the details. {_repeating(request)}"
     return problem_response(problem_document(INTERNAL, detail))

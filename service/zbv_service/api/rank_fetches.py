@@ -9,37 +9,29 @@ plan, a first fetch, a wrong rank, other methods) goes the ordinary way, to
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from starlette.applications import Starlette
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zbv_service.api.caching import REVALIDATED
 from zbv_service.api.error_handlers import on_database_away
+from zbv_service.api.routers.plans import get_rank, router
 from zbv_service.database import DatabaseAway
 from zbv_service.errors import ProblemError, response_to
 from zbv_service.plans.plans import rank_tag
+from zbv_service.security.scheme import scopes_of
 
 _PATH = re.compile(r"/v1/plans/([0-9a-f]{64})/ranks/(0|[1-9][0-9]{0,5})")
+_ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.endpoint is get_rank)
+_SCOPES = scopes_of(_ROUTE) or ()
 
 
 class RankFetches:
-    """Answers fetches of known rank plans in place of an application.
+    """Answers fetches of cached ranks' parts in place of the route; the caller needs the route's scopes."""
 
-    Parameters
-    ----------
-    route
-        What the route that it stands for is called in metrics.
-    scopes
-        Of which a caller needs one, as the route declares them.
-    """
-
-    def __init__(self, app: ASGIApp, owner: Starlette, route: object, scopes: Sequence[str]):
+    def __init__(self, app: ASGIApp):
         self._app = app
-        self._owner = owner
-        self._route = route
-        self._scopes = tuple(scopes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -47,16 +39,16 @@ class RankFetches:
         if found is None or scope["method"] != "GET" or scope.get("root_path"):
             await self._app(scope, receive, send)
             return
-        application = self._owner.state.application
+        application = scope["app"].state.application
         plan_id, rank = found[1], int(found[2])
         body = application.plans.known_rank(plan_id, rank)
         if body is None or any(name == b"if-none-match" for name, _ in scope["headers"]):
             await self._app(scope, receive, send)
             return
-        scope["route"] = self._route
+        scope["route"] = _ROUTE
         request = Request(scope)
         try:
-            await application.access.require(request, self._scopes)
+            await application.access.require(request, _SCOPES)
         except ProblemError as error:
             await response_to(error)(scope, receive, send)
             return

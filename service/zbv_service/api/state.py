@@ -17,7 +17,6 @@ from zbv_service.database.sweeper import Sweeper
 from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
 from zbv_service.plans.compared import ComparedPlans
-from zbv_service.plans.pictures import PlanPictures
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.schedules import Schedules
 from zbv_service.problems.compare import Comparisons
@@ -61,7 +60,6 @@ class ApplicationState:
     frontiers: Frontiers
     compared: ComparedPlans
     plans: Plans
-    pictures: PlanPictures
     dispatcher: Dispatcher
     heartbeats: Heartbeats
     agents: Agents

@@ -45,10 +45,6 @@ class Observed:
         started = time.perf_counter()
         try:
             await self._app(inner, answer.receiving(receive), answer.send)
-        except Exception:
-            # Answered with a 500, and logged, inside. An answer cut off is the server's to report.
-            if answer.status != 500 or not answer.is_complete:
-                raise
         finally:
             self._note(scope["method"], inner, answer, started)
             REQUEST_ID.reset(token)

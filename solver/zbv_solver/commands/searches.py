@@ -11,8 +11,9 @@ from zbv_solver.commands import tables
 from zbv_solver.commands.interrupt import terminated_like_interrupted
 from zbv_solver.commands.searching import search_options, watched_search
 from zbv_solver.documents.files import output, write
+from zbv_solver.documents.text import plain
 from zbv_solver.frontiers.frontier import frontier_points, point_json
-from zbv_solver.plans.plan import Plan, baseline_json, plan_json
+from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.reading import load_problem
 
 
@@ -48,7 +49,7 @@ def compare(arguments: argparse.Namespace) -> None:
             {
                 "plan_id": found.plan_id,
                 "metrics": plan_json(found)["metrics"],
-                "baselines": [baseline_json(baseline) for baseline in found.baselines],
+                "baselines": [plain(baseline) for baseline in found.baselines],
             }
         )
     else:

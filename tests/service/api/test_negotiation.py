@@ -95,5 +95,5 @@ async def test_the_page_of_a_search_says_how_far_it_is(serving: Serving) -> None
         over = await service.http.get(f"/searches/{search_id}")
         assert 'http-equiv="refresh"' not in over.text
         assert "cancelled" in over.text
-        missing = await service.http.get("/searches/nothing")
+        missing = await service.http.get("/searches/nothing", headers={"accept": BROWSER})
         assert (missing.status_code, missing.headers["content-type"]) == (404, "text/html; charset=utf-8")

@@ -21,7 +21,7 @@ from zbv_service.app import create_app
 from zbv_service.client import tokens
 from zbv_service.client.tokens import CredentialsUnusable
 from zbv_service.database import TokenTable
-from zbv_service.database.token_models import TokenRow
+from zbv_service.database.models import TokenRow
 from zbv_service.security import attempts
 from zbv_service.security.local_token import kept_token, left_behind
 from zbv_service.security.token_text import TokenText

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 from zbv_service.client import HeartbeatReply, NodeWork
-from zbv_worker.agent.daemon import Agent, AgentOptions
+from zbv_worker.agent.daemon import Agent
+from zbv_worker.agent.policy import AgentOptions
 
 
-class Told:
-    """An agent's generation and sync, which note what they are told."""
+class Recorder:
+    """Stands for an agent's generation and its sync, and records the calls."""
 
     def __init__(self, node_rank: int = 0):
         self.work = SimpleNamespace(run_id="r", node_rank=node_rank)
@@ -29,11 +30,11 @@ class Told:
         self.plans.append(plan_id)
 
 
-def beat(answer: HeartbeatReply, told: Told, folder: Path) -> Told:
+def beat(answer: HeartbeatReply, recorder: Recorder, folder: Path) -> Recorder:
     agent = Agent(AgentOptions("http://zbv", "n", "127.0.0.1", 1, folder))
     agent._client = cast(Any, SimpleNamespace(heartbeat=lambda *_: answer))
-    agent._beat(cast(Any, told), cast(Any, told))
-    return told
+    agent._beat(cast(Any, recorder), cast(Any, recorder))
+    return recorder
 
 
 @pytest.mark.parametrize(
@@ -42,9 +43,9 @@ def beat(answer: HeartbeatReply, told: Told, folder: Path) -> Told:
 def test_only_after_a_failure_do_ranks_get_time_to_report(
     tmp_path: Path, cause: str, failed_elsewhere: bool
 ) -> None:
-    # The reason is for people: what it says decides nothing.
-    told = beat(HeartbeatReply(True, cause, "the run was cancelled"), Told(), tmp_path)
-    assert (told.stops, told.plans) == ([failed_elsewhere], [])
+    # The reason is for people; only the cause counts.
+    recorder = beat(HeartbeatReply(True, cause, "the run was cancelled"), Recorder(), tmp_path)
+    assert (recorder.stops, recorder.plans) == ([failed_elsewhere], [])
 
 
 @pytest.mark.parametrize(
@@ -69,10 +70,10 @@ def test_disallowed_work_is_refused_and_nothing_is_prepared(
     (failure,) = report["failures"]
     assert (failure["kind"], failure["rank"]) == ("refused", None)
     assert failure["detail"].startswith(f"agent n {said}")
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "what a run needs was prepared"
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "a folder was created"
 
 
 @pytest.mark.parametrize(("node_rank", "plans"), [(0, ["p"]), (1, [])])
 def test_the_first_node_fetches_the_next_plan(tmp_path: Path, node_rank: int, plans: list[str]) -> None:
-    told = beat(HeartbeatReply(False, plan_id="p"), Told(node_rank), tmp_path)
-    assert (told.stops, told.plans) == ([], plans)
+    recorder = beat(HeartbeatReply(False, plan_id="p"), Recorder(node_rank), tmp_path)
+    assert (recorder.stops, recorder.plans) == ([], plans)

@@ -10,7 +10,7 @@ from zbv_worker.execution.progress import CurrentProgress, Progress, attach_prog
 
 
 class At(CurrentProgress):
-    """A rank that is somewhere."""
+    """A rank in step 7."""
 
     def read(self) -> Progress:
         return Progress(7, "2I1", 3)

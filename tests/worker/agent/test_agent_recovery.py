@@ -1,4 +1,4 @@
-"""A run that loses a node resumes from its checkpoints; one with wrong costs changes to another plan."""
+"""A run that loses an agent resumes from a checkpoint; a run with wrong costs changes to another plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,22 @@ from zbv_worker.training.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.timeout(900)
 
+TIMEOUT = 8.0
+"""Seconds after which the service considers an agent lost."""
+
 DROPOUT = {"dropout": 0.1}
-"""Random numbers, too, must go on where they were."""
+"""The generators of random numbers must resume, too."""
 
 
 def undisturbed(folder: Path, steps: int) -> dict[int, float]:
-    """Losses by step of the same run without agents."""
+    """Losses by step of the same run without agents, in which nothing fails."""
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan_json(a_plan())))
+    model = json.dumps(MODEL | DROPOUT | {"pause": 0.0})
     command = python_command(
         "zbv_worker",
-        *("run", "--plan-file", str(folder / "plan.json"), "--model", FACTORY),
-        *(
-            "--model-args",
-            json.dumps(MODEL | DROPOUT | {"pause": 0.0}),
-            "--steps",
-            str(steps),
-            "--threads",
-            "1",
-        ),
-        *("--result-dir", str(folder)),
+        *("run", "--plan-file", str(folder / "plan.json"), "--model", FACTORY, "--model-args", model),
+        *("--steps", str(steps), "--threads", "1", "--result-dir", str(folder)),
     )
     with LocalRanks([command] * 2, folder / "logs") as ranks:
         ranks.wait(timeout=DEADLINE)
@@ -53,7 +48,7 @@ def undisturbed(folder: Path, steps: int) -> dict[int, float]:
 
 
 def logged(started: Cluster, run: Run, generation: int) -> dict[int, float]:
-    """Losses by step as a generation's ranks said them, to four decimals."""
+    """Losses by step in the logs of a generation's ranks, to four decimals."""
     folders = [agent.folder / "state" / run.id / str(generation) / "logs" for agent in started.agents]
     text = "".join(path.read_text() for folder in folders for path in folder.rglob("std*.log"))
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
@@ -63,9 +58,9 @@ def logged(started: Cluster, run: Run, generation: int) -> dict[int, float]:
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A service and three agents, of which a run needs two.
 
-    They are given time: one that is held for lost because the machine is busy would use up a retry.
+    The timeout is generous: an agent that seems lost because the machine is busy would use up the retry.
     """
-    with cluster(tmp_path_factory.mktemp("three"), agent_timeout_seconds=12.0) as started:
+    with cluster(tmp_path_factory.mktemp("three"), agent_timeout_seconds=TIMEOUT) as started:
         for name in ("one", "two", "three"):
             started.start(name)
         until(lambda: len(started.names()) == 3, started.story)
@@ -91,23 +86,111 @@ def until_generation(started: Cluster, run: Run, generation: int, step: int) -> 
 
 
 def trace_of(started: Cluster, run: Run) -> dict[str, Any]:
-    """The merged trace, empty while the ranks have no step in common."""
+    """The merged trace; empty while there is no step that all ranks have sent."""
     try:
         return started.client.run_trace(run.id)
     except NotFound:
         return {}
 
 
-def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(three: Cluster) -> None:
-    """The plan is in no good order, and for equal stages, which the first and the last are not."""
+@dataclass(frozen=True)
+class Disturbed:
+    """A run whose first generation lost a stopped agent, and whose second lost a killed rank.
+
+    Attributes
+    ----------
+    stopped
+        The agent that was stopped, and continued while the second generation was running.
+    bereaved
+        The agent of the killed rank.
+    registered
+        The registered agents while the second generation was running, before the stopped one continued.
+    newest
+        The newest checkpoint after the stopped agent had registered again.
+    """
+
+    run: Run
+    stopped: AgentProcess
+    bereaved: AgentProcess
+    registered: set[str]
+    newest: Path | None
+
+
+@pytest.fixture(scope="module")
+def disturbed(three: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
+    """Disturb a run with one retry: stop an agent, later kill a rank, which ends the run."""
+    saved = tmp_path_factory.mktemp("saved")
+    model = DROPOUT | {"pause": 0.05}
+    run = three.submit(model=model, retries=1, checkpoint={"directory": str(saved), "every": 3})
+    until_generation(three, run, 0, 3)
+    stopped = busy(three)[0]
+    ranks = [pid for pid, command in stopped.descendants().items() if "agent.rank" in command]
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    try:
+        until(lambda: not any(map(is_alive, ranks)), three.story)
+        until_generation(three, run, 1, 3)
+        registered = three.names()
+    finally:
+        os.kill(stopped.process.pid, signal.SIGCONT)
+    until(lambda: len(three.names()) == 3, three.story)  # it registers again, with a new id
+    assert not stopped.descendants()
+    newest = newest_checkpoint(saved)
+
+    assert three.client.run(run.id).state == "running"
+    bereaved = busy(three)[1]
+    os.kill(bereaved.rank(), signal.SIGKILL)
+    ended = three.client.wait_run(run.id, DEADLINE)
+    until(lambda: not busy(three), three.story)
+    return Disturbed(ended, stopped, bereaved, registered, newest)
+
+
+def test_a_stopped_agents_ranks_end_and_it_leaves_its_successors_checkpoints_alone(
+    disturbed: Disturbed,
+) -> None:
+    assert disturbed.newest is not None
+    assert disturbed.newest.name.endswith(".g2")
+    assert re.search("ended its ranks|ended because its agent has been silent", disturbed.stopped.log)
+
+
+def test_a_lost_agent_is_named_and_its_run_is_retried(three: Cluster, disturbed: Disturbed) -> None:
+    assert disturbed.registered == {agent.name for agent in three.agents} - {disturbed.stopped.name}
+    (retry,) = (event for event in three.client.run_events(disturbed.run.id) if event["kind"] == "retry")
+    assert "1 of 1" in retry["detail"]
+    assert f"agent {disturbed.stopped.name}" in retry["detail"]
+    assert f"gave no sign of life for {TIMEOUT:g} s; last reported steps: rank" in retry["detail"]
+
+
+def test_a_retry_resumes_from_a_checkpoint_with_the_losses_of_an_undisturbed_run(
+    three: Cluster, disturbed: Disturbed, tmp_path: Path
+) -> None:
+    before, after = (logged(three, disturbed.run, generation) for generation in range(2))
+    assert 3 <= min(after) <= max(before) + 1
+    assert min(after) % 3 == 0
+    expected = undisturbed(tmp_path / "undisturbed", max(*before, *after) + 1)
+    for losses in (before, after):
+        assert losses == {step: round(expected[step], 4) for step in losses}
+
+
+def test_a_killed_rank_is_named_and_ends_a_run_without_retries_left(disturbed: Disturbed) -> None:
+    """The fixture has also waited until no process of the run is left on any node."""
+    run, agent = disturbed.run, disturbed.bereaved.name
+    assert run.state == "failed"
+    (rank,) = (node["node_rank"] for node in run.document["members"] if node["agent"] == agent)
+    cause = run.failures[0]
+    assert (cause["kind"], cause["agent"], cause["rank"]) == ("killed", agent, rank), run.failures
+    assert f"rank {rank} was killed by SIGKILL; it last reported step" in cause["detail"]
+
+
+def test_a_plan_for_wrong_costs_is_replaced_by_a_better_one_during_the_run(three: Cluster) -> None:
+    """The plan's order is random, and it assumes equal stages, but the first and the last differ."""
     run = three.submit(model={"pause": 0.02}, replan="auto")
 
-    def has_swapped() -> bool:
+    def has_changed() -> bool:
         found = three.client.run(run.id)
         assert not found.is_finished, (found.document, three.story())
         return found.plan_id != run.plan_id
 
-    until(has_swapped, three.story)
+    until(has_changed, three.story)
     found = three.client.run(run.id)
     kinds = [event["kind"] for event in three.client.run_events(run.id)]
     assert kinds.index("offer") < kinds.index("swapped")
@@ -122,89 +205,12 @@ def test_a_plan_made_for_wrong_costs_is_replaced_by_a_better_one_in_mid_run(thre
     assert str(found.plan_id)[:12] in log
 
 
-@dataclass(frozen=True)
-class Disturbed:
-    """What a run left behind that first lost a stopped agent, then a killed one, then a rank."""
-
-    run: Run
-    stopped: AgentProcess
-    killed: AgentProcess
-    last: AgentProcess
-    """The agent of the rank that was killed last."""
-    checkpoint_after_stop: Path | None
-    names_after_kill: set[str]
-
-
-@pytest.fixture(scope="module")
-def disturbed(three: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
-    """Disturb one run three times; its two retries replace the agents, and the killed rank ends it."""
-    saved = tmp_path_factory.mktemp("saved")
-    model = DROPOUT | {"pause": 0.05}
-    run = three.submit(model=model, retries=2, checkpoint={"directory": str(saved), "every": 3})
-    until_generation(three, run, 0, 3)
-    stopped = busy(three)[0]
-    ranks = [pid for pid, command in stopped.descendants().items() if "agent.rank" in command]
-    os.kill(stopped.process.pid, signal.SIGSTOP)
-    try:
-        until(lambda: not any(map(is_alive, ranks)), three.story)
-        until_generation(three, run, 1, 6)
-    finally:
-        os.kill(stopped.process.pid, signal.SIGCONT)
-    until(lambda: len(three.names()) == 3, three.story)  # it registers again, with a new id
-    assert not stopped.descendants()
-    newest = newest_checkpoint(saved)
-
-    killed = busy(three)[1]
-    processes = list(killed.descendants())
-    assert len(processes) == 2
-    killed.process.kill()  # its launcher and its rank die with it, so nothing on this node can report
-    killed.process.wait(timeout=DEADLINE)
-    until_generation(three, run, 2, 6)
-    assert not any(map(is_alive, processes))
-    names = three.names()
-
-    assert three.client.run(run.id).state == "running"
-    last = busy(three)[1]
-    os.kill(last.rank(), signal.SIGKILL)
-    ended = three.client.wait_run(run.id, DEADLINE)
-    until(lambda: not busy(three), three.story)
-    return Disturbed(ended, stopped, killed, last, newest, names)
-
-
-def test_a_stopped_agents_ranks_end_and_a_resumed_agent_harms_no_successor(
-    disturbed: Disturbed,
-) -> None:
-    assert disturbed.checkpoint_after_stop is not None
-    assert disturbed.checkpoint_after_stop.name.endswith(".g2")
-    assert re.search("ended its ranks|ended because its agent has been silent", disturbed.stopped.log)
-
-
-def test_a_lost_agent_is_named_and_its_run_is_retried(three: Cluster, disturbed: Disturbed) -> None:
-    assert disturbed.names_after_kill == {agent.name for agent in three.agents} - {disturbed.killed.name}
-    retries = [event for event in three.client.run_events(disturbed.run.id) if event["kind"] == "retry"]
-    assert [re.findall(r"\d of 2", retry["detail"]) for retry in retries] == [["1 of 2"], ["2 of 2"]]
-    detail = retries[1]["detail"]
-    assert f"agent {disturbed.killed.name}" in detail
-    assert "gave no sign of life for 12 s; last reported steps: rank" in detail
-
-
-def test_every_retry_goes_on_from_a_checkpoint_with_the_losses_of_an_undisturbed_run(
-    three: Cluster, disturbed: Disturbed, tmp_path: Path
-) -> None:
-    found = [logged(three, disturbed.run, generation) for generation in range(3)]
-    for before, after in pairwise(found):
-        assert 3 <= min(after) <= max(before) + 1
-        assert min(after) % 3 == 0
-    expected = undisturbed(tmp_path / "undisturbed", max(map(max, found)) + 1)
-    for losses in found:
-        assert losses == {step: round(expected[step], 4) for step in losses}
-
-
-def test_a_killed_rank_is_named_and_ends_a_run_without_retries_left(disturbed: Disturbed) -> None:
-    """Also: no process of the run is left on any node, or the fixture would not end."""
-    run, agent = disturbed.run, disturbed.last.name
-    assert run.state == "failed"
-    (rank,) = (node["node_rank"] for node in run.document["members"] if node["agent"] == agent)
-    cause = run.failures[0]
-    assert (cause["kind"], cause["agent"], cause["rank"]) == ("killed", agent, rank), run.failures
-    assert f"rank {rank} was killed by SIGKILL; it last reported step" in cause["detail"]
+def test_the_launcher_and_the_rank_of_a_killed_agent_die_with_it(three: Cluster) -> None:
+    run = three.submit()
+    until(lambda: any(len(agent.descendants()) == 2 for agent in busy(three)), three.story)
+    agent = next(agent for agent in busy(three) if len(agent.descendants()) == 2)
+    processes = list(agent.descendants())
+    agent.process.kill()
+    agent.process.wait(timeout=DEADLINE)
+    until(lambda: not any(map(is_alive, processes)), three.story)
+    three.client.cancel_run(run.id)

@@ -129,7 +129,7 @@ def test_remaining_files_and_logs_are_sent_at_the_end(
     printed(tmp_path, 0, stderr="why\n", stdout="what\n")
     printed(tmp_path, 1, stdout="")
     last = measured(tmp_path, 3, 9)
-    assert not sync.is_done
+    assert not sync.wait(0)
     sync.finish()
     assert sync.wait(30)
     assert service.seen == [("3/trace", last), ("2/log", b"what\nwhy\n"), ("3/log", b"")]

@@ -18,6 +18,7 @@ from zbv_worker.agent import generation as generation_module
 from zbv_worker.agent.generation import Generation
 from zbv_worker.agent.heartbeat import Pulse
 from zbv_worker.agent.orphans import ABANDONED
+from zbv_worker.agent.policy import AgentOptions
 
 WORK = NodeWork("r", 0, 1, 2, 2, "127.0.0.1:1", "p", "a:b", {})
 """Node 1 of two with two ranks each: ranks 2 and 3."""
@@ -28,13 +29,13 @@ def launching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts a generation whose launcher is a shell script, run in the generation's folder."""
 
     def launch(script: str, patience: float = 60.0, **files: Any) -> Generation:
-        folder = tmp_path / "generation"
-        folder.mkdir()
+        folder = tmp_path / WORK.run_id / "0"
+        folder.mkdir(parents=True)
         for name, document in files.items():
             (folder / f"{name.replace('_', '-')}.json").write_text(json.dumps(document))
         command = ["sh", "-c", f"cd {folder}; {script}"]
         monkeypatch.setattr(generation_module, "python_command", lambda *_: command)
-        return Generation(WORK, "http://zbv", "127.0.0.1", folder, patience)
+        return Generation(WORK, AgentOptions("http://zbv", "n", "127.0.0.1", 4, tmp_path), patience)
 
     return launch
 
@@ -64,8 +65,8 @@ def test_a_killed_rank_is_named_with_its_signal_and_progress(launching: Any) -> 
 
 
 def test_a_ranks_own_report_counts_more_than_its_status(launching: Any) -> None:
-    said = {"kind": "peer", "rank": 2, "detail": "x" * 9000 + "\0"}
-    end = ended(launching(outcome_of(**{"2": 1, "3": 4}), failure_2=said))
+    report = {"kind": "peer", "rank": 2, "detail": "x" * 9000 + "\0"}
+    end = ended(launching(outcome_of(**{"2": 1, "3": 4}), failure_2=report))
     assert [failure["kind"] for failure in end.failures] == ["peer", "error"]
     assert len(end.failures[0]["detail"]) == 4000
     assert end.failures[1]["detail"].startswith("rank 3 ended with status 4; it reported no step.")
@@ -87,7 +88,7 @@ def test_a_stopped_generation_has_not_failed(launching: Any) -> None:
 def test_a_launcher_that_ignores_signals_is_killed(launching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_module, "_GRACE_SECONDS", 0.2)
     generation = launching("trap '' TERM; touch ready; while true; do sleep 0.05; done")
-    while not (generation._folder / "ready").exists():
+    while not (generation.folder / "ready").exists():
         time.sleep(0.02)
     generation.stop(failed_elsewhere=False)
     assert ended(generation).outcome == "stopped"
@@ -120,31 +121,30 @@ def test_a_node_may_report_its_own_failure_before_it_is_stopped(launching: Any) 
     assert ended(generation).outcome == "failed"
 
 
-@pytest.mark.parametrize("stops", ["agent", "nobody"])
-def test_a_rank_ends_when_its_agent_is_stopped(tmp_path: Path, stops: str) -> None:
-    """Here, the agent is this process, which stops its pulse."""
+def test_a_rank_ends_when_its_agent_is_stopped_and_not_before(tmp_path: Path) -> None:
+    """This process plays the agent: it stops its pulse."""
     rank = (
-        "import os, pathlib, sys, time; from zbv_worker.agent.orphans import end_with_pulse; "
+        "import pathlib, sys, time; from zbv_worker.agent.orphans import end_with_pulse; "
         "folder = pathlib.Path(sys.argv[1]); "
-        "end_with_pulse(folder, 2.0, lambda silent: (folder / 'said').write_text(str(silent))); "
-        "(folder / 'ready').touch(); time.sleep(6 if sys.argv[2] == 'nobody' else 600)"
+        "end_with_pulse(folder, 1.5, lambda silent: (folder / 'said').write_text(str(silent))); "
+        "(folder / 'ready').touch(); time.sleep(600)"
     )
-    pulse = Pulse(tmp_path, 2.0, lambda _: None)
+    pulse = Pulse(tmp_path, 60.0, lambda _: None)
     pulse.start()
-    process = subprocess.Popen([sys.executable, "-c", rank, str(tmp_path), stops])
+    process = subprocess.Popen([sys.executable, "-c", rank, str(tmp_path)])
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "ready").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        if stops == "agent":
-            pulse.stop()
-        status = process.wait(timeout=60)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=2.5)
+        pulse.stop()
+        assert process.wait(timeout=60) == ABANDONED
     finally:
         process.kill()
         pulse.stop()
-    assert status == (ABANDONED if stops == "agent" else 0)
-    assert (tmp_path / "said").exists() == (stops == "agent")
+    assert float((tmp_path / "said").read_text()) > 1.5
 
 
 def test_a_child_dies_with_its_parent_even_when_it_is_stopped(tmp_path: Path) -> None:

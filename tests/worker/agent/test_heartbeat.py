@@ -13,37 +13,37 @@ from zbv_worker.host.state_files import read_json
 SERVER = "http://planner:8000"
 
 
-def given(folder: Path, *, answered: bool) -> float:
-    """Have a sign given; returns when it was."""
+def beat(folder: Path, *, answered: bool) -> float:
+    """Write one heartbeat; returns its time."""
     Heartbeat(folder, "node-1", SERVER).write(answered=answered)
     at = read_json(folder / FILE)["at"]
     assert isinstance(at, float)
     return at
 
 
-def test_an_agent_in_its_cycle_is_running(tmp_path: Path) -> None:
-    at = given(tmp_path / "state", answered=True)
+def test_an_agent_with_a_recent_heartbeat_is_running(tmp_path: Path) -> None:
+    at = beat(tmp_path / "state", answered=True)
     said = check(tmp_path / "state", at + 3)
     assert said == f"agent node-1 is running; {SERVER} answered 3 s ago"
 
 
-def test_an_agent_without_its_service_is_running_too(tmp_path: Path) -> None:
-    at = given(tmp_path, answered=False)
+def test_an_agent_whose_service_is_away_is_running_too(tmp_path: Path) -> None:
+    at = beat(tmp_path, answered=False)
     assert check(tmp_path, at) == f"agent node-1 is running; {SERVER} has not answered yet"
 
 
 def test_an_agent_that_hangs_is_not_running(tmp_path: Path) -> None:
-    at = given(tmp_path, answered=True)
+    at = beat(tmp_path, answered=True)
     check(tmp_path, at + STALE_SECONDS)
     with pytest.raises(AgentNotRunning, match="agent node-1 has been silent for 61 s"):
         check(tmp_path, at + STALE_SECONDS + 1)
 
 
-def test_when_the_service_answered_last_is_kept(tmp_path: Path) -> None:
-    sign = Heartbeat(tmp_path, "node-1", SERVER)
-    sign.write(answered=True)
+def test_the_time_of_the_services_last_answer_is_kept(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path, "node-1", SERVER)
+    heartbeat.write(answered=True)
     before = read_json(tmp_path / FILE)
-    sign.write(answered=False)
+    heartbeat.write(answered=False)
     after = read_json(tmp_path / FILE)
     assert after["answered_at"] == before["answered_at"]
     assert after["at"] > before["at"]
@@ -59,10 +59,10 @@ def test_a_folder_without_an_agent_is_reported(
     assert f"found no trace of an agent in {tmp_path / FILE}" in capsys.readouterr().err
 
 
-def test_the_command_says_how_the_agent_is_and_needs_no_service(
+def test_the_command_reports_the_agents_state_without_a_service(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given(tmp_path, answered=True)
+    beat(tmp_path, answered=True)
     assert main(["agent", "--check", "--state-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("agent node-1 is running")
 

@@ -12,8 +12,8 @@ import pytest
 from support.paths import ROOT
 from zbv_service.client import InvalidRequest, NodeWork, Registration
 from zbv_service.client.admission import is_model_allowed
-from zbv_worker.agent.daemon import Agent, AgentOptions
-from zbv_worker.agent.policy import allowed, refusal_of
+from zbv_worker.agent.daemon import Agent
+from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.commands.cli import _parser
 
 REPOSITORY = ROOT
@@ -26,6 +26,11 @@ def work(directory: str | None, factory: str = "a.models:build") -> NodeWork:
     checkpoint = None if directory is None else {"directory": directory, "every": 1}
     document = {"options": {"checkpoint": checkpoint}}
     return NodeWork("r" * 32, 0, 0, 1, 1, "h:1", "p", factory, document)
+
+
+def allowing(*directories: Path) -> AgentOptions:
+    """Options of an agent that allows the models of ``a`` and checkpoints in some directories."""
+    return AgentOptions("http://zbv", "node", "127.0.0.1", 1, Path("state"), ("a.*",), directories)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def test_checkpoints_are_kept_in_allowed_directories_and_nowhere_else(tmp_path: 
     (tmp_path / "mount").symlink_to(inside)
 
     def refusal(directory: object) -> str | None:
-        return refusal_of(work(str(directory)), "node", ["a.*"], [tmp_path / "mount"])
+        return allowing(tmp_path / "mount").refusal_of(work(str(directory)))
 
     for directory in (inside, inside / "run" / "1", tmp_path / "mount" / "run", inside / "x" / ".." / "y"):
         assert refusal(directory) is None, directory
@@ -74,15 +79,14 @@ def test_checkpoints_are_kept_in_allowed_directories_and_nowhere_else(tmp_path: 
 
 
 def test_without_an_allowed_directory_only_runs_with_checkpoints_are_refused(tmp_path: Path) -> None:
-    assert refusal_of(work(None), "node", ["a.*"], []) is None
-    assert "it allows none" in str(refusal_of(work(str(tmp_path)), "node", ["a.*"], []))
+    assert allowing().refusal_of(work(None)) is None
+    assert "it allows none" in str(allowing().refusal_of(work(str(tmp_path))))
 
 
 def test_an_agent_sends_its_policy_unless_the_service_is_too_old(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    found = allowed(["a.*"], [tmp_path / "link"])
-    assert found == {
+    assert allowing(tmp_path / "link").allows == {
         "models": ["a.*"],
         "checkpoint_directories": [str(tmp_path / "link"), str(tmp_path / "real")],
     }
@@ -105,7 +109,7 @@ def test_an_agent_sends_its_policy_unless_the_service_is_too_old(tmp_path: Path)
 
 
 def commands(document: str) -> list[list[str]]:
-    """The commands of a document's blocks that start agents and runs, without what is only meant."""
+    """The commands in a document that start agents, runs and profiles, without their comments."""
     text = (REPOSITORY / document).read_text().replace("\\\n", " ")
     found = re.findall(r"^ *((?:zbv-worker (?:agent|run|profile)|zbv-service run) .*)$", text, re.MULTILINE)
     return [shlex.split(line.partition("  #")[0]) for line in found]

@@ -36,7 +36,7 @@ def problem_of(kind: str, p: int) -> Problem:
 
 
 class Sampled:
-    """A model whose evaluation data are those of another step."""
+    """A model with evaluation data: the microbatches of another step."""
 
     def __init__(self, model: Batches):
         self._model = model
@@ -152,7 +152,7 @@ def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
             assert all(parameter.grad is None for m in pipeline.modules for parameter in m.parameters())
             pipeline.all(lambda executor: executor.step(0))
     for transport in pipeline.transports:
-        transport.flush(1.0)  # nothing was sent that nobody takes
+        transport.flush(1.0)  # every sent tensor was received
 
 
 def test_evaluation_data_are_used_if_the_model_has_them() -> None:
@@ -164,7 +164,7 @@ def test_evaluation_data_are_used_if_the_model_has_them() -> None:
         pipeline.all(lambda executor: executor.step(0))
 
 
-class Noticing(nn.Module):
+class ModeRecorder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Dropout(0.5)
@@ -177,8 +177,8 @@ class Noticing(nn.Module):
         return output
 
 
-def test_modules_are_in_evaluation_mode_and_then_each_in_the_mode_it_was_in() -> None:
-    module = Noticing()
+def test_modules_are_evaluated_in_evaluation_mode_and_then_return_to_their_own_mode() -> None:
+    module = ModeRecorder()
     stage = Stage(0, 2, module, 1)
     input = torch.ones(2, 2, requires_grad=True)
     with stage.evaluating():
@@ -205,7 +205,7 @@ def fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
-def test_stages_without_a_model_are_not_evaluated() -> None:
+def test_stages_without_a_model_cannot_be_evaluated() -> None:
     problem = problem_of("v", 1)
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(1), 0.5), 0)
     stages = {

@@ -120,7 +120,7 @@ def test_any_valid_plan_computes_the_gradients_of_one_process(
 
 
 def test_the_random_plans_really_are_out_of_order() -> None:
-    """The generator would be no test if its plans were first in, first out."""
+    """First-in, first-out plans would test little."""
     problem = problem_of(Placement.of("v", 2), MICROBATCHES)
     orders = random_orders(problem, Random(0), fused=0.3)
     first = [a.microbatch for a in orders.actions(0) if a.stage == 0 and a.letter == "F"]

@@ -133,7 +133,7 @@ def test_the_gpt_is_the_same_model_for_any_partition(sizes: tuple[int, ...]) -> 
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-def test_tied_layers_stay_tied_where_the_cut_has_both_on_one_rank() -> None:
+def test_tied_layers_stay_tied_if_the_cut_has_both_on_one_rank() -> None:
     model = gpt(**GPT, tied=True)
     near = cut_problem(model.layer_names(), (2, 1, 1, 2))
     orders = random_orders(near, Random(0))
@@ -150,7 +150,7 @@ def test_tied_layers_stay_tied_where_the_cut_has_both_on_one_rank() -> None:
 
 @dataclass
 class Misnamed:
-    """A model whose layers are others than planned."""
+    """A model with other layers than planned."""
 
     names: Sequence[str]
 
@@ -179,7 +179,7 @@ def test_a_plan_of_other_layers_is_refused(own: list[str], message: str) -> None
         build_stages(Misnamed(own), plan, CPU)
 
 
-def test_a_model_without_layers_is_refused_with_what_it_needs() -> None:
+def test_a_model_without_layers_is_refused_with_the_methods_that_it_needs() -> None:
     problem = cut_problem(NAMES, (2, 2, 2, 2))
     with pytest.raises(InvalidRun, match=r"Tiny without layer_names and build_layers; see .*Layered"):
         require_layers(tiny(), PlannedCut.of(problem))
@@ -190,7 +190,7 @@ def test_a_model_without_layers_is_refused_with_what_it_needs() -> None:
     ("module", "found"),
     [(nn.Linear(1, 1), "a Linear;"), (nn.Sequential(nn.Tanh()), "a Sequential of 1 modules;")],
 )
-def test_layers_that_were_not_asked_for_are_refused(module: nn.Module, found: str) -> None:
+def test_wrong_results_of_build_layers_are_refused(module: nn.Module, found: str) -> None:
     class Wrong(Misnamed):
         def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
             return module  # type: ignore[return-value]  # that is the point
@@ -236,7 +236,7 @@ def test_a_plan_file_has_the_partition_and_recomputation(tmp_path: Path) -> None
 
 
 class Changing(Remembering):
-    """Remembers its layers; and during its step 3 the next plan arrives."""
+    """Records its layers; the next plan arrives during step 3."""
 
     next_plan: Path
     text: str
@@ -277,7 +277,7 @@ def test_a_run_may_change_to_a_plan_that_recomputes_other_stages(tmp_path: Path)
     options = TrainingOptions(next_plan=Changing.next_plan)
     found = train_in_threads(first, random_orders(first, Random(0)), options, steps, model=Changing)
     assert len({line.plan_id for report in found.reports for line in report.lines}) == 2
-    assert Changing.ran_without_graph == set(NAMES)  # those of the first plan, and then the others
+    assert Changing.ran_without_graph == set(NAMES)  # first the stages of the first plan, then the others
     expected, losses, _ = train_alone(4, steps)
     assert relative_error(found.parameters[0], expected) < 1e-4
     assert found.losses == pytest.approx(losses, rel=1e-4)
@@ -350,12 +350,12 @@ def test_two_processes_train_a_cut_as_one_process_trains_the_model(folder: Path,
 
 
 def test_a_checkpoint_resumes_with_another_partition(folder: Path, alone: list[float]) -> None:
-    """Parameters and the states of the optimizer go to the ranks that have their layers now."""
+    """Parameters and optimizer state go to the ranks that have their layers now."""
     assert losses_of(folder / "other") == pytest.approx(alone[3:], rel=1e-4)
 
 
 class Kept(Gpt):
-    """A model that keeps its modules and optimizers, of all ranks that are threads."""
+    """A model that records the modules and optimizers of all ranks, which are threads."""
 
     modules: ClassVar[list[nn.Sequential]] = []
     optimizers: ClassVar[list[torch.optim.Optimizer]] = []

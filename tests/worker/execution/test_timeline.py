@@ -17,9 +17,9 @@ from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.execution.rank_plan import Instruction, RankPlan
-from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, timeline_of
+from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
-from zbv_worker.transport.channels import ChannelKey, Pending, TensorSpec, key_of
+from zbv_worker.transport.channels import ChannelKey, Receive, key_of
 
 CPU = torch.device("cpu")
 ORDERS = Orders.from_text(
@@ -60,7 +60,7 @@ class Kernels:
 
 
 class Hanging(Kernels):
-    """Its first kernel never ends."""
+    """A stage whose first kernel never ends."""
 
     def _queue(self, letter: str) -> Tensor:
         self._cuda.compute.hang()
@@ -68,7 +68,7 @@ class Hanging(Kernels):
 
 
 class OnStream:
-    """A receive as NCCL's: the host goes on, the compute stream waits."""
+    """Like an NCCL receive: the host goes on, the compute stream waits."""
 
     def __init__(self, cuda: FakeCuda, milliseconds: float | None):
         self._cuda = cuda
@@ -86,15 +86,15 @@ class OnStream:
 
 
 class Streaming(ThreadTransport):
-    """One rank whose peer's tensors come after a time, or never."""
+    """One rank; tensors of its peer arrive after some time, or never."""
 
     def __init__(self, cuda: FakeCuda, milliseconds: float | None):
         super().__init__(ThreadHub(2), 0)
         self._cuda = cuda
         self._milliseconds = milliseconds
 
-    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
-        return OnStream(self._cuda, self._milliseconds)
+    def receiver(self, key: ChannelKey) -> Receive:
+        return lambda spec: OnStream(self._cuda, self._milliseconds)
 
 
 def executor_of(
@@ -129,7 +129,7 @@ def executor_of(
 def test_records_are_gpu_times_on_the_hosts_clock() -> None:
     cuda = FakeCuda()
     executor = executor_of(cuda, arrival=5.0)
-    for step in range(2):  # the second uses the first one's events again
+    for step in range(2):  # the second step reuses the events of the first
         records = executor.step(step).records
         assert [str(record.action) for record in records] == ORDERS.text(0)
         for record in records:
@@ -143,11 +143,11 @@ def test_records_are_gpu_times_on_the_hosts_clock() -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [1, 2, 5])
-def test_the_host_runs_ahead_by_as_many_actions_as_it_may(run_ahead: int) -> None:
+def test_the_host_runs_ahead_up_to_its_limit(run_ahead: int) -> None:
     unfinished: list[int] = []
     executor_of(FakeCuda(), arrival=5.0, run_ahead=run_ahead, unfinished=unfinished).step(0)
     assert len(unfinished) == 12
-    assert max(unfinished) == run_ahead - 1  # and the one that is being queued
+    assert max(unfinished) == run_ahead - 1  # without the action that is being queued
 
 
 def test_a_missing_tensor_is_named_by_its_action_not_by_the_hosts_position() -> None:
@@ -160,7 +160,7 @@ def test_a_missing_tensor_is_named_by_its_action_not_by_the_hosts_position() -> 
     assert e.value.__notes__ == ["rank 0, step 4, action 3F0"]
 
 
-def test_a_step_ends_when_the_gpu_has_come_to_its_end_or_by_the_timeout() -> None:
+def test_the_end_of_a_step_waits_for_the_gpu_at_most_for_the_timeout() -> None:
     executor = executor_of(FakeCuda(), arrival=None, timeout=0.1, run_ahead=100)
     with pytest.raises(ChannelTimeout, match="at 3F0 for the activation of 2F0 from rank 1"):
         executor.step(0)
@@ -180,7 +180,7 @@ def instruction(text: str) -> Instruction:
 
 
 class Ticking:
-    """A clock that goes on by a second at every pause, when the GPU goes on too, every so often."""
+    """A clock that advances by a second at every pause; every few seconds the GPU completes an action."""
 
     def __init__(self, every: int):
         self._every = every
@@ -218,7 +218,7 @@ def test_every_action_has_its_own_timeout() -> None:
     queued.finish()
     assert len(queued) == 0
     assert ticking.seconds >= 18 > 9
-    assert len(checks) == ticking.seconds  # failures elsewhere are looked for at every pause
+    assert len(checks) == ticking.seconds  # other failures are checked at every pause
 
 
 def test_an_action_that_takes_longer_is_overdue() -> None:
@@ -241,9 +241,8 @@ def fail() -> None:
     raise ConnectionError("an earlier send")
 
 
-def test_the_cpus_times_are_the_clocks() -> None:
-    timeline = timeline_of(CPU, iter(range(10, 100)).__next__)
-    assert isinstance(timeline, HostTimeline)
+def test_times_on_the_cpu_are_the_clocks() -> None:
+    timeline = HostTimeline(iter(range(10, 100)).__next__)
     assert timeline.run_ahead is None
     records = [Record(Action.parse("0F0"), timeline.mark(), timeline.mark(), timeline.mark())]
     assert timeline.resolved(records) == (Record(Action.parse("0F0"), 10, 11, 12),)

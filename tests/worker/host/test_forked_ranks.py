@@ -38,12 +38,12 @@ def test_its_status_and_last_output_are_known(tmp_path: Path) -> None:
 def test_it_can_be_killed_and_none_outlives_its_test(tmp_path: Path) -> None:
     command = python_command("timeit", "-n1", "-r1", "import time; time.sleep(60)")
     with LocalRanks([command] * 2, tmp_path) as ranks:
-        os.kill(ranks.pids[1], signal.SIGKILL)
+        os.kill(ranks.processes[1].pid, signal.SIGKILL)
         with pytest.raises(LaunchError, match="rank 1 ended with status -9"):
             ranks.wait(timeout=240)
-        os.kill(ranks.pids[0], 0)
+        os.kill(ranks.processes[0].pid, 0)
     with pytest.raises(ProcessLookupError):
-        os.kill(ranks.pids[0], 0)
+        os.kill(ranks.processes[0].pid, 0)
 
 
 def test_other_commands_start_as_usual_processes(tmp_path: Path) -> None:

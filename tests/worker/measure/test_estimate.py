@@ -41,7 +41,7 @@ class Mlp(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A block of which PyTorch checkpoints the MLP."""
+    """A block whose MLP is checkpointed by PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Checkpointed(nn.Module):
 
 
 class Pieces:
-    """A model of any layers."""
+    """A model of the given layers."""
 
     def __init__(self, *layers: Any, input: tuple[int, ...] = (2, ROWS // 2, WIDTH)):
         self._layers = layers
@@ -81,7 +81,7 @@ class Pieces:
 
 
 def square_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Not PyTorch's: on a CPU its one number lies in memory of the input's size, which no shape says."""
+    """Replaces PyTorch's loss, whose scalar on a CPU is a view of memory as large as the input."""
     return (output - target).square().mean()
 
 
@@ -91,7 +91,7 @@ class Hard(HardModel):
 
 
 def measured(model: Any, n_stages: int, precision: Precision = "float32") -> list[tuple[StageMemory, int]]:
-    """Every stage on real tensors: what it holds, and what it always holds."""
+    """The memory of every stage on real tensors, per microbatch and static."""
     found = []
     x, target = model.microbatch(0, 0)
     for index in range(n_stages):
@@ -120,7 +120,7 @@ MODELS: dict[str, tuple[Any, int]] = {
     ("name", "precision"),
     [*((name, "float32") for name in MODELS), ("gpt", "bfloat16")],
 )
-def test_an_estimate_is_within_two_percent_of_what_is_measured(name: str, precision: Precision) -> None:
+def test_an_estimate_is_within_two_percent_of_the_measurement(name: str, precision: Precision) -> None:
     model, n_stages = MODELS[name]
     estimates = list(estimate_stages(model, n_stages, precision))
     for estimate, (held, static) in zip(estimates, measured(model, n_stages, precision), strict=True):
@@ -137,7 +137,7 @@ def one(model: Any, at: int = 1) -> Estimate:
 
 
 def test_an_mlp_counted_by_hand() -> None:
-    """The input, what GELU gets and what it gives; then each Linear's input and output gradient."""
+    """F keeps the input, and GELU's input and output; I keeps each Linear's input and output gradient."""
     found = one(Pieces(Mlp, Mlp, Mlp))
     unit = ROWS * WIDTH * 4
     assert found.kept.memory.after_forward == (1 + 4 + 4) * unit
@@ -158,7 +158,7 @@ def test_an_mlp_counted_by_hand() -> None:
 
 
 def test_attention_recomputes_its_scores_in_i() -> None:
-    """Of 2 products in F, 5 in I (FlashAttention, Dao et al. 2022, appendix B), none in W."""
+    """2 matrix products in F, 5 in I (FlashAttention, Dao et al. 2022, appendix B), none in W."""
     found = one(Pieces(*[lambda: Block(WIDTH, 4)] * 3)).kept.flops
     linear = 2 * ROWS * 12 * WIDTH * WIDTH
     product = 2 * 2 * (ROWS // 2) ** 2 * WIDTH
@@ -194,7 +194,7 @@ def test_the_memory_of_layers_adds_up_to_their_stages(layers_of_gpt: list[Estima
 
 
 def test_a_recomputed_stage_holds_the_estimated_memory() -> None:
-    """Measured on a stage of two blocks, whose workspace is at most that of one."""
+    """Measured on a stage of two blocks, which needs at most the workspace of one."""
     model = Pieces(*[lambda: Block(WIDTH, 4)] * 4)
     layers = list(estimate_layers(model))[1:3]
     estimated = [layer.recomputed.memory for layer in layers if layer.recomputed is not None]
@@ -210,18 +210,18 @@ def test_a_recomputed_stage_holds_the_estimated_memory() -> None:
 
 
 def test_a_huge_model_needs_no_memory() -> None:
-    """16 blocks of 1.8 billion parameters each, of which only one is looked at."""
+    """16 blocks of 1.8 billion parameters each, of which one is estimated."""
     model = gpt(layers=16, width=12_288, heads=96, length=2048, sequences=1, characters=20_000)
     found = list(estimate_layers(model, "bfloat16"))
     assert sum(layer.parameters for layer in found) > 28e9
     assert len({layer.kept for layer in found}) == 3
 
 
-# --- which layers are alike
+# --- likeness of layers
 
 
 class Numbered(Mlp):
-    """A layer that knows its number, and may do anything with it."""
+    """A layer that knows its number, and might depend on it."""
 
     def __init__(self, number: int):
         super().__init__(WIDTH)
@@ -238,7 +238,7 @@ def test_a_layer_that_differs_in_anything_is_estimated_separately() -> None:
 
 
 class Applying(nn.Module):
-    """Holds what nobody can look into."""
+    """Has an attribute whose state cannot be compared."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -250,7 +250,7 @@ def alike(first: nn.Module, second: nn.Module) -> bool:
     return likeness(first, x, 0) == likeness(second, x, 0)
 
 
-def test_alike_are_the_same_classes_with_the_same_settings_and_shapes() -> None:
+def test_modules_are_alike_if_classes_settings_and_shapes_are_equal() -> None:
     assert alike(Mlp(), Mlp())
     assert alike(nn.Sequential(OrderedDict(a=Mlp())), nn.Sequential(OrderedDict(b=Mlp())))
     assert not alike(Mlp(8), Mlp(16))
@@ -273,7 +273,7 @@ def test_alike_are_the_same_classes_with_the_same_settings_and_shapes() -> None:
     assert not alike(hooked, Mlp())
 
 
-# --- what cannot be estimated
+# --- refusals
 
 
 class Peeking(nn.Module):
@@ -311,7 +311,7 @@ def test_layers_need_unique_names(names: list[str], message: str) -> None:
         list(estimate_layers(Named(Mlp, Mlp)))
 
 
-def test_missing_data_are_named() -> None:
+def test_a_model_without_data_is_refused_by_name() -> None:
     class Lost(Pieces):
         def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
             raise FileNotFoundError("no text here")
@@ -359,14 +359,14 @@ def test_tied_ends_are_planned_on_one_rank(tmp_path: Path) -> None:
 def test_copies_are_numbered_from_0_or_keep_their_names(
     kinds: tuple[Any, ...], written: list[tuple[str, int | None]]
 ) -> None:
-    """The first takes data, so it is unlike the next: no run of equal ones begins at 0."""
+    """The first layer takes data, so it differs from the next, and no run of equal layers begins at 0."""
     document = estimated_document(list(estimate_layers(Pieces(*kinds))), 1, 1, Scale())
     assert [(layer["name"], layer.get("repeat")) for layer in document["layers"]] == written
     assert document["memory"]["static"] == 0  # one rank receives nothing
 
 
-def test_recomputing_what_keeps_its_input_alone_is_no_alternative() -> None:
-    """A Linear; of an MLP it is one."""
+def test_recomputation_is_left_out_for_a_layer_that_keeps_only_its_input() -> None:
+    """A Linear keeps only its input; an MLP keeps more."""
     document = estimated_document(list(estimate_layers(Pieces(Mlp, linear, Mlp))), 1, 1, Scale())
     assert ["recompute" in layer for layer in document["layers"]] == [True, False, True]
 
@@ -378,7 +378,7 @@ def linear() -> nn.Module:
 ARGUMENTS = {"layers": 2, "width": 16, "heads": 2, "length": 8, "sequences": 1, "characters": 20_000}
 
 
-def test_the_command_writes_a_problem_to_cut_and_prints_what_it_found(
+def test_the_command_writes_a_problem_of_layers_and_prints_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["estimate", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(ARGUMENTS)]
@@ -394,7 +394,7 @@ def test_the_command_writes_a_problem_to_cut_and_prints_what_it_found(
     assert report["layers"][1]["kept"]["memory"]["after_forward"] > 0
 
 
-def test_a_model_without_layers_gives_the_problem_of_its_own_stages(
+def test_a_model_without_layers_gives_a_problem_of_stages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tiny = ["estimate", "zbv_worker.models.tiny:tiny", "--model-args", '{"width": 64, "rows": 16}']

@@ -54,7 +54,7 @@ def out_of_heads(x: Tensor) -> Tensor:
 
 
 def rotated(self: Any, x: Tensor) -> Tensor:
-    """Rotary positions as complex numbers."""
+    """Rotary positions, as complex numbers."""
     query, key, value = map(in_heads, self.query_key_value(x).chunk(3, -1))
 
     def turned(these: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def tied() -> nn.Module:
 
 
 def of_unit_norm() -> nn.Module:
-    """Its initial values are looked at, which have to be there then."""
+    """Reads its initial values, so it needs memory when it is built."""
     layer = nn.Linear(WIDTH, WIDTH)
     with torch.no_grad():
         layer.weight /= float(layer.weight.norm())
@@ -187,13 +187,13 @@ def model_of(*layers: Callable[[], nn.Module]) -> Pieces:
 
 @pytest.fixture(scope="module")
 def estimates() -> dict[tuple[str, Precision], Estimate]:
-    """All of them as the layers of one model, and some of another in mixed precision."""
+    """The estimates of all modules as layers of one model, and of some in mixed precision."""
     found: dict[tuple[str, Precision], Estimate] = {}
     precisions: tuple[tuple[Precision, Sequence[str]], ...] = (
         ("float32", list(MODULES)),
         ("bfloat16", IN_HALF),
     )
-    with warnings.catch_warnings(action="ignore"):  # torch's, of modules that it would rather see otherwise
+    with warnings.catch_warnings(action="ignore"):  # torch's advice on modules
         for precision, names in precisions:
             _, *layers, _ = estimate_layers(model_of(*(MODULES[name] for name in names)), precision)
             found |= {(name, precision): layer for name, layer in zip(names, layers, strict=True)}
@@ -211,7 +211,7 @@ def test_modules_are_estimated_within_two_percent(
     found = estimates[name, precision]
     module = MODULES[name]().train()
     x = torch.randn(SEQUENCES, LENGTH, WIDTH)
-    x = x.bfloat16() if found.input_bytes < x.nbytes else x  # as the layer before gave it
+    x = x.bfloat16() if found.input_bytes < x.nbytes else x  # like the output of the previous layer
     for is_recomputed, walked in ((False, found.kept), (True, found.recomputed)):
         assert walked is not None
         stage = Stage(1, 3, module, 1, None, AUTOCAST[precision], is_recomputed=is_recomputed)

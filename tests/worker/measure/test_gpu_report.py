@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from zbv_solver.problem.placement import Placement
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.commands.cli import main
 from zbv_worker.measure.gpu_report.gpu_report import Timed, overlaps
-from zbv_worker.measure.gpu_report.rank import problem_of, v_orders
+from zbv_worker.measure.gpu_report.rank import v_orders
 from zbv_worker.measure.profile.profile import LinkProfile
+from zbv_worker.measure.ranks import equal_stages
 
 GPT = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
 US = 1000
@@ -27,10 +29,10 @@ def received(wait: int, start: int) -> list[Timed]:
 @pytest.mark.parametrize(
     ("wait", "start", "exposed", "hidden"),
     [
-        (150, 150, 0, 1.0),  # busy until after it came
-        (110, 120, 10, 0.5),  # the last 10 of 20 us were waited for
-        (50, 120, 20, 0.0),  # 50 us for the sender, and all of the transfer
-        (50, 140, 40, 0.0),  # longer than usual: all 40 us of it
+        (150, 150, 0, 1.0),  # busy until after the arrival
+        (110, 120, 10, 0.5),  # waits for the last 10 of 20 us
+        (50, 120, 20, 0.0),  # waits 50 us for the sender, then for the whole transfer
+        (50, 140, 40, 0.0),  # a slow transfer: waits for all 40 us
     ],
 )
 def test_a_transfer_is_exposed_where_its_receiver_waits_after_it_was_sent(
@@ -43,14 +45,14 @@ def test_a_transfer_is_exposed_where_its_receiver_waits_after_it_was_sent(
 
 
 @pytest.mark.parametrize(("p", "microbatches"), [(2, 1), (2, 8), (3, 5), (4, 8)])
-def test_its_own_plan_is_valid_and_splits_every_backward(p: int, microbatches: int) -> None:
-    problem = problem_of(p, microbatches)
+def test_the_reports_own_plan_is_valid_and_splits_every_backward(p: int, microbatches: int) -> None:
+    problem = equal_stages(Placement.of("v", p), microbatches)
     orders = v_orders(problem)
     verify_orders(problem, orders)
     assert len(orders) == 3 * problem.n_stages * microbatches
 
 
-def test_everything_but_the_facts_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_but_the_devices_is_reported_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
     small = ["--model-args", json.dumps(GPT), "--repeats", "2", "--microbatches", "3"]
     assert main(["gpu-report", "--device", "cpu", *small, "-o", str(path)]) == 0

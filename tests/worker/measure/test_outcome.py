@@ -66,7 +66,7 @@ def test_a_ranks_step_is_divided_into_actions_waiting_and_the_rest() -> None:
 def test_transfers_that_were_waited_for_are_timed_per_pair_of_ranks() -> None:
     down, up = outcome().links
     assert (down.sender, down.receiver, down.count) == (0, 1, 3)
-    assert down.median == pytest.approx(1e-3)  # 0F0 ends at 2, 1F0 starts at 3
+    assert down.median == pytest.approx(1e-3)  # from the end of 0F0 at 2 to the start of 1F0 at 3
     assert (up.sender, up.receiver, up.count) == (1, 0, 3)
     assert up.median == pytest.approx(0.0, abs=1e-12)
     assert up.planned == pytest.approx(0.5e-3)
@@ -81,7 +81,6 @@ def test_a_transfer_that_arrived_early_is_not_timed() -> None:
 
 def test_cpu_time_is_per_action_of_all_ranks() -> None:
     assert (outcome().cpu_thread, outcome().cpu_process) == pytest.approx((2e-6, 3e-6))
-    assert CpuUse(10, 30).since(CpuUse(4, 5), 7) == CpuUse(6, 25, 7)
 
 
 def test_the_report_names_the_plan_both_times_and_the_slowest_pair() -> None:

@@ -21,7 +21,7 @@ from zbv_worker.measure.stage_memory import StaticBytes
 from zbv_worker.model.spec import ModelSpec
 
 MODEL = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
-TENSOR = 2 * 32 * 32 * 4  # what crosses a boundary, in bytes
+TENSOR = 2 * 32 * 32 * 4  # bytes of a tensor at a boundary
 
 
 def ranks_of(p: int) -> list[RankProfile]:
@@ -90,7 +90,7 @@ def test_profile_measures_a_real_models_stages(
     assert costs.backward is not None
     assert all(0 < cost < 1e6 for part in vars(costs).values() for cost in part if part is not costs.p2p)
     assert [cost > 0 for cost in costs.p2p] == [boundary != p - 1 for boundary in range(2 * p - 1)]
-    # A block keeps more than ten tensors of a boundary's size; a queue keeps the Linears' ends.
+    # A block keeps more than ten tensors of that size; W's queue, the inputs and gradients of the Linears.
     blocks = 4 // (2 * p)
     assert all(10 * blocks * TENSOR < held < 40 * blocks * TENSOR for held in memory.forward)
     assert all(0 < -freed < 40 * blocks * TENSOR for freed in memory.backward_weight)
@@ -104,7 +104,7 @@ def test_profile_measures_a_real_models_stages(
         assert static["parameters"] == static["gradients"] <= static["optimizer"] / 2  # Adam's two moments
         assert static["receives"] == (3 * 2 * TENSOR if p > 1 else 0)  # three ahead on each of two channels
         for stage in rank["stages"]:
-            assert stage["held_after_weight"] == 0  # nothing is left behind
+            assert stage["held_after_weight"] == 0  # W frees everything
             assert TENSOR <= stage["workspace"] < stage["held_after_forward"]
             assert 0 < stage["forward"]["median"] <= stage["forward"]["p90"]
     links = [link for rank in ranks for link in rank["links"]]

@@ -44,7 +44,7 @@ P = 2
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks measured of a model, recomputed and not."""
+    """A profile of a model by two ranks, with and without recomputation."""
     folder = tmp_path_factory.mktemp("profile")
     numbers = ["--pp", str(P), "--microbatches", "6", "--repeats", "2", "--timeout", "60", "--recompute"]
     outputs = ["--report", str(folder / "report.json"), "-o", str(folder / "problem.json")]
@@ -65,7 +65,7 @@ def test_the_problem_has_the_models_layers_without_a_partition(problem: LayeredP
     assert (problem.units.time, problem.units.memory) == ("us", "bytes")
 
 
-def test_every_layer_was_measured_with_and_without_its_activations(problem: LayeredProblem) -> None:
+def test_every_layer_is_measured_with_and_without_recomputation(problem: LayeredProblem) -> None:
     for layer in problem.model.each:
         assert layer.recompute is not None
         for costs in (layer.costs, layer.recompute):
@@ -91,14 +91,14 @@ def test_memory_equals_the_estimate_to_the_byte(problem: LayeredProblem) -> None
             assert costs.memory.workspace == pytest.approx(walked.memory.workspace, rel=0.02)
 
 
-def test_the_limit_is_what_a_rank_with_an_even_share_of_the_layers_has(problem: LayeredProblem) -> None:
+def test_the_limit_assumes_an_even_share_of_the_layers_per_rank(problem: LayeredProblem) -> None:
     each = [layer.costs.memory for layer in problem.model.each]
     static = sum(memory.static for memory in each) / P + max(memory.workspace for memory in each)
     held = sum(memory.forward for memory in each) / P
     assert problem.limit == pytest.approx([problem.static[0] + static + 0.5 * 2 * held] * P)
 
 
-def test_the_report_says_what_was_measured_of_every_layer(written: Path) -> None:
+def test_the_report_has_the_measurements_of_every_layer(written: Path) -> None:
     ranks = json.loads((written / "report.json").read_text())["ranks"]
     found = [[layer["name"] for layer in rank["layers"]] for rank in ranks]
     assert found == [["embedding", "block.0"], ["block.1", "block.2", "head"]]
@@ -110,7 +110,7 @@ def test_the_report_says_what_was_measured_of_every_layer(written: Path) -> None
                 assert measured["held_after_weight"] == 0
 
 
-# --- what layers are given
+# --- captured layers
 
 
 def test_layers_are_captured_with_their_own_tensors() -> None:
@@ -140,7 +140,7 @@ def test_layers_are_captured_with_their_own_tensors() -> None:
             assert each.target is None
 
 
-def test_the_last_layer_gets_the_target_and_gives_the_loss() -> None:
+def test_the_last_layer_gets_the_target_and_returns_the_loss() -> None:
     model = hard_model()
     names = model.layer_names()
     module = model.build_layers(names[7:], CPU).train()
@@ -171,7 +171,7 @@ def layer(at: int, name: str, seconds: float, held: int = 100) -> LayerProfile:
 
 
 def ranks() -> list[RankProfile]:
-    """Out of order, as if rank 1 had been first."""
+    """In another order than the ranks."""
     samples = tuple(LinkSample(size, Spread(1e-5 + size * 1e-9, 1e-3)) for size in (1000, 100_000))
     links = (LinkProfile(0, 1, samples, 0.0, None), LinkProfile(1, 0, samples, 0.0, None))
     return [
@@ -220,7 +220,7 @@ def test_layers_with_other_memory_are_of_another_kind() -> None:
 
 
 def test_a_run_of_equal_layers_ends_where_one_differs_and_keeps_all_names() -> None:
-    """Of the second kind none is the first copy, so each is written by its own name."""
+    """The second kind has no layer number 0, so each of its layers keeps its name."""
     held = (100, 100, 101, 101)
     layers = tuple(layer(at, f"block.{at}", 1e-3, held=each) for at, each in enumerate(held))
     document = to_layered_document(options(), [RankProfile(0, (), StaticBytes(), {}, (), layers)])
@@ -231,7 +231,7 @@ def test_a_run_of_equal_layers_ends_where_one_differs_and_keeps_all_names() -> N
     assert list(problem.model.names) == [each.name for each in layers]
 
 
-def test_one_line_through_all_transfers_is_the_link() -> None:
+def test_the_link_is_a_line_through_the_transfers_of_all_links() -> None:
     document = to_layered_document(options(), ranks())
     assert document["costs"] == {"link": {"latency": 10.0, "bandwidth": 1000.0}}
     without = [replace(rank, links=()) for rank in ranks()]
@@ -257,7 +257,7 @@ def test_a_ranks_layer_measurements_survive_their_file() -> None:
         assert read_rank(rank_json(found)) == found
 
 
-# --- what is refused
+# --- refusals
 
 
 TINY = ["profile", "--model", "zbv_worker.models.tiny:tiny"]

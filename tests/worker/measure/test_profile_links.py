@@ -15,7 +15,7 @@ from zbv_worker.transport.channels import ChannelKey
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7))
-def test_exact_times_give_back_their_latency_and_bandwidth(latency: float, per_byte: float) -> None:
+def test_latency_and_bandwidth_are_recovered_from_exact_times(latency: float, per_byte: float) -> None:
     sizes = [1e3, 1e5, 1e7]
     assert fit(sizes, [latency + size * per_byte for size in sizes]) == pytest.approx(
         (latency, per_byte), rel=1e-3, abs=1e-15
@@ -23,7 +23,7 @@ def test_exact_times_give_back_their_latency_and_bandwidth(latency: float, per_b
 
 
 @pytest.mark.parametrize("seconds", [[3e-5, 2e-5, 1e-5], [1e-6, 2e-4, 4e-2]])
-def test_no_part_of_a_transfer_takes_less_than_no_time(seconds: list[float]) -> None:
+def test_neither_latency_nor_time_per_byte_is_negative(seconds: list[float]) -> None:
     latency, per_byte = fit([1e3, 1e5, 1e7], seconds)
     assert latency >= 0
     assert per_byte >= 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,6 @@ from zbv_solver.problem.problem import Costs, Memory, Objective, Problem, Units
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import make_plan
 from zbv_worker.commands.cli import main
-from zbv_worker.demo.local_service import LocalService
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.whole_plan import WholePlan
@@ -48,7 +45,7 @@ def write_plan(path: Path, problem: Problem, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended, in this process or one of its own."""
+    """The result of a command, run in this process or in another."""
 
     returncode: int
     stdout: str
@@ -60,7 +57,7 @@ Rehearse = Callable[..., Finished]
 
 @pytest.fixture
 def rehearse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearse]:
-    """The command, but for the interpreter that it would start in."""
+    """Runs the command in this process."""
     monkeypatch.delenv("RANK", raising=False)
     handler = signal.getsignal(signal.SIGTERM)
 
@@ -79,7 +76,7 @@ def actions_of(document: dict[str, Any], rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("p", "objective"), [(2, "makespan"), (4, "span")])
-def test_a_plan_is_executed_in_its_order_and_compared_with_what_was_planned(
+def test_a_plan_is_executed_in_its_order_and_compared_with_the_planned_times(
     rehearse: Rehearse, tmp_path: Path, p: int, objective: Objective
 ) -> None:
     path = write_plan(tmp_path / "plan.json", problem_of(p, 3, objective), seed=p)
@@ -91,7 +88,7 @@ def test_a_plan_is_executed_in_its_order_and_compared_with_what_was_planned(
     plan = WholePlan.of_file(path)
     trace = json.loads((tmp_path / "trace.json").read_text())
     for rank in range(p):
-        assert actions_of(trace, rank) == plan.orders.text(rank) * 3  # the warm-up too
+        assert actions_of(trace, rank) == plan.orders.text(rank) * 3  # including the warm-up
     received = {
         event["args"].get("received_bytes", 0) for event in trace["traceEvents"] if event["ph"] == "X"
     }
@@ -102,13 +99,13 @@ def test_a_plan_is_executed_in_its_order_and_compared_with_what_was_planned(
     assert len(numbers["steps"]) == 2
     for rank, times in enumerate(numbers["ranks"]):
         assert times["planned_busy"] == pytest.approx(plan.busy(rank) / 1e3)
-        # A sleep is never too short, but what the executor does between may be hidden behind it, and so may
-        # a while in which the rank was off its core just when it looked for a tensor.
+        # A sleep is never too short, but it may hide the executor's work before it, and time in which the
+        # rank was off its core while it looked for a tensor.
         unplanned = max(0.0, times["waiting"] - times["planned_waiting"])
         assert times["busy"] + times["between"] + unplanned >= times["planned_busy"] * 0.99
     assert numbers["measured"] >= min(times["planned_busy"] for times in numbers["ranks"])
 
-    # One host has one clock: what was found between its ranks is what the method may be wrong by.
+    # One host has one clock, so the measured difference is the method's error.
     other = trace["otherData"]
     assert max(map(abs, other["clocks_ahead_us"])) <= 2 * other["clock_uncertainty_us"]
 
@@ -126,7 +123,7 @@ def test_the_overhead_is_measured_with_actions_that_take_no_time(rehearse: Rehea
 
 
 def test_in_the_environment_of_torchrun_it_is_one_of_the_ranks(tmp_path: Path) -> None:
-    """That torchrun gives this environment is what the jobs of ``end_to_end/test_clusters.py`` show."""
+    """``end_to_end/test_clusters.py`` tests it under torchrun itself."""
     path = write_plan(tmp_path / "plan.json", problem_of(2, 2), seed=0)
     command = python_command("zbv_worker", "rehearse", "--plan-file", str(path), "--steps", "1")
     with LocalRanks([command] * 2, tmp_path / "logs") as started:
@@ -149,18 +146,18 @@ def test_ranks_with_different_plans_refuse_by_name(tmp_path: Path) -> None:
 def test_a_tensor_that_does_not_come_in_time_names_rank_action_and_peer(
     rehearse: Rehearse, tmp_path: Path
 ) -> None:
-    """Rank 1 cannot get its first input before rank 0 has slept ten times as long as it may wait."""
+    """Rank 0 sleeps for much longer than rank 1 waits for its first input."""
     path = write_plan(tmp_path / "plan.json", problem_of(2, 1), seed=0)
-    finished = rehearse("--plan-file", path, "--scale", 1.5, "--timeout", 0.3)
+    finished = rehearse("--plan-file", path, "--scale", 5, "--timeout", 1)
     assert finished.returncode == 1
     assert re.search(
-        r"rank 1 waited 0\.3 s at 1F0 for the activation of 0F0 from rank 0, which did not arrive",
+        r"rank 1 waited 1 s at 1F0 for the activation of 0F0 from rank 0, which did not arrive",
         finished.stderr,
     )
     assert "Traceback" not in finished.stderr
 
 
-def test_a_plan_whose_ranks_wait_for_each_other_in_a_circle_is_refused(
+def test_a_plan_with_a_deadlock_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -190,7 +187,7 @@ def test_wrong_arguments_give_a_message_and_status_2(
     assert message in capsys.readouterr().err
 
 
-def test_a_service_without_an_answer_gives_status_1(
+def test_without_an_answer_of_the_service_in_zbv_server_the_status_is_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -202,8 +199,9 @@ def test_a_service_without_an_answer_gives_status_1(
             super().__init__(server, timeout=timeout)
 
     monkeypatch.setattr("zbv_service.client.Client", Watched)
-    assert main(["rehearse", "--server", "http://127.0.0.1:9", "--plan", "ab", "--timeout", "1.5"]) == 1
-    assert "no plan ab from" in capsys.readouterr().err
+    monkeypatch.setenv("ZBV_SERVER", "http://127.0.0.1:9")
+    assert main(["rehearse", "--plan", "ab", "--timeout", "1.5"]) == 1
+    assert "no plan ab from http://127.0.0.1:9" in capsys.readouterr().err
     assert given == [1.5], "all attempts together keep the timeout"
 
 
@@ -233,24 +231,3 @@ def test_stated_metrics_are_checked_and_absent_ones_computed(tmp_path: Path) -> 
     path.write_text(json.dumps(document))
     with pytest.raises(InvalidRun, match="span"):
         WholePlan.of_file(path)
-
-
-def test_a_plan_of_the_service_is_the_plan_of_its_file(tmp_path: Path) -> None:
-    path = write_plan(tmp_path / "plan.json", problem_of(2, 2), seed=3)
-    expected = WholePlan.of_file(path)
-    with LocalService(tmp_path / "service", port=0) as service:
-        with Client(service.address) as client:
-            assert client.import_plan(json.loads(path.read_text())) == expected.plan_id
-        found = PlanSource(service.address, expected.plan_id).whole(timeout=60)
-        with pytest.raises(InvalidRun, match="no plan 00 from"):
-            PlanSource(service.address, "00").whole(timeout=60)
-    assert found.plan_id == expected.plan_id
-    assert found.objective_value == expected.objective_value
-    assert [found.of_rank(rank) for rank in (0, 1)] == [expected.of_rank(rank) for rank in (0, 1)]
-    with pytest.raises(InvalidRun, match="found rank 2; the plan has 2 ranks"):
-        found.of_rank(2)
-
-
-def test_help_does_not_import_torch() -> None:
-    code = "import sys, zbv_worker.commands.cli; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -35,7 +35,7 @@ def test_most_of_a_long_pause_is_slept() -> None:
 
 
 class Host:
-    """A clock that the test sets, and pauses that end late."""
+    """A simulated host: a clock that the test sets, and pauses that end late."""
 
     def __init__(self, late: int):
         self.now = self.cpu = self.blocks = 0
@@ -59,7 +59,7 @@ class Host:
         self.blocks += 1
 
 
-def test_late_wakings_and_the_executors_own_time_do_not_add_up() -> None:
+def test_late_wake_ups_and_the_executors_own_time_do_not_accumulate() -> None:
     host = Host(late=MS // 10)
     host.waits(MS)
     for _ in range(50):
@@ -69,7 +69,7 @@ def test_late_wakings_and_the_executors_own_time_do_not_add_up() -> None:
     assert host.now == MS + MS // 5 + 50 * 2 * MS + host.late
 
 
-def test_an_action_that_waited_for_its_input_begins_when_it_came() -> None:
+def test_an_action_that_waited_for_its_input_begins_when_it_arrives() -> None:
     host = Host(late=MS // 10)
     host.device.take(2 * MS)
     host.works(MS // 5)
@@ -79,7 +79,7 @@ def test_an_action_that_waited_for_its_input_begins_when_it_came() -> None:
     assert host.now == began + 2 * MS + host.late
 
 
-def test_a_host_that_is_slower_than_its_actions_is_not_hidden_by_them() -> None:
+def test_a_host_that_is_slower_than_its_actions_delays_them() -> None:
     host = Host(late=0)
     for _ in range(50):
         host.works(MS)
@@ -87,11 +87,11 @@ def test_a_host_that_is_slower_than_its_actions_is_not_hidden_by_them() -> None:
     host.works(MS)
     began = host.now
     host.device.take(100 * MS)
-    # Of all its lateness, what the action before could hide is forgiven.
+    # The previous action hides a delay of up to its own length.
     assert host.now == began - MS // 10 + 100 * MS
 
 
-def test_a_sleep_is_a_block_of_the_thread() -> None:
+def test_a_sleep_counts_as_a_block_of_the_thread() -> None:
     before = times_blocked()
     time.sleep(0.001)
     assert times_blocked() > before

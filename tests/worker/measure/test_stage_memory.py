@@ -17,37 +17,37 @@ def linear_stage() -> tuple[Stage, torch.Tensor]:
     stage = Stage(1, 3, nn.Linear(WIDTH, WIDTH, bias=False), 1)
     x = torch.randn(ROWS, WIDTH)
     stage.forward(0, x, split=False)
-    stage.backward(0, torch.randn(ROWS, WIDTH))  # brings the parameters' gradients into being
+    stage.backward(0, torch.randn(ROWS, WIDTH))  # creates the parameters' gradients
     return stage, x
 
 
-def test_a_linear_holds_its_input_then_its_outputs_gradient_too_and_nothing_after_w() -> None:
+def test_a_linear_holds_its_input_after_f_also_its_outputs_gradient_after_i_and_nothing_after_w() -> None:
     stage, x = linear_stage()
     found = stage_memory(stage, x, None, torch.randn(ROWS, WIDTH), CPU)
     assert found.after_forward == TENSOR
     assert found.after_input == 2 * TENSOR
     assert found.after_weight == 0
-    # B: the received gradient, and the input's and the weight's gradient beside what F held.
+    # B: the received gradient, and the gradients of the input and of the weight.
     assert found.workspace == 2 * TENSOR + WIDTH * WIDTH * 4
 
 
 def test_workspace_is_not_charged_to_later_actions() -> None:
-    """After I nothing is held, so W needs nothing: what I held before is not W's workspace."""
+    """W needs nothing, because I has freed everything, and memory of I does not count as W's."""
     stage = Stage(1, 3, nn.Sequential(*(nn.Tanh() for _ in range(6))), 1)
     found = stage_memory(stage, torch.randn(ROWS, WIDTH), None, torch.randn(ROWS, WIDTH), CPU)
-    assert found.after_forward == 7 * TENSOR  # the input, and what every tanh keeps
+    assert found.after_forward == 7 * TENSOR  # the input, and the output of every tanh
     assert found.after_input == 0
     assert TENSOR <= found.workspace <= 3 * TENSOR
 
 
-def test_no_gradients_are_left_behind() -> None:
+def test_measuring_leaves_no_gradients() -> None:
     stage, x = linear_stage()
     first = stage_memory(stage, x, None, torch.randn(ROWS, WIDTH), CPU)
     assert stage_memory(stage, x, None, torch.randn(ROWS, WIDTH), CPU) == first
     assert stage.held == (set(), set())
 
 
-def test_receives_are_counted_by_channel_and_not_at_the_turn() -> None:
+def test_receives_are_counted_by_channel_without_the_local_boundary() -> None:
     placement = Placement.of("v", 2)  # stages 0 and 3 on rank 0, 1 and 2 on rank 1
     small, large = 40, 400
     first = received_bytes(placement, 0, {0: (small, small), 3: (large, 0)})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from zbv_worker.stage.split_backward import defer_weight_gradients
-from zbv_worker.stage.weight_grads import WeightGrads
+from zbv_worker.stage.weight_grads import LinearGrad, WeightGrads
 
 WIDTH = 6
 
@@ -222,7 +222,9 @@ def test_w_releases_the_tensors_that_i_kept() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(2, WIDTH, requires_grad=True)
     queue = split_backward(module, x, torch.randn(2, WIDTH))
-    held = [weakref.ref(tensor) for tensor in queue.held_tensors()]
+    linears = [grad for grad in queue if isinstance(grad, LinearGrad)]
+    held = [weakref.ref(tensor) for grad in linears for tensor in (grad.x, grad.grad_output)]
+    del linears
     assert len(held) == 4
     gc.collect()
     assert all(reference() is not None for reference in held)

@@ -424,12 +424,12 @@ def test_a_peer_that_hangs_or_dies_in_mid_step_is_noticed_and_named(
     arguments = run_arguments(plan_file, "--runtime", "torch", steps=1_000_000, timeout=6)
     with started([arguments] * 2, tmp_path / "logs") as ranks:
         wait_for(lambda: "step 3:" in ranks.log(0))
-        os.kill(ranks.pids[1], sign)
+        os.kill(ranks.processes[1].pid, sign)
         with pytest.raises(LaunchError):
             ranks.wait(timeout=240)
         wait_for(lambda: "zbv-worker:" in ranks.log(0))
         if sign == signal.SIGSTOP:
-            os.kill(ranks.pids[1], signal.SIGKILL)
+            os.kill(ranks.processes[1].pid, signal.SIGKILL)
         waited = "waited 6 s at" if sign == signal.SIGSTOP else "waited at"
         says = rf"rank 0 {waited} step \d+, (\d[A-Z_]+\d for rank 1|between the actions for a neigh)"
         assert re.search(says, ranks.log(0)), ranks.log(0)

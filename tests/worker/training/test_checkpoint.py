@@ -41,7 +41,7 @@ from zbv_worker.training.update import Update
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 STEPS = 9
 CLIPPING = ("--clip-norm", "0.5")
-"""Shorter than every gradient here; a length of all ranks together, so it must be the same on others."""
+"""Shorter than every gradient here. The norm is that of all ranks, so it does not depend on their number."""
 
 
 def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
@@ -56,7 +56,7 @@ def v_problem(p: int = 2, microbatches: int = 4) -> Problem:
 
 
 def write_v(path: Path, p: int, microbatches: int) -> Path:
-    """A V plan in no particular order."""
+    """Write a V plan in random order."""
     problem = v_problem(p, microbatches)
     return write_plan(path, problem, random_orders(problem, Random(3)))
 
@@ -122,12 +122,12 @@ def runs(tmp_path: Path) -> Runs:
 def test_a_run_killed_during_a_step_resumes_with_the_same_losses(
     runs: Runs, plan: Path, tmp_path: Path
 ) -> None:
-    """Dropout draws random numbers, Adam has a state: all of it must come back."""
+    """Dropout draws random numbers and Adam has a state, so the checkpoint must restore both."""
     undisturbed = runs.losses(plan, dropout=0.2)
     saved = tmp_path / "saved"
     with runs.start(plan, *saving(saved), steps=1_000_000, dropout=0.2) as started:
         until(lambda: "step 5:" in started.log(0) or "step 5:" in started.log(1))
-        os.kill(started.pids[1], signal.SIGKILL)
+        os.kill(started.processes[1].pid, signal.SIGKILL)
         with pytest.raises(LaunchError):
             started.wait(timeout=DEADLINE)
     begun = newest_step(saved)
@@ -144,7 +144,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def contents(saved: Path) -> dict[str, bytes]:
-    """Every file of the checkpoints that count, and the name of the newest."""
+    """The files of the checkpoints that count."""
     return {
         str(path.relative_to(saved)): path.read_bytes()
         for folder in checkpoints(saved, lambda _: True).values()
@@ -156,14 +156,14 @@ def contents(saved: Path) -> dict[str, bytes]:
 def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_successor(
     runs: Runs, plan: Path, tmp_path: Path, check: int
 ) -> None:
-    """Stopped before it renames (1) or prunes (2), it resumes when its successor has finished."""
+    """It stops before it renames (1) or prunes (2), and resumes after its successor has finished."""
     saved = tmp_path / "saved"
     always = (*saving(saved, every=1), "--checkpoints-kept", "2")
     stop = {"ZBV_TEST_STOP": f"4:{check}"}
     with runs.start(
         plan, *always, module="support.stopping_rank", environment=stop, steps=1_000_000
     ) as given_up:
-        until(lambda: is_stopped(given_up.pids[0]))
+        until(lambda: is_stopped(given_up.processes[0].pid))
         newest = 4 if check == 2 else 3
         assert newest_step(saved) == newest
         undisturbed = runs.losses(plan, *always, steps=newest + 2)
@@ -172,7 +172,7 @@ def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_success
         assert found is not None
         assert found.name == f"step-{newest + 2:08d}.g2"
 
-        os.kill(given_up.pids[0], signal.SIGCONT)
+        os.kill(given_up.processes[0].pid, signal.SIGCONT)
         with pytest.raises(LaunchError, match="generation 2 has taken over"):
             given_up.wait(timeout=DEADLINE)
         assert contents(saved) == before
@@ -182,7 +182,7 @@ def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_success
 
 
 def test_another_plan_ranks_replicas_and_sharding_can_resume(runs: Runs, plan: Path, tmp_path: Path) -> None:
-    """Two ranks in a V; two replicas of one rank that share its parameters; two of two; 1F1B, unsplit."""
+    """A V on two ranks; two sharded replicas of one rank; two replicas of two ranks; 1F1B."""
     undisturbed = runs.losses(plan, *CLIPPING)
     saved = tmp_path / "saved"
     always = (*saving(saved), *CLIPPING)
@@ -205,7 +205,7 @@ def test_only_complete_checkpoints_count_and_a_finished_run_trains_no_more(
     saved = tmp_path / "saved"
     assert list(runs.losses(plan, *saving(saved), steps=2)) == [0, 1]
     (saved / "step-00000007.g1.partial").mkdir()
-    (saved / "step-00000008").mkdir()  # without metadata: never finished
+    (saved / "step-00000008").mkdir()  # without an index, so incomplete
     (saved / "notes.txt").write_text("mine")
     assert newest_step(saved) == 2
     assert runs.losses(plan, *saving(saved), steps=2) == {}
@@ -221,7 +221,7 @@ def test_the_checkpoint_of_another_model_is_refused(runs: Runs, plan: Path, tmp_
         with runs.start(plan, *saving(saved), **model) as started:
             with pytest.raises(LaunchError):
                 started.wait(timeout=DEADLINE)
-            # The other one may have lost it before it had looked itself.
+            # One rank may have lost its peer before it read the checkpoint.
             until(lambda: any("belongs to another model" in started.log(rank) for rank in range(2)))
         assert "Traceback" not in started.log(0)
 
@@ -264,7 +264,7 @@ class Alone:
 
 
 class StepwiseAdam:
-    """What an update needs of a model; its schedule keeps a Counter."""
+    """The part of a model that an update uses; the state of its schedule has a Counter."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=0.01)
@@ -274,7 +274,7 @@ class StepwiseAdam:
 
 
 def write_as_before(folder: Path, made: Alone, step: int, **more: Any) -> None:
-    """A checkpoint as zbv wrote it with torch.distributed.checkpoint."""
+    """Write a checkpoint in the former format, of torch.distributed.checkpoint."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     optimizer, schedule = made.update.optimizer, made.update.schedule
     assert optimizer is not None
@@ -316,7 +316,7 @@ def test_a_pickled_checkpoint_is_refused_and_resumes_exactly_once_converted(
 
 
 def test_a_crafted_checkpoint_runs_no_code(tmp_path: Path) -> None:
-    """Both that of an older zbv and one that has the files of today beside it."""
+    """Neither a checkpoint of an older zbv, nor one with the files of both formats."""
     target = tmp_path / "made"
     directory = tmp_path / "saved"
     Alone.of(directory, seed=1).checkpoints.save(1)
@@ -371,7 +371,7 @@ def test_a_manipulated_checkpoint_is_refused(values: dict[str, Any], said: str, 
 def test_a_loss_scale_is_resumed_only_with_the_same_precision(
     before: Precision, after: Precision, value: float, tmp_path: Path
 ) -> None:
-    """A checkpoint in float32 must not switch the scaling of a run in float16 off."""
+    """A float32 checkpoint must not turn off the scaling of a float16 run."""
     made = Alone.of(tmp_path, 1, before)
     if made.update.loss_scale.is_dynamic:
         made.update.loss_scale.value = 1024.0

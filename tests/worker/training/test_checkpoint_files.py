@@ -47,7 +47,7 @@ VALUES: dict[str, Any] = {
     "not finite": [math.inf, -math.inf, math.nan],
     "text": "é\n\0",
     "nested": (3, (1, 2), None, {"a": [{"b": (4.0,)}]}),
-    "keys that are no texts": {1: "x", (2, 3): "y", "tensor": 1, "dict": 2},
+    "keys that are not strings": {1: "x", (2, 3): "y", "tensor": 1, "dict": 2},
     "milestones": Counter({4: 1, 7: 2}),
     "ordered": OrderedDict([("b", 1), ("a", 2)]),
     "set": {3, 1, 2},
@@ -93,7 +93,7 @@ def test_tensors_come_back_to_the_last_bit_and_shared_memory_is_stored_once(
     reader.read_into({**found, "empty": tensor[:0].clone()})
     for name, each in tensors.items():
         assert torch.equal(found[name], each), name
-    twice = 2 * tensor.nbytes  # the tied one is not stored again, the transposed one is
+    twice = 2 * tensor.nbytes  # the transposed tensor is stored again, the tied one is not
     assert (tmp_path / "one" / "rank-00000.safetensors").stat().st_size < twice + tensor.nbytes // 2 + 2000
 
 
@@ -116,7 +116,7 @@ def test_parts_of_several_ranks_are_combined_and_a_gap_is_an_error(
     found = torch.zeros_like(whole)
     reader.read_into({"x": found})
     assert torch.equal(found, whole)
-    part = torch.zeros_like(whole)  # a rank that holds rows 2 to 6 now, of two saved parts
+    part = torch.zeros_like(whole)  # a rank that now holds rows 2 to 6, from two saved parts
     blocks[id(part)] = ((2, 0), part[2:6])
     reader.read_into({"x": part})
     assert torch.equal(part[2:6], whole[2:6])

@@ -9,23 +9,20 @@ from random import Random
 
 import pytest
 from zbv_worker.errors import InvalidRun, Superseded
+from zbv_worker.training.checkpoint_files import INDEX
 from zbv_worker.training.fence import Claimant, Fence, checkpoints
 
 ALONE = Claimant("model")
 
 
-def is_complete(path: Path) -> bool:
-    return (path / "done").is_file()
-
-
 def claim(folder: Path, claimant: Claimant = ALONE) -> Fence:
-    return Fence.claim(folder, claimant, is_complete)
+    return Fence.claim(folder, claimant)
 
 
 def write(fence: Fence, step: int) -> None:
     partial = fence.partial(step)
     partial.mkdir(exist_ok=True)
-    (partial / "done").write_text(str(fence.generation))
+    (partial / INDEX).write_text(str(fence.generation))
 
 
 def save(fence: Fence, step: int, kept: int = 3) -> None:
@@ -34,12 +31,12 @@ def save(fence: Fence, step: int, kept: int = 3) -> None:
 
 
 def made_by(folder: Path) -> dict[int, int]:
-    """The generation that made each checkpoint that counts."""
-    return {step: int((path / "done").read_text()) for step, path in checkpoints(folder, is_complete).items()}
+    """The generation that wrote each checkpoint that counts, by step."""
+    return {step: int((path / INDEX).read_text()) for step, path in checkpoints(folder).items()}
 
 
 def stopped_after_check(fence: Fence, count: int, meanwhile: Callable[[], object]) -> None:
-    """Have a fence stopped right after a check that it passed, while something else happens."""
+    """Stop a fence after a successful check, and let something else happen before it continues."""
     checks, check = 0, fence.check
 
     def checked() -> None:
@@ -122,7 +119,7 @@ def test_an_abandoned_attempt_cannot_claim_after_its_successor(tmp_path: Path) -
 
 def test_another_model_cannot_take_over_checkpoints(tmp_path: Path) -> None:
     first = claim(tmp_path)
-    claim(tmp_path, Claimant("other"))  # there is nothing yet that it could damage
+    claim(tmp_path, Claimant("other"))  # allowed while there are no checkpoints
     first = claim(tmp_path)
     save(first, 10)
     with pytest.raises(InvalidRun, match="belongs to another model"):
@@ -133,34 +130,32 @@ def test_another_model_cannot_take_over_checkpoints(tmp_path: Path) -> None:
 def test_checkpoints_without_a_generation_count(tmp_path: Path) -> None:
     for name in ("step-00000010", "step-00000020.partial", "step-00000030"):
         (tmp_path / name).mkdir()
-    (tmp_path / "step-00000010" / "done").write_text("0")
+    (tmp_path / "step-00000010" / INDEX).write_text("0")
     assert made_by(tmp_path) == {10: 0}
     fence = claim(tmp_path)
     assert made_by(tmp_path) == {10: 0}
     save(fence, 20, kept=1)
     assert made_by(tmp_path) == {20: 1}
-    assert (tmp_path / "step-00000030").is_dir(), "what is not known is not removed"
+    assert (tmp_path / "step-00000030").is_dir(), "only complete checkpoints are pruned"
 
 
 def test_a_manually_copied_checkpoint_counts(tmp_path: Path) -> None:
     claim(tmp_path / "new")
     for name in ("old/step-00000010.g7", "new/step-00000020"):
         (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "done").write_text("7")
+        (tmp_path / name / INDEX).write_text("7")
     assert made_by(tmp_path / "old") == {10: 7}, "a directory without claims"
     claim(tmp_path / "old")
     assert made_by(tmp_path / "old") == {10: 7}
     assert made_by(tmp_path / "new") == {20: 7}, "a name without a generation"
 
 
-def test_two_that_claim_at_the_same_time_get_different_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simultaneous_claims_get_different_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, others = Path.rename, iter(range(3))
     numbers: list[int] = []
 
     def late(self: Path, target: Path) -> Path:
-        """Before this one has its number, another one takes it."""
+        """Let another generation take the number first."""
         if next(others, None) is not None:
             numbers.append(claim(tmp_path).generation)
         return rename(self, target)
@@ -174,7 +169,7 @@ def test_two_that_claim_at_the_same_time_get_different_numbers(
 def test_the_newest_checkpoint_belongs_to_the_newest_generation(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any check that passes may be followed by a stop in which successors live, are stopped, and end."""
+    """After any successful check, the process may be stopped while successors run, are stopped, and end."""
     random, check, rename = Random(seed), Fence.check, Path.rename
     lives, newest, started = iter(range(6)), [0], [0]
 
@@ -183,7 +178,7 @@ def test_the_newest_checkpoint_belongs_to_the_newest_generation(
         if random.random() < 0.3 and next(lives, None) is not None:
             written = [path.name for path in tmp_path.glob(f"*.g{fence.generation}.partial")]
             live()
-            for name in written:  # a rank that was not stopped goes on writing
+            for name in written:  # the other ranks continue to write
                 write(fence, int(name[5:13]))
 
     def renamed(self: Path, target: Path) -> Path:

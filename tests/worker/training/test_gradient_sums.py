@@ -17,7 +17,7 @@ from zbv_worker.transport.layout import Layout
 
 
 class Watched(ThreadTransport):
-    """Notes which sums are begun."""
+    """Records which sums have started."""
 
     def __init__(self, hub: ThreadHub, rank: int):
         super().__init__(hub, rank)
@@ -78,7 +78,7 @@ def test_a_stages_sum_starts_after_its_last_addition() -> None:
             gradients.finish(10.0)
             for parameter in gradients.parameters:
                 assert torch.equal(parameter.grad, torch.full_like(parameter, 3.0)), step  # type: ignore[arg-type]
-        # Each replica answers for half of 14 squares of 3.
+        # Each of the two replicas contributes half of 14 squares of 3.
         assert float(gradients.square_sum()) == pytest.approx(14 * 9 / 2)
 
     on_replicas(work)
@@ -132,7 +132,7 @@ def test_sparse_gradients_are_refused() -> None:
 
 def test_squares_add_up_in_any_type() -> None:
     found = squares([torch.full((3,), 2.0), torch.full((2,), 300.0).half(), torch.ones(4).double()])
-    assert float(found) == pytest.approx(12 + 180_000 + 4)  # 300² is beyond float16
+    assert float(found) == pytest.approx(12 + 180_000 + 4)  # 300² overflows float16
     assert float(squares([])) == 0.0
 
 

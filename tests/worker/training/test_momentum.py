@@ -41,6 +41,6 @@ def test_it_resumes_from_a_checkpoint() -> None:
     optimizer, other = momentum(first), momentum(second)
     trained(first, optimizer, 1)
     model, state = deepcopy(get_state_dict(first, [optimizer], options=OPTIONS))
-    get_state_dict(second, [other], options=OPTIONS)  # as a run does that loads one
+    get_state_dict(second, [other], options=OPTIONS)  # as a run does before it loads one
     set_state_dict(second, [other], model_state_dict=model, optim_state_dict=state, options=OPTIONS)
     torch.testing.assert_close(trained(second, other, 2), trained(first, optimizer, 2), rtol=0, atol=0)

@@ -25,8 +25,8 @@ from zbv_worker.training.update import NonFinite
 STEPS = 3
 
 
-class Spoilt(Remembering):
-    """In its second step, one microbatch has another loss, or gradients that are not finite."""
+class NotFiniteInStep1(Remembering):
+    """In the second step, one microbatch has another loss, or gradients that are not finite."""
 
     def __init__(self, value: float = math.nan, gradient_only: bool = False):
         super().__init__()
@@ -65,14 +65,14 @@ def random_plan() -> tuple[Problem, Orders]:
 def train(
     steps: int = STEPS, value: float = math.nan, gradient_only: bool = False, **options: Any
 ) -> Trained:
-    def model() -> Spoilt:
-        return Spoilt(value, gradient_only)
+    def model() -> NotFiniteInStep1:
+        return NotFiniteInStep1(value, gradient_only)
 
     return train_in_threads(*random_plan(), TrainingOptions(**options), steps, model=model)
 
 
 def events(found: Trained) -> list[tuple[int, str, str]]:
-    """Of all ranks: step, what, value."""
+    """The events of all ranks: step, what, value."""
     said = [event for report in found.reports for event in report.events if event["kind"] == "non_finite"]
     return sorted({(event["step"], event["what"], event["value"]) for event in said})
 
@@ -135,7 +135,7 @@ def test_a_float16_overflow_is_skipped_and_is_an_event_only_at_scale_1(
 
 
 def test_every_rank_fails_alike_where_they_share_the_norm() -> None:
-    """None goes on to the next step and waits there for a peer that has ended."""
+    """No rank waits in the next step for a peer that has ended."""
     import threading
 
     from support.thread_transport import ThreadHub

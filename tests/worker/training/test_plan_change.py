@@ -44,7 +44,7 @@ def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Arriving(Remembering):
-    """A model during whose step 3 the next plan arrives."""
+    """A model that writes the next plan during step 3."""
 
     next_plan: Path
     text: str
@@ -76,30 +76,35 @@ def test_all_ranks_change_plan_at_the_same_step_without_changing_the_training(
     expected, losses, _ = train_alone(3 * replicas, STEPS)
     assert relative_error(found.parameters[0], expected) < 1e-4
     assert found.losses == pytest.approx(losses, rel=1e-4)
-    # The records are those of the plan that ran: its first action comes first.
+    # The records are those of the new plan only.
     newest = found.reports[0].newest()
     assert len(newest) == STEPS - changed
     assert {str(r.action) for r in newest[0].records} == {str(r.action) for r in newest[-1].records}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "the plan is unchanged"),
-        (json.dumps({"problem": {}, "ranks": []}), "the plan is unchanged"),
-        ("OTHER", "can only change to a plan with 2 ranks, placement v and 3 microbatches"),
-    ],
-)
 def test_an_incompatible_plan_is_refused_and_the_run_continues(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if text == "OTHER":
-        larger = problem_of(microbatches=4)
-        write_plan(tmp_path / "larger.json", larger, random_orders(larger, Random(0)))
-        text = (tmp_path / "larger.json").read_text()
-    found = train_with(tmp_path / "next.json", text)
+    larger = problem_of(microbatches=4)
+    write_plan(tmp_path / "larger.json", larger, random_orders(larger, Random(0)))
+    found = train_with(tmp_path / "next.json", (tmp_path / "larger.json").read_text())
     assert len({line.plan_id for report in found.reports for line in report.lines}) == 1
+    message = "can only change to a plan with 2 ranks, placement v and 3 microbatches"
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", json.dumps({"problem": {}, "ranks": []})])
+def test_a_file_without_a_plan_is_reported_and_ignored(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = problem_of()
+    path = tmp_path / "next.json"
+    path.write_text(text)
+    watched = PlanFile(path, RankPlan.of("0" * 64, problem, random_orders(problem, Random(0)), 0))
+    watched.look()
+    watched.close()
+    assert watched.take() is None
+    assert f"{path}: the plan is unchanged" in capsys.readouterr().err
 
 
 def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
@@ -110,21 +115,21 @@ def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
 
 
 class Changing(PlanFile):
-    """A file whose every look finds the next plan, without a file."""
+    """A plan file that finds the next of some plans whenever it looks."""
 
     def __init__(self, plans: Iterator[str]):
         problem = problem_of()
         super().__init__(Path("absent"), RankPlan.of("first", problem, random_orders(problem, Random(0)), 0))
-        self.close()  # the tests look themselves
+        self.close()  # the tests call look()
         self._plans = plans
-        self._path = Versions()  # type: ignore[assignment]  # as far as it is asked
+        self._path = Versions()  # type: ignore[assignment]  # only stat() is used
 
     def _read(self) -> NextPlan:
         return NextPlan(next(self._plans), ())
 
 
 class Versions:
-    """A path that is another file each time."""
+    """A path whose file changes with every look."""
 
     def __init__(self) -> None:
         self._version = 0
@@ -134,8 +139,8 @@ class Versions:
         return os.stat_result((0, self._version, *([0] * 8)))
 
 
-def test_no_plan_is_lost_between_the_threads() -> None:
-    """The newest plan is taken in the end, however the two interleave."""
+def test_no_plan_is_lost_between_two_threads() -> None:
+    """The newest plan is taken last, however the threads interleave."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -155,19 +160,19 @@ def test_no_plan_is_lost_between_the_threads() -> None:
 
 
 def test_a_plan_that_arrives_while_another_is_taken_is_not_dropped() -> None:
-    """The interleaving itself: the finder runs in the middle of a take."""
+    """Forces the interleaving: the finder runs in the middle of a take."""
 
     class Interrupted(Changing):
         _finder: threading.Thread
         _is_armed = False
 
         def __setattr__(self, name: str, value: object) -> None:
-            # A take that is not atomic would find here, between reading and clearing.
+            # Between reading and clearing, if that is not atomic.
             if name == "_found" and value is None and self._is_armed:
                 self._is_armed = False
                 finder = threading.Thread(target=self.look)
                 finder.start()
-                finder.join(0.2)  # under the lock it cannot end before the take does
+                finder.join(0.2)  # it cannot end while the take holds the lock
                 self._finder = finder
             super().__setattr__(name, value)
 
@@ -198,7 +203,7 @@ def test_an_unreadable_file_is_read_again(capsys: pytest.CaptureFixture[str]) ->
             return NextPlan(plan, ())
 
     watched = Busy(iter(["busy", "next"]))
-    watched._path = Once()  # type: ignore[assignment]  # as far as it is asked
+    watched._path = Once()  # type: ignore[assignment]  # only stat() is used
     watched.look()
     assert "stale file handle" in capsys.readouterr().err
     watched.look()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.commands.cli import main
-from zbv_worker.errors import InvalidRun, PeerLost
+from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.host.cores import usable_cores
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
@@ -61,44 +60,31 @@ def ranks(arguments: Sequence[Sequence[str]], folder: Path) -> LocalRanks:
 
 
 def until_said(started: LocalRanks, text: str) -> None:
-    """Wait until rank 0's log has a text; what the log must say is another matter."""
+    """Wait until rank 0's log contains a text, or for two minutes."""
     deadline = time.monotonic() + 120
     while text not in started.log(0) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def test_it_trains_and_another_schedule_gives_the_same_losses(plan_file: Path, tmp_path: Path) -> None:
-    """Under torchrun it does, too: tests/end_to_end/test_clusters.py."""
-    v = run_arguments(plan_file, "--result-dir", str(tmp_path / "v"))
-    with ranks([v] * 2, tmp_path / "v-logs") as started:
-        started.wait(timeout=240)
-    found = summarise(read_reports(tmp_path / "v", 2))
-    assert len(found.losses) == len(found.step_seconds) == 3
-
-    problem, orders = baseline("1f1b", problem_of(2, 4))
-    other = write_plan(tmp_path / "1f1b.json", problem, orders)
-    arguments = run_arguments(other, "--result-dir", str(tmp_path / "single"))
-    with ranks([arguments] * 2, tmp_path / "logs") as started:
-        started.wait(timeout=240)
-    assert summarise(read_reports(tmp_path / "single", 2)).losses == pytest.approx(found.losses, rel=1e-5)
-    assert found.losses[-1] < found.losses[0]
-
-
 def test_plans_that_take_turns_train_as_if_alone(plan_file: Path, tmp_path: Path) -> None:
-    """Two placements on the same channels, step by step; each plan trains its own copy."""
+    """Two placements take turns step by step; each trains its own copy of the model."""
+    alone = run_arguments(plan_file, "--result-dir", str(tmp_path / "alone"))
+    with ranks([alone] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+    expected = summarise(read_reports(tmp_path / "alone", 2)).losses
+    assert len(expected) == 3
+    assert expected[-1] < expected[0]
+
     problem, orders = baseline("interleaved-1f1b", problem_of(2, 4))
     other = write_plan(tmp_path / "loop.json", problem, orders)
     folder = tmp_path / "turns"
     arguments = run_arguments(plan_file, "--plan-file", str(other), "--result-dir", str(folder))
     with ranks([arguments] * 2, tmp_path / "logs") as started:
         started.wait(timeout=240)
-    found = [summarise(read_reports(folder / identity_in(path), 2)) for path in (plan_file, other)]
-    alone = run_arguments(plan_file, "--result-dir", str(tmp_path / "alone"))
-    with ranks([alone] * 2, tmp_path / "logs") as started:
-        started.wait(timeout=240)
-    expected = summarise(read_reports(tmp_path / "alone", 2)).losses
-    for summary in found:
-        assert summary.losses == pytest.approx(expected, rel=1e-5)
+    for path in (plan_file, other):
+        found = summarise(read_reports(folder / identity_in(path), 2))
+        assert found.losses == pytest.approx(expected, rel=1e-5)
+        assert len(found.step_seconds) == 3
 
 
 def identity_in(path: Path) -> str:
@@ -112,12 +98,12 @@ def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Pa
     with ranks([run_arguments(plan_file), run_arguments(other)], tmp_path / "logs") as started:
         with pytest.raises(LaunchError, match=r"ended with status 2"):
             started.wait(timeout=240)
-        until_said(started, "the ranks differ")  # it may have been the other one that ended
+        until_said(started, "the ranks differ")  # if rank 1 ended first
     assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
 
 
 def test_ranks_share_the_hosts_cores_and_say_so(plan_file: Path, tmp_path: Path) -> None:
-    """Without --threads and OMP_NUM_THREADS, which local ranks have for tests."""
+    """Local ranks have OMP_NUM_THREADS, so the command removes it."""
     arguments = run_arguments(plan_file, steps=1, timeout=60)
     at = arguments.index("--threads")
     command = python_command("zbv_worker.commands.cli", *arguments[:at], *arguments[at + 2 :])
@@ -177,22 +163,34 @@ def test_an_absent_rank_of_a_collective_is_named_on_every_other_rank(
 def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
     plan_file: Path, tmp_path: Path, sign: signal.Signals
 ) -> None:
-    arguments = run_arguments(plan_file, steps=1_000_000, timeout=4.5)
+    arguments = run_arguments(plan_file, steps=1_000_000, timeout=3)
     with ranks([arguments] * 2, tmp_path / "logs") as started:
         until_said(started, "step 3:")
-        os.kill(started.pids[1], sign)
+        os.kill(started.processes[1].pid, sign)
         with pytest.raises(LaunchError):
             started.wait(timeout=240)
         until_said(started, "zbv-worker:")
         if sign == signal.SIGSTOP:
-            os.kill(started.pids[1], signal.SIGKILL)
+            os.kill(started.processes[1].pid, signal.SIGKILL)
         waited = (
-            r"rank 0 waited 4\.5 s at \d[FIB]\d for the .* from rank 1"
+            r"rank 0 waited 3 s at \d[FIB]\d for the .* from rank 1"
             if sign == signal.SIGSTOP
             else r"connection|earlier send"
         )
         assert re.search(waited, started.log(0)), started.log(0)
         assert "Traceback" not in started.log(0)
+
+
+@pytest.fixture
+def as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set torchrun's variables for the only rank of a run."""
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize(
@@ -210,24 +208,20 @@ def test_wrong_arguments_give_a_message_and_status_2(
     arguments: list[str],
     message: str,
     plan_file: Path,
+    as_rank_0: None,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
     replaced = [str(plan_file) if argument == "PLAN" else argument for argument in arguments]
     assert main(["run", *replaced, "--timeout", "1"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_service_without_an_answer_is_a_lost_peer() -> None:
-    with pytest.raises(PeerLost, match="rank 0: no action list of plan a from http"):
-        PlanSource("http://127.0.0.1:9", "a").rank_plan(0, timeout=1.0)
+def test_a_service_without_an_answer_is_a_lost_peer(
+    as_rank_0: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBV_SERVER", "http://127.0.0.1:9")
+    assert main(["run", "--plan", "a", "--model", "zbv_worker.models.gpt:gpt", "--timeout", "1"]) == 1
+    assert "rank 0: no action list of plan a from http://127.0.0.1:9" in capsys.readouterr().err
 
 
 def test_without_torchrun_the_message_says_how_to_start(
@@ -252,8 +246,3 @@ def test_a_broken_plan_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     write_plan(path, problem, random_orders(problem, Random(0)))
     with pytest.raises(InvalidRun, match="found rank 2; the plan has 2 ranks"):
         PlanSource(file=path).rank_plan(2, 1.0)
-
-
-def test_help_does_not_import_torch() -> None:
-    code = "import sys, zbv_worker.commands.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -61,13 +61,13 @@ def test_the_newest_steps_are_those_of_one_plan() -> None:
     assert [found.step for found in report("a", "a", "b", "b", "b").newest(2)] == [3, 4]
 
 
-def test_the_newest_steps_are_in_a_file_in_the_clock_of_the_rank(
+def test_the_newest_steps_are_written_to_a_file_with_the_ranks_own_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = TraceFile(tmp_path, ThreadHub(1).transport(0), timeout=5.0)
     writer.update(RankReport("a", 0), is_last=True)
     writer.update(report(*["a"] * 4))
-    assert not trace_file(tmp_path, 0).exists()  # nothing to say, or not after a step that all ranks choose
+    assert not trace_file(tmp_path, 0).exists()  # no steps, or not after every fifth step
     made = report(*["a"] * 3, *["b"] * 7)
     writer.update(made)
     document = json.loads(trace_file(tmp_path, 0).read_text())
@@ -79,10 +79,10 @@ def test_the_newest_steps_are_in_a_file_in_the_clock_of_the_rank(
 
     for step in range(10, 15):
         made.add(StepLine(step, "b", math.nan, 0.5, 0.1), result(step))
-    writer.update(made)  # not yet time
+    writer.update(made)  # too early
     assert json.loads(trace_file(tmp_path, 0).read_text()) == document
     monkeypatch.setattr(zbv_worker.training.trace_file, "_MOST_ACTIONS", 5)
     writer.update(made, is_last=True)
     steps = json.loads(trace_file(tmp_path, 0).read_text())["steps"]
     assert [step["step"] for step in steps] == [13, 14]  # two of two actions fit into five
-    assert [step["loss"] for step in steps] == [None, None]  # JSON knows no NaN
+    assert [step["loss"] for step in steps] == [None, None]  # JSON has no NaN

@@ -49,7 +49,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(replicas: int) -> 
     options = TrainingOptions(replicas=replicas, clip_norm=0.05)
     found = train_in_threads(*random_plan(), options, STEPS)
     expected, _, norms = train_alone(MICROBATCHES * replicas, STEPS, clip_norm=0.05)
-    assert min(norms) > 0.05  # it is the clipping that is compared
+    assert min(norms) > 0.05  # so every step is clipped
     for parameters in found.parameters:
         assert relative_error(parameters, expected) < 1e-5
     for report in found.reports:
@@ -68,13 +68,13 @@ def test_mixed_precision_trains_nearly_the_same(
     found = train_in_threads(*random_plan(), TrainingOptions(precision=precision), STEPS)
     expected, losses, _ = train_alone(MICROBATCHES, STEPS)
     assert found.losses == pytest.approx(losses, rel=tolerance)
-    assert found.losses != pytest.approx(losses, rel=1e-6)  # it did compute in the smaller type
+    assert found.losses != pytest.approx(losses, rel=1e-6)  # so it used the smaller type
     assert 0 < relative_error(found.parameters[0], expected) < 3 * tolerance
     assert all(p.dtype == torch.float32 for p in found.parameters[0].values())
 
 
 class Overflowing(Remembering):
-    """A model whose loss is too steep for float16 in its first step."""
+    """A model whose gradients overflow float16 in the first step."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         steep = 1e4 if float(target.flatten()[0]) == self._first else 1.0
@@ -89,7 +89,7 @@ def test_a_step_whose_gradients_overflow_is_skipped_on_every_rank() -> None:
     found = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), 2, model=Overflowing)
     for report in found.reports:
         assert [line.updated.is_skipped for line in report.lines] == [True, False]
-    # What was left out is as if it had not been: the second step starts from the first parameters.
+    # A skipped step changes nothing: the second step starts from the initial parameters.
     once = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), 0, model=Overflowing)
     assert relative_error(found.parameters[0], once.parameters[0]) < 0.2
     assert all(torch.isfinite(p).all() for p in found.parameters[0].values())
@@ -113,7 +113,7 @@ class TiedModel(Remembering):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_tied_parameters_of_the_first_and_the_last_stage_are_one(replicas: int) -> None:
+def test_the_tied_parameters_of_the_first_and_the_last_stage_stay_equal(replicas: int) -> None:
     found = train_in_threads(*random_plan(), TrainingOptions(replicas=replicas), STEPS, model=TiedModel)
     expected, losses, _ = train_alone(MICROBATCHES * replicas, STEPS, model=TiedModel)
     assert found.losses == pytest.approx(losses, rel=1e-5)
@@ -131,7 +131,7 @@ def test_tied_parameters_on_two_ranks_are_refused() -> None:
 
 
 class Measured(Remembering):
-    """Has data of its own for evaluation."""
+    """Has separate data for evaluation."""
 
     def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         return self.microbatch(50, index)

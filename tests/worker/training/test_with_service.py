@@ -36,7 +36,12 @@ def test_each_rank_fetches_its_list_from_the_service_and_trains(tmp_path: Path) 
             fetched = PlanSource(service.address, plan.plan_id).rank_plan(rank, timeout=60)
             assert fetched == RankPlan.of(plan.plan_id, problem, plan.orders, rank)
         whole = PlanSource(service.address, plan.plan_id).whole(timeout=60)
-        assert whole.orders == plan.orders
+        assert (whole.plan_id, whole.orders) == (plan.plan_id, plan.orders)
+        assert whole.objective_value == pytest.approx(plan.metrics.span)
+        with pytest.raises(InvalidRun, match="found rank 2; the plan has 2 ranks"):
+            whole.of_rank(2)
+        with pytest.raises(InvalidRun, match="no plan 00 from"):
+            PlanSource(service.address, "00").whole(timeout=60)
         with pytest.raises(InvalidRun, match="rank 7: no action list"):
             PlanSource(service.address, plan.plan_id).rank_plan(7, timeout=60)
         command = python_command(
@@ -66,7 +71,7 @@ def test_a_service_that_does_not_start_is_reported_with_its_log(
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     def interrupted() -> list[int]:
         with LocalRanks([["sleep", "60"], ["sleep", "60"]], tmp_path) as ranks:
-            pids.extend(ranks.pids)
+            pids.extend(process.pid for process in ranks.processes)
             raise KeyboardInterrupt
 
     pids: list[int] = []

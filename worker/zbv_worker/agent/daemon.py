@@ -14,8 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from zbv_service.client import (
@@ -31,7 +30,7 @@ from zbv_service.client import (
 from zbv_worker.agent.folder_sync import FolderSync
 from zbv_worker.agent.generation import Generation, GenerationEnd
 from zbv_worker.agent.heartbeat import Heartbeat
-from zbv_worker.agent.policy import allowed, refusal_of
+from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host import inventory
 from zbv_worker.host.state_files import remove_old
@@ -51,44 +50,6 @@ _SWEEP_SECONDS = 3600.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class AgentOptions:
-    """Options of an agent.
-
-    Attributes
-    ----------
-    allowed_models
-        Patterns; see :func:`zbv_service.client.admission.is_model_allowed`. Without any, every run is
-        refused.
-    checkpoint_directories
-        Absolute paths; runs may keep checkpoints in and below these. Without any, runs with checkpoints are
-        refused.
-    path
-        Directories in which ranks look for the model's module.
-    port
-        The port of the ranks' rendezvous if this is a run's first node; None for any free port.
-    state_dir
-        Keeps a folder per run and generation, with logs, progress and results.
-    drain_seconds
-        How long a run may continue after SIGTERM.
-    keep_days
-        How long to keep the folder of an ended generation.
-    """
-
-    server: str
-    name: str
-    address: str
-    slots: int
-    state_dir: Path
-    allowed_models: tuple[str, ...] = ()
-    checkpoint_directories: tuple[Path, ...] = ()
-    path: tuple[Path, ...] = ()
-    devices: tuple[str, ...] = ()
-    port: int | None = None
-    drain_seconds: float = 60.0
-    keep_days: float = 7.0
-
-
 class _Interrupted(Exception):
     """Interrupts waiting: a signal asks the agent to end."""
 
@@ -99,7 +60,7 @@ class _Ending:
 
     drain_seconds: float
     deadline: float | None = None
-    is_waiting: bool = field(default=False)
+    is_waiting: bool = False
 
     def on_signal(self, *_: object) -> None:
         is_second = self.deadline is not None
@@ -175,7 +136,7 @@ class Agent:
             "devices": list(options.devices),
             "versions": inventory.versions(),
             "allowed_models": list(options.allowed_models),
-            "allows": allowed(options.allowed_models, options.checkpoint_directories),
+            "allows": options.allows,
         }
         while not self._ending.is_requested:
             found = self._interruptibly(lambda: self._ask(lambda: self._offer(body)))
@@ -204,23 +165,13 @@ class Agent:
 
     def _carry_out(self, work: NodeWork) -> None:
         logger.info("run %s, generation %d: node %d", work.run_id, work.generation, work.node_rank)
-        options = self._options
-        refusal = refusal_of(work, options.name, options.allowed_models, options.checkpoint_directories)
+        refusal = self._options.refusal_of(work)
         if refusal is not None:
             logger.warning(refusal)
             self._report(work, GenerationEnd("failed", (_failure("refused", refusal),)))
             return
-        folder = self._options.state_dir / work.run_id / str(work.generation)
-        generation = Generation(
-            work,
-            options.server,
-            options.address,
-            folder,
-            patience=self._timeout_seconds,
-            path=options.path,
-            allowed_models=options.allowed_models,
-        )
-        sync = FolderSync(self._id, work, generation.ranks, folder, self._connect)
+        generation = Generation(work, self._options, patience=self._timeout_seconds)
+        sync = FolderSync(self._id, work, generation.ranks, generation.folder, self._connect)
         sync.start()
         try:
             self._monitor(generation, sync)
@@ -310,13 +261,12 @@ class Agent:
     def _try(self, call: Callable[[], None]) -> bool:
         """Call the service; returns whether it succeeded. Raises :class:`AgentGone`."""
         try:
-            call()
+            self._call(call)
         except AgentGone:
             raise
         except ClientError as error:
-            self._no_answer(error)
+            logger.warning("%s", error)
             return False
-        self._answered()
         return True
 
     def _ask(self, call: Callable[[], T]) -> T | None:
@@ -328,29 +278,27 @@ class Agent:
             If the service refuses.
         """
         try:
-            answer = call()
+            return self._call(call)
         except AgentGone:
             raise
-        except Overloaded as error:
-            self._no_answer(error)
-            self._back_off()
-            return None
-        except InvalidRequest as error:
-            raise InvalidRun(f"{self._options.server} refused this agent: {error}") from error
         except ClientError as error:
-            self._no_answer(error)
+            if isinstance(error, InvalidRequest) and not isinstance(error, Overloaded):
+                raise InvalidRun(f"{self._options.server} refused this agent: {error}") from error
+            logger.warning("%s", error)
             self._back_off()
             return None
-        self._answered()
-        return answer
 
-    def _answered(self) -> None:
+    def _call(self, call: Callable[[], T]) -> T:
+        """Call the service, and record in the heartbeat whether it answered."""
+        try:
+            answer = call()
+        except ClientError as error:
+            if not isinstance(error, AgentGone):
+                self._heartbeat.write(answered=False)
+            raise
         self._pause = _BACK_OFF_SECONDS[0]
         self._heartbeat.write(answered=True)
-
-    def _no_answer(self, error: ClientError) -> None:
-        logger.warning("%s", error)
-        self._heartbeat.write(answered=False)
+        return answer
 
     def _back_off(self) -> None:
         time.sleep(self._pause)

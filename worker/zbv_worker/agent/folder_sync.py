@@ -64,7 +64,7 @@ class FolderSync:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start in the background."""
         self._thread.start()
 
     def fetch_plan(self, plan_id: str | None) -> None:
@@ -74,19 +74,14 @@ class FolderSync:
             self._wakes.set()
 
     def finish(self) -> None:
-        """Send the remaining files and the logs, after the ranks have ended. See :attr:`is_done`."""
+        """Send the remaining files and the logs, after the ranks have ended. See :meth:`wait`."""
         self._is_finishing = True
         self._wakes.set()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether everything was sent or cannot be."""
-        return not self._thread.is_alive()
-
     def wait(self, seconds: float) -> bool:
-        """Wait for the end; returns :attr:`is_done`."""
+        """Wait for the end; returns whether everything was sent or cannot be."""
         self._thread.join(seconds)
-        return self.is_done
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         client = self._connect()

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from zbv_service.client import NodeWork
 
 from zbv_worker.agent.heartbeat import Pulse
 from zbv_worker.agent.orphans import PARENT_VARIABLE
+from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.host.local_ranks import python_command, rank_environment
 from zbv_worker.host.search_path import environment_of_ranks
 from zbv_worker.host.state_files import OUTCOME, SPEC, failure_file, progress_file, read_json, write_json
@@ -44,54 +45,43 @@ class Generation:
 
     Parameters
     ----------
-    server
-        Where the ranks fetch their lists.
-    address
-        This node's address for other nodes.
-    folder
-        The folder of this generation: specification, logs, progress, failures, results.
     patience
         Seconds after which the service gives up a silent agent and its ranks. Ranks end a little earlier by
         themselves; this agent ends them if it finds that it was silent.
-    path
-        Directories in which ranks look for the model's module.
-    allowed_models
-        Patterns that the model must match; the ranks check the loaded object too.
 
     Attributes
     ----------
+    folder
+        The folder of this generation: specification, logs, progress, failures, results.
     silent
         For how many seconds this agent was silent, if that was too long; None otherwise.
     """
 
-    def __init__(
-        self,
-        work: NodeWork,
-        server: str,
-        address: str,
-        folder: Path,
-        patience: float,
-        path: Sequence[Path] = (),
-        allowed_models: Sequence[str] = (),
-    ):
+    def __init__(self, work: NodeWork, options: AgentOptions, patience: float):
         self.work = work
         self.silent: float | None = None
-        self._folder = folder
+        self.folder = options.state_dir / work.run_id / str(work.generation)
         self._patience = patience
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._grace = _GRACE_SECONDS
-        folder.mkdir(parents=True, exist_ok=True)
-        spec = {"server": server, "address": address, "work": work.document, "patience": patience}
-        write_json(folder / SPEC, {**spec, "allowed_models": list(allowed_models)})
-        self._pulse = Pulse(folder, patience, self._on_silence)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        spec = {
+            "server": options.server,
+            "address": options.address,
+            "work": work.document,
+            "patience": patience,
+            "allowed_models": list(options.allowed_models),
+        }
+        write_json(self.folder / SPEC, spec)
+        self._pulse = Pulse(self.folder, patience, self._on_silence)
         self._pulse.start()
         with self._log.open("wb") as log:
             self._launcher = subprocess.Popen(
-                python_command("zbv_worker.agent.launcher", str(folder)),
+                python_command("zbv_worker.agent.launcher", str(self.folder)),
                 env={
                     **os.environ,
-                    **environment_of_ranks(path, os.environ),
+                    **environment_of_ranks(options.path, os.environ),
                     **self._environment(),
                     PARENT_VARIABLE: str(os.getpid()),
                 },
@@ -132,7 +122,7 @@ class Generation:
 
     def progress(self) -> list[dict[str, Any]]:
         """The progress of this node's ranks, as far as they reported it."""
-        found = (read_json(progress_file(self._folder, rank)) for rank in self.ranks)
+        found = (read_json(progress_file(self.folder, rank)) for rank in self.ranks)
         return [progress for progress in found if isinstance(progress, dict)]
 
     def end(self) -> GenerationEnd:
@@ -142,17 +132,12 @@ class Generation:
             return GenerationEnd("succeeded")
         if self.silent is not None:
             return GenerationEnd("failed", (self._silence_failure(self.silent),))
-        failures = self._failures(read_json(self._folder / OUTCOME))
+        failures = self._failures(read_json(self.folder / OUTCOME))
         if failures:
             return GenerationEnd("failed", tuple(failures))
         if self._kill_at is not None:
             return GenerationEnd("stopped")
         return GenerationEnd("failed", (self._launch_failure(status),))
-
-    @property
-    def folder(self) -> Path:
-        """The folder of this generation."""
-        return self._folder
 
     @property
     def ranks(self) -> range:
@@ -162,24 +147,21 @@ class Generation:
 
     @property
     def _log(self) -> Path:
-        return self._folder / "launcher.log"
+        return self.folder / "launcher.log"
 
     def _environment(self) -> Mapping[str, str]:
-        if self._host not in ("127.0.0.1", "::1", "localhost"):
+        host = self.work.rendezvous.rpartition(":")[0].strip("[]")
+        if host not in ("127.0.0.1", "::1", "localhost"):
             return {}
         # All nodes are on this host: gloo must not look up its name, which may be slow or impossible.
         return {"GLOO_SOCKET_IFNAME": rank_environment(0, 1, 0)["GLOO_SOCKET_IFNAME"]}
-
-    @property
-    def _host(self) -> str:
-        return self.work.rendezvous.rpartition(":")[0].strip("[]")
 
     def _failures(self, outcome: Any) -> list[dict[str, Any]]:
         """The failures that ranks reported, or that the launcher saw if a rank could not report."""
         failures = []
         failed = outcome["failed"] if isinstance(outcome, dict) else {}
         for rank in self.ranks:
-            reported = read_json(failure_file(self._folder, rank))
+            reported = read_json(failure_file(self.folder, rank))
             if isinstance(reported, dict):
                 detail = str(reported["detail"]).replace("\0", "")[:_MAX_DETAIL]
                 failures.append({**reported, "detail": detail})
@@ -188,13 +170,13 @@ class Generation:
         return failures
 
     def _silent_failure(self, rank: int, status: int) -> dict[str, Any]:
-        progress = read_json(progress_file(self._folder, rank)) or {}
+        progress = read_json(progress_file(self.folder, rank)) or {}
         step, action = progress.get("step"), progress.get("action")
         where = "it reported no step" if step is None else f"it last reported step {step} at {action or '…'}"
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
         detail = (
             f"rank {rank} {how}; {where}. Check this host's kernel log (out of memory?) and the rank's log "
-            f"in {self._folder / 'logs'}."
+            f"in {self.folder / 'logs'}."
         )
         kind = "killed" if status < 0 else "error"
         return {"kind": kind, "rank": rank, "step": step, "action": action, "peer": None, "detail": detail}

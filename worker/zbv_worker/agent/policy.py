@@ -1,4 +1,4 @@
-"""What a node allows runs to do: which models they load, and where they keep checkpoints.
+"""An agent's options, and what they allow runs to do: load models, and keep checkpoints in directories.
 
 A run writes, reads and removes checkpoints as the agent's user, in a directory that its owner chooses. So the
 node restricts the choice.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +16,70 @@ from zbv_service.client import NodeWork
 from zbv_service.client.admission import is_model_allowed
 
 
-def allowed(models: Sequence[str], checkpoint_directories: Sequence[Path]) -> dict[str, Any]:
-    """What an agent allows, in the format of its registration.
+@dataclass(frozen=True)
+class AgentOptions:
+    """Options of an agent.
 
-    The service compares strings, so it gets each directory as given, and with symbolic links resolved.
+    Attributes
+    ----------
+    allowed_models
+        Patterns; see :func:`zbv_service.client.admission.is_model_allowed`. Without any, every run is
+        refused.
+    checkpoint_directories
+        Absolute paths; runs may keep checkpoints in and below these. Without any, runs with checkpoints are
+        refused.
+    path
+        Directories in which ranks look for the model's module.
+    port
+        The port of the ranks' rendezvous if this is a run's first node; None for any free port.
+    state_dir
+        Keeps a folder per run and generation, with logs, progress and results.
+    drain_seconds
+        How long a run may continue after SIGTERM.
+    keep_days
+        How long to keep the folder of an ended generation.
     """
-    directories = {str(path) for given in checkpoint_directories for path in (given, given.resolve())}
-    return {"models": list(models), "checkpoint_directories": sorted(directories)}
 
+    server: str
+    name: str
+    address: str
+    slots: int
+    state_dir: Path
+    allowed_models: tuple[str, ...] = ()
+    checkpoint_directories: tuple[Path, ...] = ()
+    path: tuple[Path, ...] = ()
+    devices: tuple[str, ...] = ()
+    port: int | None = None
+    drain_seconds: float = 60.0
+    keep_days: float = 7.0
 
-def refusal_of(
-    work: NodeWork, agent: str, models: Sequence[str], checkpoint_directories: Sequence[Path]
-) -> str | None:
-    """Why an agent refuses its part of a run; None if it accepts.
+    @property
+    def allows(self) -> dict[str, Any]:
+        """What the agent allows, in the format of its registration.
 
-    Directories are compared with symbolic links and ``..`` resolved.
-    """
-    if not is_model_allowed(work.factory, models):
-        module = work.factory.partition(":")[0]
-        return (
-            f"agent {agent} does not load model {work.factory}: it allows {', '.join(models) or 'none'}. "
-            f"Start it with --allow-model '{module}' if its code may run on this node."
-        )
-    checkpoint = (work.document.get("options") or {}).get("checkpoint")
-    if checkpoint is None:
-        return None
-    return _refusal_of_directory(str(checkpoint["directory"]), agent, checkpoint_directories)
+        The service compares strings, so it gets each directory as given, and with symbolic links resolved.
+        """
+        directories = {
+            str(path) for given in self.checkpoint_directories for path in (given, given.resolve())
+        }
+        return {"models": list(self.allowed_models), "checkpoint_directories": sorted(directories)}
+
+    def refusal_of(self, work: NodeWork) -> str | None:
+        """Why the agent refuses its part of a run; None if it accepts.
+
+        Directories are compared with symbolic links and ``..`` resolved.
+        """
+        if not is_model_allowed(work.factory, self.allowed_models):
+            module = work.factory.partition(":")[0]
+            return (
+                f"agent {self.name} does not load model {work.factory}: it allows "
+                f"{', '.join(self.allowed_models) or 'none'}. Start it with --allow-model '{module}' if its "
+                f"code may run on this node."
+            )
+        checkpoint = (work.document.get("options") or {}).get("checkpoint")
+        if checkpoint is None:
+            return None
+        return _refusal_of_directory(str(checkpoint["directory"]), self.name, self.checkpoint_directories)
 
 
 def _refusal_of_directory(given: str, agent: str, allowed_directories: Sequence[Path]) -> str | None:

@@ -16,6 +16,7 @@ from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, progress_
 
 if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
     from zbv_worker.execution.progress import CurrentProgress
+    from zbv_worker.training.options import RunOptions
 
 _FAILED, _WRONG_INPUT = 1, 2
 _PATIENCE = 0.8
@@ -49,13 +50,15 @@ def main(folder: Path) -> int:
     return 0
 
 
-def _options(spec: Any, folder: Path) -> Any:
+def _options(spec: Any, folder: Path) -> RunOptions:
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
-    from zbv_worker.training.run import RunOptions
+    from zbv_worker.training.checkpoint import CheckpointOptions
+    from zbv_worker.training.options import RunOptions, TrainingOptions
 
-    work, options = spec["work"], spec["work"]["options"]
-    model = work["model"]
+    work = spec["work"]
+    model, options = work["model"], work["options"]
+    checkpoint = options["checkpoint"]
     return RunOptions(
         sources=(PlanSource(spec["server"], work["plan_id"]),),
         model=ModelSpec(
@@ -66,25 +69,14 @@ def _options(spec: Any, folder: Path) -> Any:
         timeout=options["timeout"],
         threads=options["threads"],
         result_dir=folder / "results",
-        training=_training(work, folder),
-    )
-
-
-def _training(work: dict[str, Any], folder: Path) -> Any:
-    from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.options import TrainingOptions
-
-    options = work["options"]
-    checkpoint = options["checkpoint"]
-    return TrainingOptions(
-        replicas=options["data_parallel"],
-        is_sharded=options["shard"],
-        precision=options["precision"],
-        clip_norm=options["clip_norm"],
-        non_finite=options.get("non_finite", "fail"),  # older services do not send it
-        evaluate_every=options["evaluate_every"],
-        checkpoint=(
-            None
+        training=TrainingOptions(
+            replicas=options["data_parallel"],
+            is_sharded=options["shard"],
+            precision=options["precision"],
+            clip_norm=options["clip_norm"],
+            non_finite=options.get("non_finite", "fail"),  # older services do not send it
+            evaluate_every=options["evaluate_every"],
+            checkpoint=None
             if checkpoint is None
             else CheckpointOptions(
                 Path(checkpoint["directory"]),
@@ -92,10 +84,10 @@ def _training(work: dict[str, Any], folder: Path) -> Any:
                 timeout=checkpoint["timeout"],
                 run=work["run_id"],
                 attempt=work["generation"],
-            )
+            ),
+            next_plan=folder / NEXT_PLAN,
+            trace_dir=folder,
         ),
-        next_plan=folder / NEXT_PLAN,
-        trace_dir=folder,
     )
 
 

@@ -103,6 +103,7 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="report whether the agent with this state directory is running, and exit: status 0 if it is",
     )
+    agent.set_defaults(execute=execute)
 
 
 def _require_address(server: str | None) -> None:
@@ -133,7 +134,8 @@ def execute(parsed: argparse.Namespace) -> int:
         print(check(parsed.state_dir.resolve(), time.time()))
         return 0
     _require_address(parsed.server)
-    from zbv_worker.agent.daemon import Agent, AgentOptions
+    from zbv_worker.agent.daemon import Agent
+    from zbv_worker.agent.policy import AgentOptions
     from zbv_worker.host import inventory
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")

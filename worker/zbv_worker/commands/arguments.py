@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from zbv_service.client.flags import add_server
 from zbv_solver.documents.files import output
 
 from zbv_worker.errors import InvalidRun
@@ -35,30 +36,75 @@ def positive_number(text: str) -> float:
     return value
 
 
-def add_model(command: argparse.ArgumentParser) -> None:
-    """Add the options that name a model and the hardware to run it on."""
-    command.add_argument(
-        "--model",
-        required=True,
-        metavar="MODULE:FACTORY",
-        help="the model, for example mypackage.model:build; docs/training.md says what it must offer",
-    )
+MODEL_HELP = "the model, for example mypackage.model:build; docs/training.md says what it must offer"
+
+
+def add_factory_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of a model's factory."""
     command.add_argument(
         "--model-args", metavar="JSON", help="""keyword arguments of the factory, e.g. '{"layers": 8}'"""
     )
     command.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    """Add the options that name a model and the hardware to run it on."""
+    command.add_argument("--model", required=True, metavar="MODULE:FACTORY", help=MODEL_HELP)
+    add_factory_arguments(command)
     command.add_argument(
         "--backend",
         choices=("gloo", "nccl"),
         default="gloo",
         help="gloo computes on CPUs, nccl on GPUs (default gloo)",
     )
+    add_timeout(command)
+
+
+def add_timeout(command: argparse.ArgumentParser) -> None:
+    """Add ``--timeout``."""
     command.add_argument(
         "--timeout",
         type=positive_number,
         default=120.0,
         metavar="S",
         help="longest wait for a tensor, and for the other ranks to start (default 120)",
+    )
+
+
+def add_plan(command: argparse.ArgumentParser, *, are_several: bool) -> None:
+    """Add the options for a plan, or for several, and how to execute it."""
+    repeated: dict[str, Any] = {"action": "append", "default": []} if are_several else {}
+    turns = (
+        ". Several plans take turns step by step, each training its own copy of the model, to compare their "
+        "times"
+    )
+    add_server(command, default=None)
+    command.add_argument("--plan", metavar="ID", help="id of a plan of the service", **repeated)
+    command.add_argument(
+        "--plan-file",
+        metavar="FILE",
+        type=Path,
+        help=f"a plan file, instead of --server and --plan{turns if are_several else ''}",
+        **repeated,
+    )
+    command.add_argument(
+        "--look-ahead", type=positive, default=3, help="receives posted ahead per channel (default 3)"
+    )
+    command.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write the times of all ranks' actions, on one clock, for Perfetto",
+    )
+
+
+def add_precision(group: argparse._ActionsContainer) -> None:
+    """Add ``--precision``."""
+    group.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="dtype of autocast; float16 scales the loss (default float32: no autocast)",
     )
 
 

@@ -11,32 +11,21 @@ from zbv_service.client.tokens import CredentialsUnusable
 from zbv_solver import __version__
 
 from zbv_worker.commands.agent import add_agent
-from zbv_worker.commands.agent import execute as be_an_agent
 from zbv_worker.commands.estimate import add_estimate
-from zbv_worker.commands.estimate import execute as estimate
 from zbv_worker.commands.gpu_report import add_gpu_report
-from zbv_worker.commands.gpu_report import execute as gpu_report
 from zbv_worker.commands.profile import add_profile
-from zbv_worker.commands.profile import execute as profile
 from zbv_worker.commands.rehearse import add_rehearse
-from zbv_worker.commands.rehearse import execute as rehearse
 from zbv_worker.commands.run import add_run
-from zbv_worker.commands.run import execute as run
 from zbv_worker.host.search_path import add_working_directory
 
-_COMMANDS = {
-    "run": run,
-    "profile": profile,
-    "estimate": estimate,
-    "gpu-report": gpu_report,
-    "agent": be_an_agent,
-}
-_EXIT_WRONG_INPUT = 2
+_EXIT_FAILED, _EXIT_WRONG_INPUT = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0 success, 1 failure, 2 wrong input."""
-    parsed = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parsed = _parser().parse_args(given)
+    parsed.arguments = given  # for commands that start ranks with the same arguments
     apply_credentials(parsed)
     from zbv_worker.errors import WorkerError, print_error
     from zbv_worker.host.local_ranks import LaunchError
@@ -44,13 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command != "agent":
         add_working_directory()
     try:
-        if parsed.command == "rehearse":
-            return rehearse(parsed, sys.argv[1:] if arguments is None else arguments)
-        return _COMMANDS[parsed.command](parsed)
+        status: int = parsed.execute(parsed)
+        return status
     except LaunchError as error:
-        status = print_error(error)
+        print_error(error)
         # Wrong input of a rank that was started here is wrong input of this command.
-        return _EXIT_WRONG_INPUT if error.status == _EXIT_WRONG_INPUT else status
+        return _EXIT_WRONG_INPUT if error.status == _EXIT_WRONG_INPUT else _EXIT_FAILED
     except WorkerError as error:
         return print_error(error)
     except CredentialsUnusable as error:
@@ -65,12 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zbv-worker {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    add_run(commands)
-    add_profile(commands)
-    add_estimate(commands)
-    add_rehearse(commands)
-    add_gpu_report(commands)
-    add_agent(commands)
+    for add in (add_run, add_profile, add_estimate, add_rehearse, add_gpu_report, add_agent):
+        add(commands)
     return parser
 
 

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbv_worker.commands.arguments import json_output, positive, positive_number
+from zbv_worker.commands.arguments import (
+    MODEL_HELP,
+    add_factory_arguments,
+    add_precision,
+    json_output,
+    positive,
+    positive_number,
+)
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.measure.estimate.estimate import Estimate
@@ -31,27 +38,16 @@ def add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    estimate.add_argument(
-        "model",
-        metavar="MODULE:FACTORY",
-        help="the model, for example mypackage.model:build; docs/training.md says what it must offer",
-    )
-    estimate.add_argument(
-        "--model-args", metavar="JSON", help="""keyword arguments of the factory, e.g. '{"layers": 8}'"""
-    )
-    estimate.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
+    estimate.add_argument("model", metavar="MODULE:FACTORY", help=MODEL_HELP)
+    add_factory_arguments(estimate)
     count = estimate.add_mutually_exclusive_group()
     count.add_argument(
         "--pp-degree", type=positive, metavar="P", help="number of ranks; estimates the model's 2P stages too"
     )
     count.add_argument("--stages", type=positive, metavar="S", help="estimate the model's S stages too")
-    estimate.add_argument(
-        "--precision",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="dtype of autocast (default float32: no autocast)",
-    )
+    add_precision(estimate)
     _add_outputs(estimate.add_argument_group("output"))
+    estimate.set_defaults(execute=execute)
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from zbv_worker.commands.arguments import json_output, positive
+from zbv_worker.commands.arguments import add_factory_arguments, json_output, positive
 
 _EXIT_FAILED, _EXIT_NO_GPU = 1, 3
 
@@ -36,10 +36,7 @@ def add_gpu_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     report.add_argument(
         "--model", default=_DEFAULT_MODEL, metavar="MODULE:FACTORY", help="the model (default: a small GPT)"
     )
-    report.add_argument(
-        "--model-args", metavar="JSON", help="""keyword arguments of the factory, e.g. '{"layers": 8}'"""
-    )
-    report.add_argument("--seed", type=int, default=0, help="passed to the factory (default 0)")
+    add_factory_arguments(report)
     report.add_argument(
         "--device",
         choices=("cuda", "cpu"),
@@ -56,6 +53,7 @@ def add_gpu_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     report.add_argument(
         "-o", "--output", metavar="FILE", type=Path, required=True, help="write the report as JSON"
     )
+    report.set_defaults(execute=execute)
 
 
 def execute(parsed: argparse.Namespace) -> int:

@@ -64,11 +64,18 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         required=True,
         help="write the problem (- for standard output)",
     )
+    profile.set_defaults(execute=execute)
 
 
 def execute(parsed: argparse.Namespace) -> int:
     """Measure and write; returns the exit status."""
-    _require_possible(parsed)
+    if parsed.recompute and parsed.by_stage:
+        from zbv_worker.errors import InvalidRun
+
+        raise InvalidRun(
+            "--recompute: cannot be combined with --by-stage, because the planner chooses recomputation only "
+            "for layers. Omit one of them."
+        )
     with (
         json_output("--output", parsed.output) as write_problem,
         json_output("--report", parsed.report) as write_report,
@@ -114,14 +121,3 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
     write_report(profile_json(ranks))
     if parsed.report is not None:
         print_report(ranks, Console(stderr=True))
-
-
-def _require_possible(parsed: argparse.Namespace) -> None:
-    """Check the options before measuring for minutes."""
-    from zbv_worker.errors import InvalidRun
-
-    if parsed.recompute and parsed.by_stage:
-        raise InvalidRun(
-            "--recompute: cannot be combined with --by-stage, because the planner chooses recomputation only "
-            "for layers. Omit one of them."
-        )

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from zbv_service.client.flags import add_credentials
-
-from zbv_worker.commands.arguments import json_output, positive, positive_number
+from zbv_worker.commands.arguments import add_plan, add_timeout, json_output, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.host.local_ranks import LaunchError
@@ -49,12 +47,7 @@ def add_rehearse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    rehearse.add_argument("--server", metavar="URL", help="address of the service")
-    add_credentials(rehearse)
-    rehearse.add_argument("--plan", metavar="ID", help="id of a plan of the service")
-    rehearse.add_argument(
-        "--plan-file", metavar="FILE", type=Path, help="a plan file, instead of --server and --plan"
-    )
+    add_plan(rehearse, are_several=False)
     rehearse.add_argument(
         "--steps", type=positive, default=5, help="steps to measure, after a warm-up step (default 5)"
     )
@@ -78,33 +71,13 @@ def add_rehearse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="size of every tensor between ranks (default 65536)",
     )
-    rehearse.add_argument(
-        "--look-ahead", type=positive, default=3, help="receives posted ahead per channel (default 3)"
-    )
-    rehearse.add_argument(
-        "--timeout",
-        type=positive_number,
-        default=120.0,
-        metavar="S",
-        help="longest wait for a tensor, and for the other ranks to start (default 120)",
-    )
-    rehearse.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="write the times of all ranks' actions, on one clock, for Perfetto",
-    )
+    add_timeout(rehearse)
     rehearse.add_argument("--json", metavar="FILE", type=Path, help="write the numbers as JSON, in seconds")
+    rehearse.set_defaults(execute=execute)
 
 
-def execute(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run as one rank under torchrun, otherwise start all ranks; returns the exit status.
-
-    Parameters
-    ----------
-    arguments
-        The command line, for ranks that this command starts.
-    """
+def execute(parsed: argparse.Namespace) -> int:
+    """Run as one rank under torchrun, otherwise start all ranks; returns the exit status."""
     from zbv_worker.transport.world import World
 
     options = _options(parsed)
@@ -112,7 +85,7 @@ def execute(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         _be_a_rank(options, World.from_environment(), parsed)
         return 0
     try:
-        _start_ranks(options, arguments)
+        _start_ranks(options, parsed.arguments)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
@@ -160,7 +133,7 @@ def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:
     """Run all ranks of the plan on this machine; prints rank 0's output."""
     from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 
-    plan = options.plan()  # reports a wrong plan once, instead of on every rank
+    plan = options.source.whole(options.timeout)  # reports a wrong plan once, instead of on every rank
     count = plan.problem.pp_degree
     step = plan.objective_value * options.seconds_per_unit(plan)
     print(

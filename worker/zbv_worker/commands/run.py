@@ -6,15 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbv_service.client.flags import add_credentials
-
-from zbv_worker.commands.arguments import add_model, positive, positive_number
+from zbv_worker.commands.arguments import add_model, add_plan, add_precision, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
-    from zbv_worker.execution.plan_source import PlanSource
-    from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.options import TrainingOptions
-    from zbv_worker.training.run import RunOptions
+    from zbv_worker.training.options import RunOptions
 
 _RUN_EXAMPLES = """\
 examples:
@@ -31,7 +26,7 @@ def execute(parsed: argparse.Namespace) -> int:
     from zbv_worker.training.run import run
     from zbv_worker.transport.world import World
 
-    options = _run_options(parsed)
+    options = _options(parsed)
     world = World.from_environment()
     if parsed.pin:
         pin_to_core(world.local_rank)
@@ -39,12 +34,19 @@ def execute(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _run_options(parsed: argparse.Namespace) -> RunOptions:
+def _options(parsed: argparse.Namespace) -> RunOptions:
+    from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
-    from zbv_worker.training.run import RunOptions
+    from zbv_worker.training.checkpoint import CheckpointOptions
+    from zbv_worker.training.options import RunOptions, TrainingOptions
 
+    fetched = [PlanSource(parsed.server, plan) for plan in parsed.plan]
+    sources = (*fetched, *(PlanSource(file=file) for file in parsed.plan_file))
+    checkpoint = parsed.checkpoint_dir and CheckpointOptions(
+        parsed.checkpoint_dir, parsed.checkpoint_every, parsed.checkpoints_kept, parsed.checkpoint_timeout
+    )
     return RunOptions(
-        sources=_sources(parsed),
+        sources=sources or (PlanSource(parsed.server),),
         model=ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed),
         steps=parsed.steps,
         backend=parsed.backend,
@@ -54,40 +56,16 @@ def _run_options(parsed: argparse.Namespace) -> RunOptions:
         result_dir=parsed.result_dir,
         trace=parsed.trace,
         runtime=parsed.runtime,
-        training=_training_options(parsed),
-    )
-
-
-def _sources(parsed: argparse.Namespace) -> tuple[PlanSource, ...]:
-    from zbv_worker.execution.plan_source import PlanSource
-
-    fetched = [PlanSource(parsed.server, plan) for plan in parsed.plan]
-    sources = (*fetched, *(PlanSource(file=file) for file in parsed.plan_file))
-    return sources or (PlanSource(parsed.server),)
-
-
-def _training_options(parsed: argparse.Namespace) -> TrainingOptions:
-    from zbv_worker.training.options import TrainingOptions
-
-    return TrainingOptions(
-        replicas=parsed.data_parallel,
-        is_sharded=parsed.shard,
-        precision=parsed.precision,
-        clip_norm=parsed.clip_norm,
-        non_finite=parsed.non_finite,
-        evaluate_every=parsed.evaluate_every,
-        checkpoint=_checkpoint_options(parsed),
-        next_plan=parsed.next_plan,
-    )
-
-
-def _checkpoint_options(parsed: argparse.Namespace) -> CheckpointOptions | None:
-    from zbv_worker.training.checkpoint import CheckpointOptions
-
-    if parsed.checkpoint_dir is None:
-        return None
-    return CheckpointOptions(
-        parsed.checkpoint_dir, parsed.checkpoint_every, parsed.checkpoints_kept, parsed.checkpoint_timeout
+        training=TrainingOptions(
+            replicas=parsed.data_parallel,
+            is_sharded=parsed.shard,
+            precision=parsed.precision,
+            clip_norm=parsed.clip_norm,
+            non_finite=parsed.non_finite,
+            evaluate_every=parsed.evaluate_every,
+            checkpoint=checkpoint,
+            next_plan=parsed.next_plan,
+        ),
     )
 
 
@@ -100,26 +78,9 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_credentials(run)
-    source = run.add_argument_group("plan, from a service or a file")
-    source.add_argument("--server", metavar="URL", help="address of the service")
-    source.add_argument(
-        "--plan", metavar="ID", action="append", default=[], help="id of a plan of the service"
-    )
-    source.add_argument(
-        "--plan-file",
-        metavar="FILE",
-        type=Path,
-        action="append",
-        default=[],
-        help="a plan file, instead of --server and --plan. Several plans take turns step by step, each "
-        "training its own copy of the model, to compare their times",
-    )
+    add_plan(run, are_several=True)
     add_model(run)
     run.add_argument("--steps", type=positive, default=20, help="training steps (default 20)")
-    run.add_argument(
-        "--look-ahead", type=positive, default=3, help="receives posted ahead per channel (default 3)"
-    )
     run.add_argument(
         "--runtime",
         choices=("zbv", "torch"),
@@ -138,14 +99,9 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="write losses, step times and traces to this directory, one file per rank; with several plans, "
         "one folder per plan",
     )
-    run.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="write the times of all ranks' actions, on one clock, for Perfetto",
-    )
     _add_training(run.add_argument_group("training"))
     _add_checkpoints(run.add_argument_group("checkpoints and plan changes"))
+    run.set_defaults(execute=execute)
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -162,12 +118,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="divide parameters, gradients and optimizer state among the replicas (FSDP2)",
     )
-    group.add_argument(
-        "--precision",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="dtype of autocast; float16 scales the loss (default float32: no autocast)",
-    )
+    add_precision(group)
     group.add_argument(
         "--clip-norm",
         type=positive_number,

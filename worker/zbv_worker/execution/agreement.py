@@ -15,6 +15,7 @@ from zbv_solver.plans.channels import Channel
 from zbv_worker.errors import ChannelTimeout, Disagreement
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.rendezvous import named
 
 
 @dataclass(frozen=True)
@@ -89,23 +90,20 @@ def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[Channe
 
 
 def _check_common(statements: Sequence[Statement]) -> None:
-    said = [_said(statement) for statement in statements]
-    for name in said[0]:
+    """Check what must be equal on all ranks."""
+    for name in (*_COMMON, *dict(statements[0].options)):
         values: dict[object, list[int]] = {}
-        for rank, about in enumerate(said):
-            values.setdefault(about.get(name), []).append(rank)
+        for rank, statement in enumerate(statements):
+            value = getattr(statement, name) if name in _COMMON else dict(statement.options).get(name)
+            values.setdefault(value, []).append(rank)
         if len(values) > 1:
             # The largest group first: the others are more likely the ones started wrongly.
             groups = sorted(values.items(), key=lambda item: (-len(item[1]), item[1]))
-            found = "; ".join(f"{_ranks(ranks)}: {_shown(value)}" for value, ranks in groups)
+            found = "; ".join(f"{named(ranks)}: {_shown(value)}" for value, ranks in groups)
             raise Disagreement(
                 f"the ranks differ in {name.replace('_', ' ')} ({found}). Start all of them with the same "
                 f"plan, model and options; nothing was run."
             )
-
-
-def _said(statement: Statement) -> dict[str, object]:
-    return {name: getattr(statement, name) for name in _COMMON} | dict(statement.options)
 
 
 def _check_ranks(statements: Sequence[Statement]) -> None:
@@ -136,10 +134,6 @@ def _check_channels(statements: Sequence[Statement]) -> None:
                     f"ranks {channel.sender} and {channel.receiver} expect different tensors on the channel "
                     f"{key_of(channel)}. Fetch the plan again from the service that made it."
                 )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from zbv_solver.plans.channels import Transfer
 from zbv_worker.execution.computation import Computation, evaluation_of
 from zbv_worker.execution.rank_plan import Instruction, Local, Remote
 from zbv_worker.execution.wait_errors import not_received, send_failed
-from zbv_worker.transport.channels import ChannelKey, Inbox, Outbox, TensorSpec
+from zbv_worker.transport.channels import ChannelKey, TensorSpec
+from zbv_worker.transport.endpoints import Inbox, Outbox
 
 
 @dataclass
@@ -37,7 +38,8 @@ class WalkState:
 
 
 Take = Callable[[WalkState], Tensor]
-Run = Callable[[Tensor | None, WalkState], Tensor | None]
+Run = Callable[[Any, WalkState], Tensor | None]
+"""Takes the input, or None if the action has none."""
 PassOn = Callable[[Tensor, WalkState], None]
 
 
@@ -48,7 +50,6 @@ class Bound(NamedTuple):
     take: Take | None
     run: Run
     pass_on: PassOn | None
-    is_received: bool
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ class Binding:
         return tuple(self._bound(instruction, self._evaluate(instruction)) for instruction in forwards)
 
     def _bound(self, instruction: Instruction, run: Run) -> Bound:
-        received = isinstance(instruction.source, Remote)
-        return Bound(instruction, self._take(instruction), run, self._pass_on(instruction), received)
+        return Bound(instruction, self._take(instruction), run, self._pass_on(instruction))
 
     def _take(self, instruction: Instruction) -> Take | None:
         source = instruction.source
@@ -124,11 +124,7 @@ class Binding:
             return self._forward(instruction, lambda x, y: forward(microbatch, x, y, split=split))
         if letter == "W":
             backward_weight = computation.backward_weight
-
-            def run_weight(value: Tensor | None, state: WalkState) -> None:
-                backward_weight(microbatch)
-
-            return run_weight
+            return lambda value, state: backward_weight(microbatch)
         backward = computation.backward_input if letter == "I" else computation.backward
         return lambda value, state: backward(microbatch, value)
 
@@ -141,15 +137,15 @@ class Binding:
         stage, _, microbatch = instruction.action
         specs, target_of = self.specs, self._target(microbatch)
 
-        def run(value: Tensor | None, state: WalkState) -> Tensor:
-            output = forward(_given(value), None)
+        def run(value: Tensor, state: WalkState) -> Tensor:
+            output = forward(value, None)
             known = specs.get(stage)
             if known is None or not known.fits(output):
                 specs[stage] = TensorSpec.of(output)
             return output
 
-        def run_last(value: Tensor | None, state: WalkState) -> None:
-            state.losses[microbatch] = forward(_given(value), target_of(state))
+        def run_last(value: Tensor, state: WalkState) -> None:
+            state.losses[microbatch] = forward(value, target_of(state))
 
         return run_last if stage == self.last_stage else run
 
@@ -169,7 +165,12 @@ class Binding:
         if sink is None:
             return None
         if isinstance(sink, Local):
-            return _hand_over((sink.kind, sink.transfer))
+            key = (sink.kind, sink.transfer)
+
+            def hand_over(output: Tensor, state: WalkState) -> None:
+                state.handed_over[key] = output
+
+            return hand_over
         send, transfer, rank = self.outboxes[sink.channel].send, sink.transfer, self.rank
         action = instruction.action
 
@@ -191,16 +192,3 @@ class Binding:
             return tensor.pin_memory().to(device, non_blocking=True)
 
         return through_pinned_memory if device.type == "cuda" else lambda tensor: tensor.to(device)
-
-
-def _hand_over(key: tuple[str, Transfer]) -> PassOn:
-    def hand_over(output: Tensor, state: WalkState) -> None:
-        state.handed_over[key] = output
-
-    return hand_over
-
-
-def _given(value: Tensor | None) -> Tensor:
-    if value is None:  # impossible: lowering gives every F a source or data
-        raise RuntimeError("found an F without an input")
-    return value

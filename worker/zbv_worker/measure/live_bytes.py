@@ -8,33 +8,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
-class HeldMemory(Protocol):
-    """Memory that was allocated since the start of a ``with`` block and is still held."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes held now."""
-
-    @property
-    def peak(self) -> int:
-        """The most bytes held since the start, or since :meth:`restart`."""
-
-    def restart(self) -> None:
-        """Reset the peak to the current bytes."""
+from zbv_worker.measure.operators import InterceptedOperators
 
 
-def watching(device: torch.device) -> AbstractContextManager[HeldMemory]:
+def watching(device: torch.device) -> AllocatedBytes | LiveBytes:
     """The memory counter for a device: ``with watching(device) as held``."""
     return AllocatedBytes(device) if device.type == "cuda" else LiveBytes()
 
@@ -73,7 +56,7 @@ class LiveBytes:
     """Counts bytes of tensors that this thread creates in a ``with`` block, while they are alive.
 
     Older storages (parameters, gradients that are accumulated in place) and temporary memory inside an
-    operator do not count.
+    operator do not count. The attributes mean the same as those of :class:`AllocatedBytes`.
     """
 
     def __init__(self) -> None:
@@ -82,23 +65,30 @@ class LiveBytes:
         # Sends release their tensors in another thread, perhaps while this one counts.
         self._lock = threading.RLock()
         self._alive: set[int] = set()
-        self._mode = _Watching(self._made)
+        self._operators = InterceptedOperators(self._run)
 
     def __enter__(self) -> LiveBytes:
-        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        self._operators.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's own
+    def __exit__(self, *raised: object) -> None:
+        self._operators.__exit__(*raised)  # type: ignore[no-untyped-call]  # torch's own
 
     def restart(self) -> None:
         """Reset the peak to the current bytes."""
         with self._lock:
             self.peak = self.bytes
 
-    def _made(self, tensor: Tensor) -> None:
+    def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and count the storages of its outputs that are not those of its inputs."""
+        given = {tensor.untyped_storage()._cdata for tensor in _strided((args, kwargs))}
+        result = operator(*args, **kwargs)
+        for tensor in _strided(result):
+            if tensor.untyped_storage()._cdata not in given:
+                self._count(tensor)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
@@ -116,26 +106,6 @@ class LiveBytes:
             self.bytes -= size
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Reports every tensor whose storage an operator created."""
-
-    def __init__(self, made: Callable[[Tensor], None]):
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._report = made
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operator, then report outputs that share no storage with its inputs."""
-        given = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
-        }
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                storage = leaf.untyped_storage()
-                if storage._cdata not in given:
-                    self._report(leaf)
-        return result
+def _strided(tree: Any) -> list[Tensor]:
+    """The tensors of nested containers that have a storage."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]

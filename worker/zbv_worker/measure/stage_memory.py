@@ -17,7 +17,7 @@ from zbv_solver.plans.channels import ChannelKind
 from zbv_solver.problem.placement import Placement
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
-from zbv_worker.measure.live_bytes import HeldMemory, watching
+from zbv_worker.measure.live_bytes import AllocatedBytes, LiveBytes, watching
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.stage.main_gradients import gradient_of, round_main_gradients
 from zbv_worker.stage.stage import Stage
@@ -54,7 +54,7 @@ def stage_memory(
 
 
 def _forward(
-    stage: Stage, input: Tensor, target: Tensor | None, held: HeldMemory, *, split: bool
+    stage: Stage, input: Tensor, target: Tensor | None, held: AllocatedBytes | LiveBytes, *, split: bool
 ) -> tuple[int, int]:
     """Bytes held after F, and its workspace, which includes the output."""
     held.restart()
@@ -62,7 +62,7 @@ def _forward(
     return held.bytes, held.peak - held.bytes
 
 
-def _backward(held: HeldMemory, work: Callable[[], object]) -> tuple[int, int]:
+def _backward(held: AllocatedBytes | LiveBytes, work: Callable[[], object]) -> tuple[int, int]:
     """Bytes held after a backward action, and its workspace."""
     before = held.bytes
     held.restart()

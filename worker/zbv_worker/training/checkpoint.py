@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, Superseded, WorkerError, describe_error, naming_errors
 from zbv_worker.model.protocol import StatefulData
-from zbv_worker.training.checkpoint_files import INDEX, Reader, State, write_index, write_part
+from zbv_worker.training.checkpoint_files import Reader, State, write_index, write_part
 from zbv_worker.training.dtensors import is_dtensor
-from zbv_worker.training.fence import Claimant, Fence, checkpoints
+from zbv_worker.training.fence import Claimant, Fence, checkpoints, is_complete
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
@@ -93,7 +93,7 @@ class Checkpoints:
         transport: Transport,
     ):
         self._options = options
-        self._whole = _together(modules)
+        self._whole = _as_one_module(modules)
         self._update = update
         self._model = model
         self._data = data if isinstance(data, StatefulData) else None
@@ -115,7 +115,7 @@ class Checkpoints:
         """
         fence = self._fence or self._claim()[0]
         partial = fence.partial(step)
-        self._alone(lambda: _make_empty(partial))
+        self._on_rank_0(lambda: _make_empty(partial))
         # To return the state of a new optimizer, torch creates it by a step with zero gradients. That would
         # count as a step in Adam's bias correction, so the state is removed again.
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
@@ -123,9 +123,9 @@ class Checkpoints:
         for optimizer in fresh:
             optimizer.state.clear()
         with self._unless_superseded():
-            self._together(lambda: write_part(partial, self._transport.rank, state))
-            self._alone(lambda: write_index(partial, self._transport.world_size))
-        self._alone(lambda: fence.publish(step, self._options.kept))
+            self._on_every_rank(lambda: write_part(partial, self._transport.rank, state))
+            self._on_rank_0(lambda: write_index(partial, self._transport.world_size))
+        self._on_rank_0(lambda: fence.publish(step, self._options.kept))
         self._saved = step
 
     def load_newest(self) -> int:
@@ -150,8 +150,8 @@ class Checkpoints:
 
     def _claim(self) -> tuple[Fence, int, str | None]:
         """Claim the directory; returns its fence, and step and name of its newest checkpoint, if any."""
-        generation, newest, name = self._alone(self._claim_alone)
-        self._fence = Fence(self._options.directory, generation, _is_complete)
+        generation, newest, name = self._on_rank_0(self._claim_alone)
+        self._fence = Fence(self._options.directory, generation)
         self._require_visible(self._fence)
         return self._fence, newest, name
 
@@ -160,8 +160,8 @@ class Checkpoints:
         options = self._options
         _require_no_old(options.directory)
         claimant = Claimant(self._model, options.run, options.attempt)
-        fence = Fence.claim(options.directory, claimant, _is_complete)
-        found = checkpoints(options.directory, _is_complete)
+        fence = Fence.claim(options.directory, claimant)
+        found = checkpoints(options.directory)
         newest = max(found, default=0)
         return [fence.generation, newest, found[newest].name if found else None]
 
@@ -260,12 +260,12 @@ class Checkpoints:
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [] if self._update.optimizer is None else [self._update.optimizer]
 
-    def _alone(self, work: Callable[[], Any]) -> Any:
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
         """Run something on rank 0 while all ranks wait; returns its JSON result on all ranks."""
-        (result, *_) = self._together(work if self._transport.rank == 0 else lambda: None)
+        (result, *_) = self._on_every_rank(work if self._transport.rank == 0 else lambda: None)
         return result
 
-    def _together(self, work: Callable[[], Any]) -> list[Any]:
+    def _on_every_rank(self, work: Callable[[], Any]) -> list[Any]:
         """Run something on every rank; returns all results. If it fails on one, all ranks raise its error."""
         with self._naming():
             said = self._transport.gather(self._attempt(work), self._options.timeout)
@@ -319,19 +319,14 @@ class Checkpoints:
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """The newest complete checkpoint of a directory; None if there is none."""
-    found = checkpoints(directory, _is_complete)
+    found = checkpoints(directory)
     return found[max(found)] if found else None
-
-
-def _is_complete(path: Path) -> bool:
-    """Whether a directory contains a complete checkpoint; the index is written last."""
-    return (path / INDEX).is_file()
 
 
 def _require_no_old(directory: Path) -> None:
     """Refuse a directory whose newest checkpoint has zbv's former, pickled format."""
-    newest = max(checkpoints(directory, _is_complete), default=-1)
-    old = checkpoints(directory, lambda path: (path / OLD_INDEX).is_file() and not _is_complete(path))
+    newest = max(checkpoints(directory), default=-1)
+    old = checkpoints(directory, lambda path: (path / OLD_INDEX).is_file() and not is_complete(path))
     if old and max(old) > newest:
         raise InvalidRun(
             f"--checkpoint-dir {directory}: the checkpoint of step {max(old)} was written by an older zbv in "
@@ -340,7 +335,7 @@ def _require_no_old(directory: Path) -> None:
         )
 
 
-def _together(modules: Mapping[int, nn.Module]) -> nn.Module:
+def _as_one_module(modules: Mapping[int, nn.Module]) -> nn.Module:
     """One module with the children of all stages; their names do not depend on the partition."""
     whole = nn.Module()
     for stage, module in modules.items():

@@ -16,8 +16,7 @@ and the rename, and resume when its successor is already running. These rules ma
   written by that generation, and those whose name has no generation. A checkpoint that an older generation
   publishes late is on no list and is removed later.
 - A generation lists what it inherits after its claim. From then on its predecessor can perform at most the
-one
-  publication or pruning that it had already checked. Pruning never removes the newest checkpoint, so the
+  one publication or pruning that it had already checked. Pruning never removes the newest checkpoint, so the
   newest inherited checkpoint stays.
 
 A claim creates a name exclusively, by renaming a directory to it: that fails if the name is a directory that
@@ -41,6 +40,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from zbv_worker.errors import InvalidRun, Superseded
 from zbv_worker.host.state_files import read_json, write_json
+from zbv_worker.training.checkpoint_files import INDEX
 
 _GENERATIONS = "generations"
 _CLAIM = "claim.json"
@@ -75,20 +75,14 @@ class Fence:
     """One generation's right to write to a checkpoint directory.
 
     Rank 0 creates it with :meth:`claim`; other ranks, from the number that rank 0 got.
-
-    Parameters
-    ----------
-    is_complete
-        Whether a directory with a checkpoint's name contains a complete checkpoint.
     """
 
-    def __init__(self, directory: Path, generation: int, is_complete: Callable[[Path], bool]):
+    def __init__(self, directory: Path, generation: int):
         self.directory = directory
         self.generation = generation
-        self._is_complete = is_complete
 
     @classmethod
-    def claim(cls, directory: Path, claimant: Claimant, is_complete: Callable[[Path], bool]) -> Fence:
+    def claim(cls, directory: Path, claimant: Claimant) -> Fence:
         """Claim a directory and list its checkpoints.
 
         Raises
@@ -109,15 +103,15 @@ class Fence:
             write_json(prepared / _CLAIM, about)
             number = _newest(directory)
             while True:
-                _require_right(directory, claimant, number, is_complete)
+                _require_right(directory, claimant, number)
                 number += 1
                 if _take_name(prepared, claims / str(number), prepared.name):
                     break
                 number = max(number, _newest(directory))
         finally:
             shutil.rmtree(prepared, ignore_errors=True)  # exists only if the claim failed
-        fence = cls(directory, number, is_complete)
-        found = [path.name for path in checkpoints(directory, is_complete).values()]
+        fence = cls(directory, number)
+        found = [path.name for path in checkpoints(directory).values()]
         fence.check()
         write_json(claims / str(number) / _INHERITED, found)
         fence._remove_left_behind(found)
@@ -156,11 +150,11 @@ class Fence:
             self.partial(step).rename(final)
         except FileNotFoundError:
             self.check()  # a successor may have removed it
-            if not self._is_complete(final):  # NFS may repeat a rename whose reply was lost
+            if not is_complete(final):  # NFS may repeat a rename whose reply was lost
                 raise
         _sync(self.directory)  # the new name must be on disk before an older checkpoint is removed
         # List before checking: this generation must not prune what a successor inherits in between.
-        found = checkpoints(self.directory, self._is_complete)
+        found = checkpoints(self.directory)
         for old in sorted(found)[: -max(kept, 1)]:
             self.check()
             _remove(found[old])
@@ -183,7 +177,12 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def checkpoints(directory: Path, is_complete: Callable[[Path], bool]) -> dict[int, Path]:
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a directory contains a complete checkpoint; the index is written last."""
+    return (checkpoint / INDEX).is_file()
+
+
+def checkpoints(directory: Path, is_complete: Callable[[Path], bool] = is_complete) -> dict[int, Path]:
     """The checkpoints of a directory that are complete and count, by step."""
     owner, inherited = _owner(directory)
     found: dict[int, Path] = {}
@@ -220,14 +219,12 @@ def _newest(directory: Path) -> int:
     return max(_numbers(directory), default=0)
 
 
-def _require_right(
-    directory: Path, claimant: Claimant, newest: int, is_complete: Callable[[Path], bool]
-) -> None:
+def _require_right(directory: Path, claimant: Claimant, newest: int) -> None:
     """Refuse another model, and an attempt that its service has abandoned."""
     if newest == 0:
         return
     model = _claim_of(directory, newest).model
-    if model not in (None, claimant.model) and checkpoints(directory, is_complete):
+    if model not in (None, claimant.model) and checkpoints(directory):
         raise InvalidRun(
             f"--checkpoint-dir: {directory} belongs to another model (the factory, its arguments or the seed "
             f"differ). Use one directory per model, or the same --model, --model-args and --seed."

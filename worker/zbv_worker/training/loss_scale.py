@@ -6,16 +6,10 @@ from dataclasses import dataclass
 
 from zbv_worker.stage.precision import Precision
 
-_FIRST_SCALE = 2.0**16
-
-
+_FIRST_SCALE, _LARGEST = 2.0**16, 2.0**24
 _GROWTH, _BACK_OFF = 2.0, 0.5
-
-
 _GOOD_STEPS = 2000
-
-
-_LARGEST = 2.0**24
+"""So many good steps in a row double the factor."""
 
 
 @dataclass

@@ -1,14 +1,16 @@
-"""Options of a training, and the environment in which it runs."""
+"""Options of a run and of its training, and the rank that it runs on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
+from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.protocol import PipelineModel, Weighted
@@ -18,6 +20,8 @@ from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.update import NonFinite
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.world import Backend
+
+Runtime = Literal["zbv", "torch"]
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,48 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The environment of a run's trainings: model, device, transport and limits."""
+class RunOptions:
+    """How to run a plan, or several in turns.
 
+    Attributes
+    ----------
+    sources
+        Usually one. Several plans with equal ranks take turns step by step, each training its own copy of the
+        model, so that disturbances of the machine affect all plans alike and their times are comparable.
+    result_dir
+        Where reports go; with several plans, into one folder per plan id.
+    timeout
+        Seconds that a rank waits for any one tensor within a step, and for the other ranks before the first
+        step and after the last.
+    threads
+        Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
+        ``OMP_NUM_THREADS`` is set.
+    trace
+        Where rank 0 writes the times of all ranks' actions, on one clock.
+    runtime
+        What executes the lists: the worker's executor, or PyTorch's (:mod:`zbv_worker.torch_runtime`).
+    """
+
+    sources: tuple[PlanSource, ...]
     model: ModelSpec
-    backend: Backend
+    steps: int
+    backend: Backend = "gloo"
+    timeout: float = 120.0
+    look_ahead: int = DEFAULT_LOOK_AHEAD
+    threads: int | None = None
+    result_dir: Path | None = None
+    trace: Path | None = None
+    runtime: Runtime = "zbv"
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run on one rank: its options, device and transport, and where to report its progress."""
+
+    run: RunOptions
     device: torch.device
     transport: Transport
-    steps: int
-    timeout: float
-    look_ahead: int = DEFAULT_LOOK_AHEAD
-    is_traced: bool = False
     progress: CurrentProgress | None = None
 
 

@@ -14,14 +14,11 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter
 from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.plans.channels import Channel, Transfer
-from zbv_solver.plans.orders import Action
 from zbv_solver.plans.plan import identity
 from zbv_solver.plans.reading import parse_orders, parse_plan_document
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify_orders
 
@@ -30,6 +27,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.transport.channels import Transport
 
 _LOOK_SECONDS = 0.5
+_RANK_PLAN = TypeAdapter(RankPlan)
 
 
 @dataclass(frozen=True)
@@ -146,50 +144,20 @@ class Swaps:
         found = None if self._file is None else self._file.take()
         if found is not None:
             for part in found.parts:
-                self._transport.post(f"plan/{found.plan_id}/{part.rank}", json.dumps(_document(part)))
+                document = _RANK_PLAN.dump_json(part).decode()
+                self._transport.post(f"plan/{found.plan_id}/{part.rank}", document)
             self._transport.post(f"swap/{step + 1}", found.plan_id)
         if plan_id is None:
             return None
         text = self._transport.posted(f"plan/{plan_id}/{self._transport.pp_rank}")
         if text is None:
             raise ConnectionError(f"the list of plan {plan_id} was not published")
-        return _rank_plan(json.loads(text))
+        return _RANK_PLAN.validate_json(text)
 
     def close(self) -> None:
         """Stop watching."""
         if self._file is not None:
             self._file.close()
-
-
-def _document(plan: RankPlan) -> dict[str, Any]:
-    return {
-        "plan_id": plan.plan_id,
-        "rank": plan.rank,
-        "placement": [plan.placement.kind, plan.placement.pp_degree, plan.placement.chunks],
-        "microbatches": plan.microbatches,
-        "actions": [[*action] for action in plan.actions],
-        "channels": [
-            [c.sender, c.receiver, c.kind, [[t.boundary, t.microbatch] for t in c.transfers]]
-            for c in plan.channels
-        ],
-        "partition": plan.cut.partition,
-        "recompute": plan.cut.recompute,
-    }
-
-
-def _rank_plan(document: dict[str, Any]) -> RankPlan:
-    return RankPlan(
-        plan_id=document["plan_id"],
-        rank=document["rank"],
-        placement=Placement(*document["placement"]),
-        microbatches=document["microbatches"],
-        actions=tuple(Action(*action) for action in document["actions"]),
-        channels=tuple(
-            Channel(sender, receiver, kind, tuple(Transfer(*transfer) for transfer in transfers))
-            for sender, receiver, kind, transfers in document["channels"]
-        ),
-        cut=PlannedCut.parse(document["partition"], document["recompute"]),
-    )
 
 
 def _say(text: str) -> None:

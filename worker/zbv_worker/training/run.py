@@ -8,69 +8,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 import torch
 
 from zbv_worker.errors import InvalidRun, naming_errors
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
-from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.model.spec import ModelSpec
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
-from zbv_worker.training.options import Setting, TrainingOptions
+from zbv_worker.training.options import RunOptions, Setting
 from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.distributed import DistributedTransport
 from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.rendezvous import refuse
-from zbv_worker.transport.world import Backend, World, select_device
-
-Runtime = Literal["zbv", "torch"]
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How to run a plan, or several in turns.
-
-    Attributes
-    ----------
-    sources
-        Usually one. Several plans with equal ranks take turns step by step, each training its own copy of the
-        model, so that disturbances of the machine affect all plans alike and their times are comparable.
-    result_dir
-        Where reports go; with several plans, into one folder per plan id.
-    timeout
-        Seconds that a rank waits for any one tensor within a step, and for the other ranks before the first
-        step and after the last.
-    threads
-        Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
-        ``OMP_NUM_THREADS`` is set.
-    trace
-        Where rank 0 writes the times of all ranks' actions, on one clock.
-    runtime
-        What executes the lists: the worker's executor, or PyTorch's (:mod:`zbv_worker.torch_runtime`).
-    """
-
-    sources: tuple[PlanSource, ...]
-    model: ModelSpec
-    steps: int
-    backend: Backend = "gloo"
-    timeout: float = 120.0
-    look_ahead: int = DEFAULT_LOOK_AHEAD
-    threads: int | None = None
-    result_dir: Path | None = None
-    trace: Path | None = None
-    runtime: Runtime = "zbv"
-    training: TrainingOptions = field(default_factory=TrainingOptions)
+from zbv_worker.transport.world import World, select_device
 
 
 def run(options: RunOptions, world: World, progress: CurrentProgress | None = None) -> list[RankReport]:
@@ -162,23 +118,13 @@ def train(
     wholes
         The whole plans, for PyTorch's runtime.
     """
-    setting = Setting(
-        model=options.model,
-        backend=options.backend,
-        device=device,
-        transport=transport,
-        steps=options.steps,
-        timeout=options.timeout,
-        look_ahead=options.look_ahead,
-        is_traced=options.trace is not None,
-        progress=progress,
-    )
+    setting = Setting(options, device, transport, progress)
     trainings: list[Training] = []
     try:
         for at, plan in enumerate(plans):
             whole = wholes[at] if wholes else None
             label = f"plan {plan.plan_id[:12]}, " if len(plans) > 1 else ""
-            trainings.append(Training(setting, options.training, plan, model, whole, label))
+            trainings.append(Training(setting, plan, model, whole, label))
         shared = SharedTrace(transport, options.timeout) if options.trace is not None else None
         _steps(trainings, setting)
         reports = [training.report for training in trainings]
@@ -193,12 +139,12 @@ def train(
 
 
 def _steps(trainings: Sequence[Training], setting: Setting) -> None:
-    for step in range(max(training.first_step for training in trainings), setting.steps):
+    for step in range(max(training.first_step for training in trainings), setting.run.steps):
         for training in trainings:
             if len(trainings) > 1:
                 with naming_errors(setting.transport.rank, "taking turns"):
                     # Otherwise a rank that finishes early would seem to wait in the next plan's step.
-                    setting.transport.barrier(setting.timeout)
+                    setting.transport.barrier(setting.run.timeout)
             training.step(step)
     for training in trainings:
         training.end()

@@ -7,7 +7,7 @@ import math
 import random
 import sys
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.build_stages import build_modules, build_stages
-from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
+from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
@@ -24,7 +24,7 @@ from zbv_worker.stage.stage import Stage
 from zbv_worker.training.checkpoint import Checkpoints
 from zbv_worker.training.gradients import Gradients, OwnGradients, SummedGradients
 from zbv_worker.training.loss_scale import LossScale
-from zbv_worker.training.options import Setting, TrainingOptions, require_kept_activations, require_plain
+from zbv_worker.training.options import Setting, require_kept_activations, require_plain
 from zbv_worker.training.plan_change import Swaps
 from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
 from zbv_worker.training.report import RankReport, StepLine
@@ -33,12 +33,8 @@ from zbv_worker.training.update import Update, Updated
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.distributed import DistributedTransport
 
-
-class StepExecutor(Protocol):
-    """Runs the rank's list: the worker's executor, or PyTorch's runtime."""
-
-    def step(self, step: int) -> StepResult:
-        """Run every action of the plan once."""
+if TYPE_CHECKING:  # it refuses versions of torch that it does not support
+    from zbv_worker.torch_runtime.executor import TorchExecutor
 
 
 class Training:
@@ -65,20 +61,22 @@ class Training:
     def __init__(
         self,
         setting: Setting,
-        options: TrainingOptions,
         plan: RankPlan,
         model: PipelineModel,
         whole: WholePlan | None = None,
         label: str = "",
     ):
         self._setting = setting
-        self._options = options
+        self._transport = setting.transport
+        self._rank = setting.transport.rank
+        self._timeout = setting.run.timeout
+        self._options = options = setting.run.training
         self._plan = plan
         self._whole = whole
         self._model = model
         self._label = label
         self._stages: dict[int, Stage] = {}
-        self._executor: StepExecutor
+        self._executor: Executor | TorchExecutor
         self._loss_scale = LossScale.of(options.precision)
         self._agree()
         modules = self._build()
@@ -87,15 +85,15 @@ class Training:
             self._walk()
         else:
             self._walk_on_torch(whole, modules)
-        transport, patience = setting.transport, setting.timeout
+        transport = setting.transport
         self._update = Update(
             model, self._gradients, transport, self._loss_scale, options.clip_norm, options.non_finite
         )
-        _seed(setting.model.seed, transport.rank)
+        _seed(setting.run.model.seed, transport.rank)
         self._checkpoints = self._make_checkpoints(modules)
         self.first_step = 0 if self._checkpoints is None else self._checkpoints.load_newest()
         self.report = RankReport(plan.plan_id, transport.rank)
-        self._trace = TraceFile(options.trace_dir, transport, patience) if options.trace_dir else None
+        self._trace = TraceFile(options.trace_dir, transport, self._timeout) if options.trace_dir else None
         self._swaps = Swaps(transport, options.next_plan, plan) if options.next_plan else None
 
     def step(self, step: int) -> None:
@@ -108,10 +106,10 @@ class Training:
         result = self._executor.step(step)
         before = time.perf_counter()
         with naming_errors(self._rank, f"after step {step}"):
-            self._gradients.finish(self._setting.timeout)
-            loss = mean_over_replicas(self._transport, result.loss, self._setting.timeout)
+            self._gradients.finish(self._timeout)
+            loss = mean_over_replicas(self._transport, result.loss, self._timeout)
             loss, factor = self._weighted(loss)
-            updated = self._update.apply(self._setting.timeout, loss, factor)
+            updated = self._update.apply(self._timeout, loss, factor)
         seconds = time.perf_counter() - before
         self.report.add(StepLine(step, self._plan.plan_id, loss, result.seconds, seconds, updated), result)
         skipped = ", not finite: skipped" if updated.is_skipped else ""
@@ -124,7 +122,7 @@ class Training:
 
     def end(self) -> None:
         """After the last step, run the evaluation and write the checkpoint and trace that are due."""
-        self._evaluate_and_save(self._setting.steps)
+        self._evaluate_and_save(self._setting.run.steps)
         if self._trace is not None:
             self._trace.update(self.report, is_last=True)
 
@@ -132,14 +130,6 @@ class Training:
         """Stop background threads."""
         if self._swaps is not None:
             self._swaps.close()
-
-    @property
-    def _transport(self) -> Transport:
-        return self._setting.transport
-
-    @property
-    def _rank(self) -> int:
-        return self._setting.transport.rank
 
     def _weighted(self, loss: float | None) -> tuple[float | None, float]:
         """Convert a mean over microbatches to a mean over weights; returns loss and factor of the gradients.
@@ -150,7 +140,7 @@ class Training:
             return loss, 1.0
         mine = sum(stage.take_weight() for stage in self._stages.values())
         weights = torch.tensor([mine], dtype=torch.float64)
-        whole = float(self._transport.sum_over_ranks(weights, self._setting.timeout))
+        whole = float(self._transport.sum_over_ranks(weights, self._timeout))
         microbatches = self._plan.microbatches * self._transport.layout.replicas
         # If all weights are 0, there is nothing to learn from, and the mean is undefined.
         factor = microbatches / whole if whole > 0 else 0.0
@@ -195,7 +185,7 @@ class Training:
         every = self._options.evaluate_every
         if every is not None and step % every == 0:
             self._evaluate(step)
-        if self._checkpoints is not None and self._checkpoints.is_due(step, self._setting.steps):
+        if self._checkpoints is not None and self._checkpoints.is_due(step, self._setting.run.steps):
             self._checkpoints.save(step)
 
     def _evaluate(self, step: int) -> None:
@@ -204,7 +194,7 @@ class Training:
         losses = self._executor.evaluate(step)
         mean = sum(losses.values()) / len(losses) if losses else None
         with naming_errors(self._rank, f"evaluating before step {step}"):
-            loss = mean_over_replicas(self._transport, mean, self._setting.timeout)
+            loss = mean_over_replicas(self._transport, mean, self._timeout)
             loss, _ = self._weighted(loss)
         if loss is not None:
             self.report.evaluations[step] = loss
@@ -218,7 +208,7 @@ class Training:
             plan = self._swaps.before(step)
             if plan is None:
                 return
-            self._transport.flush(self._setting.timeout)
+            self._transport.flush(self._timeout)
         before, self._plan = self._plan, plan
         self._agree()
         for index, stage in self._stages.items():
@@ -229,25 +219,25 @@ class Training:
 
     def _agree(self) -> None:
         """Check that all ranks have the same plan, and open its channels."""
-        setting, plan = self._setting, self._plan
+        run, plan, transport = self._setting.run, self._plan, self._transport
         statement = Statement(
             plan_id=plan.plan_id,
             pp_rank=plan.rank,
             pp_degree=plan.placement.pp_degree,
-            world_size=setting.transport.world_size,
-            model=setting.model.fingerprint(plan.placement.n_stages, plan.cut.partition),
-            backend=setting.backend,
+            world_size=transport.world_size,
+            model=run.model.fingerprint(plan.placement.n_stages, plan.cut.partition),
+            backend=run.backend,
             runtime="zbv" if self._whole is None else "torch",
-            steps=setting.steps,
+            steps=run.steps,
             channels=plan.channels,
-            traced=setting.is_traced,
-            replicas=setting.transport.layout.replicas,
+            traced=run.trace is not None,
+            replicas=transport.layout.replicas,
             options=self._options.common,
         )
-        keys = agree(setting.transport, statement, setting.timeout)
+        keys = agree(transport, statement, self._timeout)
         if self._whole is None:
             with naming_errors(self._rank, "opening the channels"):
-                setting.transport.open(keys, setting.timeout)
+                transport.open(keys, self._timeout)
 
     def _build(self) -> dict[int, nn.Module]:
         """Build this rank's stages; returns their modules."""
@@ -272,34 +262,31 @@ class Training:
 
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""
-        setting = self._setting
         self._executor = Executor(
             self._plan,
             self._stages,
             DataOfReplica(self._model, self._plan.microbatches, self._transport.replica),
-            setting.transport,
-            device=setting.device,
-            timeout=setting.timeout,
+            self._transport,
+            device=self._setting.device,
+            timeout=self._timeout,
             options=ExecutorOptions(
-                look_ahead=setting.look_ahead,
-                progress=setting.progress,
+                look_ahead=self._setting.run.look_ahead,
+                progress=self._setting.progress,
                 on_stage_done=self._gradients.stage_done,
             ),
         )
 
     def _walk_on_torch(self, whole: WholePlan, modules: dict[int, nn.Module]) -> None:
-        # Imported here, because it refuses versions of torch that it does not support.
         from zbv_worker.torch_runtime.executor import TorchExecutor
 
-        setting = self._setting
         self._executor = TorchExecutor(
             whole,
             self._plan.rank,
             modules,
             self._model,
-            device=setting.device,
-            backend=setting.backend,
-            timeout=setting.timeout,
+            device=self._setting.device,
+            backend=self._setting.run.backend,
+            timeout=self._timeout,
         )
 
     def _make_checkpoints(self, modules: dict[int, nn.Module]) -> Checkpoints | None:
@@ -309,7 +296,7 @@ class Training:
             self._options.checkpoint,
             modules,
             self._update,
-            self._setting.model.fingerprint(0),
+            self._setting.run.model.fingerprint(0),
             self._model,
             self._transport,
         )

@@ -42,7 +42,7 @@ def select_device(backend: Backend, local_rank: int) -> torch.device:
     if backend == "gloo":
         return torch.device("cpu")
     # Each channel uses a stream, and a middle rank of a V has eight besides its compute stream. Streams that
-    # share a hardware queue (8 by default) can block each other, here possibly for ever. CUDA reads this
+    # share a hardware queue (8 by default) can block each other, here possibly forever. CUDA reads this
     # variable when it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

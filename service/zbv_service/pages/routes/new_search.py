@@ -22,7 +22,7 @@ from zbv_service.pages.views.new_search import (
     start_from,
     start_from_layers,
 )
-from zbv_service.plans.plans import plan_of
+from zbv_service.plans.renderings import plan_of
 from zbv_service.records.searches import SearchRecord
 from zbv_service.searches.searches import parse_packed
 from zbv_service.security.scheme import READ

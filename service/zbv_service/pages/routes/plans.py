@@ -17,14 +17,14 @@ router = APIRouter(include_in_schema=False)
 async def get_plan_page(request: Request, plan_id: str) -> HTMLResponse:
     """The page of a plan."""
     found = state_of(request)
-    view = await found.pictures.view(plan_id)
+    view = await found.plans.view(plan_id)
     return html(await found.computations.write(plan_page, view, shell_of(request)), headers={})
 
 
 @router.get("/plans/{plan_id}/actions", dependencies=[READ])
 async def get_plan_actions(request: Request, plan_id: str) -> Response:
-    """A plan's packed actions: see :mod:`zbv_solver.export.timeline_data`."""
-    content = await state_of(request).pictures.actions(plan_id)
+    """A plan's actions for the script of its chart: see :mod:`zbv_solver.export.timeline_data`."""
+    content = await state_of(request).plans.actions(plan_id)
     headers, known = derived(request, f"{plan_id}-actions")
     return known or Response(content, headers=headers, media_type="application/octet-stream")
 

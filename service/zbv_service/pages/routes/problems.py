@@ -28,7 +28,7 @@ router = APIRouter(include_in_schema=False)
 def install(app: FastAPI) -> None:
     """Show browsers the errors of an application as pages. Call this after adding all error handlers."""
     for key, handler in list(app.exception_handlers.items()):
-        app.add_exception_handler(key, _as_page(cast("Handler", handler)))
+        app.add_exception_handler(key, as_page(cast("Handler", handler)))
 
 
 @router.get("/problems/{name}", dependencies=[ANYBODY])
@@ -41,7 +41,9 @@ async def get_problem_type(request: Request, name: str) -> HTMLResponse:
     return html(text, headers={"Cache-Control": HOUR})
 
 
-def _as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Response]]:
+def as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The handler of an error, except that browsers get the problem document as a page."""
+
     async def handle(request: Request, error: Exception) -> Response:
         answer = handler(request, error)
         if inspect.isawaitable(answer):

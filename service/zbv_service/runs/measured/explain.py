@@ -237,9 +237,9 @@ def _value(plan: Plan, problem: Problem) -> float:
 
 def _early(plan: Plan) -> float:
     """The longest window of a rank when all start as early as they can."""
-    from zbv_solver.timing.start_times import earliest_start_span
+    from zbv_solver.timing.start_times import earliest_start_values
 
-    return earliest_start_span(plan.problem, plan.orders)
+    return earliest_start_values(plan.problem, plan.orders)[1]
 
 
 def _mean_durations(plan: Plan, measured: MeasuredStep) -> FloatArray:

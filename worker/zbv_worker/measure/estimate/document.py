@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from zbv_solver.problem.placement import Placement
@@ -12,7 +12,7 @@ from zbv_solver.problem.problem import Costs, Problem, Units
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.measure.estimate.estimate import Estimate, Walked
 from zbv_worker.measure.problems import layer_json, layered_document, plan_memory
-from zbv_worker.measure.stage_memory import received_bytes
+from zbv_worker.measure.stage_memory import StageMemory, received_bytes
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,16 @@ def estimated_document(
 ) -> dict[str, Any]:
     """The problem of estimated layers."""
     return layered_document(
-        [_layer_json(layer, scale) for layer in layers],
+        [
+            layer_json(
+                layer.name,
+                layer.static,
+                layer.output_bytes,
+                _costs(layer.kept, scale),
+                None if layer.recomputed is None else _costs(layer.recomputed, scale),
+            )
+            for layer in layers
+        ],
         pp_degree,
         microbatches,
         is_tied=is_tied,
@@ -68,42 +77,23 @@ def estimated_document(
     )
 
 
-def _layer_json(layer: Estimate, scale: Scale) -> dict[str, Any]:
-    again = None if layer.recomputed is None else (_times(layer.recomputed, scale), layer.recomputed.memory)
-    return layer_json(
-        layer.name, layer.static, layer.output_bytes, (_times(layer.kept, scale), layer.kept.memory), again
-    )
-
-
-def _times(walked: Walked, scale: Scale) -> dict[str, float]:
-    flops = walked.flops
-    return {
-        "forward": scale.time(flops.forward),
-        "backward_input": scale.time(flops.backward_input),
-        "backward_weight": scale.time(flops.backward_weight),
-    }
+def _costs(walked: Walked, scale: Scale) -> tuple[dict[str, float], StageMemory]:
+    return {name: scale.time(count) for name, count in asdict(walked.flops).items()}, walked.memory
 
 
 def stage_problem(stages: Sequence[Estimate], microbatches: int, scale: Scale) -> Problem:
     """The problem of a V, for a model that cuts itself into stages."""
     placement = Placement.of("v", len(stages) // 2)
-    flops = [stage.kept.flops for stage in stages]
+    times, memory = zip(*(_costs(stage.kept, scale) for stage in stages), strict=True)
+    p2p = tuple(
+        0.0 if placement.is_local(at) else scale.transfer(stage.output_bytes)
+        for at, stage in enumerate(stages[:-1])
+    )
     return Problem(
         placement,
         microbatches,
-        Costs(
-            tuple(scale.time(f.forward) for f in flops),
-            tuple(scale.time(f.backward_input) for f in flops),
-            tuple(scale.time(f.backward_weight) for f in flops),
-            tuple(
-                0.0 if placement.is_local(at) else scale.transfer(stage.output_bytes)
-                for at, stage in enumerate(stages[:-1])
-            ),
-        ),
-        plan_memory(
-            [stage.kept.memory for stage in stages],
-            [_static(rank, placement, stages) for rank in range(placement.pp_degree)],
-        ),
+        Costs(**{name: tuple(each[name] for each in times) for name in times[0]}, p2p=p2p),
+        plan_memory(memory, [_static(rank, placement, stages) for rank in range(placement.pp_degree)]),
         units=Units(scale.unit, "bytes"),
     )
 

@@ -7,7 +7,7 @@ profile on a CPU. Allocators that round sizes up, as CUDA's does to 512 bytes, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.measure.estimate.flops import CountedFlops
-from zbv_worker.measure.estimate.likeness import Likeness, likeness
-from zbv_worker.measure.estimate.without_memory import CPU, NumbersAreOne, built, without_values
+from zbv_worker.measure.estimate.flops import count_flops
+from zbv_worker.measure.estimate.likeness import likeness
+from zbv_worker.measure.estimate.without_memory import CPU, built, numbers_are_one, without_values
 from zbv_worker.measure.stage_memory import StageMemory, StaticBytes, stage_memory, static_bytes, tensor_bytes
 from zbv_worker.model.checks import build_layers, build_stage, layer_names
 from zbv_worker.model.protocol import Layered, PipelineModel
@@ -73,9 +73,8 @@ def estimate_stages(
     model: PipelineModel, n_stages: int, precision: Precision = "float32"
 ) -> Iterator[Estimate]:
     """Estimate every stage, as the model cuts them; raises :class:`InvalidRun`, :class:`ModelError`."""
-    walk = _Walk(model, n_stages, precision, are_layers=False)
-    for stage in range(n_stages):
-        yield walk.next(str(stage), partial(build_stage, model, stage, n_stages))
+    pieces = {str(stage): partial(build_stage, model, stage, n_stages) for stage in range(n_stages)}
+    return _estimates(model, pieces, precision, are_layers=False)
 
 
 def estimate_layers(model: Layered, precision: Precision = "float32") -> Iterator[Estimate]:
@@ -85,77 +84,71 @@ def estimate_layers(model: Layered, precision: Precision = "float32") -> Iterato
     """
     if not isinstance(model, PipelineModel):
         raise InvalidRun(f"found a {type(model).__name__}; must also be a zbv_worker.model.PipelineModel.")
-    names = layer_names(model)
-    walk = _Walk(model, len(names), precision, are_layers=True)
-    for name in names:
-        yield walk.next(name, partial(build_layers, model, [name]))
+    pieces = {name: partial(build_layers, model, [name]) for name in layer_names(model)}
+    return _estimates(model, pieces, precision, are_layers=True)
 
 
-class _Walk:
-    """Estimates a model piece by piece; each piece takes the output of the one before."""
-
-    def __init__(self, model: PipelineModel, n_pieces: int, precision: Precision, *, are_layers: bool):
-        self._model = model
-        self._n_pieces = n_pieces
-        self._precision = precision
-        self._are_layers = are_layers
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with without_values("microbatch(0, 0)"):
-            input, target = model.microbatch(0, 0)
-            self._input: Tensor = self._mode.from_tensor(input)
-            self._target: Tensor = self._mode.from_tensor(target)
-        self._at = 0
-        self._known: dict[Likeness, tuple[Estimate, Tensor]] = {}
-
-    def next(self, name: str, build: Callable[[torch.device], nn.Module]) -> Estimate:
-        """Estimate the next piece."""
+def _estimates(
+    model: PipelineModel,
+    pieces: Mapping[str, Callable[[torch.device], nn.Module]],
+    precision: Precision,
+    *,
+    are_layers: bool,
+) -> Iterator[Estimate]:
+    """Estimate a model piece by piece; each piece takes the output of the one before."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_values("microbatch(0, 0)"):
+        input, target = model.microbatch(0, 0)
+        input, target = mode.from_tensor(input), mode.from_tensor(target)
+    known: dict[Hashable, tuple[Estimate, Tensor]] = {}
+    for at, (name, build) in enumerate(pieces.items()):
+        is_last = at == len(pieces) - 1
         with without_values(f"building {name}"):
-            module = built(build, self._mode)
-        place = 0 if self._at == 0 else 2 if self._at == self._n_pieces - 1 else 1
-        alike = likeness(module, self._input, place)
-        found = self._known.get(alike)
-        if found is None:
-            with without_values(name), self._mode:
-                found = self._known[alike] = self._walked(name, module)
-        self._at += 1
-        estimate, self._input = found
-        return replace(estimate, name=name)
-
-    def _walked(self, name: str, module: nn.Module) -> tuple[Estimate, Tensor]:
-        is_last = self._at == self._n_pieces - 1
-        stage = Stage(
-            self._at,
-            self._n_pieces,
-            module,
-            1,
-            self._model.loss if is_last else None,
-            AUTOCAST[self._precision],
-        )
-        use_main_gradients(module.parameters())  # as in training
-        input, target = self._input, self._target if is_last else None
-        output = stage.forward(0, input, target, split=False)
-        gradient = None if is_last else torch.empty_like(output)
-        kept = _run(stage, input, target, gradient)
-        recomputed = None
-        if self._are_layers:
-            stage.is_recomputed = True
-            recomputed = _run(stage, input, target, gradient)
-        with NumbersAreOne():
-            static = static_bytes(self._model, {self._at: stage}, receives=0, workspace=0)
-        parameters = sum(parameter.numel() for parameter in module.parameters())
-        sizes = tensor_bytes([input]), tensor_bytes([output])
-        return Estimate(name, parameters, static, *sizes, kept, recomputed), output
+            module = built(build, mode)
+        alike = likeness(module, input, place=0 if at == 0 else 2 if is_last else 1)
+        if alike not in known:
+            loss = model.loss if is_last else None
+            stage = Stage(at, len(pieces), module, 1, loss, AUTOCAST[precision])
+            with without_values(name), mode:
+                known[alike] = _estimate(
+                    model, stage, input, target if is_last else None, is_layer=are_layers
+                )
+        estimate, input = known[alike]
+        yield replace(estimate, name=name)
 
 
-def _run(stage: Stage, input: Tensor, target: Tensor | None, gradient: Tensor | None) -> Walked:
-    actions: Sequence[Callable[[], object]] = (
-        lambda: stage.forward(0, input, target, split=True),
-        lambda: stage.backward_input(0, gradient),
-        lambda: stage.backward_weight(0),
+def _estimate(
+    model: PipelineModel, stage: Stage, input: Tensor, target: Tensor | None, *, is_layer: bool
+) -> tuple[Estimate, Tensor]:
+    """Estimate a piece, without its name; returns its output too."""
+    parameters = list(stage.module.parameters())
+    use_main_gradients(parameters)  # as in training
+    output = stage.forward(0, input, target, split=False)
+    gradient = torch.empty_like(output) if target is None else None
+    kept = _walk(stage, input, target, gradient)
+    recomputed = None
+    if is_layer:
+        stage.is_recomputed = True
+        recomputed = _walk(stage, input, target, gradient)
+    with numbers_are_one():
+        static = static_bytes(model, {stage.index: stage}, receives=0, workspace=0)
+    estimate = Estimate(
+        name="",
+        parameters=sum(parameter.numel() for parameter in parameters),
+        static=static,
+        input_bytes=tensor_bytes([input]),
+        output_bytes=tensor_bytes([output]),
+        kept=kept,
+        recomputed=recomputed,
     )
-    counts = []
-    for action in actions:  # this also creates the parameters' gradients, which stage_memory expects
-        with CountedFlops() as counted:
-            action()
-        counts.append(counted.total)
-    return Walked(stage_memory(stage, input, target, gradient, CPU), Flops(*counts))
+    return estimate, output
+
+
+def _walk(stage: Stage, input: Tensor, target: Tensor | None, gradient: Tensor | None) -> Walked:
+    # Counting also creates the parameters' gradients, which stage_memory expects.
+    flops = Flops(
+        count_flops(lambda: stage.forward(0, input, target, split=True)),
+        count_flops(lambda: stage.backward_input(0, gradient)),
+        count_flops(lambda: stage.backward_weight(0)),
+    )
+    return Walked(stage_memory(stage, input, target, gradient, CPU), flops)

@@ -6,11 +6,13 @@ attention, and attention in full even under a causal mask.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from zbv_worker.measure.operators import InterceptedOperators
 
 _aten = torch.ops.aten
 # PyTorch has formulas for attention on GPUs; the CPU operators have the same arguments in the same order.
@@ -27,25 +29,18 @@ _FORMULAS = {
 }
 
 
-class CountedFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """A context that counts this thread's floating-point operations.
+def count_flops(work: Callable[[], object]) -> int:
+    """The floating-point operations of some work on this thread."""
+    total = 0
 
-    Attributes
-    ----------
-    total
-        Operations so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.total = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operator and count its operations."""
-        found = func(*args, **(kwargs or {}))
-        formula = _FORMULAS.get(func._overloadpacket)
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal total
+        found = operator(*args, **kwargs)
+        formula = _FORMULAS.get(operator._overloadpacket)
         if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=found)
+            total += formula(*args, **kwargs, out_val=found)
         return found
+
+    with InterceptedOperators(run):
+        work()
+    return total

@@ -30,10 +30,7 @@ class _Itself:
         return id(self.object)
 
 
-Likeness = Hashable
-
-
-def likeness(module: nn.Module, input: Tensor, place: int) -> Likeness:
+def likeness(module: nn.Module, input: Tensor, place: int) -> Hashable:
     """A hashable description that is equal for two modules exactly if they are alike.
 
     Parameters

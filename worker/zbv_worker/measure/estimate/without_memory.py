@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbv_worker.errors import InvalidRun, WorkerError, describe_error
+from zbv_worker.measure.operators import InterceptedOperators
 
 CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -99,7 +99,7 @@ def without_values(what: str) -> Iterator[None]:
         In place of any exception.
     """
     try:
-        with _RefuseUnknownMemory(what), _unlogged():
+        with _refuse_unknown_memory(what), _unlogged():
             yield
     except InvalidRun:
         raise
@@ -133,34 +133,25 @@ def _unlogged() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _RefuseUnknownMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Refuses operators that keep an unknown amount of memory."""
+def _refuse_unknown_memory(what: str) -> InterceptedOperators:
+    """A context that refuses operators that keep an unknown amount of memory."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._what = what
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operator, or refuse it."""
-        if func._overloadpacket in _UNKNOWN_MEMORY:
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if operator._overloadpacket in _UNKNOWN_MEMORY:
             raise InvalidRun(
-                f"{self._what} uses {func}, which keeps memory of unknown size for its backward. {_INSTEAD}"
+                f"{what} uses {operator}, which keeps memory of unknown size for its backward. {_INSTEAD}"
             )
-        return func(*args, **(kwargs or {}))
+        return operator(*args, **kwargs)
+
+    return InterceptedOperators(run)
 
 
-class NumbersAreOne(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+def numbers_are_one() -> InterceptedOperators:
     """A context in which reading a number from a tensor returns 1: optimizers read their step count."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operator, or return 1 instead of reading a number."""
-        if func is torch.ops.aten._local_scalar_dense.default:
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if operator is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
-        return func(*args, **(kwargs or {}))
+        return operator(*args, **kwargs)
+
+    return InterceptedOperators(run)

@@ -6,13 +6,10 @@ rank's measurement is in :mod:`zbv_worker.measure.gpu_report.rank`. All but the 
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,9 +20,10 @@ from zbv_solver.plans.orders import Action
 from zbv_worker.errors import WorkerError
 from zbv_worker.execution.rank_plan import producer_of
 from zbv_worker.host.inventory import versions
-from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.measure.profile.profile import LinkProfile, RankProfile, StageProfile, read_rank
+from zbv_worker.measure.profile.profile import LinkProfile, StageProfile, read_rank, stages_of
 from zbv_worker.measure.profile.report import print_report, profile_json
+from zbv_worker.measure.ranks import measure_on_ranks
+from zbv_worker.measure.tables import table_of_numbers
 from zbv_worker.model.spec import ModelSpec
 
 Device = Literal["cuda", "cpu"]
@@ -109,17 +107,21 @@ def gpu_report(options: ReportOptions) -> dict[str, Any]:
         If a rank fails.
     """
     facts = device_facts(options.device)
-    ranks, answers = _measured(options)
+    answers = measure_on_ranks("zbv_worker.measure.gpu_report.rank", options, options.ranks, _LONGEST_SECONDS)
+    ranks = [read_rank(answer["profile"]) for answer in answers]
+    actions = [Timed(**action) for answer in answers for action in answer["actions"]]
+    links = {(link.sender, link.receiver): link for rank in ranks for link in rank.links}
+    error = answers[0]["relative_error"]
     return {
         "facts": facts,
         "backend": answers[0]["backend"],
         "profile": profile_json(ranks),
-        "split": [{"stage": s.stage, "ratio": split_ratio(s)} for s in _stages(ranks)],
-        "overlap": [{**asdict(o), "hidden": o.hidden} for o in overlaps(_timed(answers), _links(ranks))],
+        "split": [{"stage": each.stage, "ratio": _split_ratio(each)} for each in stages_of(ranks)],
+        "overlap": [{**asdict(each), "hidden": each.hidden} for each in overlaps(actions, links)],
         "gradients": {
-            "relative_error": answers[0]["relative_error"],
+            "relative_error": error,
             "tolerance": GRADIENT_TOLERANCE,
-            "right": answers[0]["relative_error"] <= GRADIENT_TOLERANCE,
+            "right": error <= GRADIENT_TOLERANCE,
         },
     }
 
@@ -163,19 +165,7 @@ def _driver() -> str | None:
     return found.stdout.strip().partition("\n")[0]
 
 
-def _measured(options: ReportOptions) -> tuple[list[RankProfile], list[dict[str, Any]]]:
-    with tempfile.TemporaryDirectory(prefix="zbv-gpu-report-") as name:
-        folder = Path(name)
-        request = folder / "request.json"
-        request.write_text(json.dumps(asdict(options)))
-        command = python_command("zbv_worker.measure.gpu_report.rank", str(request))
-        with LocalRanks([command] * options.ranks, folder) as started:
-            started.wait(_LONGEST_SECONDS)
-        answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(options.ranks)]
-        return [read_rank(json.dumps(answer["profile"])) for answer in answers], answers
-
-
-def split_ratio(stage: StageProfile) -> float:
+def _split_ratio(stage: StageProfile) -> float:
     """The time of I + W relative to the fused backward."""
     return (stage.backward_input.median + stage.backward_weight.median) / stage.backward.median
 
@@ -200,27 +190,12 @@ def overlaps(actions: Sequence[Timed], links: Mapping[tuple[int, int], LinkProfi
         yield Overlap(stage, len(transfers), *map(sum, zip(*transfers, strict=True)))
 
 
-def _timed(answers: Sequence[Mapping[str, Any]]) -> list[Timed]:
-    return [Timed(**action) for answer in answers for action in answer["actions"]]
-
-
-def _links(ranks: Sequence[RankProfile]) -> dict[tuple[int, int], LinkProfile]:
-    return {(link.sender, link.receiver): link for rank in ranks for link in rank.links}
-
-
-def _stages(ranks: Sequence[RankProfile]) -> list[StageProfile]:
-    return sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
-
-
 def print_gpu_report(report: Mapping[str, Any], out: Console) -> None:
     """Print a report as text and tables."""
     out.print(", ".join(f"{name} {value}" for name, value in report["facts"].items() if name != "gpus"))
     for gpu in report["facts"].get("gpus", []):
         out.print(f"{gpu['name']}: {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['multiprocessors']} SMs")
-    ranks = [
-        read_rank(json.dumps({k: v for k, v in rank.items() if k != "static_total"}))
-        for rank in report["profile"]["ranks"]
-    ]
+    ranks = [read_rank(rank) for rank in report["profile"]["ranks"]]
     print_report(ranks, out)
     out.print(_results(report))
     gradients = report["gradients"]
@@ -233,17 +208,20 @@ def print_gpu_report(report: Mapping[str, Any], out: Console) -> None:
 
 def _results(report: Mapping[str, Any]) -> Table:
     hidden = {entry["stage"]: entry for entry in report["overlap"]}
-    shown = Table(title="Split, and overlap of transfers with compute", title_justify="left")
-    for column in ("stage", "(I + W) / B", "transfers in", "total ms", "hidden"):
-        shown.add_column(column, justify="right")
+    shown = table_of_numbers(
+        "Split, and overlap of transfers with compute",
+        *("stage", "(I + W) / B", "transfers in", "total ms", "hidden"),
+    )
     for entry in report["split"]:
         overlap = hidden.get(entry["stage"])
-        cells = ("", "", "")
-        if overlap is not None:
-            cells = (
+        transfers = (
+            ()
+            if overlap is None
+            else (
                 str(overlap["count"]),
                 f"{overlap['seconds'] * 1e3:.2f}",
                 f"{100 * overlap['hidden']:.0f} %",
             )
-        shown.add_row(str(entry["stage"]), f"{entry['ratio']:.3f}", *cells)
+        )
+        shown.add_row(str(entry["stage"]), f"{entry['ratio']:.3f}", *transfers)
     return shown

@@ -1,16 +1,12 @@
 """One rank of a GPU report: profile, training steps on its device's timeline, gradients.
 
-Run as ``python -m zbv_worker.measure.gpu_report.rank REQUEST`` with torchrun's environment; writes
-``RANK.json`` next to the request.
+:func:`zbv_worker.measure.gpu_report.gpu_report.gpu_report` runs this module.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,20 +14,18 @@ from torch import Tensor, nn
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.problem import Problem
 
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, StepResult
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.host.cores import keep_freed_memory, pin_to_core
 from zbv_worker.measure.gpu_report.gpu_report import Device, ReportOptions, Timed
 from zbv_worker.measure.profile.profile import ProfileOptions, rank_json
 from zbv_worker.measure.profile.rank import RankProfiler
+from zbv_worker.measure.ranks import answer, connected, equal_stages
 from zbv_worker.model.checks import build_stage
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.model.spec import ModelSpec
 from zbv_worker.transport.channels import Transport, key_of
-from zbv_worker.transport.distributed import DistributedTransport
 from zbv_worker.transport.world import Backend, World, select_device
 
 Gradients = dict[str, Tensor]
@@ -79,13 +73,6 @@ def _urgency(action: Action) -> tuple[int, int, int]:
     return "IFW".index(action.letter), -action.stage, action.microbatch
 
 
-def problem_of(p: int, microbatches: int) -> Problem:
-    """A V of equal stages."""
-    placement = Placement.of("v", p)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-
-
 def measure(options: ReportOptions, transport: Transport, device: torch.device) -> dict[str, Any]:
     """Measure everything as one rank."""
     profiled = ProfileOptions(
@@ -98,34 +85,30 @@ def measure(options: ReportOptions, transport: Transport, device: torch.device) 
     found = RankProfiler(profiled, transport, device).measure()
     model = options.model.build()
     result, gradients = _trained(options, model, transport, device)
-    error = _error_of_all(
-        gradients, reference_gradients(model, options.microbatches, device), transport, options
-    )
+    reference = reference_gradients(model, options.microbatches, device)
     return {
-        "profile": json.loads(rank_json(found)),
-        "relative_error": error,
-        "actions": [asdict(action) for action in _timed(transport.rank, result)],
+        "profile": rank_json(found),
+        "relative_error": _error_of_all(gradients, reference, transport, options.timeout),
+        "actions": [asdict(Timed(transport.rank, *record.action, *record[1:])) for record in result.records],
     }
 
 
-def _error_of_all(
-    mine: Gradients, reference: Gradients, transport: Transport, options: ReportOptions
-) -> float:
+def _error_of_all(mine: Gradients, reference: Gradients, transport: Transport, timeout: float) -> float:
     """The largest relative error of any parameter on any rank; infinite if a parameter is missing.
 
     Every rank compares its own gradients, so none of them is sent.
     """
     own = {name: reference[name] for name in mine if name in reference}
-    said = transport.gather([sorted(mine), relative_error(mine, own)], options.timeout)
-    names = {name for found, _ in said for name in found}
-    return max(error for _, error in said) if names == reference.keys() else float("inf")
+    gathered = transport.gather([sorted(mine), relative_error(mine, own)], timeout)
+    names = {name for found, _ in gathered for name in found}
+    return max(error for _, error in gathered) if names == reference.keys() else float("inf")
 
 
 def _trained(
     options: ReportOptions, model: PipelineModel, transport: Transport, device: torch.device
 ) -> tuple[StepResult, Gradients]:
     """Run the steps without an optimizer; returns the last step's result and gradients, on the CPU."""
-    problem = problem_of(options.ranks, options.microbatches)
+    problem = equal_stages(Placement.of("v", options.ranks), options.microbatches)
     orders = v_orders(problem)
     plan = RankPlan.of("gpu-report", problem, orders, transport.rank)
     transport.open([key_of(channel) for channel in channels(problem, orders)], options.timeout)
@@ -171,32 +154,13 @@ def _gradients(modules: Iterable[nn.Module]) -> Gradients:
     }
 
 
-def _timed(rank: int, result: StepResult) -> list[Timed]:
-    return [
-        Timed(rank, r.action.stage, r.action.letter, r.action.microbatch, r.wait, r.start, r.end, r.received)
-        for r in result.records
-    ]
-
-
-def main(request: Path) -> None:
+def main(fields: dict[str, Any], world: World) -> dict[str, Any]:
     """Measure as one rank."""
-    document = json.loads(request.read_text())
-    options = ReportOptions(**{**document, "model": ModelSpec(**document["model"])})
-    world = World.from_environment()
+    options = ReportOptions(**fields)
     device, backend = placed(options.device, world)
-    if device.type == "cpu":
-        pin_to_core(world.local_rank)
-        keep_freed_memory()
-        torch.set_num_threads(1)
-    transport = DistributedTransport(world, backend, device, options.timeout)
-    try:
-        found = measure(options, transport, device)
-        transport.flush(options.timeout)
-        transport.barrier(options.timeout)
-    finally:
-        transport.close()
-    (request.parent / f"{world.rank}.json").write_text(json.dumps({**found, "backend": backend}))
+    with connected(world, backend, device, options.timeout) as transport:
+        return {**measure(options, transport, device), "backend": backend}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    answer(main)

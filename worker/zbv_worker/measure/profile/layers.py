@@ -10,9 +10,14 @@ from typing import Any
 
 from zbv_worker.measure.problems import layer_json, layered_document
 from zbv_worker.measure.profile.links import fit
-from zbv_worker.measure.profile.profile import LayerProfile, ProfileOptions, RankProfile, Spread, StageProfile
-
-_MICRO = 1e6
+from zbv_worker.measure.profile.profile import (
+    ACTION_TIMES,
+    LayerProfile,
+    ProfileOptions,
+    RankProfile,
+    Spread,
+    StageProfile,
+)
 
 
 def to_layered_document(
@@ -21,7 +26,16 @@ def to_layered_document(
     """The problem of measured layers: times in us, memory in bytes."""
     layers = as_kinds(layers_of(ranks))
     document = layered_document(
-        [_layer_json(layer) for layer in layers],
+        [
+            layer_json(
+                layer.name,
+                layer.static,
+                layer.output_bytes,
+                layer.kept.costs,
+                None if layer.recomputed is None else layer.recomputed.costs,
+            )
+            for layer in layers
+        ],
         options.pp_degree,
         options.microbatches,
         is_tied=is_tied,
@@ -47,7 +61,16 @@ def as_kinds(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
     kinds: defaultdict[Hashable, list[LayerProfile]] = defaultdict(list)
     for layer in layers:
         kinds[_kind(layer)].append(layer)
-    return [_averaged(layer, kinds[_kind(layer)]) for layer in layers]
+    averages = {
+        kind: (_average([each.kept for each in some]), _average([each.recomputed for each in some]))
+        for kind, some in kinds.items()
+    }
+    found = []
+    for layer in layers:
+        kept, recomputed = averages[_kind(layer)]
+        again = None if layer.recomputed is None else replace(layer.recomputed, **recomputed)
+        found.append(replace(layer, kept=replace(layer.kept, **kept), recomputed=again))
+    return found
 
 
 def _kind(layer: LayerProfile) -> Hashable:
@@ -55,44 +78,16 @@ def _kind(layer: LayerProfile) -> Hashable:
     return layer.name.rstrip("0123456789"), *held, layer.static, layer.output_bytes
 
 
-def _averaged(layer: LayerProfile, kind: Sequence[LayerProfile]) -> LayerProfile:
-    again = [each.recomputed for each in kind if each.recomputed is not None]
-    return replace(
-        layer,
-        kept=_with_times(layer.kept, [each.kept for each in kind]),
-        recomputed=None if layer.recomputed is None else _with_times(layer.recomputed, again),
-    )
-
-
-def _with_times(own: StageProfile, kind: Sequence[StageProfile]) -> StageProfile:
-    return replace(
-        own,
-        forward=_mean([each.forward for each in kind]),
-        backward_input=_mean([each.backward_input for each in kind]),
-        backward_weight=_mean([each.backward_weight for each in kind]),
-        backward=_mean([each.backward for each in kind]),
-    )
-
-
-def _mean(spreads: Sequence[Spread]) -> Spread:
-    return Spread(mean(each.median for each in spreads), mean(each.p90 for each in spreads))
-
-
-def _layer_json(layer: LayerProfile) -> dict[str, Any]:
-    again = None if layer.recomputed is None else (_times(layer.recomputed), layer.recomputed.memory)
-    return layer_json(
-        layer.name, layer.static, layer.output_bytes, (_times(layer.kept), layer.kept.memory), again
-    )
-
-
-def _times(found: StageProfile) -> dict[str, float]:
-    spreads = {
-        "forward": found.forward,
-        "backward_input": found.backward_input,
-        "backward_weight": found.backward_weight,
-        "backward": found.backward,
+def _average(profiles: Sequence[StageProfile | None]) -> dict[str, Any]:
+    """The mean times of some layers, by name; empty if they were not measured."""
+    times = {
+        name: [getattr(profile, name) for profile in profiles if profile is not None] for name in ACTION_TIMES
     }
-    return {name: round(spread.median * _MICRO, 1) for name, spread in spreads.items()}
+    return {
+        name: Spread(mean(each.median for each in spreads), mean(each.p90 for each in spreads))
+        for name, spreads in times.items()
+        if spreads
+    }
 
 
 def _transfers(ranks: Sequence[RankProfile]) -> dict[str, Any]:
@@ -101,10 +96,10 @@ def _transfers(ranks: Sequence[RankProfile]) -> dict[str, Any]:
     if not samples:  # one rank
         return {"p2p": 0.0}
     latency, per_byte = fit([each.bytes for each in samples], [each.seconds.median for each in samples])
-    latency_us = round(latency * _MICRO, 1)
+    latency_us = round(latency * 1e6, 1)
     if per_byte == 0:
         return {"p2p": latency_us}
-    return {"link": {"latency": latency_us, "bandwidth": round(1 / (per_byte * _MICRO), 3)}}
+    return {"link": {"latency": latency_us, "bandwidth": round(1 / (per_byte * 1e6), 3)}}
 
 
 def _limit(options: ProfileOptions, layers: Sequence[LayerProfile], receives: float) -> float | None:

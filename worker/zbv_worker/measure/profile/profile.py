@@ -1,32 +1,26 @@
 """Measures a model's stages on this machine and turns them into a planning problem.
 
-p local ranks measure at the same time, because ranks share caches and memory bandwidth: a stage alone on the
-machine would be faster than in the pipeline. A rank's measurement is in
-:mod:`zbv_worker.measure.profile.rank`; this module starts the ranks and combines their results.
+A rank's measurement is in :mod:`zbv_worker.measure.profile.rank`; this module starts the ranks and combines
+their results.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from pydantic import TypeAdapter
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Problem, Units
 
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.problems import plan_memory
+from zbv_worker.measure.ranks import measure_on_ranks
 from zbv_worker.measure.stage_memory import StageMemory, StaticBytes
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.transport.world import Backend
-
-PROGRESS_MARK = "measured"
-"""The beginning of the line that a rank prints after every round."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +53,10 @@ class ProfileOptions:
     timeout: float = 120.0
 
 
+ACTION_TIMES = ("forward", "backward_input", "backward_weight", "backward")
+"""The measured times of a stage, F, I, W and B, as :class:`StageProfile` and problems name them."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """The median and the 90th percentile of a repeatedly measured time, in seconds."""
@@ -71,6 +69,11 @@ class Spread:
         """The spread of some measurements, in seconds."""
         ordered = sorted(seconds)
         return cls(median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 9 // 10)])
+
+    @property
+    def microseconds(self) -> float:
+        """The median as a problem's time."""
+        return round(self.median * 1e6, 1)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ class StageProfile:
     held_after_weight: int = 0
     workspace: int = 0
     split: SplitShare | None = None
+
+    @property
+    def costs(self) -> tuple[dict[str, float], StageMemory]:
+        """The median times by name, in us, and the memory."""
+        return {name: getattr(self, name).microseconds for name in ACTION_TIMES}, self.memory
 
     @property
     def memory(self) -> StageMemory:
@@ -178,68 +186,56 @@ class RankProfile:
 _RANK_PROFILE = TypeAdapter(RankProfile)
 
 
-def read_rank(text: str) -> RankProfile:
+def read_rank(document: Any) -> RankProfile:
     """Read a rank's measurements from :func:`rank_json`."""
-    return _RANK_PROFILE.validate_json(text)
+    return _RANK_PROFILE.validate_python(document)
 
 
-def rank_json(found: RankProfile) -> str:
-    """Convert a rank's measurements to JSON."""
-    return _RANK_PROFILE.dump_json(found).decode()
+def rank_json(found: RankProfile) -> Any:
+    """A rank's measurements as JSON."""
+    return _RANK_PROFILE.dump_python(found, mode="json")
 
 
-def profile(options: ProfileOptions, on_round: Callable[[int], None] | None = None) -> Problem:
-    """Measure a model and return the problem: times in us, memory in bytes. See :func:`measure_ranks`."""
-    return to_problem(options, measure_ranks(options, on_round))
-
-
-def measure_ranks(
-    options: ProfileOptions, on_round: Callable[[int], None] | None = None
-) -> list[RankProfile]:
+def measure_ranks(options: ProfileOptions) -> list[RankProfile]:
     """Measure with one process per rank; returns the measurements by rank.
-
-    Parameters
-    ----------
-    on_round
-        Called with the number of finished rounds whenever it may have changed.
 
     Raises
     ------
     LaunchError
         If a rank fails; includes the end of its log.
     """
-    with tempfile.TemporaryDirectory(prefix="zbv-profile-") as name:
-        folder = Path(name)
-        request = folder / "request.json"
-        request.write_text(json.dumps(asdict(options)))
-        command = python_command("zbv_worker.measure.profile.rank", str(request))
-        with LocalRanks([command] * options.pp_degree, folder) as ranks:
+    module = "zbv_worker.measure.profile.rank"
+    return [
+        read_rank(answer)
+        for answer in measure_on_ranks(module, options, options.pp_degree, 5 * options.timeout)
+    ]
 
-            def poll() -> None:
-                if on_round is not None:
-                    on_round(ranks.log(0).count(PROGRESS_MARK))
 
-            ranks.wait(timeout=options.timeout * 5, on_poll=poll)
-        return [read_rank((folder / f"profile-{rank}.json").read_text()) for rank in range(options.pp_degree)]
+def profile(options: ProfileOptions) -> Problem:
+    """Measure a model and return the problem: times in us, memory in bytes. See :func:`measure_ranks`."""
+    return to_problem(options, measure_ranks(options))
+
+
+def stages_of(ranks: Sequence[RankProfile]) -> list[StageProfile]:
+    """The measured stages of all ranks, in model order."""
+    return sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
 
 
 def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem:
     """The problem of measured stages, with placement v."""
     placement = Placement.of("v", options.pp_degree)
-    stages = sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
-    p2p = {boundary: spread.median for rank in ranks for boundary, spread in rank.p2p.items()}
-    static = tuple(float(rank.static.total) for rank in sorted(ranks, key=lambda rank: rank.rank))
+    stages = stages_of(ranks)
+    times, memory = zip(*(stage.costs for stage in stages), strict=True)
+    p2p = {boundary: spread.microseconds for rank in ranks for boundary, spread in rank.p2p.items()}
+    static = tuple(float(rank.static.total) for rank in ranks)
     return Problem(
         placement=placement,
         microbatches=options.microbatches,
         costs=Costs(
-            forward=_microseconds([stage.forward.median for stage in stages]),
-            backward_input=_microseconds([stage.backward_input.median for stage in stages]),
-            backward_weight=_microseconds([stage.backward_weight.median for stage in stages]),
-            backward=_microseconds([stage.backward.median for stage in stages]),
-            p2p=_microseconds([p2p.get(boundary, 0.0) for boundary in range(placement.n_stages - 1)]),
+            **{name: tuple(each[name] for each in times) for name in ACTION_TIMES},
+            p2p=tuple(p2p.get(boundary, 0.0) for boundary in range(placement.n_stages - 1)),
         ),
-        memory=plan_memory([stage.memory for stage in stages], static, _limit(options, stages, static)),
+        memory=plan_memory(memory, static, _limit(options, stages, static)),
         units=Units(time="us", memory="bytes"),
     )
 
@@ -256,7 +252,3 @@ def _limit(
         min(p - rank, options.microbatches) * (held[2 * rank] + held[2 * rank + 1]) for rank in range(p)
     )
     return tuple(own + fraction * activations for own in static)
-
-
-def _microseconds(seconds: Sequence[float]) -> tuple[float, ...]:
-    return tuple(round(value * 1e6, 1) for value in seconds)

@@ -1,8 +1,8 @@
 """One rank's measurement: F, I, W and B of its stages, their memory, and transfers to its neighbours.
 
-Run as ``python -m zbv_worker.measure.profile.rank REQUEST`` with torchrun's environment; writes
-``profile-RANK.json`` next to the request. Stages are measured on real activations and gradients: the ranks
-first train one microbatch through the whole pipeline and capture every stage's tensors.
+:func:`zbv_worker.measure.profile.profile.measure_ranks` runs this module. Stages are measured on real
+activations and gradients: the ranks first train one microbatch through the whole pipeline and capture every
+stage's tensors.
 
 Layers are measured as if each were a stage. Every rank gets an equal share of them, as one stage.
 """
@@ -10,29 +10,25 @@ Layers are measured as if each were a stage. Every rank gets an equal share of t
 from __future__ import annotations
 
 import gc
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.problem import Problem
 
-from zbv_worker.errors import InvalidRun, WorkerError, print_error
+from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.planned_cut import PlannedCut, even_partition, require_layered
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.host.cores import keep_freed_memory, pin_to_core
 from zbv_worker.measure.profile.captured import Capture, Captured, split_into_layers
 from zbv_worker.measure.profile.links import LinkProfiler
 from zbv_worker.measure.profile.profile import (
-    PROGRESS_MARK,
     LayerProfile,
     LinkProfile,
     ProfileOptions,
@@ -42,16 +38,13 @@ from zbv_worker.measure.profile.profile import (
     rank_json,
 )
 from zbv_worker.measure.profile.stopwatch import Seconds, stopwatch
+from zbv_worker.measure.ranks import answer, connected, equal_stages
 from zbv_worker.measure.stage_memory import received_bytes, stage_memory, static_bytes, tensor_bytes
 from zbv_worker.model.checks import layer_names
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.transport.channels import Transport, key_of
-from zbv_worker.transport.distributed import DistributedTransport
 from zbv_worker.transport.world import World, select_device
-
-_Times = tuple[Spread, Spread, Spread, Spread]
 
 _WARM_UP = 3
 _IN_FLIGHT = 2
@@ -75,7 +68,7 @@ class RankProfiler:
         self._stopwatch = stopwatch(device)
         self._link_profiler = LinkProfiler(transport, device, options.timeout, self._stopwatch.settle)
         p = options.pp_degree
-        self._problem = _one_microbatch(Placement.of("single" if options.by_layer else "v", p))
+        self._problem = equal_stages(Placement.of("single" if options.by_layer else "v", p), 1)
         orders = _there_and_back(self._problem)
         self._plan = RankPlan.of("profile", self._problem, orders, transport.rank)
         if options.by_layer:
@@ -107,7 +100,7 @@ class RankProfiler:
             layers = self._layers(captured[transport.rank])
             workspace = max(layer.kept.workspace for layer in layers)
         else:
-            (profiles,) = self._profiles([captured])
+            profiles = tuple(self._profiles([captured])[0].values())
             workspace = max(profile.workspace for profile in profiles)
         static = static_bytes(self._model, stages, receives, workspace)
         p2p, links = self._p2p(captured), self._links(captured)
@@ -116,47 +109,50 @@ class RankProfiler:
     def _layers(self, captured: Captured) -> tuple[LayerProfile, ...]:
         """Measure the layers of this rank's stage."""
         first = sum(map(len, (self._plan.cut.partition or ())[: self._transport.rank]))
-        kept = split_into_layers(captured, self._model, first, len(self._names))
-        variants = [kept]
-        if self._options.recompute:
-            variants.append(
-                split_into_layers(captured, self._model, first, len(self._names), is_recomputed=True)
-            )
-        found = [dict(zip(kept, profiles, strict=True)) for profiles in self._profiles(variants)]
+        variants = [
+            split_into_layers(captured, self._model, first, len(self._names), is_recomputed=is_recomputed)
+            for is_recomputed in ((False, True) if self._options.recompute else (False,))
+        ]
+        kept, *recomputed = self._profiles(variants)
         return tuple(
             LayerProfile(
                 self._names[at],
-                found[0][at],
-                found[1][at] if self._options.recompute else None,
+                kept[at],
+                recomputed[0][at] if recomputed else None,
                 static_bytes(self._model, {at: each.stage}, receives=0, workspace=0),
                 tensor_bytes([each.output]),
             )
-            for at, each in kept.items()
+            for at, each in variants[0].items()
         )
 
-    def _profiles(self, variants: Sequence[Mapping[int, Captured]]) -> list[tuple[StageProfile, ...]]:
-        """Measure memory and times of stages, or of layers, in each variant."""
-        held = [
+    def _profiles(self, variants: Sequence[Mapping[int, Captured]]) -> list[dict[int, StageProfile]]:
+        """Measure memory and times of stages, or of layers, by index and for each variant."""
+        memory: list[dict[int, tuple[int, int, int, int]]] = [
             {
-                index: stage_memory(each.stage, each.input, each.target, each.gradient, self._device)
+                index: astuple(stage_memory(each.stage, each.input, each.target, each.gradient, self._device))
                 for index, each in variant.items()
             }
             for variant in variants
         ]
-        times = self._times(variants)
+        times = {key: Spread.of(seconds) for key, seconds in self._times(variants).items()}
         return [
-            tuple(
-                replace(
-                    StageProfile(index, *times[number][index], *astuple(held[number][index])),
-                    split=each.stage.split_share,
+            {
+                index: StageProfile(
+                    index,
+                    times[number, index, "F"],
+                    times[number, index, "I"],
+                    times[number, index, "W"],
+                    times[number, index, "B"],
+                    *memory[number][index],
+                    each.stage.split_share,
                 )
                 for index, each in variant.items()
-            )
+            }
             for number, variant in enumerate(variants)
         ]
 
-    def _times(self, variants: Sequence[Mapping[int, Captured]]) -> list[dict[int, _Times]]:
-        """Measure F, I, W and B of every stage in each variant."""
+    def _times(self, variants: Sequence[Mapping[int, Captured]]) -> dict[tuple[int, int, str], list[float]]:
+        """Seconds of F, I, W and B in every round, by variant, stage and letter."""
         measured: dict[tuple[int, int, str], list[float]] = defaultdict(list)
         gc.collect()
         for turn in range(_WARM_UP + self._options.repeats):
@@ -168,24 +164,7 @@ class RankProfiler:
                 if turn >= _WARM_UP:
                     for (index, letter), seconds in found:
                         measured[number, index, letter].append(seconds())
-            sys.stdout.write(f"{PROGRESS_MARK} {turn}\n")
-            sys.stdout.flush()
-
-        def spread(number: int, index: int, letter: str) -> Spread:
-            return Spread.of(measured[number, index, letter])
-
-        return [
-            {
-                index: (
-                    spread(number, index, "F"),
-                    spread(number, index, "I"),
-                    spread(number, index, "W"),
-                    spread(number, index, "B"),
-                )
-                for index in variant
-            }
-            for number, variant in enumerate(variants)
-        ]
+        return measured
 
     def _round(self, captured: Mapping[int, Captured]) -> list[tuple[tuple[int, str], Seconds]]:
         """Time some actions, in an order as in plans.
@@ -259,11 +238,6 @@ def _layer_names(model: PipelineModel, options: ProfileOptions) -> tuple[str, ..
     return names
 
 
-def _one_microbatch(placement: Placement) -> Problem:
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, 1, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-
-
 def _there_and_back(problem: Problem) -> Orders:
     """One microbatch through all stages and back, with fused backwards."""
     ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
@@ -274,28 +248,13 @@ def _there_and_back(problem: Problem) -> Orders:
     return Orders.from_actions(ranks)
 
 
-def main(request: Path) -> None:
-    """Measure as one rank."""
-    document = json.loads(request.read_text())
-    options = ProfileOptions(**{**document, "model": ModelSpec(**document["model"])})
-    world = World.from_environment()
+def main(fields: dict[str, Any], world: World) -> Any:
+    """Measure as one rank; returns the measurements as JSON."""
+    options = ProfileOptions(**fields)
     device = select_device(options.backend, world.local_rank)
-    if device.type == "cpu":
-        pin_to_core(world.local_rank)
-        keep_freed_memory()
-        torch.set_num_threads(1)
-    transport = DistributedTransport(world, options.backend, device, options.timeout)
-    try:
-        found = RankProfiler(options, transport, device).measure()
-        transport.flush(options.timeout)
-        transport.barrier(options.timeout)
-    finally:
-        transport.close()
-    (request.parent / f"profile-{world.rank}.json").write_text(rank_json(found))
+    with connected(world, options.backend, device, options.timeout) as transport:
+        return rank_json(RankProfiler(options, transport, device).measure())
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]))
-    except WorkerError as error:  # a clear message, no traceback
-        sys.exit(print_error(error))
+    answer(main)

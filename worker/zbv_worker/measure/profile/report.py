@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from zbv_worker.measure.profile.layers import layers_of
-from zbv_worker.measure.profile.profile import LinkProfile, RankProfile, Spread, StageProfile
+from zbv_worker.measure.profile.profile import LinkProfile, RankProfile, Spread, StageProfile, stages_of
+from zbv_worker.measure.tables import table_of_numbers
 
 
 def profile_json(ranks: Sequence[RankProfile]) -> dict[str, Any]:
@@ -34,9 +35,8 @@ def print_report(ranks: Sequence[RankProfile], out: Console) -> None:
 def _measured(ranks: Sequence[RankProfile]) -> Iterator[tuple[str, list[tuple[str, StageProfile]]]]:
     """Measurements by name, for each table title."""
     layers = layers_of(ranks)
-    stages = sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.stage)
     for title, named in (
-        ("Stages", [(str(stage.stage), stage) for stage in stages]),
+        ("Stages", [(str(stage.stage), stage) for stage in stages_of(ranks)]),
         ("Layers", [(layer.name, layer.kept) for layer in layers]),
         ("Layers, recomputed", [(layer.name, layer.recomputed) for layer in layers if layer.recomputed]),
     ):
@@ -45,9 +45,7 @@ def _measured(ranks: Sequence[RankProfile]) -> Iterator[tuple[str, list[tuple[st
 
 
 def _times(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
-    shown = Table(title=f"{title}: ms, median and 90th percentile", title_justify="left")
-    for column in ("", "F", "I", "W", "B"):
-        shown.add_column(column, justify="right", no_wrap=True)
+    shown = table_of_numbers(f"{title}: ms, median and 90th percentile", "", "F", "I", "W", "B")
     for name, found in named:
         times = (found.forward, found.backward_input, found.backward_weight, found.backward)
         shown.add_row(name, *map(_ms, times))
@@ -55,44 +53,37 @@ def _times(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
 
 
 def _held(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
-    shown = Table(title=f"{title}: MB held, and workspace", title_justify="left")
-    for column in ("", "after F", "after I", "after W", "workspace"):
-        shown.add_column(column, justify="right", no_wrap=True)
+    columns = ("", "after F", "after I", "after W", "workspace")
+    shown = table_of_numbers(f"{title}: MB held, and workspace", *columns)
     for name, found in named:
-        held = (found.held_after_forward, found.held_after_input, found.held_after_weight, found.workspace)
-        shown.add_row(name, *map(_mb, held))
+        shown.add_row(name, *map(_mb, astuple(found.memory)))
     return shown
 
 
 def _static(ranks: Sequence[RankProfile]) -> Table:
-    shown = Table(title="Static memory: MB", title_justify="left")
-    # Headings short enough for a terminal of 80 columns.
-    for column in ("rank", "param.", "grad.", "optim.", "buffers", "receives", "worksp.", "total"):
-        shown.add_column(column, justify="right", no_wrap=True)
+    columns = ("rank", "param.", "grad.", "optim.", "buffers", "receives", "worksp.", "total")
+    shown = table_of_numbers("Static memory: MB", *columns)
     for rank in ranks:
         shown.add_row(str(rank.rank), *map(_mb, astuple(rank.static)), _mb(rank.static.total))
     return shown
 
 
 def _links(links: Sequence[LinkProfile]) -> Table:
-    shown = Table(title="One-way transfers", title_justify="left")
-    for column in ("from", "to", "latency", "bandwidth", "bytes: us, median and 90th percentile"):
-        shown.add_column(column, justify="right" if "bytes" not in column else "left")
+    shown = table_of_numbers("One-way transfers", "from", "to", "latency", "bandwidth")
+    shown.add_column("bytes: us, median and 90th percentile")
     for link in links:
-        bandwidth = "—" if link.bandwidth is None else f"{link.bandwidth / 1e9:.2f} GB/s"
+        samples = (
+            f"{each.bytes}: {each.seconds.median * 1e6:.0f} {each.seconds.p90 * 1e6:.0f}"
+            for each in link.samples
+        )
         shown.add_row(
             str(link.sender),
             str(link.receiver),
             f"{link.latency * 1e6:.0f} us",
-            bandwidth,
-            ", ".join(_samples(link)),
+            "—" if link.bandwidth is None else f"{link.bandwidth / 1e9:.2f} GB/s",
+            ", ".join(samples),
         )
     return shown
-
-
-def _samples(link: LinkProfile) -> Iterator[str]:
-    for sample in link.samples:
-        yield f"{sample.bytes}: {sample.seconds.median * 1e6:.0f} {sample.seconds.p90 * 1e6:.0f}"
 
 
 def _ms(spread: Spread) -> str:

@@ -8,29 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from zbv_worker.transport.cuda_api import CudaApi, torch_cuda
 
 Seconds = Callable[[], float]
-"""Returns how long something took, after :meth:`Stopwatch.settle`."""
+"""Returns how long something took, after the stopwatch's ``settle``."""
 
 _MILLI = 1e-3
 
 
-class Stopwatch(Protocol):
-    """Times work."""
-
-    def time(self, work: Callable[[], object]) -> Seconds:
-        """Run work; its duration is available after :meth:`settle`."""
-
-    def settle(self) -> None:
-        """Wait until all timed work is complete."""
-
-
-def stopwatch(device: torch.device) -> Stopwatch:
+def stopwatch(device: torch.device) -> EventStopwatch | HostStopwatch:
     """The stopwatch for a device."""
     return EventStopwatch(device) if device.type == "cuda" else HostStopwatch()
 

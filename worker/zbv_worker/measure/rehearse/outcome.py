@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,17 +27,12 @@ _FIRST_MEASURED = 1
 _NANO = 1e-9
 
 
-@dataclass(frozen=True)
-class CpuUse:
+class CpuUse(NamedTuple):
     """CPU time in nanoseconds of the executor's thread and of its process, and the number of actions."""
 
-    thread: int = 0
-    process: int = 0
-    actions: int = 0
-
-    def since(self, earlier: CpuUse, actions: int) -> CpuUse:
-        """The CPU time used since an earlier reading, for a number of actions."""
-        return CpuUse(self.thread - earlier.thread, self.process - earlier.process, actions)
+    thread: int
+    process: int
+    actions: int
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from zbv_worker.measure.rehearse.outcome import Link, Outcome
+from zbv_worker.measure.tables import table_of_numbers
 
 _SHOWN_LINKS = 3
 
@@ -20,15 +21,13 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 def table(outcome: Outcome) -> Table:
     """A table with one row per rank."""
-    shown = Table(title="A step of every rank, ms (medians)")
-    # Headings short enough for a terminal of 80 columns.
-    for column in ("rank", "actions", "planned", "waiting", "planned", "unplanned", "between"):
-        shown.add_column(column, justify="right", no_wrap=True)
+    columns = ("rank", "actions", "planned", "waiting", "planned", "unplanned", "between")
+    shown = table_of_numbers("A step of every rank, ms (medians)", *columns)
     for times in outcome.ranks:
+        seconds = (times.busy, times.planned_busy, times.waiting, times.planned_waiting)
         shown.add_row(
             str(times.rank),
-            *(f"{seconds * 1e3:.1f}" for seconds in (times.busy, times.planned_busy)),
-            *(f"{seconds * 1e3:.1f}" for seconds in (times.waiting, times.planned_waiting)),
+            *(f"{each * 1e3:.1f}" for each in seconds),
             f"{times.unplanned_waiting * 1e3:+.1f}",
             f"{times.between * 1e3:.1f}",
         )

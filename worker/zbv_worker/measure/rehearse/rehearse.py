@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.timeline import HostTimeline
 from zbv_worker.execution.whole_plan import SECONDS, WholePlan
 from zbv_worker.host.cores import keep_freed_memory
 from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
@@ -69,10 +70,6 @@ class RehearseOptions:
     look_ahead: int = DEFAULT_LOOK_AHEAD
     trace: Path | None = None
 
-    def plan(self) -> WholePlan:
-        """The plan to rehearse; raises :class:`InvalidRun`."""
-        return self.source.whole(self.timeout)
-
     def seconds_per_unit(self, plan: WholePlan) -> float:
         """The scale: as given, else of the problem's unit, else one that makes actions 10 ms long."""
         if self.scale is not None:
@@ -95,7 +92,7 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
     torch.set_num_threads(1)
     keep_freed_memory()
     sharpen_timer()
-    plan = options.plan()
+    plan = options.source.whole(options.timeout)
     mine = plan.of_rank(world.rank)
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
@@ -147,7 +144,7 @@ class Rehearsal:
             transport.flush(meeting)
             alignment = Alignment(before, find_offsets(transport, meeting, self._clock))
             traces = collect(transport, RankTrace.of(self._plan.plan_id, rank, steps), alignment, meeting)
-            used = [CpuUse(**said) for said in transport.gather(asdict(cpu), meeting)]
+            used = [CpuUse(*each) for each in transport.gather(cpu, meeting)]
             transport.barrier(meeting)  # no rank closes while a peer still receives
         if rank != 0:
             return None
@@ -165,23 +162,24 @@ class Rehearsal:
             transport,
             device=_CPU,
             timeout=options.timeout,
-            options=ExecutorOptions(look_ahead=options.look_ahead, clock=self._clock),
+            options=ExecutorOptions(look_ahead=options.look_ahead, timeline=HostTimeline(self._clock)),
         )
         steps = []
-        spent = CpuUse()
+        before = self._cpu_times()
         for step in range(WARM_UP_STEPS + options.steps):
             if step == WARM_UP_STEPS:
-                spent = self._cpu()
+                before = self._cpu_times()
             if self._plan.problem.objective == "makespan":
                 with naming_errors(self._mine.rank, "between steps"):
                     transport.barrier(options.timeout)  # a makespan is that of a single iteration
             steps.append(executor.step(step))
-        return steps, self._cpu().since(spent, options.steps * len(self._mine.actions))
+        thread, process = (now - earlier for now, earlier in zip(self._cpu_times(), before, strict=True))
+        return steps, CpuUse(thread, process, options.steps * len(self._mine.actions))
 
-    def _cpu(self) -> CpuUse:
-        """The CPU time of this process so far, without the simulated compute."""
+    def _cpu_times(self) -> tuple[int, int]:
+        """CPU time of this thread and process so far, in ns, without the simulated compute."""
         sleeping = self._compute.cpu_nanoseconds
-        return CpuUse(time.thread_time_ns() - sleeping, time.process_time_ns() - sleeping)
+        return time.thread_time_ns() - sleeping, time.process_time_ns() - sleeping
 
     def _statement(self) -> Statement:
         options = self._options

@@ -1,4 +1,4 @@
-"""Layers on pages, as text: what was asked of them, where a plan cuts them, and back into the form."""
+"""Layers on pages, as text: the problem, the cut of a plan, and the form for a new search."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def page_of(found: SearchRecord, question: Problem | LayeredProblem) -> str:
     return render("search.html.j2", Shell(), view=view, row=found)
 
 
-def test_a_plan_says_the_layers_of_every_stage_and_what_is_proved_of_other_cuts() -> None:
+def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() -> None:
     view = layers_view(planned())
     assert view is not None
     assert view.summary == "8 layers in 4 stages, of which 2 are recomputed."
@@ -102,7 +102,7 @@ def test_a_plan_says_the_layers_of_every_stage_and_what_is_proved_of_other_cuts(
     assert (first.parameters, second.static) == ("800 B", "21.8 MiB")
 
 
-def test_copies_in_a_row_are_a_range_also_where_they_are_layers_of_their_own() -> None:
+def test_consecutive_copies_are_a_range_even_as_separate_layers() -> None:
     wide = [NAMES[:5], NAMES[5:6], NAMES[6:7], NAMES[7:]]
     apart = [
         {**LAYERED["layers"][1], "name": name, "repeat": None} if name.startswith("block") else layer
@@ -117,7 +117,7 @@ def test_copies_in_a_row_are_a_range_also_where_they_are_layers_of_their_own() -
         assert view.certificate == "", "a cut that was given proves nothing"
 
 
-def test_layers_whose_numbers_leave_some_out_are_no_range() -> None:
+def test_layers_with_gaps_in_their_numbers_are_no_range() -> None:
     names = ["embedding", *(f"block.{2 * copy}" for copy in range(6)), "head"]
     each = [LAYERED["layers"][0], *[{**LAYERED["layers"][1], "repeat": None}] * 6, LAYERED["layers"][2]]
     layers = [{**layer, "name": name} for name, layer in zip(names, each, strict=True)]
@@ -130,7 +130,7 @@ def test_layers_whose_numbers_leave_some_out_are_no_range() -> None:
     assert view.ranks[0].stages[0].layers == "embedding, block.0, block.2, block.4, block.6"
 
 
-def test_a_plan_that_meets_the_bound_of_every_cut_is_said_to() -> None:
+def test_a_plan_that_meets_the_bound_of_every_cut_is_called_best() -> None:
     view = layers_view(replace(planned(), cut=CutCertificate("moved", 8.0, 0.0)))
     assert view is not None
     assert view.certificate.startswith("Proved: no plan of any other cut is better")
@@ -193,7 +193,7 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
     assert "wherever it is cut" not in page_of(record(), cut())
 
 
-def test_what_no_cut_fits_is_said_for_the_cut_that_lacks_the_least() -> None:
+def test_an_infeasible_limit_shows_the_need_of_the_closest_cut() -> None:
     error = {"title": "x", "detail": "y", "type": "/problems/infeasible-memory", "smallest_limit": [25, 24]}
     found = record(state="infeasible", plan_id=None, objective=None, error=error)
     view = search_view(found, layered(), AT)
@@ -208,7 +208,7 @@ def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
     assert (start.problem["memory"], start.limit_fraction) == ({"static": [1, 2], "limit": 24}, None)
     smallest = start_from_layers(asked, {}, "", limit=[25, 26])
     assert smallest.problem["memory"]["limit"] == [25, 26]
-    # A plan's problem is a cut: what was asked was its layers.
+    # The problem of a plan has a cut; the search asked for its layers.
     again = start_from(cut(), {}, "From a plan.")
     assert again.problem == {**start_from_layers(layered(), {}, "").problem}
     assert again.note == "From a plan. The planner chooses its stages again."
@@ -216,7 +216,7 @@ def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
         uncut(uniform(2, 4))
 
 
-def test_transfers_of_a_cut_that_follow_from_no_link_are_their_mean_in_the_form() -> None:
+def test_transfers_measured_for_a_cut_are_their_mean_in_the_form() -> None:
     measured = cut(costs={"p2p": [1, 2, 6]})
     assert measured.model is not None
     assert measured.model.link is None

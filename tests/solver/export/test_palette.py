@@ -83,6 +83,6 @@ def test_every_letter_has_a_name_and_fills() -> None:
     assert set(NAMES) == set(FILLS) == set(LETTERS)
 
 
-def test_contrast_is_that_of_wcag() -> None:
+def test_contrast_is_computed_as_in_wcag() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)

@@ -1,4 +1,4 @@
-"""Every kind of page: axe-core finds nothing serious, all controls are reachable by keys, phones show everything."""
+"""Every kind of page: axe-core finds nothing serious, keys reach all controls, phones show everything."""
 
 from __future__ import annotations
 

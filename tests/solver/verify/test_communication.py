@@ -141,7 +141,7 @@ def test_a_receive_is_listed_when_its_tensor_is_made(
 def test_a_deadlock_is_named() -> None:
     problem = uniform(2, 1)
     orders = Orders.from_text([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]])
-    with pytest.raises(InvalidPlan, match="rank 0 waits for ever at 3F0"):
+    with pytest.raises(InvalidPlan, match="rank 0 waits forever at 3F0"):
         lowered(problem, orders)
 
 

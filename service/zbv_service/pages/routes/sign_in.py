@@ -102,7 +102,7 @@ async def post_sign_out(request: Request) -> Response:
     dependencies=[ANY_TOKEN],
     summary="Get a link that signs a browser in, once",
     status_code=201,
-    response_description="Whoever opens it first may do what the token may.",
+    response_description="The first browser that opens the link gets the scopes of the token.",
     responses=documented(),
 )
 async def create_sign_in_link(request: Request) -> SignInLink:

@@ -19,7 +19,6 @@ from zbv_service.api.rank_fetches import RankFetches
 from zbv_service.api.readiness import Readiness
 from zbv_service.api.routers import agents as agent_routes
 from zbv_service.api.routers import health, problem_checks
-from zbv_service.api.routers import metrics as metric_routes
 from zbv_service.api.routers import plans as plan_routes
 from zbv_service.api.routers import runs as run_routes
 from zbv_service.api.routers import search_events as search_event_routes
@@ -85,7 +84,6 @@ _ROUTERS = (
     run_routes.router,
     agent_routes.router,
     health.router,
-    metric_routes.router,
     *pages.ROUTERS,
 )
 """Every route of the service.
@@ -197,7 +195,7 @@ def _build_state(
     dispatcher = Dispatcher(runs, run_plans, replanner, watch, settings)
     heartbeats = Heartbeats(HeartbeatTable(database))
     token_table = TokenTable(database)
-    schedules, run_parts = Schedules(computations), RunParts(parts, computations)
+    schedules = Schedules(computations)
     tokens = Tokens(token_table, local_token)
     keep = Keep(
         ended=settings.keep_days,
@@ -224,9 +222,9 @@ def _build_state(
         heartbeats=heartbeats,
         agents=Agents(agents, runs, heartbeats, dispatcher),
         runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher, computations, settings),
-        parts=run_parts,
-        steps=RunSteps(run_parts, computations),
-        measurements=Measurements(run_parts, plans, computations),
+        parts=RunParts(parts, computations),
+        steps=RunSteps(parts, computations),
+        measurements=Measurements(parts, plans, computations),
         sweeper=Sweeper(Retention(database), keep, plans.used),
         metrics=metrics,
         readiness=Readiness(database, runner, dispatcher),

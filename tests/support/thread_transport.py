@@ -26,7 +26,7 @@ from zbv_worker.transport.channels import (
     TensorSpec,
     Transport,
 )
-from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.world import Layout
 
 
 @dataclass(eq=False)

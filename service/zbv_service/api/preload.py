@@ -1,6 +1,6 @@
 """Imported once by the fork server, so that forked processes start with all code that they may run.
 
-Importing the planner and the drawing code, and loading their machine code, takes seconds.
+It takes seconds to import the planner and the drawing code and to load their machine code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The short way of the one request that thousands send at once: a rank's part of a plan.
+"""A fast path for the request that thousands of ranks send at once: a rank's part of a plan.
 
-The framework's way through routing, parameters and dependencies takes several times as long as the answer
-itself. What is in memory already is answered here, with headers made once; everything else (an unknown
-plan, a first fetch, a wrong rank, other methods) goes the ordinary way, to
-:func:`zbv_service.api.routers.plans.get_rank`. Both ask :class:`zbv_service.security.access.Access` first.
+The framework's routing, parameters and dependencies take several times as long as the response itself.
+This middleware serves rank plans that are in memory. It leaves all other requests (an unknown plan, a first
+fetch, a wrong rank, other methods) to :func:`zbv_service.api.routers.plans.get_rank`. Both authorize requests
+with :class:`zbv_service.security.access.Access`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCOPES = scopes_of(_ROUTE) or ()
 
 
 class RankFetches:
-    """Answers fetches of cached ranks' parts in place of the route; the caller needs the route's scopes."""
+    """Serves cached rank plans in place of the route; the caller needs the scopes of the route."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from zbv_service.api.negotiation import VARY
+from zbv_service.api.negotiation import VARY, root_of
 from zbv_service.pages.shell import CONTENT_SECURITY_POLICY, Shell, render
 from zbv_service.pages.views.problem import problem_values
 from zbv_service.security.grants import Grant
@@ -46,8 +46,3 @@ def shell_of(request: Request) -> Shell:
         may=frozenset() if grant is None else grant.scopes,
         path=request.url.path.removeprefix(root_of(request)),
     )
-
-
-def root_of(request: Request) -> str:
-    """The prefix under which a proxy serves the application, without a trailing slash."""
-    return str(request.scope.get("root_path", "")).rstrip("/")

@@ -178,11 +178,11 @@ async def test_a_browser_cancels_a_run_and_takes_an_offer(serving: Serving) -> N
             await beat(service, agent, run_id, 0)
         for rank, agent in enumerate((first, second)):
             await send(service, agent, run_id, rank, traces(SLOW, plan_id, steps=3)[rank])
-        await service.app.state.application.dispatcher.look()
+        await service.app.state.application.dispatcher.replanner.step()
         for _ in range(200):
             if (await run_of(service, run_id))["offer"]:
                 break
-            await service.app.state.application.dispatcher.look()
+            await service.app.state.application.dispatcher.replanner.step()
         offer = (await run_of(service, run_id))["offer"]["plan_id"]
         seen = await page_of(service, f"/runs/{run_id}")
         assert f'name="plan_id" value="{offer}"' in seen

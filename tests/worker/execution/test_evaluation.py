@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans import unit_problem
 from support.selfcheck import hard_model, random_orders
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.computation import Batches
+from zbv_worker.execution.binding import Batches
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
@@ -27,12 +27,6 @@ from zbv_worker.transport.channels import key_of
 
 CPU = torch.device("cpu")
 MICROBATCHES = 3
-
-
-def problem_of(kind: str, p: int) -> Problem:
-    placement = Placement.of(kind, p)  # type: ignore[arg-type]  # a placement's name
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, MICROBATCHES, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
 
 
 class Sampled:
@@ -140,7 +134,7 @@ def plain_losses(step: int) -> list[float]:
 def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
     kind: str, p: int, seed: int, fused: float
 ) -> None:
-    problem = problem_of(kind, p)
+    problem = unit_problem(p, MICROBATCHES, kind)
     pipeline = Pipeline(problem, random_orders(problem, Random(seed), fused))
     expected = plain_losses(3)
     for turn in range(2):
@@ -156,7 +150,7 @@ def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
 
 
 def test_evaluation_data_are_used_if_the_model_has_them() -> None:
-    problem = problem_of("v", 2)
+    problem = unit_problem(2, MICROBATCHES)
     pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), own_data=True)
     for _ in range(2):  # in turns, as in a run
         losses = pipeline.evaluate(3)
@@ -192,7 +186,7 @@ def test_modules_are_evaluated_in_evaluation_mode_and_then_return_to_their_own_m
 
 
 def test_an_evaluation_that_fails_leaves_the_modules_in_training() -> None:
-    problem = problem_of("v", 1)
+    problem = unit_problem(1, MICROBATCHES)
     pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
     pipeline.modules[1].register_forward_hook(fail)
     with pytest.raises(ZeroDivisionError) as found:
@@ -206,7 +200,7 @@ def fail(*_: object) -> None:
 
 
 def test_stages_without_a_model_cannot_be_evaluated() -> None:
-    problem = problem_of("v", 1)
+    problem = unit_problem(1, MICROBATCHES)
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(1), 0.5), 0)
     stages = {
         index: SleepingStage(dict.fromkeys("FIWB", 0), None, None, SleepingDevice()) for index in plan.stages

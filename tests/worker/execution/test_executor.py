@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.plans import unit_problem
 from support.selfcheck import hard_model
 from support.thread_transport import ThreadHub, ThreadTransport
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
@@ -22,12 +22,6 @@ from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Send, Transport, key_of
 
 CPU = torch.device("cpu")
-
-
-def problem_of(p: int, microbatches: int) -> Problem:
-    placement = Placement.of("v", p)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
 
 
 ORDERS = Orders.from_text(
@@ -45,7 +39,7 @@ def executor_of(
     progress: CurrentProgress | None = None,
     on_stage_done: Callable[[int], None] | None = None,
 ) -> Executor:
-    plan = RankPlan.of("plan", problem_of(2, 2), ORDERS, rank)
+    plan = RankPlan.of("plan", unit_problem(2, 2), ORDERS, rank)
     transport.open([key_of(channel) for channel in plan.channels], timeout)
     model = hard_model()
     return Executor(
@@ -194,7 +188,7 @@ def test_incomplete_lists_are_refused(actions: list[str], message: str) -> None:
 
 
 def test_channels_that_contradict_the_list_are_refused() -> None:
-    plan = RankPlan.of("plan", problem_of(2, 2), ORDERS, 0)
+    plan = RankPlan.of("plan", unit_problem(2, 2), ORDERS, 0)
     assert len(lower(plan)) == 12
     sending = next(channel for channel in plan.channels if channel.sender == 0)
     turned = replace(sending, transfers=sending.transfers[::-1])

@@ -15,13 +15,12 @@ import pytest
 import torch
 import zbv_worker.training.plan_change
 from support.cut_models import cut_problem, parts
+from support.plans import write_plan
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from support.trained import Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders, first_in_first_out
-from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.writing import problem_json
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource
@@ -43,13 +42,6 @@ from zbv_worker.training.report import read_reports, summarise
 CPU = torch.device("cpu")
 GPT = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 NAMES = list(hard_model().layer_names())
-
-
-def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
-    document: dict[str, Any] = {"problem": problem_json(problem), "ranks": orders.all_text()}
-    document["plan_id"] = identity(document["problem"], document["ranks"])
-    path.write_text(json.dumps(document))
-    return path
 
 
 # --- gradients

@@ -8,11 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
+from support.plans import unit_problem
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
 from zbv_solver.plans.orders import Action, Orders
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.progress import CurrentProgress, Progress, progress_of_error
@@ -105,9 +104,7 @@ def executor_of(
     unfinished: list[int] | None = None,
     last_stage: type[Kernels] = Kernels,
 ) -> Executor:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * 4
-    problem = Problem(placement, 2, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    problem = unit_problem(2, 2)
     plan = RankPlan.of("plan", problem, ORDERS, 0)
     transport = Streaming(cuda, arrival)
     transport.open([key_of(channel) for channel in plan.channels], 1.0)

@@ -8,22 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.search_path import environment_of_ranks, searched
 from zbv_worker.model.spec import ModelSpec
 
-SCRIPT = "import sys; from zbv_worker.commands.cli import main; sys.exit(main())"
 
-
-def test_a_console_script_searches_the_working_directory(tmp_path: Path) -> None:
-    """Python itself lets it search only the script's directory."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "zbv-worker").write_text(SCRIPT)
+def test_a_command_searches_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a console script, Python itself searches only the script's directory."""
     (tmp_path / "mymodel.py").write_text("")
-    command = [sys.executable, "bin/zbv-worker", "estimate", "mymodel:layers", "--pp-degree", "2"]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    assert found.returncode == 2
-    assert "mymodel has no callable 'layers'" in found.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", os.getcwd())])
+    assert main(["estimate", "mymodel:layers", "--pp-degree", "2"]) == 2
+    assert sys.modules.pop("mymodel").__file__ == str(tmp_path / "mymodel.py")
+    assert "mymodel has no callable 'layers'" in capsys.readouterr().err
 
 
 def test_a_missing_module_is_reported_with_the_search_path(

@@ -7,15 +7,15 @@ what they were started with, and if these differ, every rank fails with the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pydantic import TypeAdapter
 from zbv_solver.plans.channels import Channel
 
 from zbv_worker.errors import ChannelTimeout, Disagreement
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
-from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.rendezvous import named
+from zbv_worker.transport.world import Layout
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,8 @@ class Statement:
 
 _STATEMENTS = TypeAdapter(list[Statement])
 
-_COMMON = (
-    "plan_id",
-    "pp_degree",
-    "world_size",
-    "replicas",
-    "model",
-    "backend",
-    "steps",
-    "traced",
-    "runtime",
-)
+_PER_RANK = ("pp_rank", "channels", "options")
+"""The fields that may differ between ranks; of the options, each one must be equal."""
 
 
 def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[ChannelKey, ...]:
@@ -91,10 +82,11 @@ def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[Channe
 
 def _check_common(statements: Sequence[Statement]) -> None:
     """Check what must be equal on all ranks."""
-    for name in (*_COMMON, *dict(statements[0].options)):
+    common = [field.name for field in fields(Statement) if field.name not in _PER_RANK]
+    for name in (*common, *dict(statements[0].options)):
         values: dict[object, list[int]] = {}
         for rank, statement in enumerate(statements):
-            value = getattr(statement, name) if name in _COMMON else dict(statement.options).get(name)
+            value = getattr(statement, name) if name in common else dict(statement.options).get(name)
             values.setdefault(value, []).append(rank)
         if len(values) > 1:
             # The largest group first: the others are more likely the ones started wrongly.

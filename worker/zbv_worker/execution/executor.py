@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zbv_worker.execution.binding import Binding, Bound, WalkState
-from zbv_worker.execution.computation import (
+from zbv_worker.execution.binding import (
     Batches,
+    Binding,
+    Bound,
     Computation,
+    WalkState,
     evaluation_of,
 )
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress

@@ -16,13 +16,7 @@ from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.planned_cut import PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.whole_plan import (
-    WholePlan,
-    naming_plan_file,
-    naming_service,
-    require_rank,
-    seconds_per_attempt,
-)
+from zbv_worker.execution.whole_plan import WholePlan, asking_service, naming_plan_file, require_rank
 
 
 @dataclass(frozen=True)
@@ -58,12 +52,7 @@ class PlanSource:
 
 
 def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankPlan:
-    from zbv_service.client import Client
-
-    with (
-        naming_service(f"rank {rank}: no action list of plan {plan_id}", server),
-        Client(server, timeout=seconds_per_attempt(timeout)) as client,
-    ):
+    with asking_service(server, timeout, f"rank {rank}: no action list of plan {plan_id}") as client:
         answer = client.rank(plan_id, rank)
     if answer.placement not in PLACEMENT_KINDS:
         raise InvalidRun(

@@ -105,7 +105,7 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
     for child in children:
         if type(child) in _SUBCLASS:
             # Changing the class preserves parameters, hooks and state-dict names.
-            child.__class__ = _SUBCLASS[type(child)]  # type: ignore[assignment]  # a subclass of its own class
+            child.__class__ = _SUBCLASS[type(child)]  # type: ignore[assignment]  # a subclass of its class
         if isinstance(child, QUEUEING):
             child.recorder = recorder
     return recorder

@@ -264,7 +264,7 @@ class Stage:
         if not self._layers:
             self._require_float(x)
         output = checked_output(self.index, self.module(x))
-        return output if self._loss is None else self._with_loss(output, target)
+        return self._with_loss(output, target)
 
     def _require_float(self, x: Tensor) -> None:
         """Refuse data that is not floating-point in an empty first stage: no gradient could come back."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from zbv_solver.plans.channels import Channel, ChannelKind
 
-from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.world import Layout
 
 
 class ChannelKey(NamedTuple):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,19 +34,40 @@ from zbv_worker.transport.channels import (
     TensorSpec,
     Transport,
 )
-from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
-from zbv_worker.transport.reductions import Summed, Summing
 from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
 from zbv_worker.transport.torch_errors import classified, classifying, first_line
-from zbv_worker.transport.world import Backend, World
+from zbv_worker.transport.world import Backend, Layout, World
 
 _EVER = timedelta(days=1)
 _REPORT_SECONDS, _REPORT_POLL_SECONDS = 2.0, 0.05
 """How long a rank whose barrier failed waits for rank 0 to report the absent ranks."""
+
+
+class Summed:
+    """The sum over a single replica."""
+
+    def wait(self, timeout: float) -> None:
+        """Return at once: nothing to add."""
+
+
+@dataclass(frozen=True, eq=False)
+class Summing:
+    """A sum in a buffer of the network's device, copied to the target tensor when complete."""
+
+    sum: HostReceive | StreamReceive
+    target: Tensor
+    naming_absent: Callable[[], AbstractContextManager[None]]
+
+    def wait(self, timeout: float) -> None:
+        """Wait until ``target`` holds the sum."""
+        with self.naming_absent():
+            found = self.sum.wait(timeout)
+        if found is not self.target:
+            self.target.copy_(found)
 
 
 class DistributedTransport(Transport):

@@ -10,9 +10,11 @@ from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_bytes
 from zbv_solver.plans.plan import Plan
 
-from zbv_service.api.state import derived, state_of
+from zbv_service.api.caching import derived
+from zbv_service.api.negotiation import root_of
+from zbv_service.api.state import state_of
 from zbv_service.errors import NOT_FOUND, ProblemError
-from zbv_service.pages.answers import page, root_of
+from zbv_service.pages.answers import page
 from zbv_service.pages.views.compare import compare_view
 from zbv_service.plans.compared import USUAL
 from zbv_service.security.scheme import READ

@@ -11,8 +11,9 @@ from fastapi.responses import RedirectResponse
 from zbv_solver.errors import InvalidInput
 
 from zbv_service.api.bodies import read_form
+from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import caller_of, most_searches, state_of
-from zbv_service.pages.answers import page, root_of
+from zbv_service.pages.answers import page
 from zbv_service.pages.views.frontier import frontier_view
 from zbv_service.security.scheme import READ, needs
 

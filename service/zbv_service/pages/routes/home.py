@@ -5,9 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
+from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.database.tally import tally
-from zbv_service.pages.answers import NO_STORE, page, root_of
+from zbv_service.pages.answers import NO_STORE, page
 from zbv_service.pages.views.home import EXAMPLE, example_text
 from zbv_service.records.runs import RUN_ENDED, RUN_STATES, RunFilter
 from zbv_service.records.searches import SearchFilter

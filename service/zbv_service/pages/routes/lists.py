@@ -12,12 +12,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from pydantic import ValidationError
 
-from zbv_service.api.cursors import neighbours, position_of
 from zbv_service.api.listing import (
     AgentListQuery,
     PlanListQuery,
     RunListQuery,
     SearchListQuery,
+    neighbours,
+    position_of,
 )
 from zbv_service.api.state import state_of
 from zbv_service.pages.answers import html, shell_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
-from zbv_service.api.state import derived, state_of
+from zbv_service.api.caching import derived
+from zbv_service.api.state import state_of
 from zbv_service.pages.answers import html, shell_of
 from zbv_service.pages.views.plan import plan_page
 from zbv_service.security.scheme import READ

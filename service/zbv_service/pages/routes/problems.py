@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from zbv_service.api.caching import HOUR
-from zbv_service.api.negotiation import wants_page
+from zbv_service.api.negotiation import root_of, wants_page
 from zbv_service.api.problem_advice import ADVICE
 from zbv_service.errors import MEDIA_TYPE, NOT_FOUND, ProblemError, kinds
 from zbv_service.pages.answers import html, problem_answer, shell_of
@@ -51,6 +51,8 @@ def as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Respon
         if answer.media_type != MEDIA_TYPE or not wants_page(request):
             return answer
         headers = {name: answer.headers[name] for name in _KEPT_HEADERS if name in answer.headers}
-        return problem_answer(json.loads(bytes(answer.body)), request, headers)
+        document = json.loads(bytes(answer.body))
+        document["type"] = document["type"].removeprefix(root_of(request))  # pages add it themselves
+        return problem_answer(document, request, headers)
 
     return handle

@@ -10,9 +10,10 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from zbv_service.api.bodies import read_form
+from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import parse_body
-from zbv_service.pages.answers import page, root_of
+from zbv_service.pages.answers import page
 from zbv_service.pages.views.measured import measured_view
 from zbv_service.pages.views.run import run_view
 from zbv_service.records.runs import RUN_ENDED

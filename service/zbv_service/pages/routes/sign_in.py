@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 from zbv_service.api.bodies import read_form
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.negotiation import wants_page
+from zbv_service.api.negotiation import root_of, wants_page
 from zbv_service.api.state import state_of
 from zbv_service.errors import (
     INSUFFICIENT_SCOPE,
@@ -21,19 +21,17 @@ from zbv_service.errors import (
     ProblemError,
     response_to,
 )
-from zbv_service.pages.answers import NO_STORE, html, root_of, shell_of
+from zbv_service.pages.answers import NO_STORE, html, shell_of
 from zbv_service.pages.shell import render
 from zbv_service.security.access import (
     TooManyAttempts,
     Unauthenticated,
     require_same_origin,
 )
-from zbv_service.security.cookies import end_session, session_of, set_session
-from zbv_service.security.documents import SignInLink
+from zbv_service.security.browsers import is_from_elsewhere, session_of, set_session
 from zbv_service.security.grants import grant_of
-from zbv_service.security.origins import is_from_elsewhere
 from zbv_service.security.scheme import ANY_TOKEN, ANYBODY
-from zbv_service.security.sign_in import LINK_SECONDS, LinkUnusable
+from zbv_service.security.sign_in import LINK_SECONDS, LinkUnusable, SignInLink
 
 MAX_FORM_BYTES = 8192
 
@@ -91,7 +89,7 @@ async def post_sign_out(request: Request) -> Response:
     if text is not None:
         await state_of(request).sign_in.end(text)
     answer = _see_other(request, "/sign-in")
-    end_session(answer, request)
+    set_session(answer, request, "", max_age=0)
     return answer
 
 
